@@ -1,0 +1,177 @@
+"""All options of the backend in one frozen object, resolved in one place.
+
+In: `options={...}` of torch.compile and the environment. Out: a checked `Config` and, for each item, its source.
+Terms: an *item* is one option; its environment variable is RANNC_<NAME IN CAPITALS>; a later *source* wins:
+default, then environment, then options. Names that RaNNC has too mean what they mean there. 0 means "the planner
+decides" for every number of things. One GB is 1024**3 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
+
+ENVIRONMENT_PREFIX = "RANNC_"
+# Read elsewhere (log.py), because they are needed before any option is known.
+ENVIRONMENT_ONLY: Mapping[str, str] = {
+    "RANNC_LOG_LEVEL": "Level of the logger `rannc_backend`: debug, info, warning or error. Default: info.",
+}
+
+
+class Config(BaseModel):
+    """Options of one compiled model; frozen. Build it with `resolve_config`, which names what is wrong."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+    partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
+    replica_num: int = Field(0, ge=0, description="Number of replicas of every stage; 0: the planner decides.")
+    pipeline_num: int = Field(0, ge=0, description="Number of micro-batches of a step; 0: the planner decides.")
+    min_pipeline: int = Field(1, ge=1, description="Smallest number of micro-batches that the planner may choose.")
+    max_pipeline: int = Field(32, ge=1, description="Largest number of micro-batches that the planner may choose.")
+    mem_limit_gb: float = Field(0.0, ge=0, description="Memory limit per device in GB; 0: all the device has.")
+    mem_margin: float = Field(0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free.")
+    opt_param_factor: float = Field(
+        2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
+    )
+    stage_compiler: Literal["auto", "eager", "inductor"] = Field(
+        "auto", description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: inductor."
+    )
+    schedule: Literal["auto", "1f1b", "fill_drain"] = Field(
+        "auto", description="Order of forwards and backwards; auto: 1f1b wherever it gives exact results."
+    )
+    outputs: Literal["all", "loss"] = Field(
+        "all", description="all: outputs with rows come back as this rank's rows; loss: only scalars come back."
+    )
+    gather_inputs: bool = Field(
+        True, description="True: the global batch is the ranks' batches in rank order; False: it is rank 0's batch."
+    )
+    gradients_reduce_method: Literal["mean", "sum"] = Field(
+        "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
+    )
+    sync_params_on_init: bool = Field(
+        True, description="Give rank 0's parameters and buffers to all ranks before the first step."
+    )
+    step_timeout_seconds: float = Field(600.0, gt=0, description="Longest wait for a message within a step, seconds.")
+    compile_timeout_seconds: float = Field(
+        7200.0, gt=0, description="Longest wait for the slowest rank to plan and compile, seconds."
+    )
+    bucket_mb: float = Field(25.0, gt=0, description="Size of one gradient bucket in MB (1024**2 bytes).")
+    plan_file: str = Field("", description="File to which rank 0 saves the plan as JSON; empty: not saved.")
+    print_program: bool = Field(False, description="Log the program of each rank as text before the first step.")
+    verbose: bool = Field(False, description="Log how the model was captured, split and compiled.")
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Config:
+        if self.min_pipeline > self.max_pipeline:
+            raise ValueError(f"min_pipeline {self.min_pipeline} is above max_pipeline {self.max_pipeline}")
+        return self
+
+
+def resolve_config(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Config:
+    """Options over environment over defaults, checked.
+
+    Raises:
+        UnknownOptionError: a name that does not exist; says the nearest one that does.
+        OptionValueError: a value out of range; says item, source and range.
+    """
+    return resolve_with_sources(options, environ)[0]
+
+
+def resolve_with_sources(
+    options: Mapping[str, object] | None, environ: Mapping[str, str]
+) -> tuple[Config, dict[str, str]]:
+    """As `resolve_config`, with the source of each item: "default", "environment RANNC_X" or "options"."""
+    fields = Config.model_fields
+    values: dict[str, object] = {}
+    sources = dict.fromkeys(fields, "default")
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in ENVIRONMENT_ONLY:
+            continue
+        item = variable[len(ENVIRONMENT_PREFIX) :].lower()
+        if item not in fields or variable != environment_name(item):
+            names = [environment_name(name) for name in fields] + list(ENVIRONMENT_ONLY)
+            raise UnknownOptionError(variable, valid=names, source="environment")
+        sources[item] = f"environment {variable}"
+        values[item] = _from_text(item, text, sources[item])
+    for item, value in (options or {}).items():
+        if item not in fields:
+            raise UnknownOptionError(str(item), valid=fields, source="options")
+        sources[item] = "options"
+        values[item] = value
+    try:
+        return Config.model_validate(values), sources
+    except ValidationError as error:
+        location = error.errors()[0]["loc"]
+        if not location:  # the only check over several items
+            span = Config.model_construct(**values)
+            raise OptionValueError(
+                "min_pipeline",
+                value=span.min_pipeline,
+                source=sources["min_pipeline"],
+                expected=f"an integer from 1 to max_pipeline, which is {span.max_pipeline} "
+                f"(from {sources['max_pipeline']})",
+            ) from None
+        item = str(location[0])
+        raise _bad_value(item, values[item], sources[item]) from None
+
+
+def environment_name(item: str) -> str:
+    """The environment variable of an item: "pipeline_num" gives "RANNC_PIPELINE_NUM"."""
+    return ENVIRONMENT_PREFIX + item.upper()
+
+
+def accepted_values(item: str) -> str:
+    """What an item accepts, in words: "an integer, at least 0"."""
+    return _accepted(Config.model_fields[item])
+
+
+def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
+    """Raise RanksDifferError for the first item whose value is not the same on all ranks.
+
+    Args:
+        options_by_rank: `Config.model_dump()` of each rank, in rank order.
+    """
+    for item in Config.model_fields:
+        values = [repr(options[item]) for options in options_by_rank]
+        if len(set(values)) > 1:
+            raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)
+
+
+def _from_text(item: str, text: str, source: str) -> object:
+    annotation: object = Config.model_fields[item].annotation
+    try:
+        # Lax: "4" is an int, and "1", "true", "on", "yes" are True. Ranges are checked with the whole Config.
+        return TypeAdapter(annotation).validate_python(text.strip(), strict=False)
+    except ValidationError:
+        raise _bad_value(item, text, source) from None
+
+
+def _bad_value(item: str, value: object, source: str) -> OptionValueError:
+    return OptionValueError(item, value=value, source=source, expected=accepted_values(item))
+
+
+def _accepted(field: FieldInfo) -> str:
+    annotation = field.annotation
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(annotation))
+    if annotation is bool:
+        return "True or False (in the environment: 1 or 0)"
+    if annotation is str:
+        return "a string"
+    words = ["an integer" if annotation is int else "a finite number"]
+    for constraint in field.metadata:
+        if isinstance(constraint, Ge):
+            words.append(f"at least {constraint.ge}")
+        elif isinstance(constraint, Gt):
+            words.append(f"above {constraint.gt}")
+        elif isinstance(constraint, Le):
+            words.append(f"at most {constraint.le}")
+        elif isinstance(constraint, Lt):
+            words.append(f"below {constraint.lt}")
+    return ", ".join(words)
