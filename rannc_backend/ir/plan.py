@@ -1,0 +1,344 @@
+"""The plan: which nodes, parameters and ranks make up each pipeline stage, and what that should cost.
+
+In: numbers, names (from the planner) or JSON text (a file, maybe edited by hand, or the broadcast of the planning rank).
+Out: a frozen `Plan` whose parts agree with each other, and the same text again, byte for byte.
+
+Terms. Block: a run of consecutive graph nodes that is never cut. Stage: the blocks that one group of ranks computes.
+Replica: one rank of a stage; replicas share the rows of a micro-batch. Constant nodes (which do not depend on the rows of
+the batch) are recomputed where they are used and appear in no block and no stage.
+
+Floats are kept to `SIGNIFICANT_DIGITS` digits from the start, so a plan equals what its own text reads back as.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rannc_backend.errors import PlanError
+
+SCHEMA_VERSION = 1
+SIGNIFICANT_DIGITS = 6
+MAX_PLAN_CHARACTERS = 64 * 1024 * 1024
+MAX_PLAN_DEPTH = 12  # a plan itself is 5 deep
+_MAX_INTEGER = 2**63 - 1
+_SHOWN_ERRORS = 3
+
+
+def _round_float(value: float) -> float:
+    """`value` to the digits that the text keeps; -0.0 becomes 0.0, so that equal plans have equal text."""
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") + 0.0
+
+
+def _sorted_unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) != len(names):
+        raise ValueError(f"{_first_repeated(names)!r} is listed twice")
+    return tuple(sorted(names))
+
+
+def _first_repeated(items: Iterable[Any]) -> Any:
+    seen: set[Any] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
+
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_round_float)]
+Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
+PositiveCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+Text = Annotated[str, Field(max_length=4096)]
+NameSet = Annotated[tuple[Name, ...], AfterValidator(_sorted_unique)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class DtypeRate(_Record):
+    """Peak operations per second of one device for one dtype ("float32", "bfloat16", ...)."""
+
+    dtype: Name
+    flops_per_second: Amount
+
+
+class ClusterAssumption(_Record):
+    """The machines for which the plan was made. Seconds, bytes and bytes per second."""
+
+    name: Text
+    num_devices: PositiveCount
+    devices_per_node: PositiveCount
+    device_name: Text
+    device_memory_bytes: Count
+    peak_flops: tuple[DtypeRate, ...]
+    memory_bytes_per_second: Amount
+    launch_seconds: Amount
+    intra_node_latency_seconds: Amount
+    intra_node_bytes_per_second: Amount
+    inter_node_latency_seconds: Amount
+    inter_node_bytes_per_second: Amount
+
+
+class BlockPlan(_Record):
+    """A run of nodes that is never cut. FLOPs and activation bytes are of the whole batch (`Plan.batch_rows` rows)."""
+
+    index: Count
+    nodes: Annotated[tuple[Name, ...], Field(min_length=1)]
+    modules: tuple[Text, ...]
+    parameters: NameSet
+    forward_flops: Count
+    backward_flops: Count
+    moved_bytes: Count
+    activation_bytes: Count
+    parameter_bytes: Count
+
+
+class StageCost(_Record):
+    """Predicted cost of one stage on one of its ranks.
+
+    Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step. Bytes are the
+    most that lies in memory at one time: activations of all micro-batches in flight, buffers for messages in `buffer_bytes`.
+    """
+
+    forward_seconds: Amount
+    backward_seconds: Amount
+    transfer_seconds: Amount
+    allreduce_seconds: Amount
+    parameter_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    activation_bytes: Count
+    buffer_bytes: Count
+    peak_bytes: Count
+
+
+class StagePlan(_Record):
+    """What one group of ranks owns and computes.
+
+    `nodes`: non-constant node names in topological order. `modules`: paths of the user's modules, in order of first use.
+    `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers whose new value
+    is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what the partitioner likes to keep).
+    """
+
+    index: Count
+    blocks: tuple[Count, ...]
+    nodes: tuple[Name, ...]
+    modules: tuple[Text, ...]
+    parameters: NameSet
+    updated_buffers: NameSet
+    ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
+    recompute: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)]
+    predicted: StageCost
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.ranks)
+
+
+class Alternative(_Record):
+    """A plan that was not taken: its shape, its predicted step (None: it does not fit in memory) and why it lost."""
+
+    num_stages: PositiveCount
+    stage_replicas: Annotated[tuple[PositiveCount, ...], Field(min_length=1)]
+    num_micro_batches: PositiveCount
+    predicted_step_seconds: Amount | None
+    reason: Text
+
+
+class Plan(_Record):
+    """The whole decision for one model on one number of ranks. Immutable; all parts are checked against each other."""
+
+    schema_version: Literal[1]
+    fingerprint: Name
+    model_name: Text
+    cluster: ClusterAssumption
+    world_size: PositiveCount
+    batch_rows: PositiveCount
+    num_micro_batches: PositiveCount
+    schedule: Literal["1f1b", "fill_drain"]
+    memory_limit_bytes: Count
+    blocks: tuple[BlockPlan, ...]
+    stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
+    predicted_step_seconds: Amount
+    binding: Text
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def stage_replicas(self) -> tuple[int, ...]:
+        return tuple(stage.num_replicas for stage in self.stages)
+
+    def stage_of_rank(self, rank: int) -> int | None:
+        """Index of the stage that `rank` computes; None for a rank without a stage."""
+        return next((stage.index for stage in self.stages if rank in stage.ranks), None)
+
+    def owners(self, parameter: str) -> tuple[int, ...]:
+        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads it."""
+        return tuple(sorted(rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks))
+
+    def to_json(self) -> str:
+        """The plan as text: the same plan gives the same bytes (ASCII, two spaces, newline at the end)."""
+        return json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read and check a plan. Raises `PlanError` that names the place and what is wrong; runs nothing from the text."""
+        _check_shape_of_text(text)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(_describe(error), cure="correct the file, or let the planner write it again.") from None
+
+    @model_validator(mode="after")
+    def _check_parts_agree(self) -> Plan:
+        _check_indexes(self.blocks, "blocks")
+        _check_indexes(self.stages, "stages")
+        _check_blocks(self)
+        _check_stages(self)
+        _check_ranks(self)
+        return self
+
+
+def check_against(
+    plan: Plan,
+    *,
+    fingerprint: str,
+    world_size: int,
+    parameters: Iterable[str] | None = None,
+    device_memory_bytes: int | None = None,
+) -> None:
+    """Check that a loaded plan fits this run; raises `PlanError` naming the difference.
+
+    `parameters`: primary dotted names the graph reads (a plan must place each of them, and no other). `device_memory_bytes`:
+    memory of this run's devices, None or 0 where it is not known.
+    """
+    if plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks and this run has {world_size}; "
+            f"start {plan.world_size} processes or plan again for {world_size}"
+        )
+    if plan.fingerprint != fingerprint:
+        raise PlanError(
+            f"the plan is for another graph: its fingerprint is {plan.fingerprint[:16]}..., the model's is {fingerprint[:16]}...; "
+            "the model, its configuration, train/eval mode or input shapes differ from those that were planned; plan again"
+        )
+    if parameters is not None:
+        placed = {name for stage in plan.stages for name in stage.parameters}
+        wanted = set(parameters)
+        if unknown := sorted(placed - wanted):
+            raise PlanError(f"the plan places parameter {unknown[0]!r}, which the model does not use ({len(unknown)} such names)")
+        if missing := sorted(wanted - placed):
+            raise PlanError(f"the plan places parameter {missing[0]!r} on no stage ({len(missing)} such names)")
+    if device_memory_bytes:
+        worst = max(plan.stages, key=lambda stage: stage.predicted.peak_bytes)
+        if worst.predicted.peak_bytes > device_memory_bytes:
+            raise PlanError(
+                f"stage {worst.index} of the plan needs {worst.predicted.peak_bytes} bytes and a device of this run has "
+                f"{device_memory_bytes}; plan again for these devices"
+            )
+
+
+def _check_indexes(items: tuple[BlockPlan, ...] | tuple[StagePlan, ...], what: str) -> None:
+    for position, item in enumerate(items):
+        if item.index != position:
+            raise ValueError(f"{what}[{position}].index is {item.index}; indexes must count 0, 1, 2, ... in order")
+
+
+def _check_blocks(plan: Plan) -> None:
+    repeated = _first_repeated(name for block in plan.blocks for name in block.nodes)
+    if repeated is not None:
+        raise ValueError(f"node {repeated!r} is in two blocks (or twice in one)")
+    listed = [index for stage in plan.stages for index in stage.blocks]
+    repeated = _first_repeated(listed)
+    if repeated is not None:
+        raise ValueError(f"block {repeated} is in two stages (or twice in one)")
+    if unknown := sorted(set(listed) - set(range(len(plan.blocks)))):
+        raise ValueError(f"block {unknown[0]} is in a stage, but there are only {len(plan.blocks)} blocks")
+    if missing := sorted(set(range(len(plan.blocks))) - set(listed)):
+        raise ValueError(f"block {missing[0]} is in no stage")
+
+
+def _check_stages(plan: Plan) -> None:
+    repeated = _first_repeated(name for stage in plan.stages for name in stage.nodes)
+    if repeated is not None:
+        raise ValueError(f"node {repeated!r} is in two stages (or twice in one)")
+    for stage in plan.stages:
+        where = f"stages[{stage.index}]"
+        for what, listed, of_blocks in (
+            ("node", set(stage.nodes), {name for index in stage.blocks for name in plan.blocks[index].nodes}),
+            ("parameter", set(stage.parameters), {name for index in stage.blocks for name in plan.blocks[index].parameters}),
+        ):
+            if extra := sorted(listed - of_blocks):
+                raise ValueError(f"{where} lists {what} {extra[0]!r}, which none of its blocks {list(stage.blocks)} has")
+            if absent := sorted(of_blocks - listed):
+                raise ValueError(f"{where} lacks {what} {absent[0]!r}, which its blocks {list(stage.blocks)} have")
+
+
+def _check_ranks(plan: Plan) -> None:
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    repeated = _first_repeated(ranks)
+    if repeated is not None:
+        raise ValueError(f"rank {repeated} is in two stages (or twice in one)")
+    if outside := sorted(rank for rank in ranks if rank >= plan.world_size):
+        raise ValueError(f"rank {outside[0]} is in a stage, but the plan is for ranks 0 to {plan.world_size - 1}")
+
+
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+def _check_shape_of_text(text: str) -> None:
+    """Refuse what no plan looks like before a parser builds it: too long, too deep, a key given twice, NaN."""
+    if not isinstance(text, str):
+        raise PlanError(f"a plan is text, not {type(text).__name__}")
+    if len(text) > MAX_PLAN_CHARACTERS:
+        raise PlanError(f"the plan has {len(text)} characters; at most {MAX_PLAN_CHARACTERS} are read")
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        token = match.group()
+        depth += 1 if token in "[{" else -1 if token in "]}" else 0
+        if depth > MAX_PLAN_DEPTH:
+            raise PlanError(f"the plan is nested deeper than {MAX_PLAN_DEPTH} levels at character {match.start()}")
+    try:
+        value = json.loads(text, object_pairs_hook=_object_without_repeated_keys, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"the plan is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"the plan is not valid: {error}") from None
+    if not isinstance(value, dict):
+        raise PlanError(f"a plan is a JSON object, not {type(value).__name__}")
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise PlanError(f"the plan has schema version {version!r}; this release reads version {SCHEMA_VERSION}")
+
+
+def _object_without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    repeated = _first_repeated(key for key, _ in pairs)
+    if repeated is not None:
+        raise ValueError(f"key {repeated!r} is given twice in one object")
+    return dict(pairs)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a number a plan may hold")
+
+
+def _describe(error: ValidationError) -> str:
+    """`stages[1].ranks[0]: what is wrong` for the first few findings of pydantic."""
+    findings = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = []
+    for finding in findings[:_SHOWN_ERRORS]:
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in finding["loc"]).lstrip(".")
+        message = finding["msg"].removeprefix("Value error, ")
+        lines.append(f"{place}: {message}" if place else message)
+    if len(findings) > _SHOWN_ERRORS:
+        lines.append(f"and {len(findings) - _SHOWN_ERRORS} more")
+    return "the plan is not valid: " + "; ".join(lines)
