@@ -1,0 +1,191 @@
+"""One step of a rank's program, and programs as text.
+
+In: nothing but integers. Out: `Action`, a frozen value that prints as `2SF0>3` and parses back, and whole programs
+as text, one line per lane.
+
+Terms. A *stage* is a number from 0; INPUT ("I") and OUTPUT ("O") are *endpoints*: the role that every rank has as the
+owner of its local input rows and of its output rows. A *micro-batch* is a number from 0. A *lane* is a group of ranks
+that run the same program (in the first version lane s is the ranks of stage s), a *program* is the tuple of actions of
+one lane. A *channel* is the queue of messages of one direction (forward values or gradients) from one stage or
+endpoint to another; its messages are matched in the order in which they are sent and received.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+INPUT = -1
+OUTPUT = -2
+NO_PEER = -3
+NO_MICRO_BATCH = -1
+
+FORWARD_VALUES = "F"
+GRADIENTS = "B"
+
+
+class ActionKind(str, Enum):
+    """What an action does; the value is its spelling. Members compare by spelling, so actions can be sorted."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"  # gradients of a stage's inputs only (built by later schedules)
+    BACKWARD_WEIGHT = "W"  # gradients of a stage's parameters only (built by later schedules)
+    SEND_FORWARD = "SF"
+    RECEIVE_FORWARD = "RF"
+    WAIT_FORWARD = "WF"
+    DONE_FORWARD = "DF"
+    SEND_GRADIENT = "SB"
+    RECEIVE_GRADIENT = "RB"
+    WAIT_GRADIENT = "WB"
+    DONE_GRADIENT = "DB"
+    ARM_REDUCTIONS = "A"
+    WAIT_REDUCTIONS = "G"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COMPUTE_KINDS = frozenset(
+    {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
+)
+SEND_KINDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_GRADIENT})
+RECEIVE_KINDS = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_GRADIENT})
+WAIT_KINDS = frozenset({ActionKind.WAIT_FORWARD, ActionKind.WAIT_GRADIENT})
+DONE_KINDS = frozenset({ActionKind.DONE_FORWARD, ActionKind.DONE_GRADIENT})
+MESSAGE_KINDS = SEND_KINDS | RECEIVE_KINDS | WAIT_KINDS | DONE_KINDS
+# Sends and dones name the destination after ">", receives and waits the source after "<".
+OUTGOING_KINDS = SEND_KINDS | DONE_KINDS
+REDUCTION_KINDS = frozenset({ActionKind.ARM_REDUCTIONS, ActionKind.WAIT_REDUCTIONS})
+
+_ENDPOINT_LETTERS = {INPUT: "I", OUTPUT: "O"}
+_ENDPOINTS_BY_LETTER = {letter: endpoint for endpoint, letter in _ENDPOINT_LETTERS.items()}
+_ACTION_PATTERN = re.compile(r"(\d+|[IO])(SF|RF|WF|DF|SB|RB|WB|DB|[FBIWAG])(\d+)?(?:([<>])(\d+|[IO]))?", re.ASCII)
+_LANE_PATTERN = re.compile(r"lane (\d+):(.*)", re.ASCII)
+
+
+class Channel(NamedTuple):
+    """One directed queue of messages. `direction` is FORWARD_VALUES or GRADIENTS."""
+
+    source: int
+    destination: int
+    direction: str
+
+    def __str__(self) -> str:
+        return f"{place_text(self.source)}>{place_text(self.destination)} {self.direction}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One step: `kind` done by `stage` (a stage number, INPUT or OUTPUT) for `micro_batch`, with `peer` for messages."""
+
+    stage: int
+    kind: ActionKind
+    micro_batch: int = NO_MICRO_BATCH
+    peer: int = NO_PEER
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, ActionKind):
+            raise ValueError(f"kind {self.kind!r} is not an ActionKind")
+        is_message = self.kind in MESSAGE_KINDS
+        if self.stage < 0 and not (is_message and self.stage in _ENDPOINT_LETTERS):
+            raise ValueError(f"stage {self.stage} cannot do {self.kind}: stages count from 0, endpoints only move messages")
+        if is_message != (self.peer != NO_PEER):
+            raise ValueError(f"{self.kind} {'needs' if is_message else 'takes'} {'a' if is_message else 'no'} peer")
+        if is_message and (self.peer < OUTPUT or (self.peer < 0 and self.stage < 0)):
+            raise ValueError(f"peer {self.peer} of {self.kind} is neither a stage nor an endpoint of a stage")
+        if (self.kind in REDUCTION_KINDS) != (self.micro_batch == NO_MICRO_BATCH) or self.micro_batch < NO_MICRO_BATCH:
+            raise ValueError(f"micro-batch {self.micro_batch} does not fit {self.kind}")
+
+    def __str__(self) -> str:
+        if self.kind in REDUCTION_KINDS:
+            return f"{self.stage}{self.kind.value}"
+        text = f"{place_text(self.stage)}{self.kind.value}{self.micro_batch}"
+        if self.peer == NO_PEER:
+            return text
+        return f"{text}{'>' if self.kind in OUTGOING_KINDS else '<'}{place_text(self.peer)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as `text`; ValueError when no action does."""
+        match = _ACTION_PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an action; actions look like 2F0, 2SF0>3, 3RF0<2, ISF0>2 or 2A")
+        stage, kind, micro_batch, arrow, peer = match.groups()
+        action = cls(
+            stage=_parse_place(stage),
+            kind=ActionKind(kind),
+            micro_batch=NO_MICRO_BATCH if micro_batch is None else int(micro_batch),
+            peer=NO_PEER if peer is None else _parse_place(peer),
+        )
+        if str(action) != text:
+            raise ValueError(f"{text!r} is not how {action} is spelled")
+        return action
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, B, I and W."""
+        return self.kind in COMPUTE_KINDS
+
+    @property
+    def channel(self) -> Channel:
+        """The channel of a message action; ValueError for the others."""
+        if self.kind not in MESSAGE_KINDS:
+            raise ValueError(f"{self} moves no message")
+        direction = self.kind.value[1]
+        if self.kind in OUTGOING_KINDS:
+            return Channel(self.stage, self.peer, direction)
+        return Channel(self.peer, self.stage, direction)
+
+
+Program = tuple[Action, ...]
+
+
+def place_text(place: int) -> str:
+    """A stage as its number, an endpoint as its letter."""
+    return _ENDPOINT_LETTERS.get(place) or str(place)
+
+
+def format_programs(programs: Mapping[int, Program], *, width: int = 110) -> str:
+    """`lane 0: 0RF0<I 0WF0<I 0F0 ...`, lanes in order, wrapped at `width` with indented continuation lines."""
+    lines: list[str] = []
+    for lane in sorted(programs):
+        text = " ".join([f"lane {lane}:", *map(str, programs[lane])])
+        # Hyphens cannot occur in actions, long words neither: breaking is at spaces only.
+        lines.extend(textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def parse_programs(text: str) -> dict[int, Program]:
+    """The programs that print as `text`. Empty lines and lines that begin with "#" are skipped; ValueError names a bad line."""
+    programs: dict[int, list[Action]] = {}
+    lane: int | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        words = line.split()
+        match = _LANE_PATTERN.fullmatch(line)
+        if match is not None:
+            lane, words = int(match[1]), match[2].split()
+            if lane in programs:
+                raise ValueError(f"line {number}: lane {lane} is there twice")
+            programs[lane] = []
+        elif lane is None or not line[0].isspace():
+            raise ValueError(f"line {number}: {line!r} starts no lane; a lane starts with 'lane <number>:'")
+        try:
+            programs[lane].extend(_parse_all(words))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return {lane: tuple(actions) for lane, actions in programs.items()}
+
+
+def _parse_all(words: Iterable[str]) -> list[Action]:
+    return [Action.parse(word) for word in words]
+
+
+def _parse_place(text: str) -> int:
+    return _ENDPOINTS_BY_LETTER[text] if text in _ENDPOINTS_BY_LETTER else int(text)
