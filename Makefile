@@ -1,0 +1,49 @@
+# `make demo` and `make test` do everything on a fresh machine; `make help` lists the rest.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+RANKS ?= 2
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+# One thread per rank: with several ranks on a few cores more threads only wait for each other.
+RUN := source scripts/mpi_environment.sh; export PATH="$(abspath $(VENV))/bin:$$PATH" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1};
+READY := $(VENV)/.ready
+
+.PHONY: help environment demo test test-full test-gpu bench lint docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+environment: $(READY) ## make .venv with torch, this package, its extras and an MPI (again only when pyproject.toml changed)
+
+$(READY): pyproject.toml scripts/make_environment.sh
+	@bash scripts/make_environment.sh "$(PYTHON)" "$(VENV)"
+
+demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the plan and a falling loss
+	@$(RUN) mpirun -np $(RANKS) python examples/train_gpt2.py $(DEMO_ARGS) </dev/null
+
+test: $(READY) ## all tests but those for GPUs and the full matrix, under 15 minutes on 2 cores
+	@$(RUN) python -m pytest --ignore=tests/gpu $(PYTEST_ARGS) </dev/null
+
+test-full: $(READY) ## all tests, with the whole matrix of models, stages, replicas and micro-batches
+	@$(RUN) python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null
+
+test-gpu: $(READY) ## the tests that need a CUDA device
+	@$(RUN) python -m pytest tests/gpu -m "full or not full" $(PYTEST_ARGS) </dev/null
+
+bench: $(READY) ## step time beside torch.distributed.pipelining, DDP and plain torch.compile; prints JSON
+	@$(RUN) python tests/benchmarks/pipeline_step.py $(BENCH_ARGS) </dev/null
+
+lint: $(READY) ## ruff, import contracts and size limits
+	@$(RUN) ruff check . && python -m pytest -q tests/test_architecture.py </dev/null
+
+docs: $(READY) ## write docs/configuration.md from the options in the code
+	@$(RUN) rannc config --markdown >docs/configuration.md
+
+clean: ## remove the environment and caches
+	@rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -1,0 +1,16 @@
+"""Settings for all tests: the same examples on every run, no deadline on a busy machine, nothing from the user's environment."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("rannc", derandomize=True, deadline=None, database=None)
+settings.load_profile("rannc")
+
+for variable in [name for name in os.environ if name.startswith("RANNC_")]:
+    del os.environ[variable]
+# The tests build small random models from configurations; no weights are fetched.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
