@@ -1,0 +1,210 @@
+"""Flat buffers in which the gradients of one step are summed over micro-batches and then over ranks.
+
+In: the parameters of this rank with the ranks that own each of them, and gradients as backward makes them. Out: per step, one view
+per parameter of the reduced gradient; ``publish`` puts these views where ``torch.optim`` looks for them.
+
+Terms. A *bucket* holds parameters of one dtype and one owner group (the ranks that own all of them: the replicas of a stage, or of
+several stages for tied parameters). A bucket's all-reduce starts when its last gradient of the last micro-batch is there, in
+bucket order within an owner group, so that all its ranks start them alike. A *pending* gradient belongs to a step whose backward
+has not been asked for yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from rannc_backend.runtime.torch_internals import num_storage_users
+
+Ranks = tuple[int, ...]
+
+
+class Waitable(Protocol):
+    """A started all-reduce."""
+
+    def wait(self) -> None:
+        """Block until the result is there."""
+
+
+StartReduce = Callable[[torch.Tensor, Ranks], Waitable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter's gradient lies: elements [offset, offset + numel) of bucket ``bucket``."""
+
+    name: str
+    bucket: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """One flat buffer: its owner group, dtype, number of elements and parameter names in order."""
+
+    ranks: Ranks
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """All buckets of one rank. The same order of buckets per owner group on each of the group's ranks."""
+
+    buckets: tuple[BucketSpec, ...]
+    slots: Mapping[str, Slot]
+
+
+def plan_buckets(
+    parameters: Sequence[tuple[str, torch.Tensor]], owners: Mapping[str, Ranks], capacity_bytes: float
+) -> BucketLayout:
+    """Buckets for ``parameters``, given in the order in which backward finishes them.
+
+    Parameters shared by several stages are sorted by name: the stages may finish them in different orders.
+    """
+    groups: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in parameters:
+        groups.setdefault((owners[name], tensor.dtype, tensor.device), []).append((name, tensor))
+    buckets: list[BucketSpec] = []
+    slots: dict[str, Slot] = {}
+    stage_ranks = min((ranks for ranks, _, _ in groups), key=len, default=())
+    for (ranks, dtype, device), members in groups.items():
+        if ranks != stage_ranks:
+            members = sorted(members, key=lambda member: member[0])
+        names: list[str] = []
+        numel = 0
+        for name, tensor in members:
+            if names and (numel + tensor.numel()) * dtype.itemsize > capacity_bytes:
+                buckets.append(BucketSpec(ranks=ranks, dtype=dtype, device=device, numel=numel, names=tuple(names)))
+                names, numel = [], 0
+            slots[name] = Slot(
+                name=name,
+                bucket=len(buckets),
+                offset=numel,
+                shape=tuple(tensor.shape),
+                stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
+                numel=tensor.numel(),
+            )
+            names.append(name)
+            numel += tensor.numel()
+        buckets.append(BucketSpec(ranks=ranks, dtype=dtype, device=device, numel=numel, names=tuple(names)))
+    return BucketLayout(buckets=tuple(buckets), slots=slots)
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingGradients:
+    """Gradients of one step: accumulate, reduce, then hand out views."""
+
+    layout: BucketLayout
+    buffers: list[torch.Tensor]
+    start_reduce: StartReduce
+    armed: bool = False
+    written: set[str] = field(default_factory=set)
+    _missing: list[set[str]] = field(default_factory=list)
+    _works: list[Waitable | None] = field(default_factory=list)
+    _started: list[bool] = field(default_factory=list)
+
+    def view(self, name: str) -> torch.Tensor:
+        """The parameter's gradient as a view of its bucket."""
+        slot = self.layout.slots[name]
+        return self.buffers[slot.bucket][slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
+        """Add one micro-batch's gradient; starts the bucket's all-reduce when it was the last one that is missing."""
+        if name in self.written:
+            self.view(name).add_(gradient)
+        else:
+            self.view(name).copy_(gradient)
+            self.written.add(name)
+        if self.armed:
+            bucket = self.layout.slots[name].bucket
+            self._missing[bucket].discard(name)
+            self._start_ready()
+
+    def arm(self) -> None:
+        """The last micro-batch's backward begins: from now on each gradient that comes is final."""
+        self.armed = True
+        self._missing = [set(bucket.names) for bucket in self.layout.buckets]
+        self._works = [None] * len(self.layout.buckets)
+        self._started = [False] * len(self.layout.buckets)
+
+    def finish(self) -> None:
+        """Start what has not been started (gradients that never came count as zero) and wait for all reductions."""
+        if not self.armed:
+            self.arm()
+        for name in self.layout.slots:
+            if name not in self.written:
+                self.view(name).zero_()
+                self.written.add(name)
+        for missing in self._missing:
+            missing.clear()
+        self._start_ready()
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+    def _start_ready(self) -> None:
+        blocked: set[Ranks] = set()
+        for index, bucket in enumerate(self.layout.buckets):
+            if self._started[index]:
+                continue
+            if self._missing[index]:
+                blocked.add(bucket.ranks)
+            elif bucket.ranks not in blocked:
+                self._started[index] = True
+                if len(bucket.ranks) > 1:
+                    self._works[index] = self.start_reduce(self.buffers[index], bucket.ranks)
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientBuckets:
+    """Makes the pending gradients of a step and publishes them as ``p.grad``.
+
+    Published gradients are views of the step's own buffers. A set of buffers is used again only when nobody else refers to it, so a
+    gradient that the user keeps is never overwritten.
+    """
+
+    layout: BucketLayout
+    parameters: Mapping[str, torch.Tensor]
+    start_reduce: StartReduce
+    _pool: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def pending(self) -> PendingGradients:
+        """Empty gradients for one step."""
+        return PendingGradients(layout=self.layout, buffers=self._free_buffers(), start_reduce=self.start_reduce)
+
+    def _free_buffers(self) -> list[torch.Tensor]:
+        for buffers in self._pool:
+            if all(num_storage_users(buffer) == 1 for buffer in buffers):
+                return [buffer.view(-1) for buffer in buffers]
+        buffers = [
+            torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self.layout.buckets
+        ]
+        self._pool.append(buffers)
+        return [buffer.view(-1) for buffer in buffers]
+
+    def publish(self, pending: PendingGradients, scale: float, *, keep: bool) -> None:
+        """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank.
+
+        ``keep``: the pending gradients will be published again (retain_graph), so they must not be given away.
+        """
+        if scale != 1.0 and not keep:
+            for buffer in pending.buffers:
+                buffer.mul_(scale)
+        for name, parameter in self.parameters.items():
+            view = pending.view(name)
+            if keep:
+                view = view * scale
+            if parameter.grad is None:
+                parameter.grad = view
+            else:
+                parameter.grad.add_(view)
+

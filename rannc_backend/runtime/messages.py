@@ -1,0 +1,84 @@
+"""Turns the values of an edge into messages between ranks, and messages back into values.
+
+In: tensors of one slice (the rows that this rank holds), the edge's values and the pieces to exchange. Out: one message for each
+piece: the tensor itself where an edge has one value, else one packed buffer; on the other side views of what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rannc_backend.ir.exchange import Value
+from rannc_backend.kernels.boundary_pack import message_offsets, message_views, pack_message
+from rannc_backend.runtime.rows import Piece
+
+RowsTensors = list[torch.Tensor]
+"""One [rows, elements_per_row] tensor per value of the edge."""
+
+
+def slice_rows(tensors: Sequence[torch.Tensor], values: Sequence[Value], start: int, piece: Piece) -> RowsTensors:
+    """Rows of ``piece`` out of ``tensors``, whose first row is global row ``start``."""
+    return [
+        value.to_rows(tensor)[piece.start - start : piece.stop - start]
+        for value, tensor in zip(values, tensors, strict=True)
+    ]
+
+
+def make_message(rows: RowsTensors) -> torch.Tensor:
+    """One contiguous tensor with all of ``rows``."""
+    if len(rows) == 1:
+        return rows[0].contiguous()
+    return pack_message(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A receive buffer of known size for the rows of one piece."""
+
+    piece: Piece
+    buffer: torch.Tensor
+    views: RowsTensors
+
+
+def make_incoming(values: Sequence[Value], piece: Piece, device: torch.device) -> Incoming:
+    """A buffer that fits what :func:`make_message` makes of ``piece`` on the sending rank."""
+    num_rows = piece.stop - piece.start
+    shapes = [(num_rows, value.elements_per_row) for value in values]
+    dtypes = [value.dtype for value in values]
+    if len(values) == 1:
+        buffer = torch.empty(shapes[0], dtype=dtypes[0], device=device)
+        return Incoming(piece, buffer, [buffer])
+    _, size = message_offsets(shapes, dtypes)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    return Incoming(piece, buffer, message_views(buffer, shapes, dtypes))
+
+
+def assemble(
+    values: Sequence[Value], arrived: Sequence[tuple[Piece, RowsTensors]], start: int, stop: int, *, overlapping: bool = False
+) -> list[torch.Tensor]:
+    """The values of rows [start, stop) from pieces that cover them.
+
+    ``overlapping``: several peers may send gradients of the same rows, and their sum is wanted.
+    """
+    arrived = sorted(arrived, key=lambda entry: entry[0].start)
+    if overlapping and sum(piece.stop - piece.start for piece, _ in arrived) != stop - start:
+        return [_sum_pieces(value, i, arrived, start, stop) for i, value in enumerate(values)]
+    assert arrived and arrived[0][0].start == start and arrived[-1][0].stop == stop, f"rows {start}:{stop} not covered"
+    if len(arrived) == 1:
+        return [value.from_rows(rows) for value, rows in zip(values, arrived[0][1], strict=True)]
+    return [value.from_rows(torch.cat([rows[i] for _, rows in arrived])) for i, value in enumerate(values)]
+
+
+def _sum_pieces(
+    value: Value, index: int, arrived: Sequence[tuple[Piece, RowsTensors]], start: int, stop: int
+) -> torch.Tensor:
+    total: torch.Tensor | None = None
+    for piece, rows in arrived:
+        if total is None:
+            total = rows[index].new_zeros((stop - start, value.elements_per_row))
+        total[piece.start - start : piece.stop - start] += rows[index]
+    assert total is not None, f"no rows of {value.name} came"
+    return value.from_rows(total)
