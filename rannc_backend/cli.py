@@ -1,0 +1,161 @@
+"""The command `rannc`: options, plans and programs as text, without starting any rank.
+
+In: command line, environment, plan files. Out: text on stdout. Our own errors end with exit code 2 and no traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import rannc_backend
+from rannc_backend.config import ENVIRONMENT_ONLY, Config, accepted_values, environment_name, resolve_with_sources
+from rannc_backend.errors import BYTES_PER_GB, PlanError, RanncError
+from rannc_backend.ir.plan import Plan, StagePlan
+
+EXIT_USER_ERROR = 2
+_PIPED_COLUMNS = 160
+
+app = typer.Typer(
+    name="rannc",
+    help="Show the options, plans and programs of the torch.compile backend 'rannc'.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+PlanPath = Annotated[Path, typer.Argument(help="Plan as JSON, written through the option plan_file.", show_default=False)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except RanncError as error:
+        Console(stderr=True, soft_wrap=True).print(f"rannc: {error}", style="red", markup=False, highlight=False)
+        sys.exit(EXIT_USER_ERROR)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of rannc-backend and of torch."""
+    from importlib.metadata import version as version_of
+
+    typer.echo(f"rannc-backend {rannc_backend.__version__} (torch {version_of('torch')})")
+
+
+@app.command()
+def config(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/configuration.md: defaults, not values.")] = False,
+) -> None:
+    """Print every option with its value, where that comes from, and what it means."""
+    if markdown:
+        typer.echo(configuration_markdown(), nl=False)
+        return
+    resolved, sources = resolve_with_sources(None, os.environ)
+    table = Table("option", "value", "source", "meaning", title="Options (torch.compile's options={...} come on top)")
+    for item, field in Config.model_fields.items():
+        table.add_row(item, escape(repr(getattr(resolved, item))), sources[item], escape(field.description or ""))
+    _console().print(table)
+
+
+@app.command()
+def show(plan: PlanPath) -> None:
+    """Print a plan: its stages, what they cost, what binds it, and the alternatives that lost."""
+    loaded = _read_plan(plan)
+    console = _console()
+    console.print(
+        f"{escape(loaded.model_name)}: {loaded.num_stages} stage(s) on {loaded.world_size} rank(s), "
+        f"{loaded.num_micro_batches} micro-batch(es) of {loaded.batch_rows} rows in all, schedule {loaded.schedule}"
+    )
+    console.print(f"cluster: {escape(loaded.cluster.name)} ({loaded.cluster.num_devices} x {escape(loaded.cluster.device_name)})")
+    table = Table("stage", "ranks", "modules", "parameters", title="Stages (times per micro-batch, memory per rank)")
+    for column in ("forward", "backward", "transfer", "all-reduce", "weights", "gradients", "optimizer", "activations", "peak"):
+        table.add_column(column, justify="right")
+    for stage in loaded.stages:
+        table.add_row(*_stage_row(stage))
+    console.print(table)
+    console.print(f"predicted step: {_milliseconds(loaded.predicted_step_seconds)}; bound by: {escape(loaded.binding)}")
+    if loaded.alternatives:
+        console.print(_alternatives_table(loaded))
+
+
+def configuration_markdown() -> str:
+    """The text of docs/configuration.md, made from `Config`."""
+    lines = [
+        "# Options",
+        "",
+        "<!-- Written by `make docs` from rannc_backend/config.py; do not edit. -->",
+        "",
+        'Each option is a key of `torch.compile(model, backend="rannc", options={...})` and an environment variable.',
+        "The later wins: default, environment, `options`. A name that does not exist and a value out of range are errors.",
+        "`rannc config` prints the values in force and where they come from.",
+        "",
+        "| option | environment | default | accepts | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for item, field in Config.model_fields.items():
+        cells = (f"`{item}`", f"`{environment_name(item)}`", f"`{field.default!r}`", accepted_values(item), field.description or "")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Read from the environment alone:", ""]
+    lines += [f"- `{variable}`: {meaning}" for variable, meaning in ENVIRONMENT_ONLY.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise PlanError(f"cannot read the plan {str(path)!r}: {reason}", cure="give the path of a plan file.") from None
+    return Plan.from_json(text)
+
+
+def _console() -> Console:
+    # Without a terminal rich assumes 80 columns, which folds the tables into strips.
+    return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS)
+
+
+def _stage_row(stage: StagePlan) -> tuple[str, ...]:
+    cost = stage.predicted
+    seconds = (cost.forward_seconds, cost.backward_seconds, cost.transfer_seconds, cost.allreduce_seconds)
+    sizes = (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.activation_bytes, cost.peak_bytes)
+    modules = stage.modules[0] if len(stage.modules) == 1 else f"{stage.modules[0]} ... {stage.modules[-1]}" if stage.modules else ""
+    return (
+        str(stage.index),
+        ", ".join(str(rank) for rank in stage.ranks),
+        escape(modules),
+        str(len(stage.parameters)),
+        *(_milliseconds(value) for value in seconds),
+        *(_size(value) for value in sizes),
+    )
+
+
+def _alternatives_table(plan: Plan) -> Table:
+    table = Table("stages", "replicas", "micro-batches", "step", "why not", title="Alternatives")
+    for other in plan.alternatives:
+        step = "" if other.predicted_step_seconds is None else _milliseconds(other.predicted_step_seconds)
+        replicas = " ".join(str(count) for count in other.stage_replicas)
+        table.add_row(str(other.num_stages), replicas, str(other.num_micro_batches), step, escape(other.reason))
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= BYTES_PER_GB:
+        return f"{num_bytes / BYTES_PER_GB:.2f} GB"
+    return f"{num_bytes / 1024**2:.2f} MB"
+
+
+if __name__ == "__main__":
+    main()
