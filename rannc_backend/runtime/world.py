@@ -1,0 +1,160 @@
+"""What a rank knows of its job: the frozen `World` and the protocols of its four parts.
+
+In: nothing. Out: the types that the executor is written against; `bootstrap.start` makes the objects behind them.
+Terms: a *rank* is one process of the job. *Control* carries small JSON values and keeps ranks together; *transport*
+carries tensors; the *monitor* ends the whole job when one rank fails. A *call* is something that every rank must enter,
+in the same order (a control operation, a step, a backward): the monitor counts calls to see who has left too early.
+A *channel* is a named kind of message: between one pair of ranks, messages of one channel arrive in the order sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """How `bootstrap.start` brings a job up.
+
+    Attributes:
+        start_limit_seconds: longest wait for the other ranks to start.
+        limit_seconds: longest wait of a control operation or a message for which no limit is given.
+        device: "auto" (CUDA where there is one), "cuda" or "cpu".
+        share_devices: allow more ranks than devices on a host; tensors then travel through pinned host memory.
+    """
+
+    start_limit_seconds: float = 1800.0
+    limit_seconds: float = 600.0
+    device: str = "auto"
+    share_devices: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What the monitor last heard of a rank.
+
+    Attributes:
+        num_calls: calls entered so far.
+        silent_seconds: time since its last sign of life; more than a few seconds means frozen or unreachable.
+        left: it has ended in good order.
+    """
+
+    rank: int
+    host: str
+    phase: str
+    num_calls: int
+    silent_seconds: float
+    left: bool
+
+
+class Control(Protocol):
+    """Small JSON values between all ranks. Every rank must call the same operations in the same order.
+
+    Each operation raises CommunicationError, naming the ranks that are missing, after `limit_seconds` (None: the
+    limit of StartOptions), and when ranks call different operations. `what` is for that message.
+    """
+
+    rank: int
+    size: int
+
+    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None) -> list[Any]:
+        """The values of all ranks, by rank."""
+        ...
+
+    def broadcast(self, value: Any, *, root: int = 0, what: str = "value", limit_seconds: float | None = None) -> Any:
+        """The value of `root`, on every rank; the others' values are ignored."""
+        ...
+
+    def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
+        """Returns when every rank has called it."""
+        ...
+
+
+class Work(Protocol):
+    """A message or reduction under way. It keeps its tensor alive; it must be waited for exactly once or more."""
+
+    def wait(self, limit_seconds: float | None = None) -> None:
+        """Returns when the tensor may be read (receive, reduction) or overwritten (send).
+
+        With NCCL it only orders the current stream. Raises CommunicationError on a broken connection or after
+        `limit_seconds`; the connection is lost then, and the job cannot go on.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Tensors between ranks. Channels and groups are made by `prepare` before their first use."""
+
+    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[tuple[int, ...]] = ()) -> None:
+        """Make channels and groups of ranks that do not exist yet. All ranks call it with the same arguments."""
+        ...
+
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        """Start sending a contiguous tensor of any dtype."""
+        ...
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
+        """Start receiving into a contiguous tensor of the sender's size in bytes."""
+        ...
+
+    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start summing `tensor` in place over `ranks` (a prepared group that contains this rank)."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:
+        """Start copying the tensor of `root` (a rank of the job) to all of `ranks`."""
+        ...
+
+    def close(self) -> None:
+        """Give the connections back. Nothing may be under way."""
+        ...
+
+
+class Monitor(Protocol):
+    """Ends the job when one rank fails, and says which one, where and why."""
+
+    def phase(self, text: str) -> None:
+        """Note what this rank is doing, as "step 12, stage 1, micro-batch 3, forward". Costs less than a microsecond."""
+        ...
+
+    def begin_call(self) -> None:
+        """Count one more call that needs all ranks. Raises RankFailedError when a needed rank has already left."""
+        ...
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report `error` as this rank's failure, wait for the verdict and end the process."""
+        ...
+
+    def survey(self) -> list[RankState]:
+        """What is known of every rank, by rank; takes up to two seconds, for use when a limit has passed."""
+        ...
+
+    def close(self) -> None:
+        """Tell the others that this rank ends in good order and wait until all do."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This rank's place in the job.
+
+    Attributes:
+        local_rank: number of this rank on its host.
+        hosts: host name by rank.
+        device: where this rank computes.
+        launcher: "mpi", "torchrun", "user" (torch.distributed was already initialised) or "single".
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    hosts: tuple[str, ...]
+    device: torch.device
+    launcher: str
+    control: Control
+    transport: Transport
+    monitor: Monitor
