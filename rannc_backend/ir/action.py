@@ -62,6 +62,16 @@ MESSAGE_KINDS = SEND_KINDS | RECEIVE_KINDS | WAIT_KINDS | DONE_KINDS
 OUTGOING_KINDS = SEND_KINDS | DONE_KINDS
 REDUCTION_KINDS = frozenset({ActionKind.ARM_REDUCTIONS, ActionKind.WAIT_REDUCTIONS})
 
+_COUNTERPART_KINDS = {
+    ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.RECEIVE_FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.WAIT_FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.DONE_FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.SEND_GRADIENT: ActionKind.RECEIVE_GRADIENT,
+    ActionKind.RECEIVE_GRADIENT: ActionKind.SEND_GRADIENT,
+    ActionKind.WAIT_GRADIENT: ActionKind.SEND_GRADIENT,
+    ActionKind.DONE_GRADIENT: ActionKind.RECEIVE_GRADIENT,
+}
 _ENDPOINT_LETTERS = {INPUT: "I", OUTPUT: "O"}
 _ENDPOINTS_BY_LETTER = {letter: endpoint for endpoint, letter in _ENDPOINT_LETTERS.items()}
 _ACTION_PATTERN = re.compile(r"(\d+|[IO])(SF|RF|WF|DF|SB|RB|WB|DB|[FBIWAG])(\d+)?(?:([<>])(\d+|[IO]))?", re.ASCII)
@@ -140,6 +150,14 @@ class Action:
         if self.kind in OUTGOING_KINDS:
             return Channel(self.stage, self.peer, direction)
         return Channel(self.peer, self.stage, direction)
+
+    @property
+    def counterpart(self) -> Action:
+        """What the other end does: a send and its receive name each other, a wait names the send that it waits for,
+        a done names the receive that it waits for. ValueError for actions that move no message."""
+        if self.kind not in _COUNTERPART_KINDS:
+            raise ValueError(f"{self} moves no message")
+        return Action(self.peer, _COUNTERPART_KINDS[self.kind], self.micro_batch, self.stage)
 
 
 Program = tuple[Action, ...]

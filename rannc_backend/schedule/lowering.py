@@ -1,0 +1,222 @@
+"""Lowering: from an order of forwards and backwards to the complete program of each lane.
+
+In: an order (`orders`), the edge table (`edges`), the phase. Out: per lane one tuple of actions, the messages of the
+stage and those of the endpoint roles that every rank has (owner of input rows, owner of output rows) merged.
+
+What transport guarantees, and nothing more: sends and receives are posted without blocking; a message travels once both
+ends have posted it, so a wait (W) blocks until the send is posted and a done (D) until the receive is posted
+(rendezvous); a channel matches its messages in order. Hence:
+
+- Receives are posted `window` micro-batches ahead of their use, waits stand right before the compute action that uses
+  the values, sends right after the one that made them. At window 1 a message travels under a whole compute action.
+- A done stands right before the compute action that makes the `credit`-th message after it: at most `credit` messages
+  of a channel lie in send buffers. credit is the number of stages that the message spans plus one (2 for neighbours),
+  which is what lockstep running needs to never stall, and at most the micro-batches in flight plus one. In "train" a
+  forward message is also done before the next backward, so that send buffers fall with the micro-batches in flight.
+- A gradient that skips stages is needed `span` backwards after it was made. What credit does not cover is covered by
+  posting its receive earlier: credit + window > span.
+- Input rows belong to the user for the whole call: all are sent at the start and done at the end. So are tangents of
+  outputs. Receives of output rows are posted when the lane reaches the same micro-batch, and waited for at the end.
+- Reductions are armed before a stage's last backward (gradients are then complete as they are written) and waited for
+  at the end.
+
+Why this cannot hang: let the level of B(k) be k and that of F(k) on stage s be k minus its micro-batches in flight.
+What a compute action waits for (values, earlier actions of its lane, dones, posted receives) has a lower level, or the
+same level and a stage nearer to the source of the value. `verify` checks it anyway, for every program that is run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..ir.action import FORWARD_VALUES, INPUT, OUTPUT, Action, ActionKind, Channel, Program
+from .edges import EdgeSpec, Phase, active_channels, is_training
+from .orders import select_phase
+
+# Kinds by direction of the channel: what makes a message, then the four steps of moving it.
+_MAKERS = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)}
+_SEND = {"F": ActionKind.SEND_FORWARD, "B": ActionKind.SEND_GRADIENT}
+_RECEIVE = {"F": ActionKind.RECEIVE_FORWARD, "B": ActionKind.RECEIVE_GRADIENT}
+_WAIT = {"F": ActionKind.WAIT_FORWARD, "B": ActionKind.WAIT_GRADIENT}
+_DONE = {"F": ActionKind.DONE_FORWARD, "B": ActionKind.DONE_GRADIENT}
+_PARAMETER_GRADIENT_KINDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A program under construction. Slot i surrounds compute action i; the slot after the last is the end."""
+
+    compute: Program
+    first_sends: list[Action] = field(default_factory=list)
+    receives: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+    dones: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+    waits: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+    arms: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+    sends: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def end(self) -> int:
+        return len(self.compute)
+
+    def steps(self, direction: str, stage: int | None = None) -> dict[int, int]:
+        """micro-batch -> slot in which `stage` (None: the first of any stage) makes or uses messages of `direction`."""
+        slots: dict[int, int] = {}
+        for slot, action in enumerate(self.compute):
+            if action.kind in _MAKERS[direction] and stage in (None, action.stage):
+                slots.setdefault(action.micro_batch, slot)
+        return slots
+
+    def program(self) -> Program:
+        actions = sorted(self.first_sends, key=lambda action: action.micro_batch)
+        for slot in range(self.end + 1):
+            # Receives first: posting never blocks and lets peers go on.
+            for group in (self.receives, self.dones, self.waits, self.arms):
+                actions.extend(sorted(group[slot], key=lambda action: action.micro_batch))
+            if slot < self.end:
+                actions.append(self.compute[slot])
+                actions.extend(sorted(self.sends[slot], key=_nearest_first))
+        stages = sorted({action.stage for actions_of_slot in self.arms.values() for action in actions_of_slot})
+        actions.extend(Action(stage, ActionKind.WAIT_REDUCTIONS) for stage in stages)
+        return tuple(actions)
+
+
+def lower(
+    order: Sequence[Program],
+    edges: Iterable[EdgeSpec],
+    phase: Phase,
+    num_micro_batches: int,
+    *,
+    window: int = 1,
+) -> dict[int, Program]:
+    """The program of each lane.
+
+    Args:
+        order: per lane the compute actions; those that do not run in `phase` are left out.
+        edges: who talks to whom.
+        phase: what one call of the programs does.
+        num_micro_batches: micro-batches of the call.
+        window: how many micro-batches ahead of their use receives are posted (0: right before).
+
+    Raises:
+        ValueError: an edge names a stage that the order does not run, or a count is out of range.
+    """
+    if window < 0 or num_micro_batches < 1:
+        raise ValueError(f"window {window} must be >= 0 and num_micro_batches {num_micro_batches} >= 1")
+    lanes = [_Lane(compute) for compute in select_phase(order, phase)]
+    lane_of_stage = {action.stage: lane for lane in lanes for action in lane.compute}
+    for channel in active_channels(edges, phase):
+        unknown = [place for place in channel[:2] if place >= 0 and place not in lane_of_stage]
+        if unknown:
+            raise ValueError(f"channel {channel} names stage {unknown[0]}, which the order does not run")
+        _lower_channel(channel, lanes, lane_of_stage, phase, window)
+    if is_training(phase):
+        _add_reductions(lane_of_stage)
+    return {index: lane.program() for index, lane in enumerate(lanes)}
+
+
+def _lower_channel(
+    channel: Channel, lanes: list[_Lane], lane_of_stage: dict[int, _Lane], phase: Phase, window: int
+) -> None:
+    """Add the messages of one channel to the lanes at both of its ends."""
+    source, destination, direction = channel
+    if source < 0:
+        fifo = list(lane_of_stage[destination].steps(direction, destination))
+        for lane in lanes:
+            for m in fifo:
+                lane.first_sends.append(Action(source, _SEND[direction], m, destination))
+                lane.dones[lane.end].append(Action(source, _DONE[direction], m, destination))
+    else:
+        lane = lane_of_stage[source]
+        made = lane.steps(direction, source)
+        fifo = list(made)
+        credit = max(2, _span(channel, len(lane_of_stage)) + 1)
+        if phase == "train":
+            credit = min(credit, _max_in_flight(lane.compute, source) + 1)
+        window = max(window, _span(channel, len(lane_of_stage)) - credit + 1)
+        for m, slot in made.items():
+            lane.sends[slot].append(Action(source, _SEND[direction], m, destination))
+        for m, slot in _done_slots(lane, channel, made, credit).items():
+            lane.dones[slot].append(Action(source, _DONE[direction], m, destination))
+    receivers = [lane_of_stage[destination]] if destination >= 0 else lanes
+    for lane in receivers:
+        used = lane.steps(direction, destination if destination >= 0 else None)
+        for m, slot in _receive_slots(fifo, used, window).items():
+            lane.receives[slot].append(Action(destination, _RECEIVE[direction], m, source))
+            # Output rows and input gradients are used by the caller, after the program.
+            lane.waits[used[m] if destination >= 0 else lane.end].append(
+                Action(destination, _WAIT[direction], m, source)
+            )
+
+
+def _span(channel: Channel, num_stages: int) -> int:
+    """Stages between the ends of a channel: the steps by which the slowest receiver lags behind the sender."""
+    if channel.destination == OUTPUT:
+        return num_stages - 1 - channel.source
+    if channel.destination == INPUT:
+        return channel.source
+    return abs(channel.destination - channel.source)
+
+
+def _done_slots(lane: _Lane, channel: Channel, made: dict[int, int], credit: int) -> dict[int, int]:
+    """micro-batch -> slot before whose compute action its send must have left; see the module docstring."""
+    making_slots = list(made.values())
+    backward_slots = lane.steps("B", channel.source)
+    slots: dict[int, int] = {}
+    for index, m in enumerate(made):
+        slots[m] = making_slots[index + credit] if index + credit < len(made) else lane.end
+        if channel.direction == FORWARD_VALUES and m in backward_slots:
+            later = [slot for slot in backward_slots.values() if slot > backward_slots[m]]
+            slots[m] = min([slots[m], *later])
+    return slots
+
+
+def _receive_slots(fifo: list[int], used: dict[int, int], window: int) -> dict[int, int]:
+    """micro-batch -> slot in which its receive is posted: that of the use `window` uses earlier.
+
+    The first `window` receives are posted one slot before the first use. Posting keeps the order of the channel even
+    where the uses do not: a receive is then posted earlier.
+    """
+    by_use = sorted(used, key=lambda m: used[m])
+    wanted: dict[int, int] = {}
+    for index, m in enumerate(by_use):
+        if index >= window:
+            wanted[m] = used[by_use[index - window]]
+        else:
+            wanted[m] = max(0, used[by_use[0]] - 1)
+    slots: dict[int, int] = {}
+    limit: int | None = None
+    for m in reversed(fifo):
+        slot = wanted.get(m, 0)
+        limit = slot if limit is None else min(limit, slot)
+        slots[m] = limit
+    return {m: slots[m] for m in fifo}
+
+
+def _max_in_flight(compute: Program, stage: int) -> int:
+    """Most micro-batches between their forward and their backward on `stage`."""
+    in_flight = peak = 0
+    for action in compute:
+        if action.stage == stage and action.kind is ActionKind.FORWARD:
+            in_flight += 1
+        elif action.stage == stage and action.kind in _PARAMETER_GRADIENT_KINDS:
+            in_flight -= 1
+        peak = max(peak, in_flight)
+    return peak
+
+
+def _add_reductions(lane_of_stage: dict[int, _Lane]) -> None:
+    for stage, lane in lane_of_stage.items():
+        slots = [
+            slot
+            for slot, action in enumerate(lane.compute)
+            if action.stage == stage and action.kind in _PARAMETER_GRADIENT_KINDS
+        ]
+        assert slots, f"stage {stage} trains but the order gives it no backward"
+        lane.arms[slots[-1]].append(Action(stage, ActionKind.ARM_REDUCTIONS))
+
+
+def _nearest_first(action: Action) -> tuple[bool, int]:
+    """Neighbours wait for their values soonest, endpoints last."""
+    return action.peer < 0, abs(action.peer - action.stage)
