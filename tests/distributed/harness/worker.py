@@ -1,0 +1,106 @@
+"""One rank of a worker group: runs the cases of a file one after the other and writes a line before and after each.
+
+In: path of the cases (one JSON line each), directory for results. Out: `rank<r>.jsonl` with {"case", "event": "start"} and
+{"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. An unexpected exception writes its "end" and ends the
+process: the others might wait for this rank. Run as a script under mpirun (or alone).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT))
+
+from tests.distributed.harness.case import Case  # noqa: E402
+
+FAULT_VARIABLE = "DISTRIBUTED_TESTS_FAULT"
+EXIT_AFTER_EXCEPTION = 17
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+_PR_SET_PDEATHSIG = 1
+
+
+def rank_of_environment() -> int:
+    """This process's rank as the launcher gave it; 0 without a launcher."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def _die_with_parent() -> None:
+    # A killed mpirun must not leave ranks behind that keep the cores busy.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _find_check(name: str) -> Callable[[Any], dict[str, Any]]:
+    from tests.distributed import contract_checks, failure_checks, memory_checks
+    from tests.distributed.harness import equality
+
+    for module in (equality, contract_checks, memory_checks, failure_checks):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise KeyError(f"no check is called {name}")
+
+
+def _run(case: Case, rank: int, directory: Path, references: Any) -> dict[str, Any]:
+    import torch
+
+    from tests import models
+    from tests.distributed.harness.context import Context
+
+    torch._dynamo.reset()
+    context = Context(
+        case=case, entry=models.entry(case.model), rank=rank, references=references, directory=directory
+    )
+    result = _find_check(case.check)(context) or {}
+    return {"failures": context.findings.failures, "worst": context.findings.worst, "result": result}
+
+
+def main(cases_path: str, directory: str) -> int:
+    """Run all cases; exit code 0 also when comparisons failed."""
+    _die_with_parent()
+    rank = rank_of_environment()
+    cases = [Case.from_json(line) for line in Path(cases_path).read_text().splitlines()]
+    with open(Path(directory) / f"rank{rank}.jsonl", "w", buffering=1) as lines:
+
+        def write(case: Case, **members: Any) -> None:
+            lines.write(json.dumps({"case": case.name, **members}) + "\n")
+
+        import torch
+
+        from tests.distributed.harness.faults import install_fault
+        from tests.distributed.harness.reference import ReferenceCache
+
+        torch.set_num_threads(1)
+        install_fault(os.environ.get(FAULT_VARIABLE, ""), rank)
+        references = ReferenceCache()
+        for case in cases:
+            write(case, event="start")
+            faulthandler.dump_traceback_later(case.limit_seconds, exit=True)
+            begin = time.monotonic()
+            try:
+                found = _run(case, rank, Path(directory), references)
+            except Exception:  # noqa: BLE001 - reported by the parent
+                text = traceback.format_exc()
+                write(case, event="end", fatal=True, failures=[text], worst={}, result={}, seconds=0.0)
+                traceback.print_exc()
+                sys.stderr.flush()
+                # Not sys.exit: interpreter exit waits for MPI, and MPI waits for the others.
+                os._exit(EXIT_AFTER_EXCEPTION)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            write(case, event="end", fatal=False, seconds=time.monotonic() - begin, **found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""The harness itself, without the backend: it passes what is right, and blames the right case for what is wrong.
+
+One rank and the backend "eager": whole batch at once, so every model must equal its reference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness.case import Case
+from tests.distributed.harness.context import BACKEND_VARIABLE
+from tests.distributed.harness.launch import run_cases
+from tests.distributed.harness.worker import FAULT_VARIABLE
+from tests.models import ENTRIES, HUGGING_FACE_NAMES
+
+EAGER = {BACKEND_VARIABLE: "eager"}
+LOOPING = "misbehave"
+
+
+def plain(model: str, **members: object) -> Case:
+    return Case(name=model, model=model, replicas="1", environment=EAGER, num_steps=2, **members)
+
+
+def test_every_model_equals_its_reference(tmp_path: Path) -> None:
+    names = [name for name in (*ENTRIES, *HUGGING_FACE_NAMES) if name != "dropout"]
+    outcomes = run_cases([plain(name) for name in names], tmp_path)
+    failed = {name: outcome.failures for name, outcome in outcomes.items() if outcome.failures}
+    assert not failed and set(outcomes) == set(names)
+
+
+@pytest.mark.parametrize("model", ["mlp_loss", "tied_embedding", "lora"])
+def test_a_gradient_scale_of_one_in_a_thousand_is_seen(model: str, tmp_path: Path) -> None:
+    wrong = Case(name=model, model=model, replicas="1", environment=EAGER | {FAULT_VARIABLE: "scaled_gradient"})
+    failures = run_cases([wrong], tmp_path)[model].failures
+    assert any("gradient" in text and "relative error" in text for text in failures), failures
+
+
+def test_crash_and_hang_are_blamed_on_their_case(tmp_path: Path) -> None:
+    cases = [plain("mlp")]
+    for how in ("exception", "exit", "kill", "hang"):
+        parameters = {"how": how}
+        cases.append(Case(name=how, check=LOOPING, parameters=parameters, environment=EAGER, limit_seconds=4.0))
+        cases.append(Case(name=f"after {how}", environment=EAGER, replicas="1", num_steps=1))
+    outcomes = run_cases(cases, tmp_path)
+    failed = {name for name, outcome in outcomes.items() if outcome.failures}
+    assert failed == {"exception", "exit", "kill", "hang"}
+    assert "planted exception" in "".join(outcomes["exception"].failures)
+    assert "time.sleep" in "".join(outcomes["hang"].failures) or "misbehave" in "".join(outcomes["hang"].failures)
