@@ -1,0 +1,171 @@
+"""Options: which source wins, and that nothing wrong is taken silently."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rannc_backend.config import (
+    ENVIRONMENT_ONLY,
+    Config,
+    accepted_values,
+    check_same_options,
+    environment_name,
+    resolve_config,
+    resolve_with_sources,
+)
+from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
+
+ITEMS = sorted(Config.model_fields)
+# A good value that is not the default, as an option and as text in the environment.
+OTHER_VALUES = {
+    "partition_num": (2, "2"),
+    "replica_num": (2, "2"),
+    "pipeline_num": (4, "4"),
+    "min_pipeline": (2, "2"),
+    "max_pipeline": (8, "8"),
+    "mem_limit_gb": (1.5, "1.5"),
+    "mem_margin": (0.2, "0.2"),
+    "opt_param_factor": (1.0, "1"),
+    "stage_compiler": ("eager", "eager"),
+    "schedule": ("fill_drain", "fill_drain"),
+    "outputs": ("loss", "loss"),
+    "gather_inputs": (False, "0"),
+    "gradients_reduce_method": ("sum", "sum"),
+    "sync_params_on_init": (False, "false"),
+    "step_timeout_seconds": (30.0, "30"),
+    "compile_timeout_seconds": (60.0, "60"),
+    "bucket_mb": (1.0, "1"),
+    "plan_file": ("plan.json", "plan.json"),
+    "print_program": (True, "1"),
+    "verbose": (True, "true"),
+}
+ANY_VALUE = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.just({})
+)
+
+
+def test_every_item_has_another_value_here() -> None:
+    assert sorted(OTHER_VALUES) == ITEMS
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_default_environment_options_in_this_order(item: str) -> None:
+    default = getattr(Config(), item)
+    value, text = OTHER_VALUES[item]
+    assert value != default
+    assert getattr(resolve_config(None, {}), item) == default
+    from_environment, sources = resolve_with_sources({}, {environment_name(item): text})
+    assert getattr(from_environment, item) == value
+    assert sources[item] == f"environment {environment_name(item)}"
+    from_options, sources = resolve_with_sources({item: default}, {environment_name(item): text})
+    assert getattr(from_options, item) == default
+    assert sources[item] == "options"
+    assert set(sources.values()) == {"options", "default"}
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_every_item_is_documented(item: str) -> None:
+    assert (Config.model_fields[item].description or "").endswith(".")
+    assert accepted_values(item)
+
+
+@given(st.text(min_size=1, max_size=20).filter(lambda name: name not in Config.model_fields))
+def test_unknown_options_are_refused(name: str) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        resolve_config({name: 1}, {})
+    assert repr(name) in str(caught.value)
+
+
+@given(st.sampled_from(ITEMS), st.data())
+def test_one_wrong_letter_is_corrected(item: str, data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, len(item) - 1))
+    misspelt = item[:position] + item[position + 1 :]
+    with pytest.raises(UnknownOptionError) as caught:
+        resolve_config({misspelt: 1}, {})
+    assert caught.value.nearest is not None
+    with pytest.raises(UnknownOptionError) as caught:
+        resolve_config({}, {environment_name(misspelt): "1"})
+    assert caught.value.nearest is not None and caught.value.nearest.startswith("RANNC_")
+
+
+@given(st.sampled_from(ITEMS), ANY_VALUE)
+def test_any_value_gives_a_config_or_an_error_that_names_the_item(item: str, value: object) -> None:
+    try:
+        config = resolve_config({item: value}, {})
+    except OptionValueError as error:
+        # A min_pipeline above max_pipeline is told of as min_pipeline, whichever of them was given.
+        assert error.item in ({item, "min_pipeline"} if "pipeline" in item else {item})
+        assert "options" in str(error) and accepted_values(item).split(",")[0].split(" ")[0] in str(error)
+    else:
+        taken = getattr(config, item)
+        assert taken == value
+        assert isinstance(taken, bool) == isinstance(value, bool), "True must not pass as 1"
+        assert not isinstance(taken, float) or math.isfinite(taken)
+
+
+@given(st.sampled_from(ITEMS), st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8))
+def test_any_text_in_the_environment_gives_a_config_or_an_error_that_names_it(item: str, text: str) -> None:
+    try:
+        resolve_config(None, {environment_name(item): text})
+    except OptionValueError as error:
+        assert environment_name(item) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "item"),
+    [
+        ({"pipeline_num": -1}, "pipeline_num"),
+        ({"pipeline_num": 2.0}, "pipeline_num"),
+        ({"pipeline_num": True}, "pipeline_num"),
+        ({"pipeline_num": "4"}, "pipeline_num"),
+        ({"min_pipeline": 0}, "min_pipeline"),
+        ({"mem_margin": 1.0}, "mem_margin"),
+        ({"mem_limit_gb": math.nan}, "mem_limit_gb"),
+        ({"mem_limit_gb": math.inf}, "mem_limit_gb"),
+        ({"step_timeout_seconds": 0}, "step_timeout_seconds"),
+        ({"outputs": "none"}, "outputs"),
+        ({"gather_inputs": 1}, "gather_inputs"),
+        ({"plan_file": None}, "plan_file"),
+        ({"min_pipeline": 8, "max_pipeline": 4}, "min_pipeline"),
+    ],
+)
+def test_bad_options(options: dict[str, object], item: str) -> None:
+    with pytest.raises(OptionValueError) as caught:
+        resolve_config(options, {})
+    assert caught.value.item == item
+    assert "from options" in str(caught.value)
+
+
+def test_a_range_over_two_sources_names_both() -> None:
+    with pytest.raises(OptionValueError, match=r"(?s)environment RANNC_MIN_PIPELINE.*which is 4 \(from options\)"):
+        resolve_config({"max_pipeline": 4}, {"RANNC_MIN_PIPELINE": "8"})
+
+
+def test_names_in_the_environment() -> None:
+    assert resolve_config(None, {"PATH": "/bin", "PIPELINE_NUM": "3", "RANNC_LOG_LEVEL": "debug"}) == Config()
+    assert all(variable.startswith("RANNC_") for variable in ENVIRONMENT_ONLY)
+    with pytest.raises(UnknownOptionError, match="RANNC_PIPELINE_NUM"):
+        resolve_config(None, {"RANNC_pipeline_num": "3"})
+
+
+def test_config_is_frozen_and_takes_no_other_names() -> None:
+    with pytest.raises(ValidationError):
+        Config().pipeline_num = 3
+    with pytest.raises(ValidationError):
+        Config(pipelines=3)
+    with pytest.raises(ValidationError):
+        Config(min_pipeline=3, max_pipeline=2)
+
+
+def test_ranks_must_agree() -> None:
+    same = Config().model_dump()
+    check_same_options([same, dict(same), dict(same)])
+    other = Config(schedule="fill_drain").model_dump()
+    with pytest.raises(RanksDifferError, match="'schedule'") as caught:
+        check_same_options([same, same, other])
+    assert caught.value.odd_ranks == (2,)

@@ -1,0 +1,142 @@
+"""Errors say what is wrong and what to change, survive pickling, and point at the user's own line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from rannc_backend import errors
+from rannc_backend.errors import (
+    BatchMixedError,
+    CommunicationError,
+    DataDependentControlFlowError,
+    GraphBreakError,
+    InfeasiblePlanError,
+    LaunchError,
+    ModelDevicesError,
+    NoBatchDimensionError,
+    OptionValueError,
+    OutputNotAvailableError,
+    PlanError,
+    RankFailedError,
+    RanksDifferError,
+    RanncError,
+    ReleasedParameterError,
+    ScheduleError,
+    TooFewSamplesError,
+    UnknownOptionError,
+    UnsupportedModelError,
+    UserInputError,
+    user_location,
+)
+
+# Each error with words that its message must have: the culprit first, then what to change.
+EXAMPLES = [
+    (UnknownOptionError("pipline_num", valid=["pipeline_num", "outputs"], source="options"), ["'pipline_num'", "'pipeline_num'"]),
+    (
+        OptionValueError("outputs", value=3, source="RANNC_OUTPUTS", expected="one of 'all', 'loss'"),
+        ["outputs", "3", "RANNC_OUTPUTS", "'loss'"],
+    ),
+    (
+        UnsupportedModelError("the model writes its input", cure="copy it first", location="m.py:7"),
+        ["input", "m.py:7", "copy it first"],
+    ),
+    (ModelDevicesError({"cuda:0": ["b"], "cpu": ["a", "c", "d", "e"]}), ["cpu: a, c, d and 1 more", "cuda:0: b", "move"]),
+    (NoBatchDimensionError({"x": (), "scale": (1,)}), ["x: []", "scale: [1]", "dimension 0"]),
+    (
+        BatchMixedError("aten.sort", reason="it sorts over rows", location="m.py:12, in forward"),
+        ["aten.sort", "m.py:12, in forward"],
+    ),
+    (TooFewSamplesError(num_samples=1, num_replicas=2, stage=3), ["1 sample", "2 replicas", "stage 3", "RANNC_REPLICA_NUM"]),
+    (GraphBreakError("print was called", location="m.py:3"), ["print was called", "m.py:3", "take the statement out"]),
+    (DataDependentControlFlowError("if x.sum() > 0", location="m.py:4"), ["x.sum()", "m.py:4", "torch.where"]),
+    (RanksDifferError("models", value_by_rank=["a", "b", "a", "c"]), ["ranks 0, 2: a", "rank 1: b", "make ranks 1, 3"]),
+    (PlanError("stage 1 has no ranks", cure="give it one"), ["stage 1", "give it one"]),
+    (InfeasiblePlanError("memory", smallest_bytes=3 * 2**30, smallest_num_devices=8), ["memory", "3.000 GB", "8 devices"]),
+    (ScheduleError("nobody receives it", action="2SF0>3", rank=2), ["rank 2", "2SF0>3", "nobody"]),
+    (LaunchError("no launcher found", cure="use mpirun"), ["no launcher", "mpirun"]),
+    (
+        CommunicationError("no message", rank=1, peer=2, stage=0, micro_batch=3, limit_seconds=600.0),
+        ["rank 1, stage 0, micro-batch 3, with rank 2", "limit 600 s"],
+    ),
+    (RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"), ["rank 0, stage 0, micro-batch 0", "signal 9"]),
+    (OutputNotAvailableError("logits"), ["'logits'", '"outputs": "all"']),
+    (ReleasedParameterError("wte.weight", owners=(0, 3)), ["'wte.weight'", "ranks 0, 3", "state_dict"]),
+]
+IDS = [type(error).__name__ for error, _ in EXAMPLES]
+
+
+@pytest.mark.parametrize(("error", "words"), EXAMPLES, ids=IDS)
+def test_message_names_culprit_and_cure(error: RanncError, words: list[str]) -> None:
+    for word in words:
+        assert word in str(error)
+
+
+@pytest.mark.parametrize(("error", "words"), EXAMPLES, ids=IDS)
+def test_errors_travel_between_processes(error: RanncError, words: list[str]) -> None:
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert twin.__dict__ == error.__dict__
+
+
+def test_every_error_class_has_an_example() -> None:
+    classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, RanncError)}
+    assert classes - {RanncError, UserInputError} == {type(error) for error, _ in EXAMPLES}
+
+
+def test_user_input_errors_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="outputs"):
+        raise OptionValueError("outputs", value=3, source="options", expected="x")
+    assert not issubclass(CommunicationError, ValueError)
+    assert issubclass(CommunicationError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("pipline_num", "pipeline_num"), ("PIPELINE_NUM", "pipeline_num"), ("zzz", None)],
+)
+def test_nearest_option(name: str, nearest: str | None) -> None:
+    error = UnknownOptionError(name, valid=["pipeline_num", "outputs"], source="options")
+    assert error.nearest == nearest
+    assert ("did you mean" in str(error)) == (nearest is not None)
+
+
+def test_ranks_differ_blames_the_few() -> None:
+    assert RanksDifferError("models", value_by_rank=["b", "a", "a"]).odd_ranks == (0,)
+    # No majority: rank 0 is taken as the measure.
+    assert RanksDifferError("models", value_by_rank=["b", "a"]).odd_ranks == (1,)
+
+
+def test_smallest_memory_is_rounded_up() -> None:
+    wanted_bytes = 1_234_567_891
+    text = str(InfeasiblePlanError("memory", smallest_bytes=wanted_bytes))
+    shown_gb = float(text.split("limit of ")[1].split(" GB")[0])
+    assert wanted_bytes <= shown_gb * 2**30 < wanted_bytes * 1.01
+
+
+TRACE = """  File "/home/me/model.py", line 10, in forward
+    x = self.block(x)
+  File "/home/me/block.py", line 21, in forward
+    return self.norm(x)
+  File "/usr/lib/python3/site-packages/torch/nn/modules/batchnorm.py", line 193, in forward
+    return F.batch_norm(
+"""
+
+
+@pytest.mark.parametrize(
+    ("trace", "location"),
+    [
+        (TRACE, "/home/me/block.py:21, in forward"),
+        ('File "model.py", line 3', "model.py:3"),
+        ('File "/x/site-packages/transformers/a.py", line 5, in loss', "/x/site-packages/transformers/a.py:5, in loss"),
+        ('File "/x/site-packages/torch/nn/a.py", line 5, in f', ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_user_location_is_the_innermost_line_outside_of_torch(trace: str | None, location: str) -> None:
+    assert user_location(trace) == location
