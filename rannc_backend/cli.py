@@ -18,8 +18,12 @@ from rich.table import Table
 
 import rannc_backend
 from rannc_backend.config import ENVIRONMENT_ONLY, Config, accepted_values, environment_name, resolve_with_sources
-from rannc_backend.errors import BYTES_PER_GB, PlanError, RanncError
+from rannc_backend.errors import BYTES_PER_GB, OptionValueError, PlanError, RanncError
+from rannc_backend.ir.action import INPUT, format_programs
 from rannc_backend.ir.plan import Plan, StagePlan
+from rannc_backend.schedule.edges import EdgeSpec, Phase
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import build_order
 
 EXIT_USER_ERROR = 2
 _PIPED_COLUMNS = 160
@@ -87,6 +91,28 @@ def show(plan: PlanPath) -> None:
         console.print(_alternatives_table(loaded))
 
 
+@app.command()
+def program(
+    plan: PlanPath,
+    rank: Annotated[int, typer.Option("--rank", help="Whose program.", show_default=False)],
+    phase: Annotated[Phase, typer.Option("--phase", help="What one call does.")] = "train",
+) -> None:
+    """Print the actions of one rank in one call, as the plan alone determines them."""
+    loaded = _read_plan(plan)
+    if not 0 <= rank < loaded.world_size:
+        expected = f"an integer from 0 to {loaded.world_size - 1}, the ranks of this plan"
+        raise OptionValueError("--rank", value=rank, source="command line", expected=expected)
+    stage = loaded.stage_of_rank(rank)
+    if stage is None:
+        typer.echo(f"# rank {rank} has no stage in this plan")
+        return
+    order = build_order(loaded.schedule, loaded.num_stages, loaded.num_micro_batches)
+    programs = lower(order, _chain(loaded.num_stages), phase, loaded.num_micro_batches)
+    typer.echo(f"# rank {rank}, stage {stage}, phase {phase}. Assumed: each stage feeds the next, and no other.")
+    typer.echo(f"# {environment_name('print_program')}=1 logs the programs of a run, with the model's own edges.")
+    typer.echo(format_programs({stage: programs[stage]}), nl=False)
+
+
 def configuration_markdown() -> str:
     """The text of docs/configuration.md, made from `Config`."""
     lines = [
@@ -107,6 +133,12 @@ def configuration_markdown() -> str:
     lines += ["", "Read from the environment alone:", ""]
     lines += [f"- `{variable}`: {meaning}" for variable, meaning in ENVIRONMENT_ONLY.items()]
     return "\n".join(lines) + "\n"
+
+
+def _chain(num_stages: int) -> list[EdgeSpec]:
+    edges = [EdgeSpec(src=INPUT, dst=0, num_forward_values=1)]
+    edges += [EdgeSpec(src=i, dst=i + 1, num_forward_values=1, num_gradient_values=1) for i in range(num_stages - 1)]
+    return edges
 
 
 def _read_plan(path: Path) -> Plan:
