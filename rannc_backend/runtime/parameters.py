@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import UnsupportedModelError
-from rannc_backend.runtime.bootstrap import World
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.world import World
 
 STATE_CHANNEL = "state"
 
@@ -122,7 +123,7 @@ class ParameterTable:
 
     def _agree(self, what: str, flags: list[bool]) -> list[list[bool]]:
         """All ranks' ``flags``; an error that names the ranks when they are not in the same call."""
-        return self.world.agree(f"state:{what}", flags)
+        return agree(self.world, what, flags)
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         transport, rank = self.world.transport, self.world.rank

@@ -1,0 +1,73 @@
+"""Ties a graph to the user's autograd: the one torch.autograd.Function of the package.
+
+In: flat arguments of a call. Out: flat outputs; those that can be differentiated lead back, on ``backward()``, to
+`GraphRuntime.backward`. Gradients of parameters do not pass through autograd: they are published in ``p.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rannc_backend.runtime.graph_runtime import GraphRuntime, TrainingStep
+from rannc_backend.runtime.torch_internals import backward_keeps_graph
+from rannc_backend.runtime.versions import VersionCheck
+
+
+class _Step(torch.autograd.Function):
+    """One training step; ``holder`` receives the outputs that are not tensors."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        runtime: GraphRuntime,
+        flat_args: Sequence[Any],
+        holder: list[Any],
+        anchor: torch.Tensor,
+        *differentiable_inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, step = runtime.forward(runtime.begin(flat_args, training=True))
+        ctx.runtime, ctx.step = runtime, step
+        ctx.positions = [i for i, spec in enumerate(runtime.outputs) if spec.differentiable and isinstance(outputs[i], torch.Tensor)]
+        ctx.num_outputs = len(outputs)
+        ctx.set_materialize_grads(False)
+        # Autograd's own error for a second backward without retain_graph comes from reading a saved tensor.
+        ctx.save_for_backward(anchor)
+        holder.extend(outputs)
+        results = tuple(outputs[i] for i in ctx.positions)
+        ctx.versions = None if step.eager else VersionCheck.of(runtime, step.state, results)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        runtime: GraphRuntime = ctx.runtime
+        step: TrainingStep = ctx.step
+        _ = ctx.saved_tensors
+        if ctx.versions is not None:
+            ctx.versions.check()
+        by_output: list[torch.Tensor | None] = [None] * ctx.num_outputs
+        for position, grad in zip(ctx.positions, grads, strict=True):
+            by_output[position] = grad
+        keep = backward_keeps_graph()
+        input_gradients = runtime.backward(step, by_output, keep=keep)
+        if not keep:
+            ctx.step = None
+        return (None, None, None, None, *input_gradients)
+
+
+def call_training(runtime: GraphRuntime, flat_args: Sequence[Any]) -> list[Any]:
+    """A forward with autograd on: outputs of one training step, tied to their backward."""
+    anchor = torch.zeros((), requires_grad=True)
+    differentiable = [flat_args[spec.position] for spec in runtime.inputs if spec.requires_grad]
+    holder: list[Any] = []
+    results = _Step.apply(runtime, flat_args, holder, anchor, *differentiable)
+    positions = [
+        i for i, spec in enumerate(runtime.outputs) if spec.differentiable and isinstance(holder[i], torch.Tensor)
+    ]
+    for position, result in zip(positions, results, strict=True):
+        holder[position] = result
+    return holder

@@ -1,0 +1,71 @@
+"""The norm of all gradients of a model whose parameters are spread over ranks, and clipping by it.
+
+In: the tables of ownership and the parameters. Out: the same norm on every rank; tied parameters count once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from rannc_backend.errors import UserInputError
+from rannc_backend.runtime.parameters import ParameterTable
+
+
+def clip_gradients(
+    parameters: Iterable[torch.Tensor],
+    tables: Sequence[ParameterTable],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of ``parameters`` so that their norm over all ranks is at most ``max_norm``; returns the norm before.
+
+    All ranks call it. A parameter counts once however many ranks hold it; one that no table knows counts on every rank's own.
+
+    Raises:
+        UserInputError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    parameters = list(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    counted = [p.grad for p in parameters if p.grad is not None and _counts(p, tables)]
+    world = tables[0].world if tables else None
+    device = world.device if world is not None else (grads[0].device if grads else torch.device("cpu"))
+    norms = [torch.linalg.vector_norm(grad.detach(), norm_type).double() for grad in counted]
+    everyone = tuple(range(world.size)) if world is not None else (0,)
+    if math.isinf(norm_type):
+        # A maximum over ranks by a sum: every rank fills its own place.
+        places = torch.zeros(len(everyone), dtype=torch.float64, device=device)
+        if norms:
+            places[world.rank if world is not None else 0] = torch.stack(norms).max()
+        if world is not None and world.size > 1:
+            world.transport.allreduce(places, everyone).wait()
+        total = places.max()
+    else:
+        power = torch.zeros((), dtype=torch.float64, device=device)
+        if norms:
+            power = torch.stack(norms).pow(norm_type).sum()
+        if world is not None and world.size > 1:
+            power = power.reshape(1)
+            world.transport.allreduce(power, everyone).wait()
+            power = power.reshape(())
+        total = power.pow(1.0 / norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise UserInputError(
+            f"the norm of order {norm_type} of the gradients is {float(total)}",
+            cure="look for the step in which the loss became infinite, or clip without error_if_nonfinite",
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(dtype=grad.dtype, device=grad.device))
+    return total.to(grads[0].dtype) if grads else total.float()
+
+
+def _counts(parameter: torch.Tensor, tables: Sequence[ParameterTable]) -> bool:
+    for table in tables:
+        name = table.name_of(parameter)
+        if name is not None:
+            return table.counts(name)
+    return True

@@ -1,0 +1,277 @@
+"""Interprets a rank's program: one handler for each kind of action.
+
+In: the compiled stage of this rank, the edges, a program (tuple of actions) and a `StepState`. Out: the state after the program: sums,
+row outputs, gradients. There is no autograd here: forward and backward are callables, saved values are explicit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
+from rannc_backend.ir.exchange import Edge, Value
+from rannc_backend.runtime.world import World
+from rannc_backend.runtime.messages import assemble, make_incoming, make_message, slice_rows
+from rannc_backend.runtime.step_state import StepState
+
+
+class StageSlot(Protocol):
+    """An input or output of a stage: the value's name and what it is."""
+
+    name: str
+    kind: str
+
+
+class Stage(Protocol):
+    """What the executor needs of a compiled stage (`compile_stages.CompiledStage` in production)."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+    grad_parameters: tuple[int, ...]
+
+    def forward(self, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Outputs and saved values."""
+
+    def backward(
+        self, saved: Any, grads: Sequence[torch.Tensor], parameter_sink: Callable[[int, torch.Tensor], None]
+    ) -> list[torch.Tensor]:
+        """Gradients of `grad_inputs`."""
+
+    def infer(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs only."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Executor:
+    """Plays this rank's part. ``tensors`` holds parameters and buffers by the stage's placeholder names."""
+
+    world: World
+    stage_index: int
+    stage: Stage
+    edges: Mapping[tuple[int, int], Edge]
+    tensors: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    parameter_names: Mapping[str, str]
+    updated_buffers: frozenset[str]
+    is_first_replica: bool
+    limit_seconds: float
+    _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict)
+    _num_readers: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kind = ActionKind
+        self._handlers = {
+            kind.FORWARD: self._forward,
+            kind.BACKWARD: self._backward,
+            kind.SEND_FORWARD: self._send,
+            kind.SEND_GRADIENT: self._send,
+            kind.RECEIVE_FORWARD: self._post_receive,
+            kind.RECEIVE_GRADIENT: self._post_receive,
+            kind.WAIT_FORWARD: self._wait_forward,
+            kind.WAIT_GRADIENT: self._wait_gradient,
+            kind.DONE_FORWARD: self._send_done,
+            kind.DONE_GRADIENT: self._send_done,
+            kind.ARM_REDUCTIONS: self._arm,
+            kind.WAIT_REDUCTIONS: self._finish_reductions,
+        }
+        for (source, _), edge in self.edges.items():
+            if source == self.stage_index:
+                for value in edge.forward:
+                    self._num_readers[value.name] = self._num_readers.get(value.name, 0) + 1
+
+    def run(self, program: Program, phases: Sequence[str], state: StepState) -> None:
+        """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor."""
+        prefix = f"step {state.number}, stage {self.stage_index}, "
+        with torch.no_grad():
+            for action, phase in zip(program, phases, strict=True):
+                self.world.monitor.phase(prefix + phase)
+                self._handlers[action.kind](action, state)
+
+    def _forward(self, action: Action, state: StepState) -> None:
+        m = action.micro_batch
+        args = [self._argument(slot, m, state) for slot in self.stage.inputs]
+        if state.training:
+            outputs, state.saved[m] = self.stage.forward(args)
+        else:
+            outputs = self.stage.infer(args)
+        for position, (slot, tensor) in enumerate(zip(self.stage.outputs, outputs, strict=True)):
+            self._keep_output(position, slot, tensor, m, state)
+        if state.training:
+            for position in self.stage.grad_outputs:
+                state.output_metas[position, m] = (outputs[position].shape, outputs[position].dtype)
+
+    def _argument(self, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
+        match slot.kind:
+            case "parameter":
+                return self.tensors[slot.name]
+            case "buffer":
+                tensor = self.tensors[slot.name]
+                # Saved values may alias the argument, and the update below writes the buffer in place.
+                return tensor.clone() if slot.name in self.updated_buffers else tensor
+            case "batch" | "boundary":
+                return state.inbox.pop((slot.name, micro_batch))
+            case "replicated":
+                return state.inputs[slot.name]
+            case "first_row":
+                start, _ = state.rows.interval(self.stage_index, self.world.rank, micro_batch)
+                return torch.tensor(start, dtype=torch.int64, device=self.world.device)
+            case _:
+                return state.scalars[slot.name]
+
+    def _keep_output(
+        self, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: StepState
+    ) -> None:
+        match slot.kind:
+            case "boundary" | "rows":
+                if slot.name in self._num_readers:
+                    state.values[slot.name, micro_batch] = tensor
+                    state.readers[slot.name, micro_batch] = self._num_readers[slot.name]
+            case "partial":
+                exact = tensor.double() if tensor.is_floating_point() else tensor
+                state.partials[slot.name] = state.partials[slot.name] + exact if slot.name in state.partials else exact
+            case "buffer":
+                if state.apply_buffer_updates:
+                    self.buffers[slot.fqn].copy_(tensor)
+            case "replicated":
+                state.replicated_outputs[slot.name] = tensor
+
+    def _backward(self, action: Action, state: StepState) -> None:
+        m = action.micro_batch
+        saved = state.saved[m] if state.keep_saved else state.saved.pop(m)
+        grads = [self._output_gradient(position, m, state) for position in self.stage.grad_outputs]
+        pending = state.pending
+        assert pending is not None, "backward without gradient buffers"
+
+        def sink(position: int, gradient: torch.Tensor) -> None:
+            pending.accumulate(self.parameter_names[self.stage.inputs[position].name], gradient)
+
+        results = self.stage.backward(saved, grads, sink)
+        for position, gradient in zip(self.stage.grad_inputs, results, strict=True):
+            slot = self.stage.inputs[position]
+            state.input_gradients[slot.name, m] = gradient
+
+    def _output_gradient(self, position: int, micro_batch: int, state: StepState) -> torch.Tensor:
+        slot = self.stage.outputs[position]
+        if slot.kind == "partial":
+            return state.seeds[slot.name]
+        gradient = state.output_gradients.pop((slot.kind, slot.name, micro_batch), None)
+        if gradient is None:
+            shape, dtype = state.output_metas[position, micro_batch]
+            return torch.zeros(shape, dtype=dtype, device=self.world.device)
+        return gradient
+
+    def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
+        if channel.direction == "F":
+            edge = self.edges[channel.source, channel.destination]
+            return edge, edge.forward
+        edge = self.edges[channel.destination, channel.source]
+        return edge, edge.gradient
+
+    def _send(self, action: Action, state: StepState) -> None:
+        channel, m = action.channel, action.micro_batch
+        _, values = self._edge(channel)
+        pieces = state.rows.pieces(action.stage, action.peer, self.world.rank, m)
+        tensors, start = self._outgoing(action, values, state)
+        for piece in pieces:
+            rows = slice_rows(tensors, values, start, piece)
+            if piece.peer == self.world.rank:
+                state.mail[channel, m].append((piece, rows))
+            else:
+                work = self.world.transport.isend(make_message(rows), piece.peer, str(channel))
+                state.sends[channel, m].append(work)
+
+    def _outgoing(self, action: Action, values: Sequence[Value], state: StepState) -> tuple[list[torch.Tensor], int]:
+        """The tensors to send and the global row at which they begin."""
+        m = action.micro_batch
+        if action.stage in (INPUT, OUTPUT):
+            source = state.inputs if action.stage == INPUT else state.tangents
+            start, _ = state.rows.owned_rows(action.stage, self.world.rank)
+            return [source[value.name] for value in values], start
+        start, _ = state.rows.interval(action.stage, self.world.rank, m)
+        if action.kind is ActionKind.SEND_GRADIENT:
+            return [state.input_gradients.pop((value.name, m)) for value in values], start
+        tensors = []
+        for value in values:
+            key = (value.name, m)
+            tensors.append(state.values[key])
+            state.readers[key] -= 1
+            if state.readers[key] == 0:
+                del state.values[key], state.readers[key]
+        return tensors, start
+
+    def _send_done(self, action: Action, state: StepState) -> None:
+        for work in state.sends.pop((action.channel, action.micro_batch), ()):
+            work.wait(self.limit_seconds)
+
+    def _post_receive(self, action: Action, state: StepState) -> None:
+        channel, m = action.channel, action.micro_batch
+        _, values = self._edge(channel)
+        for piece in state.rows.pieces(action.stage, action.peer, self.world.rank, m):
+            if piece.peer != self.world.rank:
+                incoming = make_incoming(values, piece, self.world.device)
+                work = self.world.transport.irecv(incoming.buffer, piece.peer, str(channel))
+                state.receives[channel, m].append((incoming, work))
+
+    def _arrived(self, action: Action, state: StepState) -> list[torch.Tensor] | None:
+        """The values of this rank's rows once all pieces are there; None when it has no rows in this micro-batch."""
+        channel, m = action.channel, action.micro_batch
+        arrived = state.mail.pop((channel, m), [])
+        for incoming, work in state.receives.pop((channel, m), ()):
+            work.wait(self.limit_seconds)
+            arrived.append((incoming.piece, incoming.views))
+        start, stop = state.rows.interval(action.stage, self.world.rank, m)
+        if start == stop:
+            return None
+        _, values = self._edge(channel)
+        return assemble(values, arrived, start, stop, overlapping=action.peer == OUTPUT)
+
+    def _wait_forward(self, action: Action, state: StepState) -> None:
+        tensors = self._arrived(action, state)
+        if tensors is None:
+            return
+        target = state.row_outputs if action.stage == OUTPUT else state.inbox
+        for value, tensor in zip(self._edge(action.channel)[1], tensors, strict=True):
+            target[value.name, action.micro_batch] = tensor
+
+    def _wait_gradient(self, action: Action, state: StepState) -> None:
+        tensors = self._arrived(action, state)
+        if tensors is None:
+            return
+        m = action.micro_batch
+        kind = "rows" if action.peer == OUTPUT else "boundary"
+        for value, tensor in zip(self._edge(action.channel)[1], tensors, strict=True):
+            if action.stage == INPUT:
+                target, key = state.user_gradients, (value.name, m)
+            else:
+                target, key = state.output_gradients, (kind, value.name, m)
+            target[key] = target[key] + tensor if key in target else tensor
+
+    def _arm(self, action: Action, state: StepState) -> None:
+        assert state.pending is not None, "reductions without gradient buckets"
+        state.pending.arm()
+
+    def _finish_reductions(self, action: Action, state: StepState) -> None:
+        assert state.pending is not None, "reductions without gradient buckets"
+        state.pending.finish()
+
+
+def describe(program: Program) -> tuple[str, ...]:
+    """What each action does, in words: "micro-batch 3, forward (2F3)"."""
+    words = {"F": "forward", "B": "backward", "A": "gradient reduction", "G": "waiting for gradient reductions"}
+    verbs = {"S": "sending", "R": "receiving", "W": "waiting for", "D": "finishing the send of"}
+    texts = []
+    for action in program:
+        spelling = action.kind.value
+        if len(spelling) == 1:
+            what = words.get(spelling, spelling)
+        else:
+            what = f"{verbs[spelling[0]]} {'values' if spelling[1] == 'F' else 'gradients'}"
+        where = f"micro-batch {action.micro_batch}, " if action.micro_batch >= 0 else ""
+        texts.append(f"{where}{what} ({action})")
+    return tuple(texts)

@@ -1,0 +1,319 @@
+"""One captured graph at run time: a call on all ranks, from this rank's inputs to its outputs, and the backward that belongs to it.
+
+In: the flat arguments that Dynamo passes, or the gradients of the outputs. Out: this rank's rows and the scalars of the global batch;
+gradients published in ``p.grad``.
+
+Terms. *Eager backward* (1F1B): one program runs forwards and backwards during the forward call, with the gradient of the first
+differentiable scalar (the *loss*) as seed; backward only scales what is there. *Deferred backward* (fill-drain): forwards run in the
+forward call, backwards in the backward call. A graph is switched to deferred backward for good the first time that something
+other than the loss receives a gradient; that step is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rannc_backend.errors import RanksDifferError, TooFewSamplesError, UserInputError
+from rannc_backend.ir.action import INPUT, OUTPUT, Program
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.buckets import GradientBuckets
+from rannc_backend.runtime.executor import Executor, describe
+from rannc_backend.runtime.rows import RowTable
+from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
+from rannc_backend.runtime.step_state import StepState
+from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
+from rannc_backend.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeInput:
+    """A user tensor of the graph: placeholder name, "batch" or "replicated", its position among the flat arguments."""
+
+    name: str
+    kind: str
+    position: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeSettings:
+    """What of the configuration a step depends on."""
+
+    stage_ranks: tuple[tuple[int, ...], ...]
+    num_micro_batches: int
+    eager_backward: bool
+    gather_inputs: bool
+    mean_gradients: bool
+    step_limit_seconds: float
+    compile_limit_seconds: float
+
+
+@dataclass(slots=True)
+class StepCounter:
+    """Number of steps begun by a model, over all its graphs; and the gradient that the last backward started from."""
+
+    number: int = 0
+    loss_gradient: float = 1.0
+
+
+@dataclass(slots=True)
+class TrainingStep:
+    """A forward whose backward may come: its state, and whether its gradients exist already."""
+
+    state: StepState
+    eager: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class GraphRuntime:
+    """See the module docstring. ``make_executor(kind)`` compiles for "loss" (only scalars are differentiated), "all" or "infer"."""
+
+    label: str
+    world: World
+    settings: RuntimeSettings
+    counter: StepCounter
+    inputs: tuple[RuntimeInput, ...]
+    outputs: tuple[RuntimeOutput, ...]
+    scalars: ScalarGraphs
+    buckets: GradientBuckets
+    make_executor: Callable[[str], Executor]
+    make_program: Callable[[str, str, int], Program]
+    loss_index: int | None
+    _executors: dict[str, Executor] = field(default_factory=dict)
+    _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
+    _deferred: bool = False
+
+    def begin(self, flat_args: Sequence[Any], *, training: bool) -> StepState:
+        """Agree with the other ranks on this step's rows and random seed; nothing is computed yet."""
+        tensors = {spec.name: flat_args[spec.position].detach() for spec in self.inputs}
+        local_rows = self._local_rows(tensors)
+        digests = [_digest(tensors[spec.name]) for spec in self.inputs if spec.kind == "replicated"]
+        # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        kind = "training step" if training else "inference step"
+        answers = agree(self.world, f"{kind} of {self.label}", [local_rows, seed, digests])
+        self._check_replicated([answer[2] for answer in answers])
+        rows_by_rank = tuple(answer[0] for answer in answers)
+        rows = self._row_table(rows_by_rank)
+        device = self.world.device
+        scalars = {
+            "rng_seed": torch.tensor(answers[0][1], dtype=torch.int64, device=device),
+            "global_rows": torch.tensor(rows.global_rows, dtype=torch.int64, device=device),
+        }
+        counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
+        scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
+        self.counter.number += 1
+        return StepState(number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training)
+
+    def _local_rows(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        sizes = {spec.name: tensors[spec.name].shape[0] for spec in self.inputs if spec.kind == "batch"}
+        if len(set(sizes.values())) > 1:
+            listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise UserInputError(
+                f"inputs disagree about the number of samples ({listing})",
+                cure="give every batch input the same first dimension",
+            )
+        return next(iter(sizes.values()))
+
+    def _check_replicated(self, digests_by_rank: Sequence[Sequence[float]]) -> None:
+        for index, spec in enumerate(spec for spec in self.inputs if spec.kind == "replicated"):
+            values = [repr(digests[index]) for digests in digests_by_rank]
+            if len(set(values)) > 1:
+                raise RanksDifferError(f"values of the input {spec.name}, which has no batch dimension", value_by_rank=values)
+
+    def _row_table(self, rows_by_rank: tuple[int, ...]) -> RowTable:
+        settings = self.settings
+        most_replicas = max(len(ranks) for ranks in settings.stage_ranks)
+        table = RowTable(
+            local_rows=rows_by_rank,
+            num_micro_batches=1,
+            stage_ranks=settings.stage_ranks,
+            gather_inputs=settings.gather_inputs,
+        )
+        if table.global_rows < most_replicas:
+            raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
+        num_micro_batches = min(settings.num_micro_batches, table.global_rows // most_replicas)
+        return RowTable(
+            local_rows=rows_by_rank,
+            num_micro_batches=num_micro_batches,
+            stage_ranks=settings.stage_ranks,
+            gather_inputs=settings.gather_inputs,
+        )
+
+    def _all_reduce(self) -> Callable[[torch.Tensor], None] | None:
+        if self.world.size == 1:
+            return None
+        everyone = tuple(range(self.world.size))
+        limit = self.settings.step_limit_seconds
+        return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
+
+    def executor(self, kind: str) -> Executor:
+        """The compiled part of this rank; all ranks compile before any goes on."""
+        if kind not in self._executors:
+            self._executors[kind] = self.make_executor(kind)
+            agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
+        return self._executors[kind]
+
+    def _run(self, kind: str, phase: str, state: StepState) -> None:
+        executor = self.executor(kind)
+        key = (kind, phase, state.rows.num_micro_batches)
+        if key not in self._programs:
+            program = self.make_program(*key)
+            self._programs[key] = (program, describe(program))
+        program, phases = self._programs[key]
+        self.world.monitor.phase(f"step {state.number}, {phase}")
+        executor.run(program, phases, state)
+
+    def infer(self, flat_args: Sequence[Any]) -> list[Any]:
+        """Outputs of the global batch's forward, this rank's rows of it."""
+        state = self.begin(flat_args, training=False)
+        self._run("infer", "infer", state)
+        return self._outputs(state)
+
+    def forward(self, state: StepState) -> tuple[list[Any], TrainingStep]:
+        """Outputs of a training step; with eager backward, its gradients are made too."""
+        eager = self.uses_eager_backward
+        if eager:
+            state.pending = self.buckets.pending()
+            state.loss_gradient = self.counter.loss_gradient
+            loss = [0.0] * self._num_scalars
+            loss[self._loss_scalar] = state.loss_gradient
+            state.seeds = self.scalars.seeds(state.scalars, loss, self.world.device)
+            self._run("loss", "train", state)
+        else:
+            self._run("all", "forward", state)
+        return self._outputs(state), TrainingStep(state, eager)
+
+    @property
+    def uses_eager_backward(self) -> bool:
+        """True while the backward runs within the forward call."""
+        return self.settings.eager_backward and self.loss_index is not None and self.scalars.linear and not self._deferred
+
+    @property
+    def _num_scalars(self) -> int:
+        return sum(output.kind == "scalar" for output in self.outputs)
+
+    @property
+    def _loss_scalar(self) -> int:
+        assert self.loss_index is not None, "no scalar output needs a gradient"
+        return self.outputs[self.loss_index].scalar_index
+
+    def _outputs(self, state: StepState) -> list[Any]:
+        totals = total_over_ranks(state.partials, self.scalars.partials, self._all_reduce(), self.world.device)
+        state.scalars.update(totals)
+        scalars = self.scalars.scalars(state.scalars)
+        return collect_outputs(self.outputs, state, scalars, self.world)
+
+    def backward(
+        self, step: TrainingStep, grads: Sequence[torch.Tensor | None], *, keep: bool
+    ) -> list[torch.Tensor | None]:
+        """Publish gradients; returns the gradients of the inputs that require them, in order of ``inputs``.
+
+        ``grads``: of every output, None where none came. ``keep``: the graph is retained for another backward.
+        """
+        kinds = [None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)]
+        tangents = [float(grad) if kind == "scalar" and grad is not None else 0.0 for grad, kind in zip(grads, kinds, strict=True)]
+        answers = agree(self.world, f"backward of {self.label}", [[kind is not None for kind in kinds], tangents])
+        size = len(answers)
+        flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
+        means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
+        if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
+            return self._publish_eager(step.state, means, keep=keep)
+        if step.eager:
+            step.state, step.eager = self._run_again(step.state), False
+        return self._run_deferred(step.state, grads, flagged, means, keep=keep)
+
+    def _publish_eager(self, state: StepState, means: Sequence[float], *, keep: bool) -> list[torch.Tensor | None]:
+        assert state.pending is not None and self.loss_index is not None, "eager step without gradients"
+        gradient = means[self.loss_index]
+        scale = gradient / state.loss_gradient
+        if gradient != 0.0 and abs(gradient) != float("inf") and gradient == gradient:
+            self.counter.loss_gradient = gradient
+        self.buckets.publish(state.pending, scale, keep=keep)
+        if not keep:
+            state.pending = None
+        return [None if grad is None else grad * scale for grad in self._user_gradients(state, 1.0)]
+
+    def _run_again(self, state: StepState) -> StepState:
+        """The step's forward once more, now keeping what backward needs; running statistics are not advanced again."""
+        self._deferred = True
+        again = StepState(
+            number=state.number,
+            rows=state.rows,
+            inputs=state.inputs,
+            scalars=state.scalars,
+            training=True,
+            apply_buffer_updates=False,
+        )
+        self._run("all", "forward", again)
+        return again
+
+    def _run_deferred(
+        self,
+        state: StepState,
+        grads: Sequence[torch.Tensor | None],
+        flagged: Sequence[bool],
+        means: Sequence[float],
+        *,
+        keep: bool,
+    ) -> list[torch.Tensor | None]:
+        state.keep_saved = keep
+        state.pending = self.buckets.pending()
+        scalar_tangents = [0.0] * self._num_scalars
+        for output, mean in zip(self.outputs, means, strict=True):
+            if output.kind == "scalar":
+                scalar_tangents[output.scalar_index] = mean
+        state.seeds = self.scalars.seeds(state.scalars, scalar_tangents, self.world.device)
+        num_rows = state.rows.owned_rows(OUTPUT, self.world.rank)
+        share = 1.0 / self.world.size if self.settings.mean_gradients else 1.0
+        state.tangents = {}
+        for grad, output in zip(grads, self.outputs, strict=True):
+            if output.kind == "rows" and output.value is not None:
+                shape = output.shape(num_rows[1] - num_rows[0])
+                tangent = torch.zeros(shape, dtype=output.value.dtype, device=self.world.device) if grad is None else grad * share
+                held = state.tangents.get(output.value.name)
+                state.tangents[output.value.name] = tangent if held is None else held + tangent
+        self._run("all", "backward", state)
+        self.buckets.publish(state.pending, 1.0, keep=False)
+        state.pending = None
+        only_rows = not any(flag and output.kind == "scalar" for flag, output in zip(flagged, self.outputs, strict=True))
+        return self._user_gradients(state, 1.0 / share if only_rows else 1.0)
+
+    def _user_gradients(self, state: StepState, scale: float) -> list[torch.Tensor | None]:
+        results: list[torch.Tensor | None] = []
+        for spec in self.inputs:
+            if not spec.requires_grad:
+                continue
+            parts = [
+                state.user_gradients[spec.name, m]
+                for m in range(state.rows.num_micro_batches)
+                if (spec.name, m) in state.user_gradients
+            ]
+            if not parts:
+                results.append(torch.zeros_like(state.inputs[spec.name]))
+                continue
+            start, stop = state.rows.owned_rows(INPUT, self.world.rank)
+            gradient = torch.cat(parts)
+            assert gradient.shape[0] == stop - start, "gradients of some rows did not come"
+            results.append(gradient if scale == 1.0 else gradient * scale)
+        state.user_gradients.clear()
+        return results
+
+
+def _digest(tensor: torch.Tensor) -> list[float]:
+    """A few numbers that differ when the tensor does; cheap, for inputs that must be equal on all ranks."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return [0.0]
+    values = flat.double() if not flat.is_complex() else torch.view_as_real(flat).reshape(-1).double()
+    weights = torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device=values.device)
+    return [float(values.numel()), repr_finite(values[0]), repr_finite((values * weights).nan_to_num().sum())]
+
+
+def repr_finite(value: torch.Tensor) -> float:
+    """A float that JSON can carry: NaN and infinities become 0."""
+    return float(torch.nan_to_num(value, nan=0.0, posinf=1e300, neginf=-1e300))

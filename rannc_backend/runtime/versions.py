@@ -1,0 +1,43 @@
+"""Finds tensors that were changed in place between a forward and its backward.
+
+In: the tensors that saved values may share memory with. Out: torch's kind of error instead of wrong gradients. Saved values live
+outside autograd, so autograd's own check does not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rannc_backend.errors import UserInputError
+
+if TYPE_CHECKING:
+    from rannc_backend.runtime.graph_runtime import GraphRuntime
+    from rannc_backend.runtime.step_state import StepState
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCheck:
+    """Tensors by name with the version that they had in the forward."""
+
+    entries: tuple[tuple[str, torch.Tensor, int], ...]
+
+    @classmethod
+    def of(cls, runtime: GraphRuntime, state: StepState, outputs: Sequence[torch.Tensor]) -> VersionCheck:
+        """Versions of the step's inputs, this rank's parameters and the outputs given to the user."""
+        tensors = [(f"input {name}", tensor) for name, tensor in state.inputs.items()]
+        tensors += [(f"parameter {name}", tensor) for name, tensor in runtime.buckets.parameters.items()]
+        tensors += [("an output", output.detach()) for output in outputs]
+        return cls(tuple((name, tensor, tensor._version) for name, tensor in tensors))
+
+    def check(self) -> None:
+        """Raise UserInputError when one of them was modified since."""
+        for name, tensor, version in self.entries:
+            if tensor._version != version:
+                raise UserInputError(
+                    f"{name} was modified in place between the forward and its backward, which still needs it",
+                    cure="call backward before the modification, or modify a clone",
+                )
