@@ -1,0 +1,210 @@
+"""Run programs without work: does every lane reach its end, and when.
+
+In: the programs of all lanes and how long things take (nothing, when only progress is asked for). Out: start and end of
+each action, or a ScheduleError that says who waits for whom.
+
+Semantics (rendezvous): posts never block; a message travels once its send and its receive are posted and the message
+before it on the channel has arrived; W and D end when it has. An endpoint is all lanes: a message from INPUT has
+arrived when those of all lanes have. Reductions end only after every lane has armed its own and finished its computes,
+because a parameter may be tied between any stages.
+
+All waits are on posts that are never taken back, so whether programs get stuck does not depend on timing, and one run
+with any durations decides it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..errors import ScheduleError
+from ..ir.action import DONE_KINDS, RECEIVE_KINDS, SEND_KINDS, WAIT_KINDS, Action, ActionKind, Channel, Program
+
+
+class Durations(Protocol):
+    """How long things take, in seconds."""
+
+    def compute_seconds(self, action: Action) -> float:
+        """Of a forward or backward."""
+        ...
+
+    def message_seconds(self, channel: Channel) -> float:
+        """Of one message, from both ends posted to arrival."""
+        ...
+
+    def reduction_end(self, stage: int, last_start: float, last_end: float) -> float:
+        """When the reductions of `stage` have ended, whose last backward ran from `last_start` to `last_end`."""
+        ...
+
+
+class NoTime:
+    """Durations of zero: for asking about progress only."""
+
+    def compute_seconds(self, action: Action) -> float:
+        """0."""
+        return 0.0
+
+    def message_seconds(self, channel: Channel) -> float:
+        """0."""
+        return 0.0
+
+    def reduction_end(self, stage: int, last_start: float, last_end: float) -> float:
+        """`last_end`."""
+        return last_end
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action of a lane that blocked or worked from `start` to `end` (seconds since the step began)."""
+
+    lane: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Run:
+    """State of one run."""
+
+    programs: Mapping[int, Program]
+    durations: Durations
+    posters: dict[Action, list[int]]  # send or receive -> lanes that have it
+    next_index: dict[int, int]
+    clock: dict[int, float]
+    num_computes_left: dict[int, int]
+    posted: dict[tuple[Action, int], float] = field(default_factory=dict)  # (send or receive, lane) -> seconds
+    arrived: dict[tuple[Action, int, int], float] = field(default_factory=dict)  # (send, its lane, receiving lane)
+    channel_free: defaultdict[tuple[Channel, int, int], float] = field(default_factory=lambda: defaultdict(float))
+    last_compute: dict[int, tuple[float, float]] = field(default_factory=dict)  # stage -> (start, end)
+    blocked: set[int] = field(default_factory=set)
+    ready: deque[int] = field(default_factory=deque)
+    timeline: list[TimedAction] = field(default_factory=list)
+
+    def wake(self, lane: int) -> None:
+        if lane in self.blocked:
+            self.blocked.remove(lane)
+            self.ready.append(lane)
+
+
+def run_to_end(programs: Mapping[int, Program], durations: Durations | None = None) -> tuple[TimedAction, ...]:
+    """Run all programs; the timeline lists each lane's actions in its own order, by start time between lanes.
+
+    Raises:
+        ScheduleError: the programs get stuck; the action is that of a lane on the circle of waiting.
+    """
+    posters: defaultdict[Action, list[int]] = defaultdict(list)
+    for lane, program in programs.items():
+        for action in program:
+            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+                posters[action].append(lane)
+    run = _Run(
+        programs=programs,
+        durations=durations or NoTime(),
+        posters=dict(posters),
+        next_index=dict.fromkeys(programs, 0),
+        clock=dict.fromkeys(programs, 0.0),
+        num_computes_left={lane: sum(a.is_compute for a in program) for lane, program in programs.items()},
+        ready=deque(programs),
+    )
+    while run.ready:
+        lane = run.ready.popleft()
+        program = programs[lane]
+        while run.next_index[lane] < len(program):
+            if not _step(run, lane, program[run.next_index[lane]]):
+                run.blocked.add(lane)
+                break
+            run.next_index[lane] += 1
+    if run.blocked:
+        raise _stuck(run)
+    return tuple(sorted(run.timeline, key=lambda timed: timed.start))
+
+
+def _step(run: _Run, lane: int, action: Action) -> bool:
+    """Do one action if it can end; False when it must wait for another lane."""
+    start = end = run.clock[lane]
+    if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+        _post(run, lane, action)
+    elif action.kind in WAIT_KINDS or action.kind in DONE_KINDS:
+        keys = _messages_waited_for(run, lane, action)
+        if keys is None or not all(key in run.arrived for key in keys):
+            return False
+        end = max(start, *(run.arrived[key] for key in keys))
+    elif action.is_compute:
+        end = start + run.durations.compute_seconds(action)
+        run.last_compute[action.stage] = (start, end)
+        run.num_computes_left[lane] -= 1
+        if not run.num_computes_left[lane]:
+            for other in run.programs:
+                run.wake(other)
+    elif action.kind is ActionKind.WAIT_REDUCTIONS:
+        if any(run.num_computes_left.values()):
+            return False
+        last_start, last_end = run.last_compute.get(action.stage, (start, start))
+        end = max(start, run.durations.reduction_end(action.stage, last_start, last_end))
+    run.clock[lane] = end
+    run.timeline.append(TimedAction(lane, action, start, end))
+    return True
+
+
+def _post(run: _Run, lane: int, action: Action) -> None:
+    """Post a send or receive; where the other end is posted too, the message gets its arrival time."""
+    now = run.clock[lane]
+    run.posted[action, lane] = now
+    counterpart = action.counterpart
+    is_send = action.kind in SEND_KINDS
+    send, channel = (action if is_send else counterpart), action.channel
+    for other in run.posters.get(counterpart, ()):
+        other_time = run.posted.get((counterpart, other))
+        if other_time is None:
+            continue
+        sender, receiver = (lane, other) if is_send else (other, lane)
+        pair = (channel, sender, receiver)
+        arrival = max(now, other_time, run.channel_free[pair]) + run.durations.message_seconds(channel)
+        run.channel_free[pair] = run.arrived[send, sender, receiver] = arrival
+        run.wake(other)
+
+
+def _messages_waited_for(run: _Run, lane: int, action: Action) -> list[tuple[Action, int, int]] | None:
+    """The messages whose arrival ends a W or D; None when the other end never posts."""
+    counterpart = action.counterpart
+    others = run.posters.get(counterpart)
+    if not others:
+        return None
+    if action.kind in WAIT_KINDS:
+        return [(counterpart, other, lane) for other in others]
+    return [(counterpart.counterpart, lane, other) for other in others]
+
+
+def _stuck(run: _Run) -> ScheduleError:
+    """Follow who waits for whom until a lane repeats or has nothing left to wait for, and tell the way."""
+    lane = min(run.blocked)
+    way: list[int] = []
+    steps: list[str] = []
+    while lane not in way:
+        way.append(lane)
+        index = run.next_index[lane]
+        action = run.programs[lane][index]
+        missing, holder = _missing(run, lane, action)
+        steps.append(f"lane {lane} at action number {index} ({action}) waits for {missing}")
+        if holder is None or holder not in run.blocked:
+            break
+        lane = holder
+    index = run.next_index[lane]
+    action = run.programs[lane][index]
+    return ScheduleError(f"(stage {lane}, action number {index}) never ends: {'; '.join(steps)}", action=str(action))
+
+
+def _missing(run: _Run, lane: int, action: Action) -> tuple[str, int | None]:
+    """What a blocked action waits for, and the lane that should do it (None: no lane does)."""
+    if action.kind is ActionKind.WAIT_REDUCTIONS:
+        holder = next(other for other, left in run.num_computes_left.items() if left)
+        return f"the last backward of lane {holder}", holder
+    own = action.counterpart.counterpart  # the post of this lane itself
+    for post, lanes in ((own, [lane]), (action.counterpart, run.posters.get(action.counterpart, []))):
+        for other in lanes:
+            if (post, other) not in run.posted:
+                return f"{post} of lane {other}", other
+    return f"{action.counterpart}, which no lane does", None

@@ -1,0 +1,280 @@
+"""Static check of the programs of all lanes before the first step.
+
+In: the programs, the edge table, the phase. Out: the peaks of each stage (micro-batches with saved values, receive and
+send buffers), or a ScheduleError that names the lane, the number and the text of the action at fault.
+
+What is checked:
+- completeness: every action that the edges and the phase call for is there exactly once, nothing else is;
+- order inside a lane: forward before backward, values waited for before use, sent after they are made, reductions armed
+  right before the last backward (earlier would reduce unfinished gradients) and waited for after it;
+- channels: both ends name the micro-batches in one order, for every pair of lanes;
+- progress: all lanes reach their ends when messages travel only once both ends have posted them (rendezvous);
+- buffers: every saved value, receive buffer and send buffer is taken once and freed once, and no more than the stated
+  bounds exist at a time.
+
+A receive buffer is taken by R and freed by the compute action that uses it (or given to the caller, at an endpoint); a
+send buffer is taken by S and freed by D; saved values are taken by F and freed by B.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ScheduleError
+from ..ir.action import (
+    DONE_KINDS,
+    FORWARD_VALUES,
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    Action,
+    ActionKind,
+    Channel,
+    Program,
+)
+from .edges import EdgeSpec, Phase, active_channels, is_training
+from .progress import run_to_end
+
+# Which action uses a message that arrives at a stage, and which one makes a message that leaves it.
+_COMPUTE_OF_DIRECTION = {"F": ActionKind.FORWARD, "B": ActionKind.BACKWARD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePeaks:
+    """The most that a stage holds at a time. Bytes are per row of a micro-batch (of this rank's rows of it)."""
+
+    num_in_flight: int
+    num_receive_buffers: int
+    num_send_buffers: int
+    receive_bytes_per_row: float
+    send_bytes_per_row: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """What a program must contain and in which order, derived from the edge table alone."""
+
+    expected: dict[int, dict[Action, tuple[Action, ...]]]  # lane -> action -> what must come before it in the lane
+    num_micro_batches: int
+    phase: Phase
+    max_in_flight: Sequence[int]
+    max_receive_buffers: int
+    bytes_per_row: dict[Channel, float]
+
+
+def verify(
+    programs: Mapping[int, Program],
+    edges: Iterable[EdgeSpec],
+    num_micro_batches: int,
+    phase: Phase,
+    *,
+    max_in_flight: Sequence[int] | None = None,
+    window: int = 1,
+) -> dict[int, StagePeaks]:
+    """Check the programs of one call; lane s runs stage s.
+
+    Args:
+        programs: per lane its program.
+        edges: the edge table that the programs were lowered from.
+        num_micro_batches: micro-batches of the call.
+        phase: what the call does.
+        max_in_flight: per stage the bound of the schedule (`orders.in_flight_bounds`); default: all micro-batches.
+        window: how many micro-batches ahead receives may be posted.
+
+    Returns:
+        The peaks by stage.
+
+    Raises:
+        ScheduleError: the programs could hang, mix up messages, lose a result or hold more than the bounds allow.
+    """
+    edges = tuple(edges)
+    if sorted(programs) != list(range(len(programs))):
+        raise ScheduleError(f"lanes must be numbered 0 to {len(programs) - 1}, got {sorted(programs)}")
+    rules = _Rules(
+        expected=_expected_actions(len(programs), edges, num_micro_batches, phase),
+        num_micro_batches=num_micro_batches,
+        phase=phase,
+        max_in_flight=max_in_flight or [num_micro_batches] * len(programs),
+        max_receive_buffers=max(window, len(programs)) + 1,
+        bytes_per_row=_bytes_per_row(edges),
+    )
+    peaks = {lane: _check_lane(lane, programs[lane], rules) for lane in programs}
+    _check_channels(programs)
+    run_to_end(programs)
+    return peaks
+
+
+def _expected_actions(
+    num_stages: int, edges: Sequence[EdgeSpec], num_micro_batches: int, phase: Phase
+) -> dict[int, dict[Action, tuple[Action, ...]]]:
+    """lane -> every action it must contain -> the actions that must come before it."""
+    expected: dict[int, dict[Action, tuple[Action, ...]]] = {lane: {} for lane in range(num_stages)}
+    incoming: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for channel in active_channels(edges, phase):
+        source, destination, direction = channel
+        for place in (source, destination):
+            if place >= num_stages:
+                raise ScheduleError(f"channel {channel} names stage {place}, but there are {num_stages} lanes")
+        incoming[destination, direction].append(source)
+        kinds = [ActionKind(letter + direction) for letter in "SRWD"]
+        for m in range(num_micro_batches):
+            send = Action(source, kinds[0], m, destination)
+            receive = Action(destination, kinds[1], m, source)
+            made_by = (Action(source, _COMPUTE_OF_DIRECTION[direction], m),) if source >= 0 else ()
+            for lane in [source] if source >= 0 else expected:
+                expected[lane][send] = made_by
+                expected[lane][Action(source, kinds[3], m, destination)] = (send,)
+            for lane in [destination] if destination >= 0 else expected:
+                expected[lane][receive] = ()
+                expected[lane][Action(destination, kinds[2], m, source)] = (receive,)
+    for stage, actions in expected.items():
+        for m in range(num_micro_batches):
+            forward = Action(stage, ActionKind.FORWARD, m)
+            if phase != "backward":
+                actions[forward] = tuple(
+                    Action(stage, ActionKind.WAIT_FORWARD, m, source) for source in incoming[stage, "F"]
+                )
+            if is_training(phase):
+                waits = [Action(stage, ActionKind.WAIT_GRADIENT, m, source) for source in incoming[stage, "B"]]
+                actions[Action(stage, ActionKind.BACKWARD, m)] = (*waits, *([forward] if phase == "train" else []))
+        if is_training(phase):
+            arm = Action(stage, ActionKind.ARM_REDUCTIONS)
+            actions[arm] = ()
+            actions[Action(stage, ActionKind.WAIT_REDUCTIONS)] = (arm,)
+    return expected
+
+
+def _check_lane(lane: int, program: Program, rules: _Rules) -> StagePeaks:
+    """Completeness, order and buffers of one lane."""
+    expected = rules.expected[lane]
+    seen: set[Action] = set()
+    num_backwards = 0
+    for index, action in enumerate(program):
+        before = expected.get(action)
+        if before is None:
+            raise _error(lane, index, action, f"does not belong into lane {lane} in phase {rules.phase!r}")
+        if action in seen:
+            raise _error(lane, index, action, "is there twice")
+        for needed in before:
+            if needed not in seen:
+                raise _error(lane, index, action, f"comes before {needed}")
+        if action.kind is ActionKind.BACKWARD:
+            num_backwards += 1
+        elif action.kind is ActionKind.ARM_REDUCTIONS and num_backwards != rules.num_micro_batches - 1:
+            raise _error(lane, index, action, f"must stand before the last backward, not after {num_backwards} of them")
+        elif action.kind is ActionKind.WAIT_REDUCTIONS and num_backwards != rules.num_micro_batches:
+            raise _error(lane, index, action, f"must come after all backwards, not after {num_backwards} of them")
+        seen.add(action)
+    missing = sorted(expected.keys() - seen)
+    if missing:
+        raise _error(lane, len(program), missing[0], f"is missing, as are {len(missing) - 1} others")
+    return _check_buffers(lane, program, rules)
+
+
+class _Buffers:
+    """What the stage of one lane holds while its program runs, and the most it ever held."""
+
+    def __init__(self, lane: int, rules: _Rules) -> None:
+        self.rules = rules
+        self.in_flight = self.peak_in_flight = rules.num_micro_batches if rules.phase == "backward" else 0
+        self.receiving: Counter[Channel] = Counter()
+        self.sending: Counter[Channel] = Counter()
+        self.peak_buffers = {"receive": 0, "send": 0}
+        self.peak_bytes = {"receive": 0.0, "send": 0.0}
+        self.max_in_flight = rules.max_in_flight[lane]
+        # In "train" send buffers fall with the saved values; elsewhere a message may span all lanes.
+        self.max_sends = self.max_in_flight + 1 if rules.phase == "train" else max(2, len(rules.expected) + 1)
+        self.arrivals = {a.channel for a in rules.expected[lane] if a.kind in RECEIVE_KINDS and a.stage >= 0}
+
+    def follow(self, action: Action) -> str:
+        """Do what `action` does to buffers; what is wrong with it, or an empty text."""
+        if action.is_compute:
+            return self._compute(action)
+        if action.stage < 0:
+            return ""  # rows that belong to the caller
+        if action.kind in RECEIVE_KINDS:
+            return self._take("receive", self.receiving, action.channel, self.rules.max_receive_buffers)
+        if action.kind in SEND_KINDS:
+            return self._take("send", self.sending, action.channel, self.max_sends)
+        if action.kind in DONE_KINDS:
+            self.sending[action.channel] -= 1
+        return ""
+
+    def _compute(self, action: Action) -> str:
+        is_forward = action.kind is ActionKind.FORWARD
+        for channel in self.arrivals:
+            if (channel.direction == FORWARD_VALUES) == is_forward:
+                self.receiving[channel] -= 1
+        if not is_forward:
+            self.in_flight -= 1
+        elif self.rules.phase != "infer":
+            self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        if self.in_flight > self.max_in_flight:
+            return f"brings {self.in_flight} micro-batches in flight, the bound is {self.max_in_flight}"
+        return ""
+
+    def _take(self, name: str, held: Counter[Channel], channel: Channel, bound: int) -> str:
+        held[channel] += 1
+        self.peak_buffers[name] = max(self.peak_buffers[name], sum(held.values()))
+        num_bytes = sum(count * self.rules.bytes_per_row[each] for each, count in held.items())
+        self.peak_bytes[name] = max(self.peak_bytes[name], num_bytes)
+        if held[channel] > bound:
+            return f"takes {name} buffer number {held[channel]} of channel {channel}, the bound is {bound}"
+        return ""
+
+    def leaks(self) -> list[str]:
+        """What is still held at the end and should not be."""
+        kept = self.rules.num_micro_batches if self.rules.phase == "forward" else 0
+        buffers = [f"{n} of {channel}" for held in (self.receiving, self.sending) for channel, n in held.items() if n]
+        return buffers + ([] if self.in_flight == kept else [f"{self.in_flight} saved micro-batches"])
+
+
+def _check_buffers(lane: int, program: Program, rules: _Rules) -> StagePeaks:
+    """Follow what the stage of this lane holds through its (complete, ordered) program."""
+    buffers = _Buffers(lane, rules)
+    for index, action in enumerate(program):
+        problem = buffers.follow(action)
+        if problem:
+            raise _error(lane, index, action, problem)
+    leaks = buffers.leaks()
+    assert not leaks, f"lane {lane} is complete and in order, yet ends with {leaks}"
+    return StagePeaks(
+        num_in_flight=buffers.peak_in_flight,
+        num_receive_buffers=buffers.peak_buffers["receive"],
+        num_send_buffers=buffers.peak_buffers["send"],
+        receive_bytes_per_row=buffers.peak_bytes["receive"],
+        send_bytes_per_row=buffers.peak_bytes["send"],
+    )
+
+
+def _check_channels(programs: Mapping[int, Program]) -> None:
+    """Both ends of each channel, in every pair of lanes, must name the micro-batches in one order."""
+    posts: defaultdict[tuple[Channel, bool], dict[int, list[tuple[int, Action]]]] = defaultdict(dict)
+    for lane, program in programs.items():
+        for index, action in enumerate(program):
+            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+                key = (action.channel, action.kind in SEND_KINDS)
+                posts[key].setdefault(lane, []).append((index, action))
+    for (channel, is_send), senders in posts.items():
+        if not is_send:
+            continue
+        for sender, sends in senders.items():
+            for receiver, receives in posts[channel, False].items():
+                for (_, send), (index, receive) in zip(sends, receives, strict=True):
+                    if send.micro_batch != receive.micro_batch:
+                        problem = f"would get the message of {send}, which lane {sender} sends at that place"
+                        raise _error(receiver, index, receive, problem)
+
+
+def _bytes_per_row(edges: Iterable[EdgeSpec]) -> dict[Channel, float]:
+    table: dict[Channel, float] = {}
+    for edge in edges:
+        table[Channel(edge.src, edge.dst, "F")] = edge.forward_bytes_per_row
+        table[Channel(edge.dst, edge.src, "B")] = edge.gradient_bytes_per_row
+    return table
+
+
+def _error(lane: int, index: int, action: Action, problem: str) -> ScheduleError:
+    return ScheduleError(f"(stage {lane}, action number {index}) {problem}", action=str(action))
