@@ -302,6 +302,18 @@ class LongSkip(nn.Module):
         return y + first + x
 
 
+class LongSkipLoss(nn.Module):
+    """The long skip with the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = LongSkip()
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return F.mse_loss(y, target), y
+
+
 class Frozen(nn.Module):
     """Frozen layers at the start, in the middle, and a frozen embedding of constants."""
 
@@ -558,6 +570,7 @@ CONTRACT: tuple[Entry, ...] = (
     _outside("mlp", Mlp, WIDTH, deep=True),
     _inside("mlp_loss", MlpLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("long_skip", LongSkip, WIDTH, deep=True),
+    _inside("long_skip_loss", LongSkipLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
     _inside(

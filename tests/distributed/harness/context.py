@@ -76,10 +76,14 @@ class Context:
 
     def compile(self, model: nn.Module, **options: Any) -> Callable[..., Any]:
         """The model compiled by the backend under test, with the case's options."""
+        return torch.compile(model, **self.compile_arguments(**options))
+
+    def compile_arguments(self, **options: Any) -> dict[str, Any]:
+        """Keyword arguments of torch.compile."""
         backend = os.environ.get(BACKEND_VARIABLE, "rannc")
         if backend != "rannc":
-            return torch.compile(model, backend=backend)
-        return torch.compile(model, backend="rannc", options=self.case.compile_options() | options)
+            return {"backend": backend}
+        return {"backend": "rannc", "options": self.case.compile_options() | options}
 
     def compare_gradients(
         self,

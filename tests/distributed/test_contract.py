@@ -1,0 +1,163 @@
+"""Each point of the semantics (docs/semantics.md) over ranks: fails when the point is broken.
+
+Points that are plain equality are cases of the check "equality"; the others name their function in contract_checks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+from tests.distributed.test_equality import check_ownership
+
+
+def _case(name: str, model: str, replicas: str, num_micro_batches: int, **members: Any) -> Case:
+    world = sum(int(number) for number in replicas.split(","))
+    return Case(
+        name=f"contract-{name}", model=model, replicas=replicas, world=world, num_micro_batches=num_micro_batches, **members
+    )
+
+
+EQUAL = (
+    _case("fourteen_padded", "padded", "1,1,1,1", 3, rows=(4, 4, 4, 2)),
+    _case("fourteen_padded_replicas", "padded", "2,2", 4, rows=(4, 4, 4, 2)),
+    _case("very_uneven", "mlp_loss", "1,2,1", 3, rows=(1, 9, 2, 1)),
+    _case("more_micro_batches_than_rows", "mlp_loss", "1,1", 8, rows=(2, 1)),
+    _case("loss_outside_uneven", "mlp", "1,1,2", 2, rows=(1, 5, 2, 3)),
+    _case("tied_over_four", "tied_embedding", "1,1,1,1", 3),
+    _case("tied_over_replicas", "tied_embedding", "2,2", 2),
+    _case("three_stages_later", "long_skip", "1,1,1,1", 4),
+    _case("skip_over_replicas", "long_skip", "1,2,1", 3),
+    _case("frozen", "frozen", "1,1", 2),
+    _case("lora_over_four", "lora", "1,1,1,1", 2),
+    _case("unused_parameter", "unused_parameter", "1,1", 2),
+    _case("several_outputs", "several_outputs", "1,1,1,1", 3),
+    _case("dict_output", "dict_output", "1,2,1", 2),
+    _case("dataclass_output", "dataclass_output", "1,1", 3),
+    _case("no_batch_dimension", "no_batch_input", "1,2,1", 3),
+    _case("auxiliary_loss", "auxiliary_loss", "2,2", 3),
+    _case("nonlinear_loss", "root_loss", "1,1,1,1", 3),
+    _case("batch_norm_four_stages", "batch_norm", "1,1,1,1", 3, rows=(5, 4, 6, 5)),
+    _case("batch_norm_replicas", "batch_norm", "2,2", 2, rows=(5, 4, 6, 5)),
+    _case("fill_drain", "mlp_loss", "1,1,1,1", 4, options={"schedule": "fill_drain"}),
+    _case("small_buckets", "mlp_loss", "2,2", 3, options={"bucket_mb": 0.0001}),
+    _case("rows_not_kept", "mlp_loss", "1,2,1", 3, options={"outputs": "loss"}),
+    _case("planner_decides", "mlp_loss", "1,1,1,1", 0),
+)
+_SIZES = {"rows_of_steps": [[4, 3], [3, 4], [7, 2], [1, 1], [1, 2], [4, 3]]}
+_FOUR_SIZES = {"rows_of_steps": [[4, 4, 4, 4], [4, 4, 4, 2], [1, 1, 1, 1], [2, 1, 1, 9]]}
+_FROM_ONE = {"rows_of_steps": [[1, 1], [4, 3], [1, 1], [2, 2]]}
+OTHER = (
+    _case("sizes_change", "mlp_loss", "1,1", 3, check="sizes_change", parameters=_SIZES),
+    _case("sizes_change_outside", "mlp", "1,1", 2, check="sizes_change", parameters=_SIZES),
+    _case("sizes_change_padded", "padded", "1,2,1", 3, check="sizes_change", parameters=_FOUR_SIZES),
+    _case("first_batch_of_one", "mlp_loss", "1,1", 2, check="sizes_change", parameters=_FROM_ONE),
+    _case("one_row_alone", "padded", "1", 2, check="sizes_change", parameters={"rows_of_steps": [[3], [1], [2]]}),
+    _case(
+        "sizes_change_inductor",
+        "mlp_loss",
+        "1,1",
+        2,
+        check="sizes_change",
+        parameters={"rows_of_steps": [[4, 3], [1, 1], [5, 2]]},
+        stage_compiler="inductor",
+        limit_seconds=180,
+    ),
+    _case(
+        "sum_over_ranks",
+        "mlp",
+        "1,1",
+        2,
+        check="gradients_scaled",
+        parameters={"scale": 2.0},
+        options={"gradients_reduce_method": "sum"},
+    ),
+    _case("loss_inside_ignores_the_method", "mlp_loss", "1,1", 2, check="gradients_scaled", parameters={"scale": 1.0}),
+    _case("accumulate", "mlp_loss", "1,1", 3, check="accumulate"),
+    _case("accumulate_outside", "mlp", "1,2,1", 2, check="accumulate"),
+    _case("accumulate_tied", "tied_embedding", "2,2", 2, check="accumulate"),
+    _case("incoming_gradient", "mlp_loss", "1,1", 3, check="incoming_gradient"),
+    _case("incoming_gradient_nonlinear", "root_loss", "1,1,1,1", 2, check="incoming_gradient"),
+    _case("incoming_gradient_outside", "mlp", "1,1", 3, check="incoming_gradient"),
+    _case("retain_graph", "mlp_loss", "1,1", 3, check="retain_graph"),
+    _case("retain_graph_outside", "mlp", "1,2,1", 2, check="retain_graph"),
+    _case("forward_twice", "mlp_loss", "1,1", 3, check="forward_twice"),
+    _case("forward_twice_outside", "long_skip", "1,1,1,1", 2, check="forward_twice"),
+    _case("forward_without_backward", "mlp_loss", "1,1", 3, check="forward_without_backward"),
+    _case("forward_without_backward_outside", "mlp", "1,1", 3, check="forward_without_backward"),
+    _case("rows_differentiated", "mlp_loss", "1,1", 3, check="rows_differentiated"),
+    _case("rows_differentiated_padded", "padded", "1,2,1", 3, check="rows_differentiated"),
+    _case("rows_differentiated_several", "several_outputs", "1,1,1,1", 2, check="rows_differentiated"),
+    _case("only_rows_differentiated", "padded", "1,1", 2, check="only_rows_differentiated"),
+    _case("input_gradients", "mlp_loss", "1,1", 3, check="input_gradients"),
+    _case("input_gradients_replicas", "long_skip_loss", "2,1,1", 2, check="input_gradients"),
+    _case("gradient_through_the_input", "mlp_loss", "1,1,1,1", 2, check="gradient_through_the_input"),
+    _case("modes", "mlp_loss", "1,1", 3, check="modes"),
+    _case("modes_outside", "mlp", "1,1,2", 2, check="modes"),
+    _case("modes_tied", "tied_embedding", "1,2,1", 2, check="modes"),
+    _case("eval_batch_norm", "batch_norm", "1,1,1,1", 2, check="eval_differentiated"),
+    _case("eval_dropout", "dropout", "2,2", 2, check="eval_differentiated"),
+    _case("eval_first", "mlp_loss", "1,1", 3, check="eval_first"),
+    _case("eval_first_outside", "mlp", "1,2,1", 2, check="eval_first"),
+    _case("loss_only", "mlp_loss", "1,1", 3, check="loss_only", options={"outputs": "loss"}),
+    _case("loss_only_padded", "padded", "1,2,1", 2, check="loss_only", options={"outputs": "loss"}),
+    _case("rank_0_feeds", "mlp_loss", "1,1", 2, check="rank_0_feeds", options={"gather_inputs": False}),
+    _case("nested_inputs", "dataclass_output", "1,1", 2, check="nested_inputs"),
+    _case("compiled_in_place", "mlp_loss", "1,1", 2, check="compiled_in_place"),
+    _case("autocast", "mlp_loss", "1,1", 2, check="autocast", dtype="float32"),
+    _case("seed_decides", "dropout", "1,1", 2, check="seed_decides", rows=(20, 20)),
+)
+# The same eight global rows and weights under plans with 1, 2 and 4 stages, replicas, and other micro-batches.
+_RANDOM = {"model": "dropout", "check": "same_random_rows"}
+RANDOM = (
+    _case("random-1", num_micro_batches=2, replicas="1", rows=(8,), **_RANDOM),
+    _case("random-1-1", num_micro_batches=2, replicas="1,1", rows=(5, 3), **_RANDOM),
+    _case("random-2", num_micro_batches=2, replicas="2", rows=(2, 6), **_RANDOM),
+    _case("random-1-1-1-1", num_micro_batches=2, replicas="1,1,1,1", rows=(3, 1, 2, 2), **_RANDOM),
+    _case("random-2-2", num_micro_batches=2, replicas="2,2", rows=(3, 1, 2, 2), **_RANDOM),
+    _case("random-1-2-1-m4", num_micro_batches=4, replicas="1,2,1", rows=(2, 2, 2, 2), **_RANDOM),
+)
+
+
+def _parameters(cases: tuple[Case, ...]) -> list[Any]:
+    return [pytest.param(case, id=case.name.removeprefix("contract-")) for case in cases]
+
+
+@pytest.mark.parametrize("case", _parameters(EQUAL))
+def test_equals_one_process(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome = outcome_of(case)
+    outcome.raise_if_failed()
+    if case.num_micro_batches:
+        check_ownership(case, outcome)
+
+
+@pytest.mark.parametrize("case", _parameters(OTHER))
+def test_point(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
+
+
+def _joined(case: Case, outcome_of: OutcomeOf, step: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    outcome = outcome_of(case)
+    outcome.raise_if_failed()
+    kept = [torch.load(result["path"])[step] for result in outcome.results]
+    gradients: dict[str, torch.Tensor] = {}
+    for part in kept:
+        gradients |= part["gradients"]
+    return kept[0]["loss"], torch.cat([part["rows"] for part in kept]), gradients
+
+
+@pytest.mark.parametrize("cases", [pytest.param((RANDOM[0], case), id=case.name) for case in RANDOM[1:]])
+def test_dropout_does_not_depend_on_the_plan(cases: tuple[Case, Case], outcome_of: OutcomeOf) -> None:
+    for step in ("step0", "step1"):
+        one_loss, one_rows, one_gradients = _joined(cases[0], outcome_of, step)
+        loss, rows, gradients = _joined(cases[1], outcome_of, step)
+        assert torch.equal(rows == 0, one_rows == 0), f"{step}: other values were dropped"
+        torch.testing.assert_close(rows, one_rows, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(loss, one_loss, rtol=1e-12, atol=0)
+        assert set(gradients) == set(one_gradients)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, one_gradients[name], rtol=1e-10, atol=1e-12)
