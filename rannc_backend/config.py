@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
 
@@ -31,6 +31,12 @@ class Config(BaseModel):
 
     partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
     replica_num: int = Field(0, ge=0, description="Number of replicas of every stage; 0: the planner decides.")
+    stage_replicas: str = Field(
+        "",
+        pattern=r"^([1-9][0-9]*(,[1-9][0-9]*)*)?$",
+        json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
+        description="Number of replicas of each stage, first stage first; empty: the planner decides.",
+    )
     pipeline_num: int = Field(0, ge=0, description="Number of micro-batches of a step; 0: the planner decides.")
     min_pipeline: int = Field(1, ge=1, description="Smallest number of micro-batches that the planner may choose.")
     max_pipeline: int = Field(32, ge=1, description="Largest number of micro-batches that the planner may choose.")
@@ -66,10 +72,20 @@ class Config(BaseModel):
     print_program: bool = Field(False, description="Log the program of each rank as text before the first step.")
     verbose: bool = Field(False, description="Log how the model was captured, split and compiled.")
 
+    @property
+    def stage_replica_counts(self) -> tuple[int, ...]:
+        """`stage_replicas` as numbers; () when the planner decides."""
+        return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
+
     @model_validator(mode="after")
-    def _check_range(self) -> Config:
+    def _check_items_agree(self) -> Config:
+        counts = self.stage_replica_counts
         if self.min_pipeline > self.max_pipeline:
-            raise ValueError(f"min_pipeline {self.min_pipeline} is above max_pipeline {self.max_pipeline}")
+            raise _disagreement("min_pipeline", "an integer from 1 to", "max_pipeline")
+        if counts and self.partition_num not in (0, len(counts)):
+            raise _disagreement("stage_replicas", "as many numbers as", "partition_num")
+        if counts and self.replica_num and set(counts) != {self.replica_num}:
+            raise _disagreement("stage_replicas", "no other number than", "replica_num")
         return self
 
 
@@ -107,18 +123,14 @@ def resolve_with_sources(
     try:
         return Config.model_validate(values), sources
     except ValidationError as error:
-        location = error.errors()[0]["loc"]
-        if not location:  # the only check over several items
-            span = Config.model_construct(**values)
-            raise OptionValueError(
-                "min_pipeline",
-                value=span.min_pipeline,
-                source=sources["min_pipeline"],
-                expected=f"an integer from 1 to max_pipeline, which is {span.max_pipeline} "
-                f"(from {sources['max_pipeline']})",
-            ) from None
-        item = str(location[0])
-        raise _bad_value(item, values[item], sources[item]) from None
+        first = error.errors(include_url=False)[0]
+        if first["loc"]:
+            item = str(first["loc"][0])
+            raise _bad_value(item, values[item], sources[item]) from None
+        item, other = first["ctx"]["item"], first["ctx"]["other"]
+        value, other_value = (values.get(name, fields[name].default) for name in (item, other))
+        expected = f"{first['ctx']['relation']} {other}, which is {other_value} (from {sources[other]})"
+        raise OptionValueError(item, value=value, source=sources[item], expected=expected) from None
 
 
 def environment_name(item: str) -> str:
@@ -128,35 +140,9 @@ def environment_name(item: str) -> str:
 
 def accepted_values(item: str) -> str:
     """What an item accepts, in words: "an integer, at least 0"."""
-    return _accepted(Config.model_fields[item])
-
-
-def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
-    """Raise RanksDifferError for the first item whose value is not the same on all ranks.
-
-    Args:
-        options_by_rank: `Config.model_dump()` of each rank, in rank order.
-    """
-    for item in Config.model_fields:
-        values = [repr(options[item]) for options in options_by_rank]
-        if len(set(values)) > 1:
-            raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)
-
-
-def _from_text(item: str, text: str, source: str) -> object:
-    annotation: object = Config.model_fields[item].annotation
-    try:
-        # Lax: "4" is an int, and "1", "true", "on", "yes" are True. Ranges are checked with the whole Config.
-        return TypeAdapter(annotation).validate_python(text.strip(), strict=False)
-    except ValidationError:
-        raise _bad_value(item, text, source) from None
-
-
-def _bad_value(item: str, value: object, source: str) -> OptionValueError:
-    return OptionValueError(item, value=value, source=source, expected=accepted_values(item))
-
-
-def _accepted(field: FieldInfo) -> str:
+    field = Config.model_fields[item]
+    if isinstance(field.json_schema_extra, dict):
+        return str(field.json_schema_extra["accepts"])
     annotation = field.annotation
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(annotation))
@@ -175,3 +161,33 @@ def _accepted(field: FieldInfo) -> str:
         elif isinstance(constraint, Lt):
             words.append(f"below {constraint.lt}")
     return ", ".join(words)
+
+
+def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
+    """Raise RanksDifferError for the first item whose value is not the same on all ranks.
+
+    Args:
+        options_by_rank: `Config.model_dump()` of each rank, in rank order.
+    """
+    for item in Config.model_fields:
+        values = [repr(options[item]) for options in options_by_rank]
+        if len(set(values)) > 1:
+            raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)
+
+
+def _disagreement(item: str, relation: str, other: str) -> PydanticCustomError:
+    context = {"item": item, "relation": relation, "other": other}
+    return PydanticCustomError("items_disagree", "{item} must be {relation} {other}", context)
+
+
+def _from_text(item: str, text: str, source: str) -> object:
+    annotation: object = Config.model_fields[item].annotation
+    try:
+        # Lax: "4" is an int, and "1", "true", "on", "yes" are True. Ranges are checked with the whole Config.
+        return TypeAdapter(annotation).validate_python(text.strip(), strict=False)
+    except ValidationError:
+        raise _bad_value(item, text, source) from None
+
+
+def _bad_value(item: str, value: object, source: str) -> OptionValueError:
+    return OptionValueError(item, value=value, source=source, expected=accepted_values(item))
