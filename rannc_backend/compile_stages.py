@@ -2,46 +2,426 @@
 
 In: a `StageGraph` (functional ATen ops on fakes with one symbol `rows`), which values need a gradient, the compiler.
 Out: a `CompiledStage`, which runs on real tensors of any number of rows.
+
+Terms. `compiler` "eager" runs the graphs' operators one by one; "inductor" compiles them to kernels. A *position* is an
+index into the stage's inputs or outputs. Equal stages (same graph text, shapes, needs) share their compiled functions
+through a `CompileCache` that the caller owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
-from rannc_backend.passes.split_stages import StageInput, StageOutput
+from rannc_backend.compile_joint import SplitStage, TracedStage, specialised_guards, split_joint, trace_joint
+from rannc_backend.compile_signature import StageSignature, signature_of, structural_hash
+from rannc_backend.passes.partition_backward import boxed, deliver_early
+from rannc_backend.passes.recompute import saved_bytes
+from rannc_backend.passes.split_stages import StageGraph, StageInput, StageOutput
+from rannc_backend.passes.stage_boundaries import secure_outputs
 
-Saved = tuple[Any, ...]
+logger = logging.getLogger(__name__)
+
+COMPILERS = ("eager", "inductor")
+
+Saved = Sequence[Any]
 """What forward keeps for backward: a plain tuple of tensors and ints."""
 
 ParameterSink = Callable[[int, Tensor], None]
 """Called with the position of a parameter among the stage's inputs and its gradient."""
 
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class StageFunctions:
+    """The compiled functions of all equal stages; knows positions only, no names.
+
+    `forward` takes [rows, *inputs, *constants] and returns the distinct outputs, then saved values. `backward` takes
+    [sink, *saved in `saved_order`, *tangents] and returns the gradients of `returned`, which are positions of inputs.
+    `output_index[i]` is where output i is found among the distinct outputs; `tangent_of[j]` is the distinct output that
+    tangent j belongs to.
+    """
+
+    forward: BoxedCallable | None = None
+    backward: BoxedCallable | None = None
+    infer: BoxedCallable | None = None
+    make_infer: Callable[[], BoxedCallable]
+    num_outputs: int
+    output_index: tuple[int, ...]
+    tangent_of: tuple[int, ...] = ()
+    saved_order: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+    delivered: tuple[int, ...] = ()
+    sink_in_graph: bool = False
+    # Of `returned`: gradients that are views of memory that the caller or `saved` owns, and are copied.
+    borrowed: frozenset[int] = frozenset()
+    saved_bytes: sympy.Expr = sympy.Integer(0)
+
+
+@dataclass(slots=True)
+class CompileCache:
+    """Compiled functions by structure. One object per process, owned by the caller; `num_hits` is for tests and logs."""
+
+    functions: dict[str, StageFunctions] = field(default_factory=dict)
+    num_hits: int = 0
+
 
 class CompiledStage:
-    """Forward, backward and inference of one stage; see the module docstring."""
+    """Forward, backward and inference of one stage.
 
-    inputs: tuple[StageInput, ...]
-    outputs: tuple[StageOutput, ...]
-    grad_outputs: tuple[int, ...]
-    """Positions of the outputs whose gradients `backward` takes, in this order."""
-    grad_inputs: tuple[int, ...]
-    """Positions of the inputs, other than parameters, whose gradients `backward` returns, in this order."""
-    grad_parameters: tuple[int, ...]
-    """Positions of the parameters whose gradients go to the sink."""
-    saved_bytes: sympy.Expr
+    inputs, outputs: as in the stage graph; all positions index these.
+    grad_outputs: outputs whose gradients `backward` takes, in this order.
+    grad_inputs: inputs, other than parameters, whose gradients `backward` returns, in this order.
+    grad_parameters: parameters whose gradients go to the sink.
+    saved_bytes: bytes of what one forward saves, as an expression in the batch size; see `passes.recompute`.
 
-    def forward(self, args: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
-        """Outputs by `outputs`, and what `backward` needs."""
-        raise NotImplementedError
+    Outputs are contiguous and share no memory with inputs, but may share it with saved values and with each other: they
+    must not be changed in place. Gradients that `backward` returns are contiguous and share no memory with `grads` or
+    `saved`; those given to the sink may, so the sink copies or adds them at once.
+    """
 
-    def backward(self, saved: Saved, grads: Sequence[Tensor], parameter_sink: ParameterSink) -> list[Tensor]:
-        """Gradients by `grad_inputs`; each parameter gradient goes to `parameter_sink(position, gradient)`."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        stage: StageGraph,
+        signature: StageSignature,
+        functions: StageFunctions,
+    ) -> None:
+        self.inputs: tuple[StageInput, ...] = stage.inputs
+        self.outputs: tuple[StageOutput, ...] = stage.outputs
+        self.grad_outputs = signature.grad_outputs
+        self.grad_inputs = signature.grad_inputs
+        self.grad_parameters = functions.delivered
+        self.saved_bytes = functions.saved_bytes
+        self._signature = signature
+        self._functions = functions
+
+    def forward(self, args: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """Compute the outputs from `args` (by `inputs`), and what `backward` needs: a tuple of tensors and ints.
+
+        The first saved value is the number of rows.
+        """
+        functions = self._functions
+        assert functions.forward is not None, "the stage was compiled for inference only"
+        with _RunMode():
+            rows, values = self._signature.bound(args)
+            results = functions.forward(values)
+        outputs = [results[index] for index in functions.output_index]
+        return outputs, (rows, *results[functions.num_outputs :])
+
+    def backward(
+        self, saved: Saved, grads: Sequence[Tensor | None], parameter_sink: ParameterSink
+    ) -> list[Tensor]:
+        """Compute gradients from those of the outputs.
+
+        Args:
+            saved: as given by `forward`. A tuple stays valid for another call; a list is emptied, so that each saved
+                value is freed after its last use.
+            grads: by `grad_outputs`, in the output's shape and dtype; None stands for zeros.
+            parameter_sink: called once per element of `grad_parameters`, in the order in which gradients are made.
+
+        Returns the gradients by `grad_inputs`; zeros where none flows.
+        """
+        functions, signature = self._functions, self._signature
+        rows = saved[0]
+        values = [saved[1 + position] for position in functions.saved_order]
+        if isinstance(saved, list):
+            saved.clear()
+        by_input: dict[int, Tensor] = {}
+        with _RunMode():
+            if functions.backward is not None:
+                values.extend(self._tangents(rows, grads))
+                if functions.sink_in_graph:
+                    results = functions.backward([parameter_sink, *values])
+                else:
+                    results = _call_and_deliver(functions, values, parameter_sink)
+                by_input = dict(zip(functions.returned, results, strict=True))
+                for position in functions.borrowed:
+                    by_input[position] = by_input[position].clone()
+            return [
+                by_input[position] if position in by_input else signature.zeros_of_input(position, rows)
+                for position in self.grad_inputs
+            ]
 
     def infer(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs by `outputs`; nothing is saved."""
-        raise NotImplementedError
+        """Compute the outputs from `args` (by `inputs`); nothing is saved. Compiled at the first call."""
+        functions = self._functions
+        if functions.infer is None:
+            functions.infer = functions.make_infer()
+        with _RunMode():
+            _, values = self._signature.bound(args)
+            results = functions.infer(values)
+        return [results[index] for index in functions.output_index]
+
+    def _tangents(self, rows: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradient of each distinct output that takes one: the sum over the positions where it is listed."""
+        functions = self._functions
+        assert len(grads) == len(self.grad_outputs), f"{len(grads)} gradients for {len(self.grad_outputs)} outputs"
+        sums: dict[int, Tensor] = {}
+        for position, grad in zip(self.grad_outputs, grads, strict=True):
+            if grad is not None:
+                index = functions.output_index[position]
+                sums[index] = sums[index] + grad if index in sums else grad
+        tangents = []
+        for index in functions.tangent_of:
+            tangent = sums.get(index)
+            if tangent is None:
+                tangent = self._signature.zeros_of_output(functions.output_index.index(index), rows)
+            tangents.append(tangent if tangent.is_contiguous() else tangent.contiguous())
+        return tangents
+
+
+def _call_and_deliver(functions: StageFunctions, values: list[Any], sink: ParameterSink) -> list[Tensor]:
+    assert functions.backward is not None
+    results = list(functions.backward(values))
+    returned = results[len(functions.delivered) :]
+    del results[len(functions.delivered) :]
+    results.reverse()
+    for position in functions.delivered:
+        sink(position, results.pop())
+    return returned
+
+
+class _RunMode:
+    """No autograd and no autocast: the graphs contain both already."""
+
+    __slots__ = ("_autocast", "_no_grad")
+
+    def __enter__(self) -> None:
+        self._no_grad = torch.no_grad()
+        self._no_grad.__enter__()
+        self._autocast = torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else None
+        if self._autocast is not None:
+            self._autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+        self._no_grad.__exit__(*error)
+
+
+def compile_stage(
+    stage: StageGraph,
+    *,
+    needs_grad: frozenset[str],
+    requires_grad_parameters: frozenset[str],
+    fake_mode: FakeTensorMode,
+    rows_symbol: sympy.Symbol,
+    compiler: str,
+    activation_budget: float = 1.0,
+    training: bool,
+    cache: CompileCache | None = None,
+) -> CompiledStage:
+    """Compile one stage.
+
+    Args:
+        needs_grad: names of values (batch inputs, boundary values, outputs) through which gradients flow. A name too many
+            costs work but is harmless.
+        requires_grad_parameters: names of the parameter placeholders that are trained.
+        fake_mode: of the stage graph's ``meta["val"]``, whose batch sizes are expressions of `rows_symbol`.
+        compiler: "eager" or "inductor".
+        activation_budget: from 0 to 1; see `compile_joint`.
+        training: False compiles no backward; then only `infer` may be called.
+        cache: equal stages compiled with the same cache share their functions.
+    """
+    assert compiler in COMPILERS, f"unknown compiler {compiler!r}"
+    assert 0.0 <= activation_budget <= 1.0, f"activation budget {activation_budget} is not in [0, 1]"
+    signature = signature_of(stage, needs_grad, requires_grad_parameters, rows_symbol)
+    key = structural_hash(stage.graph_module, signature, (compiler, activation_budget, training))
+    if cache is not None and key in cache.functions:
+        cache.num_hits += 1
+        logger.debug("stage %d has the structure of an earlier one", stage.index)
+        functions = cache.functions[key]
+    else:
+        builder = _Builder(stage, signature, fake_mode, compiler, activation_budget)
+        functions = builder.build(training)
+        if cache is not None:
+            cache.functions[key] = functions
+    return CompiledStage(stage, signature, functions)
+
+
+def saved_bytes_of(
+    stage: StageGraph,
+    *,
+    needs_grad: frozenset[str],
+    requires_grad_parameters: frozenset[str],
+    fake_mode: FakeTensorMode,
+    rows_symbol: sympy.Symbol,
+    compiler: str,
+    activation_budget: float = 1.0,
+) -> sympy.Expr:
+    """Bytes that one forward of the stage would save, as an expression in the batch size; traces, compiles nothing."""
+    signature = signature_of(stage, needs_grad, requires_grad_parameters, rows_symbol)
+    builder = _Builder(stage, signature, fake_mode, compiler, activation_budget)
+    traced = builder.trace()
+    return builder.saved_bytes(traced, builder.split(traced)) if traced.tangent_of else sympy.Integer(0)
+
+
+class _Builder:
+    """Compiles one stage; holds what the steps share."""
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        signature: StageSignature,
+        fake_mode: FakeTensorMode,
+        compiler: str,
+        activation_budget: float,
+    ) -> None:
+        self.signature = signature
+        self.fake_mode = fake_mode
+        self.inductor = compiler == "inductor"
+        self.activation_budget = activation_budget
+        self.index = stage.index
+        self.num_guards = len(fake_mode.shape_env.guards)
+        with fake_mode:
+            fakes = signature.fakes(requires_grad=False)
+        self.graph_module, self.output_index = secure_outputs(
+            signature.lifted(stage.graph_module), fakes[1:], fake_mode
+        )
+        needs = {self.output_index[position] for position in signature.grad_outputs}
+        self.num_outputs = len(set(self.output_index))
+        self.needs_grad = [index in needs for index in range(self.num_outputs)]
+
+    def build(self, training: bool) -> StageFunctions:
+        functions = StageFunctions(
+            make_infer=self.make_infer, num_outputs=self.num_outputs, output_index=self.output_index
+        )
+        if training:
+            traced = self.trace()
+            if traced.tangent_of:
+                self._add_training(functions, traced)
+            else:
+                # Nothing here is trained: forward saves nothing and backward has nothing to do.
+                functions.forward = self._forward_only(traced.joint) if self.inductor else self.make_infer()
+        self._check_rows_free()
+        return functions
+
+    def trace(self) -> TracedStage:
+        with self.fake_mode:
+            fakes = self.signature.fakes(requires_grad=True)
+        return trace_joint(self.graph_module, fakes, self.needs_grad, self.fake_mode, self._decompositions())
+
+    def split(self, traced: TracedStage) -> SplitStage:
+        if self.inductor:
+            from rannc_backend.compile_inductor import simplify_joint
+
+            simplify_joint(traced.joint, self.fake_mode)
+        return split_joint(
+            traced,
+            activation_budget=self.activation_budget,
+            long_lived=self.signature.long_lived,
+            keep_all=not self.inductor and self.activation_budget >= 1.0,
+        )
+
+    def saved_bytes(self, traced: TracedStage, split: SplitStage) -> sympy.Expr:
+        names = [node.name for node in split.forward.graph.find_nodes(op="placeholder")]
+        return saved_bytes(split.forward, traced.num_outputs, {names[index] for index in self.signature.long_lived})
+
+    def make_infer(self) -> BoxedCallable:
+        """Compile the graph without backward."""
+        if not self.inductor:
+            return _without_rows(boxed(self.graph_module))
+        with self.fake_mode:
+            fakes = self.signature.fakes(requires_grad=False)
+        traced = trace_joint(
+            self.graph_module, fakes, [False] * self.num_outputs, self.fake_mode, self._decompositions()
+        )
+        return self._forward_only(traced.joint)
+
+    def _forward_only(self, graph_module: fx.GraphModule) -> BoxedCallable:
+        from rannc_backend.compile_inductor import compile_forward_only
+
+        return compile_forward_only(graph_module, self.fake_mode)
+
+    def _decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        if not self.inductor:
+            return {}
+        from rannc_backend.compile_inductor import inductor_decompositions
+
+        return inductor_decompositions()
+
+    def _add_training(self, functions: StageFunctions, traced: TracedStage) -> None:
+        # Input 0 of the joint graph is the batch size.
+        positions = [index - 1 for index in traced.gradient_of]
+        parameters = {i: p for i, p in enumerate(positions) if p in self.signature.trained}
+        split = self.split(traced)
+        functions.saved_bytes = self.saved_bytes(traced, split)
+        functions.tangent_of = traced.tangent_of
+        functions.saved_order = split.saved_order
+        functions.delivered = tuple(parameters.values())
+        functions.returned = tuple(p for i, p in enumerate(positions) if i not in parameters)
+        returned_index = [i for i in range(len(positions)) if i not in parameters]
+        functions.borrowed = frozenset(positions[i] for i in _make_safe(split.backward, returned_index))
+        if not self.inductor:
+            functions.forward = boxed(split.forward)
+            functions.backward = boxed(deliver_early(split.backward, parameters, len(positions)))
+            functions.sink_in_graph = True
+            return
+        from rannc_backend.compile_inductor import compile_pair
+
+        _reorder_outputs(split.backward, [*parameters, *returned_index])
+        functions.forward, functions.backward = compile_pair(
+            split.forward,
+            split.backward,
+            num_outputs=self.num_outputs,
+            saved_order=split.saved_order,
+            fake_mode=self.fake_mode,
+        )
+
+    def _check_rows_free(self) -> None:
+        broken = specialised_guards(self.fake_mode, self.signature.rows_symbol, self.num_guards)
+        if broken:
+            logger.warning("stage %d holds for some batch sizes only: %s", self.index, "; ".join(broken))
+
+
+def _without_rows(function: BoxedCallable) -> BoxedCallable:
+    """The stage's own graph reads the batch size from a tensor and does not take it as an input."""
+
+    def run(arguments: list[Any]) -> Sequence[Any]:
+        del arguments[0]
+        return function(arguments)
+
+    return run
+
+
+def _make_safe(backward: fx.GraphModule, indices: Sequence[int]) -> list[int]:
+    """Make the given outputs contiguous; give those that still share memory with an input or another output."""
+    (output,) = backward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    taken = {
+        node.meta["val"].untyped_storage()._cdata
+        for node in backward.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["val"], Tensor)
+    }
+    borrowed = []
+    for index in indices:
+        value = results[index].meta["val"]
+        if not value.is_contiguous():
+            with backward.graph.inserting_before(output):
+                results[index] = backward.graph.call_function(
+                    torch.ops.aten.clone.default, (results[index],), {"memory_format": torch.contiguous_format}
+                )
+            value = torch.empty_like(value, memory_format=torch.contiguous_format)
+            results[index].meta.update(val=value, autograd_backward=True)
+        if value.untyped_storage()._cdata in taken:
+            borrowed.append(index)
+        taken.add(value.untyped_storage()._cdata)
+    output.args = (tuple(results),)
+    backward.recompile()
+    return borrowed
+
+
+def _reorder_outputs(backward: fx.GraphModule, order: Sequence[int]) -> None:
+    (output,) = backward.graph.find_nodes(op="output")
+    output.args = (tuple(output.args[0][index] for index in order),)
+    if "desc" in output.meta:
+        output.meta["desc"] = [output.meta["desc"][index] for index in order]
+    backward.recompile()

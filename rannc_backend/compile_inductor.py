@@ -1,0 +1,98 @@
+"""Compile forward, backward and inference graphs with Inductor.
+
+In: graphs of `compile_joint` with fakes in ``meta["val"]``. Out: boxed callables (one list of inputs, emptied by the call).
+Everything that is private to Inductor is used in this file; seen on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+
+from rannc_backend.compile_joint import clean_tracing
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The operators that Inductor wants to see decomposed; graphs must be traced with them."""
+    return dict(select_decomp_table())
+
+
+def simplify_joint(joint: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Inductor's own passes over a graph before it is split or (inference) compiled: attention patterns, constants, views."""
+    with _compiling(fake_mode):
+        joint_graph_passes(joint)
+
+
+def compile_pair(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_outputs: int,
+    saved_order: Sequence[int],
+    fake_mode: FakeTensorMode,
+) -> tuple[BoxedCallable, BoxedCallable]:
+    """Compile forward and backward, backward for the strides that the saved values really have."""
+    with _compiling(fake_mode):
+        context = TracingContext.get()
+        # With this flag the strides are reported as expressions in the batch size, not as their values for the hint.
+        context.fakify_first_call = True
+        context.output_strides = []
+        compiled_forward = _compile(forward, num_visible=num_outputs, is_backward=False, is_inference=False)
+        strides = list(context.output_strides)
+        context.output_strides = None
+        inputs = backward.graph.find_nodes(op="placeholder")
+        for node, position in zip(inputs, saved_order, strict=False):
+            stride = strides[num_outputs + position] if strides else None
+            if stride is not None:
+                _restride(node, stride)
+        compiled_backward = _compile(backward, num_visible=0, is_backward=True, is_inference=False)
+    return compiled_forward, compiled_backward
+
+
+def compile_forward_only(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> BoxedCallable:
+    """Compile a graph of which nothing is kept for a backward."""
+    with _compiling(fake_mode):
+        joint_graph_passes(graph_module)
+        (output,) = graph_module.graph.find_nodes(op="output")
+        return _compile(graph_module, num_visible=len(output.args[0]), is_backward=False, is_inference=True)
+
+
+def _compile(graph_module: fx.GraphModule, *, num_visible: int, is_backward: bool, is_inference: bool) -> BoxedCallable:
+    (output,) = graph_module.graph.find_nodes(op="output")
+    # Inductor may choose the strides of the others.
+    output.meta["user_visible_output_idxs"] = list(range(num_visible))
+    fakes = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    return compile_fx_inner(
+        graph_module, fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference
+    )
+
+
+def _restride(node: fx.Node, stride: Sequence[Any]) -> None:
+    value = node.meta["val"]
+    expressions = [getattr(getattr(size, "node", None), "expr", size) for size in value.stride()]
+    if expressions != [getattr(getattr(size, "node", None), "expr", size) for size in stride]:
+        node.meta["val"] = value.as_strided(value.size(), stride)
+
+
+@contextlib.contextmanager
+def _compiling(fake_mode: FakeTensorMode) -> Iterator[None]:
+    with (
+        clean_tracing(fake_mode),
+        torch.no_grad(),
+        V.set_fake_mode(fake_mode),
+        inductor_config.patch({"triton.cudagraphs": False, "freezing": False, "cpp_wrapper": False}),
+    ):
+        yield
