@@ -133,6 +133,17 @@ def test_a_planted_import_is_found(installed_layout: Path, tmp_path: Path, modul
     assert lint_imports(tmp_path / "planted").returncode != 0
 
 
+def test_compile_side_and_runtime_do_not_know_each_other() -> None:
+    # The contracts name today's modules; here the names' beginnings count, for those to come.
+    compile_side = ("rannc_backend.compile_", "rannc_backend.capture", "rannc_backend.partition", "rannc_backend.schedule")
+    runtime = [path for path in SOURCES if name(path).startswith("rannc_backend/runtime/")]
+    others = [path for path in SOURCES if name(path).replace("/", ".").startswith(compile_side)]
+    assert runtime and others
+    found = findings(runtime, lambda dotted: dotted.startswith(compile_side))
+    found += findings(others, lambda dotted: dotted.startswith("rannc_backend.runtime"))
+    assert not found, "\n".join(found)
+
+
 def test_ruff_finds_nothing() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."],
