@@ -1,1 +1,223 @@
-"""stub"""
+"""Checks of what a rank holds: memory of the process, state_dict and load_state_dict, clipping, touching what was given back.
+
+In: a context. Out: findings, and for memory the measured bytes. Terms: *given back* are parameters of other ranks' stages, whose
+storage is empty on this rank; *share* is a rank's part of the model's bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed.contract_checks import Alone, released
+from tests.distributed.harness.context import Context
+from tests.distributed.harness.equality import num_elements
+
+LARGE_WIDTH = 4096
+NUM_LARGE_LAYERS = 16
+# Code that is loaded and caches that are filled by the first step, whatever the model's size.
+SLACK_BYTES = 160 * 1024**2
+
+
+class Large(nn.Module):
+    """Sixteen layers of 64 MiB: 1 GiB of parameters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.utils.skip_init(nn.Linear, LARGE_WIDTH, LARGE_WIDTH, bias=False) for _ in range(NUM_LARGE_LAYERS)
+        )
+        with torch.no_grad():
+            for index, layer in enumerate(self.layers):
+                # Random initialisation of 1 GiB takes longer than the rest of the test.
+                layer.weight.fill_((index + 1) * 1e-6)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.mse_loss(x, target)
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def memory_falls(context: Context) -> dict[str, Any]:
+    """A rank's own memory: the whole model before the first step, its share of parameters, gradients and state after."""
+    findings, num_stages = context.findings, context.case.num_stages
+    base = _resident_bytes()
+    model = Large()
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    findings.that(total >= 1024**3, f"the model has {total} bytes only")
+    measured = {"built": _resident_bytes() - base}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    compiled = context.compile(model)
+    generator = torch.Generator().manual_seed(context.rank)
+    for _ in range(2):
+        optimizer.zero_grad()
+        batch = torch.randn(2, 2, LARGE_WIDTH, generator=generator)
+        compiled(batch[0], batch[1]).backward()
+        measured.setdefault("first backward", _resident_bytes() - base)
+        optimizer.step()
+        measured["step"] = _resident_bytes() - base
+    share = total / num_stages
+    owned = [p for p in model.parameters() if p.grad is not None]
+    own_bytes = sum(p.numel() * p.element_size() for p in owned)
+    findings.that(own_bytes <= share * 1.3, f"this rank owns {own_bytes} of {total} bytes, over {num_stages} stages")
+    findings.that(measured["built"] >= total, f"before the first step the process held {measured['built']} bytes")
+    # Parameters and gradients; then AdamW's two moments as well.
+    for moment, copies in (("first backward", 2), ("step", 4)):
+        allowed = copies * own_bytes * 1.05 + SLACK_BYTES
+        text = f"after {moment}: {measured[moment]} bytes held, {allowed:.0f} allowed for {own_bytes} bytes of parameters"
+        findings.that(measured[moment] <= allowed, text)
+    state = sum(num_elements(members) for members in optimizer.state.values()) * 4
+    findings.that(state <= 2.1 * own_bytes, f"the optimizer keeps {state} bytes for {own_bytes} of parameters")
+    return {"measured": measured, "total": total, "owned": own_bytes}
+
+
+def _train(context: Context, model: nn.Module, call: Callable[..., Any], first: int, last: int, loss: Any = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        batch = context.batch(step)
+        if loss is None:
+            batch = context.local(batch)
+            context.entry.loss_of(context.entry.call(call, batch), batch).backward()
+        else:
+            loss(batch)[1].backward()
+        optimizer.step()
+
+
+def _original_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+
+
+def state_dict_round_trip(context: Context) -> None:
+    """state_dict before and after the first step, saved and loaded as a file, into a plain model and back into this one."""
+    findings = context.findings
+    model, alone = context.model(), Alone(context)
+    compiled = context.compile(model)
+    before = model.state_dict()
+    if context.rank == 0:
+        context.compare_state(before, dict(alone.model.state_dict()), factor=1)
+    start = {name: value.clone() for name, value in alone.model.state_dict().items()}
+    _train(context, model, compiled, 0, 2)
+    _train(context, alone.model, alone.model, 0, 2, alone.loss)
+    for source in (model, compiled):
+        state = _original_names(source.state_dict())
+        for value in state.values():
+            # A storage that was given back would crash here.
+            findings.that(bool(torch.isfinite(value.double().sum())), "state_dict has values that cannot be read")
+        if context.rank == 0:
+            context.compare_state(state, dict(alone.model.state_dict()), factor=1e3)
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            plain = context.model()
+            plain.load_state_dict(torch.load(file))
+    model.load_state_dict(start)
+    alone.model.load_state_dict(start)
+    still = released(model)
+    findings.that(context.case.num_stages == 1 or bool(still), "load_state_dict brought all parameters back")
+    _train(context, model, compiled, 4, 6)
+    _train(context, alone.model, alone.model, 4, 6, alone.loss)
+    state = model.state_dict()
+    if context.rank == 0:
+        context.compare_state(state, dict(alone.model.state_dict()), factor=1e3)
+
+
+def load_before_first_step(context: Context) -> None:
+    """load_state_dict between torch.compile and the first step; and a wrong name is an error as in torch."""
+    model, alone = context.model(), Alone(context)
+    compiled = context.compile(model)
+    other = {name: value * 0.5 for name, value in alone.model.state_dict().items()}
+    model.load_state_dict(other)
+    alone.model.load_state_dict(other)
+    _train(context, model, compiled, 0, 2)
+    _train(context, alone.model, alone.model, 0, 2, alone.loss)
+    state = model.state_dict()
+    if context.rank == 0:
+        context.compare_state(state, dict(alone.model.state_dict()), factor=1e3)
+    wrong = {f"{name}.wrong": value for name, value in other.items()}
+    context.findings.raises("a wrong name", ("RuntimeError",), lambda: model.load_state_dict(wrong))
+
+
+def clipping(context: Context) -> None:
+    """clip_grad_norm_ returns and does over all stages what torch's does in one process; tied parameters count once."""
+    import rannc_backend
+
+    for norm_type in (2.0, 1.0, float("inf")):
+        for max_norm in (1e-3, 1e6):
+            model, alone = context.model(), Alone(context)
+            compiled = context.compile(model)
+            batch = context.batch()
+            local = context.local(batch)
+            context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+            alone.backward(batch)
+            given = model if norm_type == 2.0 else model.parameters()
+            norm = rannc_backend.clip_grad_norm_(given, max_norm, norm_type)
+            expected = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm, norm_type)
+            what = f"of type {norm_type}, at most {max_norm}"
+            context.findings.close("norm", what, torch.as_tensor(norm).to(expected.dtype), expected, context.tolerance * 10)
+            context.compare_gradients(model, alone.gradients(), kind=f"gradient clipped by the norm {what}", factor=10)
+            torch._dynamo.reset()
+
+
+def _saved(p: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(p, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+TOUCHES: Mapping[str, Callable[[nn.Module, nn.Parameter], Any]] = {
+    "norm": lambda model, p: p.norm(),
+    "sum of detached": lambda model, p: p.detach().sum(),
+    "data": lambda model, p: p.data + 1,
+    "clone": lambda model, p: p.clone(),
+    "item": lambda model, p: p.flatten()[0].item(),
+    "repr": lambda model, p: repr(p),
+    "tolist": lambda model, p: p.tolist(),
+    "numpy": lambda model, p: p.detach().numpy().sum(),
+    "save": lambda model, p: _saved(p).sum(),
+    "equal": lambda model, p: torch.equal(p, torch.zeros_like(p)),
+    "copy_": lambda model, p: p.data.copy_(torch.zeros(p.shape)),
+    "deepcopy": lambda model, p: [q.sum() for q in copy.deepcopy(model).parameters()],
+    "to": lambda model, p: [q.sum() for q in model.float().parameters()],
+    "parameters_to_vector": lambda model, p: torch.nn.utils.parameters_to_vector(model.parameters()).sum(),
+    "plain clip": lambda model, p: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "average": lambda model, p: torch.optim.swa_utils.AveragedModel(model),
+}
+
+
+def touch_released(context: Context) -> dict[str, Any]:
+    """One thing that a user may do with a parameter that is not here: an error of ours or nothing, never a crash or a wrong value."""
+    model = context.model()
+    compiled = context.compile(model)
+    _train(context, model, compiled, 0, 1)
+    names = released(model)
+    findings = context.findings
+    findings.that(bool(names), "nothing was given back")
+    if not names:
+        return {}
+    name = context.case.parameters["touch"]
+    print(f"rank {context.rank} touches by {name}", file=sys.stderr, flush=True)
+    parameter = dict(model.named_parameters())[names[0]]
+    try:
+        value = TOUCHES[name](model, parameter)
+    except Exception as error:  # noqa: BLE001 - the class is what is checked
+        kinds = {base.__name__ for link in (error, error.__cause__) for base in type(link).__mro__}
+        findings.that("RanncError" in kinds, f"{name}: raised {type(error).__name__}({str(error)[:300]})")
+        return {"raised": type(error).__name__}
+    findings.that(name in ("plain clip", "repr"), f"{name} of {names[0]} gave {str(value)[:200]}, though it is not here")
+    return {"raised": None}

@@ -62,11 +62,12 @@ def _compare_optimizer_state(
     context: Context, model: nn.Module, optimizer: torch.optim.Optimizer, owned: list[str]
 ) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = {names[id(parameter)] for parameter in optimizer.state if _num_elements(optimizer.state[parameter])}
+    kept = {names[id(parameter)] for parameter in optimizer.state if num_elements(optimizer.state[parameter])}
     context.findings.that(
         kept == set(owned), f"the optimizer has state for {sorted(kept)}, but this rank owns {sorted(owned)}"
     )
 
 
-def _num_elements(state: dict[str, Any]) -> int:
+def num_elements(state: dict[str, Any]) -> int:
+    """Elements of all tensors in one entry of an optimizer's state."""
     return sum(value.numel() for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,68 @@
+"""A rank holds parameters, gradients and optimizer state of its stages only, and nothing that a user calls suffers from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+from tests.distributed.memory_checks import NUM_LARGE_LAYERS, TOUCHES
+
+
+def _case(name: str, model: str, replicas: str, check: str, num_micro_batches: int = 2, **members: Any) -> Case:
+    world = sum(int(number) for number in replicas.split(","))
+    return Case(
+        name=f"memory-{name}",
+        model=model,
+        replicas=replicas,
+        world=world,
+        check=check,
+        num_micro_batches=num_micro_batches,
+        **members,
+    )
+
+
+LARGE = tuple(
+    _case(f"large-{replicas}", "mlp", replicas, "memory_falls", 1, rows=rows, dtype="float32", limit_seconds=150.0)
+    for replicas, rows in (("1,1", (2, 2)), ("1,1,1,1", (2, 2, 2, 2)))
+)
+OTHER = (
+    _case("state_dict", "mlp_loss", "1,1", "state_dict_round_trip"),
+    _case("state_dict_tied", "tied_embedding", "1,1,1,1", "state_dict_round_trip"),
+    _case("state_dict_frozen", "lora", "1,2,1", "state_dict_round_trip"),
+    _case("state_dict_one_process", "mlp_loss", "1", "state_dict_round_trip"),
+    _case("load_before_first_step", "tied_embedding", "1,1", "load_before_first_step"),
+    _case("clipping", "mlp_loss", "1,1", "clipping"),
+    _case("clipping_tied", "tied_embedding", "1,2,1", "clipping"),
+    _case("clipping_one_process", "tied_embedding", "1", "clipping"),
+)
+TOUCHED = tuple(
+    _case(f"touch {touch}", "mlp_loss", "1,1", "touch_released", parameters={"touch": touch}) for touch in TOUCHES
+)
+
+
+def _parameters(cases: tuple[Case, ...]) -> list[Any]:
+    return [pytest.param(case, id=case.name.removeprefix("memory-").replace(" ", "_")) for case in cases]
+
+
+@pytest.mark.parametrize("case", _parameters(LARGE))
+def test_memory_of_the_process_falls(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome = outcome_of(case)
+    outcome.raise_if_failed()
+    total = outcome.results[0]["total"]
+    assert sum(result["owned"] for result in outcome.results) == total, "the ranks own more or less than the model"
+    for result in outcome.results:
+        assert result["owned"] < total / case.num_stages + total / NUM_LARGE_LAYERS
+        assert result["measured"]["first backward"] < 2 * total / case.num_stages * 1.2 + total / 10, result
+
+
+@pytest.mark.parametrize("case", _parameters(OTHER))
+def test_state_and_clipping(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
+
+
+@pytest.mark.parametrize("case", _parameters(TOUCHED))
+def test_touching_what_is_not_here_never_crashes(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
