@@ -1,6 +1,6 @@
 """Ties a graph to the user's autograd: the one torch.autograd.Function of the package.
 
-In: flat arguments of a call. Out: flat outputs; those that can be differentiated lead back, on ``backward()``, to
+In: the user's tensors of a call. Out: flat outputs; those that can be differentiated lead back, on ``backward()``, to
 `GraphRuntime.backward`. Gradients of parameters do not pass through autograd: they are published in ``p.grad``.
 """
 
@@ -24,12 +24,12 @@ class _Step(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         runtime: GraphRuntime,
-        flat_args: Sequence[Any],
+        user_tensors: Sequence[torch.Tensor],
         holder: list[Any],
         anchor: torch.Tensor,
         *differentiable_inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        outputs, step = runtime.forward(runtime.begin(flat_args, training=True))
+        outputs, step = runtime.forward(runtime.begin(user_tensors, training=True))
         ctx.runtime, ctx.step = runtime, step
         ctx.positions = [i for i, spec in enumerate(runtime.outputs) if spec.differentiable and isinstance(outputs[i], torch.Tensor)]
         ctx.num_outputs = len(outputs)
@@ -59,12 +59,12 @@ class _Step(torch.autograd.Function):
         return (None, None, None, None, *input_gradients)
 
 
-def call_training(runtime: GraphRuntime, flat_args: Sequence[Any]) -> list[Any]:
+def call_training(runtime: GraphRuntime, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
     """A forward with autograd on: outputs of one training step, tied to their backward."""
     anchor = torch.zeros((), requires_grad=True)
-    differentiable = [flat_args[spec.position] for spec in runtime.inputs if spec.requires_grad]
+    differentiable = [tensor for spec, tensor in zip(runtime.inputs, user_tensors, strict=True) if spec.requires_grad]
     holder: list[Any] = []
-    results = _Step.apply(runtime, flat_args, holder, anchor, *differentiable)
+    results = _Step.apply(runtime, user_tensors, holder, anchor, *differentiable)
     positions = [
         i for i, spec in enumerate(runtime.outputs) if spec.differentiable and isinstance(holder[i], torch.Tensor)
     ]

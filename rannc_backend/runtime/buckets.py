@@ -64,9 +64,12 @@ class BucketLayout:
 
 
 def plan_buckets(
-    parameters: Sequence[tuple[str, torch.Tensor]], owners: Mapping[str, Ranks], capacity_bytes: float
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    owners: Mapping[str, Ranks],
+    stage_ranks: Ranks,
+    capacity_bytes: float,
 ) -> BucketLayout:
-    """Buckets for ``parameters``, given in the order in which backward finishes them.
+    """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``) finishes them.
 
     Parameters shared by several stages are sorted by name: the stages may finish them in different orders.
     """
@@ -75,7 +78,6 @@ def plan_buckets(
         groups.setdefault((owners[name], tensor.dtype, tensor.device), []).append((name, tensor))
     buckets: list[BucketSpec] = []
     slots: dict[str, Slot] = {}
-    stage_ranks = min((ranks for ranks, _, _ in groups), key=len, default=())
     for (ranks, dtype, device), members in groups.items():
         if ranks != stage_ranks:
             members = sorted(members, key=lambda member: member[0])
@@ -107,7 +109,7 @@ class PendingGradients:
     buffers: list[torch.Tensor]
     start_reduce: StartReduce
     armed: bool = False
-    written: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
     _missing: list[set[str]] = field(default_factory=list)
     _works: list[Waitable | None] = field(default_factory=list)
     _started: list[bool] = field(default_factory=list)
@@ -119,11 +121,11 @@ class PendingGradients:
 
     def accumulate(self, name: str, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient; starts the bucket's all-reduce when it was the last one that is missing."""
-        if name in self.written:
+        if name in self.received:
             self.view(name).add_(gradient)
         else:
             self.view(name).copy_(gradient)
-            self.written.add(name)
+            self.received.add(name)
         if self.armed:
             bucket = self.layout.slots[name].bucket
             self._missing[bucket].discard(name)
@@ -131,6 +133,7 @@ class PendingGradients:
 
     def arm(self) -> None:
         """The last micro-batch's backward begins: from now on each gradient that comes is final."""
+        assert not self.armed, "gradients armed twice"
         self.armed = True
         self._missing = [set(bucket.names) for bucket in self.layout.buckets]
         self._works = [None] * len(self.layout.buckets)
@@ -141,9 +144,8 @@ class PendingGradients:
         if not self.armed:
             self.arm()
         for name in self.layout.slots:
-            if name not in self.written:
+            if name not in self.received:
                 self.view(name).zero_()
-                self.written.add(name)
         for missing in self._missing:
             missing.clear()
         self._start_ready()
@@ -174,6 +176,7 @@ class GradientBuckets:
 
     layout: BucketLayout
     parameters: Mapping[str, torch.Tensor]
+    stage_ranks: Ranks
     start_reduce: StartReduce
     _pool: list[list[torch.Tensor]] = field(default_factory=list)
 
@@ -200,6 +203,9 @@ class GradientBuckets:
             for buffer in pending.buffers:
                 buffer.mul_(scale)
         for name, parameter in self.parameters.items():
+            shared = self.layout.buckets[self.layout.slots[name].bucket].ranks != self.stage_ranks
+            if name not in pending.received and not shared:
+                continue  # no gradient flows to it, on any of its ranks: as in plain torch, p.grad stays as it is
             view = pending.view(name)
             if keep:
                 view = view * scale

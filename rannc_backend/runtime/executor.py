@@ -39,7 +39,7 @@ class Stage(Protocol):
         """Outputs and saved values."""
 
     def backward(
-        self, saved: Any, grads: Sequence[torch.Tensor], parameter_sink: Callable[[int, torch.Tensor], None]
+        self, saved: Any, grads: Sequence[torch.Tensor | None], parameter_sink: Callable[[int, torch.Tensor], None]
     ) -> list[torch.Tensor]:
         """Gradients of `grad_inputs`."""
 
@@ -59,7 +59,6 @@ class Executor:
     buffers: Mapping[str, torch.Tensor]
     parameter_names: Mapping[str, str]
     updated_buffers: frozenset[str]
-    is_first_replica: bool
     limit_seconds: float
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict)
     _num_readers: dict[str, int] = field(default_factory=dict)
@@ -102,9 +101,6 @@ class Executor:
             outputs = self.stage.infer(args)
         for position, (slot, tensor) in enumerate(zip(self.stage.outputs, outputs, strict=True)):
             self._keep_output(position, slot, tensor, m, state)
-        if state.training:
-            for position in self.stage.grad_outputs:
-                state.output_metas[position, m] = (outputs[position].shape, outputs[position].dtype)
 
     def _argument(self, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
         match slot.kind:
@@ -143,7 +139,8 @@ class Executor:
 
     def _backward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch
-        saved = state.saved[m] if state.keep_saved else state.saved.pop(m)
+        # A list is emptied by the stage, so that each saved value is freed after its last use.
+        saved = state.saved[m] if state.keep_saved else list(state.saved.pop(m))
         grads = [self._output_gradient(position, m, state) for position in self.stage.grad_outputs]
         pending = state.pending
         assert pending is not None, "backward without gradient buffers"
@@ -156,15 +153,11 @@ class Executor:
             slot = self.stage.inputs[position]
             state.input_gradients[slot.name, m] = gradient
 
-    def _output_gradient(self, position: int, micro_batch: int, state: StepState) -> torch.Tensor:
+    def _output_gradient(self, position: int, micro_batch: int, state: StepState) -> torch.Tensor | None:
         slot = self.stage.outputs[position]
         if slot.kind == "partial":
             return state.seeds[slot.name]
-        gradient = state.output_gradients.pop((slot.kind, slot.name, micro_batch), None)
-        if gradient is None:
-            shape, dtype = state.output_metas[position, micro_batch]
-            return torch.zeros(shape, dtype=dtype, device=self.world.device)
-        return gradient
+        return state.output_gradients.pop((slot.kind, slot.name, micro_batch), None)
 
     def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
         if channel.direction == "F":

@@ -1,6 +1,6 @@
 """One captured graph at run time: a call on all ranks, from this rank's inputs to its outputs, and the backward that belongs to it.
 
-In: the flat arguments that Dynamo passes, or the gradients of the outputs. Out: this rank's rows and the scalars of the global batch;
+In: this rank's user tensors, or the gradients of the outputs. Out: this rank's rows and the scalars of the global batch;
 gradients published in ``p.grad``.
 
 Terms. *Eager backward* (1F1B): one program runs forwards and backwards during the forward call, with the gradient of the first
@@ -31,11 +31,10 @@ from rannc_backend.runtime.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeInput:
-    """A user tensor of the graph: placeholder name, "batch" or "replicated", its position among the flat arguments."""
+    """A user tensor of the graph: its placeholder name, and "batch" or "replicated"."""
 
     name: str
     kind: str
-    position: int
     requires_grad: bool
 
 
@@ -87,9 +86,12 @@ class GraphRuntime:
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
 
-    def begin(self, flat_args: Sequence[Any], *, training: bool) -> StepState:
-        """Agree with the other ranks on this step's rows and random seed; nothing is computed yet."""
-        tensors = {spec.name: flat_args[spec.position].detach() for spec in self.inputs}
+    def begin(self, user_tensors: Sequence[torch.Tensor], *, training: bool) -> StepState:
+        """Agree with the other ranks on this step's rows and random seed; nothing is computed yet.
+
+        ``user_tensors``: by ``inputs``.
+        """
+        tensors = {spec.name: tensor.detach() for spec, tensor in zip(self.inputs, user_tensors, strict=True)}
         local_rows = self._local_rows(tensors)
         digests = [_digest(tensors[spec.name]) for spec in self.inputs if spec.kind == "replicated"]
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
@@ -168,9 +170,9 @@ class GraphRuntime:
         self.world.monitor.phase(f"step {state.number}, {phase}")
         executor.run(program, phases, state)
 
-    def infer(self, flat_args: Sequence[Any]) -> list[Any]:
+    def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Outputs of the global batch's forward, this rank's rows of it."""
-        state = self.begin(flat_args, training=False)
+        state = self.begin(user_tensors, training=False)
         self._run("infer", "infer", state)
         return self._outputs(state)
 

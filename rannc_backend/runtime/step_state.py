@@ -41,7 +41,6 @@ class StepState:
     readers: dict[ValueKey, int] = field(default_factory=dict)
     inbox: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # received, not yet used
     saved: dict[int, Any] = field(default_factory=dict)  # by micro-batch
-    output_metas: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)  # (position, m)
     output_gradients: dict[tuple[str, str, int], torch.Tensor] = field(default_factory=dict)  # (kind, name, m)
     input_gradients: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # of boundary and batch inputs, to be sent
 

@@ -1,0 +1,90 @@
+"""From a captured graph to everything that planning and deployment ask about it.
+
+In: a `CapturedGraph`. Out: a `GraphAnalysis`: the row-wise graph with its layouts, prologue and epilogue, random operators made pure,
+and which values carry gradients. The same on every rank, computed by each for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from rannc_backend.capture import CapturedGraph
+from rannc_backend.errors import BatchMixedError
+from rannc_backend.ir.exchange import Value
+from rannc_backend.passes.batch_axis import Rows, analyze_batch_axis
+from rannc_backend.passes.differentiability import values_needing_grad
+from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.randomness import make_randomness_pure
+from rannc_backend.passes.split_reductions import BatchSplit, split_reductions
+
+EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphAnalysis:
+    """A captured graph, split at its reductions over the batch."""
+
+    captured: CapturedGraph
+    split: BatchSplit
+    needs_grad: frozenset[str]
+    input_kinds: dict[str, str]
+
+    @property
+    def trained_parameters(self) -> frozenset[str]:
+        """Placeholder names of the parameters that require gradients."""
+        return frozenset(spec.name for spec in self.captured.inputs if spec.kind == "parameter" and spec.requires_grad)
+
+    def node(self, name: str) -> fx.Node:
+        """Node of the row-wise graph by name."""
+        return next(node for node in self.split.rowwise.graph.nodes if node.name == name)
+
+    def value(self, name: str) -> Value:
+        """What travels when the value of node ``name`` does. AssertionError when it is not row-wise."""
+        layout = self.split.layouts[name]
+        assert isinstance(layout, Rows), f"{name} has no rows: {layout}"
+        fake = self.node(name).meta["val"]
+        shape = tuple(-1 if dim == layout.dim else int(size) for dim, size in enumerate(fake.shape))
+        return Value(
+            name=name, dtype=fake.dtype, shape=shape, dim=layout.dim, outer=int(layout.outer), inner=int(layout.inner)
+        )
+
+
+def analyze(captured: CapturedGraph) -> GraphAnalysis:
+    """Run the passes that need no plan.
+
+    Raises:
+        BatchMixedError: an operator mixes samples; names it and the user's line.
+    """
+    batch_inputs = [spec.name for spec in captured.inputs if spec.kind == "batch"]
+    trained = {spec.name for spec in captured.inputs if spec.requires_grad}
+    try:
+        split = split_reductions(captured.graph_module, batch_inputs=batch_inputs, rows_symbol=captured.rows_symbol)
+        split = make_randomness_pure(split)
+    except PassError as error:
+        raise mixed_batch_error(error) from error
+    needs_grad = values_needing_grad(split.rowwise, trained, captured.fake_mode)
+    return GraphAnalysis(captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split))
+
+
+def mixed_batch_error(error: PassError) -> BatchMixedError:
+    """The user's error for what a pass refuses: operator, reason, and the line of the user's model."""
+    node = error.node
+    operator = "" if node is None else str(node.target)
+    location = "" if node is None else str(node.meta.get("stack_trace") or "").strip()
+    return BatchMixedError(operator, reason=error.reason, location=location)
+
+
+def _input_kinds(captured: CapturedGraph, split: BatchSplit) -> dict[str, str]:
+    kinds = {spec.name: spec.kind for spec in captured.inputs}
+    for node in split.rowwise.graph.nodes:
+        if node.op == "placeholder" and node.name not in kinds:
+            kinds[node.name] = node.name if node.name in EXTRA_INPUTS else "prologue"
+    return kinds
+
+
+def tensor_dtype(node: fx.Node) -> torch.dtype:
+    """Dtype of a node's value."""
+    return node.meta["val"].dtype

@@ -1,0 +1,83 @@
+"""The backend that `torch.compile(model, backend="rannc")` finds: from a Dynamo graph to the callable that plays this rank's part.
+
+In: Dynamo's graph and example inputs. Out: a callable over Dynamo's flat arguments. The story from top to bottom: resolve the options,
+capture, find the model's session (which analyses, plans, cuts and deploys), bind.
+
+What the user did wrong is raised when the compiled model is called, as one of `rannc_backend.errors`, not wrapped by Dynamo.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rannc_backend import capture
+from rannc_backend.config import resolve_config
+from rannc_backend.errors import RanncError, UserInputError
+from rannc_backend.log import configure_logging
+from rannc_backend.runtime.autograd import call_training
+from rannc_backend.runtime.graph_runtime import GraphRuntime
+from rannc_backend.session import SessionRegistry
+
+REGISTRY = SessionRegistry()
+"""The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
+
+
+def rannc(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Sequence[Any]]:
+    """Backend for torch.compile; ``options`` are the items of `Config`.
+
+    Raises:
+        Whatever Dynamo answers with another trace (the batch made symbolic, parameters moved): not an error.
+    """
+    configure_logging()
+    try:
+        if mode not in (None, "default"):
+            raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
+        config = resolve_config(options, os.environ)
+        captured = capture.capture_or_restart(graph_module, example_inputs)
+        session = REGISTRY.session_of(captured.root_module, config)
+        local_rows = _local_rows(captured, example_inputs)
+        runtime, moved = session.runtime_for(captured, local_rows)
+    except RanncError as error:
+        return _raising(error)
+    if moved:
+        capture.restart("parameters have moved to their owners")
+    return _bind(runtime, captured)
+
+
+def _local_rows(captured: capture.CapturedGraph, example_inputs: Sequence[Any]) -> int:
+    spec = next(spec for spec in captured.inputs if spec.kind == "batch")
+    return int(example_inputs[spec.position].shape[0])
+
+
+def _bind(runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..., Sequence[Any]]:
+    positions = {spec.name: spec.position for spec in captured.inputs}
+    order = [positions[spec.name] for spec in runtime.inputs]
+
+    def call(*flat_args: Any) -> Sequence[Any]:
+        tensors = [flat_args[position] for position in order]
+        try:
+            if torch.is_grad_enabled() and any(output.differentiable for output in runtime.outputs):
+                return call_training(runtime, tensors)
+            return runtime.infer(tensors)
+        finally:
+            runtime.world.monitor.phase("between steps")
+
+    return call
+
+
+def _raising(error: RanncError) -> Callable[..., Sequence[Any]]:
+    def call(*flat_args: Any) -> Sequence[Any]:
+        raise error
+
+    return call

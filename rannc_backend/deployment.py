@@ -1,0 +1,363 @@
+"""From an analysed graph and a plan to what this rank runs.
+
+In: a `GraphAnalysis`, the stage of every node, the ranks of every stage. Out: a `GraphRuntime` with the edges between endpoints, a
+factory that compiles this rank's stage, and one that makes its verified programs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rannc_backend.analysis import GraphAnalysis, mixed_batch_error
+from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
+from rannc_backend.config import Config
+from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
+from rannc_backend.ir.exchange import Edge, Value
+from rannc_backend.ir.plan import Plan
+from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.split_stages import StageGraph, split_stages
+from rannc_backend.runtime.buckets import GradientBuckets, plan_buckets
+from rannc_backend.runtime.executor import Executor
+from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
+from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
+from rannc_backend.runtime.user_outputs import RuntimeOutput
+from rannc_backend.runtime.world import Work, World
+from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import build_order, in_flight_bounds
+from rannc_backend.schedule.verify import verify
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCut:
+    """A graph cut in stages: their graphs and the edges between endpoints."""
+
+    graphs: tuple[StageGraph, ...]
+    edges: dict[tuple[int, int], Edge]
+
+
+def cut_stages(analysis: GraphAnalysis, stage_of: Mapping[str, int], num_stages: int, *, all_outputs: bool) -> StageCut:
+    """Cut the row-wise graph; ``all_outputs=False`` leaves row outputs where they are made."""
+    split = analysis.split
+    try:
+        graphs = split_stages(
+            split.rowwise,
+            split.outputs,
+            split.layouts,
+            stage_of,
+            num_stages,
+            input_kinds=analysis.input_kinds,
+            rows_symbol=analysis.captured.rows_symbol,
+        )
+    except PassError as error:
+        raise mixed_batch_error(error) from error
+    return StageCut(graphs=graphs, edges=_edges(analysis, graphs, all_outputs=all_outputs))
+
+
+def _edges(analysis: GraphAnalysis, graphs: tuple[StageGraph, ...], *, all_outputs: bool) -> dict[tuple[int, int], Edge]:
+    producer = {slot.name: graph.index for graph in graphs for slot in graph.outputs if slot.kind == "boundary"}
+    carried: dict[tuple[int, int], list[str]] = {}
+    for graph in graphs:
+        for slot in graph.inputs:
+            if slot.kind == "batch":
+                carried.setdefault((INPUT, graph.index), []).append(slot.name)
+            elif slot.kind == "boundary":
+                carried.setdefault((producer[slot.name], graph.index), []).append(slot.name)
+        for output in graph.outputs:
+            if output.kind == "rows" and all_outputs:
+                names = carried.setdefault((graph.index, OUTPUT), [])
+                if output.name not in names:
+                    names.append(output.name)
+    edges: dict[tuple[int, int], Edge] = {}
+    for (src, dst), names in carried.items():
+        values = tuple(analysis.value(name) for name in names)
+        gradient = tuple(value for value in values if value.name in analysis.needs_grad)
+        edges[src, dst] = Edge(src=src, dst=dst, forward=values, gradient=gradient)
+    return edges
+
+
+def edge_specs(edges: Mapping[tuple[int, int], Edge]) -> tuple[EdgeSpec, ...]:
+    """The schedule's view of the edges."""
+    return tuple(
+        EdgeSpec(
+            src=edge.src,
+            dst=edge.dst,
+            num_forward_values=len(edge.forward),
+            num_gradient_values=len(edge.gradient),
+            forward_bytes_per_row=sum(value.bytes_per_row for value in edge.forward),
+            gradient_bytes_per_row=sum(value.bytes_per_row for value in edge.gradient),
+        )
+        for edge in edges.values()
+    )
+
+
+def channel_names(edges: Mapping[tuple[int, int], Edge]) -> list[str]:
+    """Names of all channels that the edges can use, in an order that is the same on every rank."""
+    names = []
+    for src, dst in sorted(edges):
+        names += [str(Channel(src, dst, "F")), str(Channel(dst, src, "B"))]
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployer:
+    """Everything that the graphs of one model share when they are deployed on this rank."""
+
+    world: World
+    config: Config
+    plan: Plan
+    table: ParameterTable
+    tensors: Mapping[str, torch.Tensor]
+    counter: StepCounter
+    cache: CompileCache
+
+    @property
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each stage."""
+        return tuple(stage.ranks for stage in self.plan.stages)
+
+    @property
+    def stage_index(self) -> int:
+        """The stage that this rank owns."""
+        return next(stage.index for stage in self.plan.stages if self.world.rank in stage.ranks)
+
+    def deploy(self, analysis: GraphAnalysis, cut: StageCut, label: str) -> GraphRuntime:
+        """The runtime of one graph. Collective: makes the channels that the graph needs."""
+        groups = sorted({tuple(range(self.world.size)), *self.stage_ranks, *self.table.owners.values()})
+        self.world.transport.prepare(channels=[STATE_CHANNEL, *channel_names(cut.edges)], groups=groups)
+        outputs = self._outputs(analysis, cut)
+        losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
+        return GraphRuntime(
+            label=label,
+            world=self.world,
+            settings=self._settings(),
+            counter=self.counter,
+            inputs=self._inputs(analysis),
+            outputs=outputs,
+            scalars=_scalar_graphs(analysis),
+            buckets=self._buckets(analysis, cut),
+            make_executor=self._executor_factory(analysis, cut),
+            make_program=self._program_factory(cut),
+            loss_index=losses[0] if losses else None,
+        )
+
+    def _settings(self) -> RuntimeSettings:
+        config = self.config
+        schedule = self.plan.schedule if config.schedule == "auto" else config.schedule
+        return RuntimeSettings(
+            stage_ranks=self.stage_ranks,
+            num_micro_batches=self.plan.num_micro_batches,
+            eager_backward=schedule == "1f1b",
+            gather_inputs=config.gather_inputs,
+            mean_gradients=config.gradients_reduce_method == "mean",
+            step_limit_seconds=config.step_timeout_seconds,
+            compile_limit_seconds=config.compile_timeout_seconds,
+        )
+
+    def _inputs(self, analysis: GraphAnalysis) -> tuple[RuntimeInput, ...]:
+        specs = [spec for spec in analysis.captured.inputs if spec.kind in ("batch", "replicated")]
+        for spec in specs:
+            if spec.kind == "replicated" and spec.requires_grad:
+                raise UnsupportedModelError(
+                    f"input {spec.name} has no batch dimension and requires a gradient",
+                    cure="make it a parameter of the model, or give it a batch dimension",
+                )
+        return tuple(RuntimeInput(name=spec.name, kind=spec.kind, requires_grad=spec.requires_grad) for spec in specs)
+
+    def _outputs(self, analysis: GraphAnalysis, cut: StageCut) -> tuple[RuntimeOutput, ...]:
+        wanted = self.config.outputs == "all"
+        scalars = _differentiable_scalars(analysis)
+        maker = {slot.name: graph.index for graph in cut.graphs for slot in graph.outputs if slot.kind == "replicated"}
+        results = []
+        for output in analysis.split.user_outputs:
+            if output.kind == "rows":
+                value = analysis.value(output.name) if wanted else None
+                differentiable = wanted and output.name in analysis.needs_grad
+                results.append(RuntimeOutput(kind="rows", value=value, differentiable=differentiable))
+            elif output.kind == "scalar":
+                differentiable = output.index in scalars
+                results.append(RuntimeOutput(kind="scalar", scalar_index=output.index, differentiable=differentiable))
+            elif output.kind == "replicated":
+                results.append(self._replicated_output(analysis, output.name, maker))
+            else:
+                results.append(RuntimeOutput(kind="none", constant=output.value))
+        return tuple(results)
+
+    def _replicated_output(self, analysis: GraphAnalysis, name: str, maker: Mapping[str, int]) -> RuntimeOutput:
+        if name in analysis.needs_grad:
+            raise UnsupportedModelError(
+                f"output {name} does not depend on the batch but requires a gradient",
+                cure="return it detached, or compute it outside the compiled model",
+            )
+        fake = analysis.node(name).meta["val"]
+        return RuntimeOutput(
+            kind="replicated",
+            name=name,
+            root=self.stage_ranks[maker[name]][0],
+            dtype=fake.dtype,
+            static_shape=tuple(int(size) for size in fake.shape),
+        )
+
+    def _buckets(self, analysis: GraphAnalysis, cut: StageCut) -> GradientBuckets:
+        own_order = _backward_order(cut.graphs[self.stage_index])
+        names = {spec.name: spec.fqn for spec in analysis.captured.inputs if spec.name in analysis.trained_parameters}
+        owned = [fqn for fqn in names.values() if fqn is not None and self.table.owns(fqn)]
+        rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
+        owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
+        ranks = self.stage_ranks[self.stage_index]
+        layout = plan_buckets(
+            [(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, self.config.bucket_mb * 2**20
+        )
+        limit = self.config.step_timeout_seconds
+
+        def start_reduce(buffer: torch.Tensor, group: tuple[int, ...]) -> LimitedWork:
+            return LimitedWork(self.world.transport.allreduce(buffer, group), limit)
+
+        return GradientBuckets(
+            layout=layout,
+            parameters={fqn: self.tensors[fqn] for fqn in owned},
+            stage_ranks=ranks,
+            start_reduce=start_reduce,
+        )
+
+    def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str], Executor]:
+        graph = cut.graphs[self.stage_index]
+        specs = {spec.name: spec for spec in analysis.captured.inputs}
+        own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
+        tensors = {spec.name: self.tensors[spec.fqn].detach() for spec in own if spec.fqn is not None}
+        updated = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
+
+        def make(kind: str) -> Executor:
+            stage = self._compile(analysis, graph, kind)
+            return Executor(
+                world=self.world,
+                stage_index=self.stage_index,
+                stage=stage,
+                edges=cut.edges,
+                tensors=tensors,
+                buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
+                parameter_names={spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None},
+                updated_buffers=frozenset(spec.name for spec in own if spec.fqn in updated),
+                limit_seconds=self.config.step_timeout_seconds,
+            )
+
+        return make
+
+    def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str) -> CompiledStage:
+        needs_grad = analysis.needs_grad
+        if kind == "loss":
+            # Row outputs get no gradient in an eager backward, unless later stages use them too.
+            boundary = {slot.name for slot in graph.outputs if slot.kind == "boundary"}
+            rows = {slot.name for slot in graph.outputs if slot.kind == "rows"}
+            needs_grad = needs_grad - (rows - boundary)
+        compiler = "inductor" if self.config.stage_compiler == "auto" else self.config.stage_compiler
+        return compile_stage(
+            graph,
+            needs_grad=needs_grad,
+            requires_grad_parameters=analysis.trained_parameters,
+            fake_mode=analysis.captured.fake_mode,
+            rows_symbol=analysis.captured.rows_symbol,
+            compiler=compiler,
+            activation_budget=self.plan.stages[self.stage_index].recompute,
+            training=kind != "infer",
+            cache=self.cache,
+        )
+
+    def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], Program]:
+        def make(kind: str, phase: Any, num_micro_batches: int) -> Program:
+            schedule: Any = "1f1b" if kind == "loss" else "fill_drain"
+            num_stages = len(cut.graphs)
+            specs = edge_specs(cut.edges)
+            order = build_order(schedule, num_stages, num_micro_batches)
+            programs = lower(order, specs, phase, num_micro_batches)
+            bounds = in_flight_bounds(schedule, num_stages, num_micro_batches)
+            verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds)
+            program = programs[self.stage_index]
+            if self.config.print_program:
+                logger.info("program of stage %d, %s: %s", self.stage_index, phase, " ".join(map(str, program)))
+            return program
+
+        return make
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedWork:
+    """A started reduction with the limit for waiting on it."""
+
+    work: Work
+    limit_seconds: float
+
+    def wait(self) -> None:
+        """Block until the sum is there."""
+        self.work.wait(self.limit_seconds)
+
+
+def _backward_order(graph: StageGraph) -> list[str]:
+    """Names of the stage's parameters in the order in which backward finishes them: last used first."""
+    first_use: dict[str, int] = {}
+    placeholders = [node for node in graph.graph_module.graph.nodes if node.op == "placeholder"]
+    position = {node: place for place, node in enumerate(graph.graph_module.graph.nodes)}
+    for node, slot in zip(placeholders, graph.inputs, strict=False):
+        if slot.kind == "parameter":
+            first_use[slot.name] = min((position[user] for user in node.users), default=0)
+    return sorted(first_use, key=lambda name: -first_use[name])
+
+
+def _differentiable_scalars(analysis: GraphAnalysis) -> frozenset[int]:
+    """Epilogue outputs that depend on a sum that needs a gradient."""
+    epilogue = analysis.split.epilogue
+    if epilogue is None:
+        return frozenset()
+    tainted = set()
+    for node in epilogue.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in analysis.needs_grad or node.target in analysis.needs_grad:
+                tainted.add(node)
+        elif any(argument in tainted for argument in node.all_input_nodes):
+            fake = node.meta.get("val")
+            if node.op == "output" or not isinstance(fake, torch.Tensor) or fake.is_floating_point():
+                tainted.add(node)
+    outputs = epilogue.graph.output_node().args[0]
+    return frozenset(index for index, node in enumerate(outputs) if node in tainted)
+
+
+def _scalar_graphs(analysis: GraphAnalysis) -> ScalarGraphs:
+    split = analysis.split
+    partial_names = [output.name for output in split.outputs if output.kind == "partial"]
+    fakes = {node.name: node.meta.get("val") for node in split.rowwise.graph.nodes}
+    prologue_outputs = split.prologue.graph.output_node().args[0] if split.prologue is not None else ()
+    return ScalarGraphs(
+        prologue=split.prologue,
+        prologue_inputs=_placeholders(split.prologue),
+        prologue_sums=tuple(
+            _sum_spec(name, node.meta["val"]) for name, node in zip(split.prologue_sums, prologue_outputs, strict=True)
+        ),
+        epilogue=split.epilogue,
+        epilogue_inputs=_placeholders(split.epilogue),
+        partials=tuple(_sum_spec(name, fakes[name]) for name in dict.fromkeys(partial_names)),
+        linear=split.linear,
+    )
+
+
+def _placeholders(graph_module: torch.fx.GraphModule | None) -> tuple[str, ...]:
+    if graph_module is None:
+        return ()
+    return tuple(node.name for node in graph_module.graph.nodes if node.op == "placeholder")
+
+
+def _sum_spec(name: str, fake: torch.Tensor) -> SumSpec:
+    return SumSpec(name=name, dtype=fake.dtype, shape=tuple(int(size) for size in fake.shape))
+
+
+def values_of(edges: Mapping[tuple[int, int], Edge]) -> tuple[Value, ...]:
+    """All values that cross an edge, once each."""
+    return tuple({value.name: value for edge in edges.values() for value in edge.forward}.values())

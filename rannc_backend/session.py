@@ -1,0 +1,199 @@
+"""One user model on this rank: planned once, then every graph that Dynamo makes of it runs under the same owners.
+
+In: captured graphs of the model. Out: a `GraphRuntime` per distinct graph. Training, evaluation, no_grad and autocast give different
+graphs; a rank whose local batch is 1 gives the same graph again. Parameters move once, when the first graph is planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rannc_backend.analysis import GraphAnalysis, analyze
+from rannc_backend.capture import CapturedGraph
+from rannc_backend.compile_stages import CompileCache
+from rannc_backend.config import Config, check_same_options
+from rannc_backend.deployment import Deployer, cut_stages
+from rannc_backend.errors import OptionValueError, RanksDifferError
+from rannc_backend.ir.plan import Plan
+from rannc_backend.partition.first_planner import plan_stages
+from rannc_backend.partition.projection import project_plan, stage_of_plan
+from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
+from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
+from rannc_backend.runtime.world import StartOptions, World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """See the module docstring."""
+
+    root: weakref.ref[nn.Module]
+    config: Config
+    world: World
+    cache: CompileCache = field(default_factory=CompileCache)
+    counter: StepCounter = field(default_factory=StepCounter)
+    plan: Plan | None = None
+    table: ParameterTable | None = None
+    runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
+
+    def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
+        """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then stale).
+
+        Collective for a graph that is new.
+        """
+        key = captured.fingerprint
+        if key in self.runtimes:
+            return self.runtimes[key], False
+        self.world.monitor.phase("planning")
+        answers = agree(
+            self.world,
+            "the first call of a graph",
+            {"fingerprint": key, "rows": local_rows, "options": self.config.model_dump(), "torch": torch.__version__},
+            limit_seconds=self.config.compile_timeout_seconds,
+        )
+        _check_same(answers)
+        rows = [answer["rows"] for answer in answers]
+        analysis = analyze(captured)
+        moved = False
+        if self.plan is None:
+            self.plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
+            stage_of = stage_of_plan(self.plan, analysis.split.rowwise, analysis.split.layouts)
+            moved = self._take_ownership(self.plan)
+        else:
+            stage_of = project_plan(self.plan, analysis.split, captured.inputs)
+        cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
+        self.runtimes[key] = self._deployer().deploy(analysis, cut, label=f"graph {len(self.runtimes)}")
+        self._report_outputs(analysis, rows)
+        return self.runtimes[key], moved
+
+    def _make_plan(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
+        """Rank 0 plans; the others check what they get."""
+        text = ""
+        if self.world.rank == 0:
+            plan = plan_stages(
+                analysis.split,
+                inputs=analysis.captured.inputs,
+                needs_grad=analysis.needs_grad,
+                config=self.config,
+                world_size=self.world.size,
+                batch_rows=batch_rows,
+                fingerprint=analysis.captured.fingerprint,
+                rows_symbol=analysis.captured.rows_symbol,
+                device=self.world.device,
+                model_name=type(analysis.captured.root_module).__name__,
+            )
+            text = plan.to_json()
+        text = self.world.control.broadcast(
+            text, what="the plan", limit_seconds=self.config.compile_timeout_seconds
+        )
+        plan = Plan.from_json(text)
+        if self.world.rank == 0:
+            logger.info("%s", plan.summary())
+            if self.config.plan_file:
+                _write_atomically(Path(self.config.plan_file), text)
+        return plan
+
+    def _take_ownership(self, plan: Plan) -> bool:
+        root = self.root()
+        assert root is not None, "the model is gone"
+        owners: dict[str, set[int]] = {}
+        for stage in plan.stages:
+            for name in stage.parameters:
+                owners.setdefault(name, set()).update(stage.ranks)
+        self.table = ParameterTable.build(root, {name: tuple(sorted(ranks)) for name, ranks in owners.items()}, self.world)
+        if self.world.size == 1:
+            return False
+        self.world.transport.prepare(channels=[STATE_CHANNEL])
+        if self.config.sync_params_on_init:
+            self.world.monitor.phase("giving parameters to their owners")
+            self.table.synchronize()
+        freed = self.table.release()
+        logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, freed / 2**20)
+        return freed > 0
+
+    def _deployer(self) -> Deployer:
+        root = self.root()
+        assert root is not None and self.plan is not None and self.table is not None, "not planned yet"
+        return Deployer(
+            world=self.world,
+            config=self.config,
+            plan=self.plan,
+            table=self.table,
+            tensors=named_tensors(root),
+            counter=self.counter,
+            cache=self.cache,
+        )
+
+    def _report_outputs(self, analysis: GraphAnalysis, rows: list[int]) -> None:
+        names = [output.name for output in analysis.split.user_outputs if output.kind == "rows"]
+        scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
+        if self.world.rank == 0 and self.world.size > 1 and scalars and names and self.config.outputs == "all":
+            size = sum(analysis.value(name).bytes_per_row for name in names) * sum(rows)
+            logger.info(
+                "%d outputs beside the loss come back as each rank's rows, which moves %.1f MB per step; "
+                "options={'outputs': 'loss'} leaves them out",
+                len(names),
+                size / 2**20,
+            )
+
+
+def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Parameters and buffers under their primary names."""
+    return {**dict(root.named_parameters()), **dict(root.named_buffers())}
+
+
+def _check_same(answers: list[dict[str, object]]) -> None:
+    check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
+    for what, item in (("versions of torch", "torch"), ("models or inputs (hash of the captured graph)", "fingerprint")):
+        values = [str(answer[item])[:16] for answer in answers]
+        if len(set(values)) > 1:
+            raise RanksDifferError(what, value_by_rank=values)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@dataclass(slots=True)
+class SessionRegistry:
+    """The sessions of this process, by root module; they end with their modules."""
+
+    sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def session_of(self, root: nn.Module, config: Config) -> Session:
+        """The model's session, begun if there is none. Collective then.
+
+        Raises:
+            OptionValueError: the model is planned already, under other options.
+        """
+        session = self.sessions.get(root)
+        if session is None:
+            world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
+            session = Session(root=weakref.ref(root), config=config, world=world)
+            self.sessions[root] = session
+        elif session.config != config:
+            changed = [item for item in Config.model_fields if getattr(session.config, item) != getattr(config, item)]
+            raise OptionValueError(
+                changed[0],
+                value=getattr(config, changed[0]),
+                source="options",
+                expected=f"{getattr(session.config, changed[0])!r}, as when this model was planned",
+            )
+        return session
+
+    def tables(self) -> list[ParameterTable]:
+        """Ownership of every planned model."""
+        return [session.table for session in self.sessions.values() if session.table is not None]
