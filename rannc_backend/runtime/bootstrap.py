@@ -1,0 +1,269 @@
+"""Brings this rank into the job: finds the others, starts torch.distributed, and makes the `World`.
+
+In: the environment, or a torch.distributed that the user has initialised. Out: one `World` per process.
+Terms: a rank's *seat* is where it runs: host name, the devices it can see, how many.
+Looked for in this order: torch.distributed already initialised (used as it is); MPI (mpirun, srun); torchrun's
+environment; else a single process, for which torch.distributed is not started at all. Nothing happens on import.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rannc_backend.errors import CommunicationError, LaunchError
+from rannc_backend.runtime.control import SingleControl, WireControl, poll
+from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
+from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.launch import Launch, find_launch
+from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
+from rannc_backend.runtime.transport import GroupTransport, GroupWire, SingleTransport
+from rannc_backend.runtime.world import StartOptions, World
+
+# (host name, CUDA_VISIBLE_DEVICES, number of devices); a plain list because it travels as JSON.
+Seat = list[Any]
+
+_LOG = logging.getLogger(__name__)
+
+
+class _Holder:
+    """The process's world. The one piece of module-level state of the runtime: a process can be in one job only."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.world: World | None = None
+
+
+_HOLDER = _Holder()
+
+
+# What a user exports by hand where srun or mpirun starts the ranks and there is no mpi4py.
+_BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL_ADDRESS = "127.0.0.1"
+# Limits are kept by those who wait. What torch itself does after its own limit is worse than waiting.
+_UNLIMITED = datetime.timedelta(days=7)
+
+
+def start(options: StartOptions | None = None) -> World:
+    """Join the job, once per process: later calls return the same World, whatever their options.
+
+    Collective: every rank must call it.
+
+    Raises:
+        LaunchError: the environment contradicts itself, MPI cannot be used, or a rank has no device.
+        CommunicationError: not all ranks have started within `start_limit_seconds`.
+    """
+    with _HOLDER.lock:
+        if _HOLDER.world is None:
+            _HOLDER.world = _make_world(options or StartOptions())
+        return _HOLDER.world
+
+
+def _make_world(options: StartOptions) -> World:
+    """Dispatch on who started this process."""
+    if dist.is_available() and dist.is_initialized():
+        launch = Launch(launcher="user", rank=dist.get_rank(), size=dist.get_world_size())
+    else:
+        launch = find_launch(os.environ)
+    if launch.size == 1:
+        return _single_world(options)
+    if launch.launcher == "user":
+        return _user_world(options, launch)
+    if launch.launcher == "torchrun":
+        return _torchrun_world(options, launch)
+    try:
+        mpi = load_mpi(launch)
+    except LaunchError as error:
+        by_hand = find_launch({name: value for name, value in os.environ.items() if name in _BY_HAND})
+        if by_hand.size == 1:
+            raise
+        _LOG.info("MPI cannot be used, RANK and WORLD_SIZE are trusted instead: %s", error)
+        return _torchrun_world(options, by_hand)
+    return _mpi_world(options, MpiWire(mpi))
+
+
+def _single_world(options: StartOptions) -> World:
+    seat = _own_seat()
+    return World(
+        rank=0,
+        size=1,
+        local_rank=0,
+        hosts=(seat[0],),
+        device=_choose_device(options, [seat], rank=0),
+        launcher="single",
+        control=SingleControl(),
+        transport=SingleTransport(),
+        monitor=SingleMonitor(),
+    )
+
+
+def _mpi_world(options: StartOptions, wire: MpiWire) -> World:
+    """MPI for control; torch.distributed for tensors, over a store whose address MPI carries."""
+    launch = Launch(launcher="mpi", rank=wire.rank, size=wire.size)
+    control = WireControl(wire, rank=wire.rank, size=wire.size, limit_seconds=options.limit_seconds)
+    seats = control.allgather(_own_seat(), what="start of all ranks", limit_seconds=options.start_limit_seconds)
+    device = _choose_device(options, seats, rank=launch.rank)
+    host, store = _meeting_host(seats), None
+    if launch.rank == 0:
+        # The system chooses the port and rank 0 tells it: no race for a number that was free a moment ago.
+        store = dist.TCPStore(host, 0, launch.size, True, timeout=_UNLIMITED, wait_for_workers=False)
+    port = control.broadcast(None if store is None else store.port, what="store address")
+    if store is None:
+        store = dist.TCPStore(host, port, launch.size, False, timeout=_UNLIMITED, wait_for_workers=False)
+    _init_default_group(options, launch, device, store)
+    return _finish(options, launch, device, seats, wire.local_rank(), control)
+
+
+def _torchrun_world(options: StartOptions, launch: Launch) -> World:
+    """torch.distributed for everything, over torchrun's store."""
+    limit = datetime.timedelta(seconds=options.start_limit_seconds)
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.size, timeout=limit)))
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {launch.rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+            cure="see whether all ranks were started and whether MASTER_ADDR and MASTER_PORT are rank 0's.",
+        ) from error
+    seats = _gather_seats(store, launch, options.start_limit_seconds)
+    device = _choose_device(options, seats, rank=launch.rank)
+    _init_default_group(options, launch, device, store)
+    control = _group_control(options, launch)
+    return _finish(options, launch, device, seats, _number_on_host(seats, launch.rank), control)
+
+
+def _user_world(options: StartOptions, launch: Launch) -> World:
+    """torch.distributed as the user has initialised it, with groups of our own in it."""
+    control = _group_control(options, launch)
+    seats = control.allgather(_own_seat(), what="start of all ranks", limit_seconds=options.start_limit_seconds)
+    device = _choose_device(options, seats, rank=launch.rank)
+    return _finish(options, launch, device, seats, _number_on_host(seats, launch.rank), control)
+
+
+def _finish(
+    options: StartOptions, launch: Launch, device: torch.device, seats: list[Seat], local_rank: int, control: WireControl
+) -> World:
+    """Make the parts that stand on torch.distributed and control: the monitor first, so that it sees the rest fail."""
+    monitor = _join_monitor(launch.rank, seats, control, options)
+    transport = GroupTransport(
+        rank=launch.rank,
+        size=launch.size,
+        device=device,
+        staged=options.share_devices,
+        limit_seconds=options.limit_seconds,
+        message_group=dist.new_group(backend="gloo", timeout=_UNLIMITED),
+        owns_default_group=launch.launcher != "user",
+    )
+
+    def on_good_end() -> None:
+        control.close()
+        transport.close()
+
+    ExitHooks(monitor, on_good_end).install()
+    control.attach(monitor)
+    control.barrier(what="start of all ranks", limit_seconds=options.start_limit_seconds)
+    return World(
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=local_rank,
+        hosts=tuple(seat[0] for seat in seats),
+        device=device,
+        launcher=launch.launcher,
+        control=control,
+        transport=transport,
+        monitor=monitor,
+    )
+
+
+def _join_monitor(rank: int, seats: Sequence[Seat], control: WireControl, options: StartOptions) -> LinkMonitor:
+    host = _meeting_host(seats)
+    # Open to other hosts only when there are other hosts.
+    bind = _LOCAL_ADDRESS if host == _LOCAL_ADDRESS else ""
+    address = start_hub(size=len(seats), bind=bind) if rank == 0 else None
+    port, token = control.broadcast(address, what="monitor address", limit_seconds=options.start_limit_seconds)
+    return join_hub(host, port, token, rank=rank, own_host=seats[rank][0], limit_seconds=options.start_limit_seconds)
+
+
+def _init_default_group(options: StartOptions, launch: Launch, device: torch.device, store: Any) -> None:
+    nccl = device.type == "cuda" and not options.share_devices
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=dist.PrefixStore("rannc", store),
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=datetime.timedelta(seconds=max(options.limit_seconds, options.start_limit_seconds)),
+        device_id=device if nccl else None,
+    )
+
+
+def _group_control(options: StartOptions, launch: Launch) -> WireControl:
+    wire = GroupWire(dist.new_group(backend="gloo", timeout=_UNLIMITED), size=launch.size)
+    return WireControl(wire, rank=launch.rank, size=launch.size, limit_seconds=options.limit_seconds)
+
+
+def _gather_seats(store: Any, launch: Launch, limit_seconds: float) -> list[Seat]:
+    """All ranks' seats through a store, which can tell who has not come.
+
+    Raises:
+        CommunicationError: naming the ranks that have not started within `limit_seconds`.
+    """
+    keys = [f"rannc/seat/{rank}" for rank in range(launch.size)]
+    store.set(keys[launch.rank], json.dumps(_own_seat()))
+    if not poll(lambda: bool(store.check(keys)), limit_seconds):
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = ", ".join(str(rank) for rank in missing)
+        raise CommunicationError(
+            f"start of all ranks: rank(s) {names} have not started the compiled model",
+            rank=launch.rank,
+            peer=missing[0] if missing else None,
+            limit_seconds=limit_seconds,
+        )
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _own_seat() -> Seat:
+    return [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()]
+
+
+def _number_on_host(seats: Sequence[Seat], rank: int) -> int:
+    return sum(1 for seat in seats[:rank] if seat[0] == seats[rank][0])
+
+
+def _meeting_host(seats: Sequence[Seat]) -> str:
+    """Address at which all ranks reach rank 0."""
+    hosts = {seat[0] for seat in seats}
+    return _LOCAL_ADDRESS if len(hosts) == 1 else str(seats[0][0])
+
+
+def _choose_device(options: StartOptions, seats: Sequence[Seat], *, rank: int) -> torch.device:
+    """One device per rank.
+
+    Ranks of a host that see the same devices share them out in order of rank; where the launcher shows each rank a
+    device of its own, each takes its first.
+
+    Raises:
+        LaunchError: there are fewer devices than ranks, or none.
+    """
+    num_devices = seats[rank][2]
+    if options.device == "cpu" or (options.device == "auto" and num_devices == 0):
+        return torch.device("cpu")
+    alike = [other for other, seat in enumerate(seats) if seat[:2] == seats[rank][:2]]
+    number = alike.index(rank)
+    if options.share_devices and num_devices > 0:
+        number %= num_devices
+    if number >= num_devices:
+        raise LaunchError(
+            f"{len(alike)} ranks on host {seats[rank][0]} but {num_devices} CUDA device(s)",
+            cure="start one rank per device, or compute on the CPU with CUDA_VISIBLE_DEVICES= in the environment.",
+        )
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,166 @@
+"""Sees every way in which Python code can end this process, and tells the monitor.
+
+In: a `LinkMonitor` and what to do at a good end. Out: hooks around sys.excepthook, threading.excepthook, sys.exit,
+os._exit, SIGINT, SIGTERM, fork and atexit. Hooks call what was there before them. What no hook can see (SIGKILL, a crash
+in C) the hub sees by the broken connection.
+
+Good end: the atexit handler says goodbye, waits for the others to do so, and only then takes the connections down: a
+rank that closed its sockets while another still reads them would make the other one fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from rannc_backend.errors import CommunicationError, RankFailedError
+from rannc_backend.runtime.monitor import REAL_EXIT, LinkMonitor
+
+_BLOCKED_SECONDS = 1.0
+
+
+class ExitHooks:
+    """The hooks of one process.
+
+    Args:
+        on_good_end: takes the connections down, after all ranks have said goodbye.
+    """
+
+    def __init__(self, monitor: LinkMonitor, on_good_end: Callable[[], None]) -> None:
+        self._monitor = monitor
+        self._on_good_end = on_good_end
+        self._pid = os.getpid()
+        self._asked_code: int | None = None  # of the last sys.exit; somebody may have caught it
+        self._interrupt_seen = threading.Event()
+        self._thread_error: BaseException | None = None
+        self._before_sys_exit = sys.exit
+        self._before_excepthook = sys.excepthook
+        self._before_thread_hook = threading.excepthook
+        self._before_signal: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Put the hooks in place. Signals only from the main thread, and only where the user has no handler."""
+        sys.excepthook = self._excepthook
+        threading.excepthook = self._thread_hook
+        sys.exit = self._sys_exit
+        os._exit = self._os_exit
+        atexit.register(self._at_exit)
+        hooks = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget_in_child(hooks))
+        if threading.current_thread() is threading.main_thread():
+            self._install_signals()
+
+    def _install_signals(self) -> None:
+        before = signal.set_wakeup_fd(self._monitor.signal_descriptor, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            return
+        self._monitor.watch_signals(self._on_signal)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before_signal[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle_interrupt)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before_signal[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle_terminate)
+
+    def remove(self) -> None:
+        """Put back what was there, where it is still ours."""
+        ours = [
+            (sys, "excepthook", self._excepthook, self._before_excepthook),
+            (threading, "excepthook", self._thread_hook, self._before_thread_hook),
+            (sys, "exit", self._sys_exit, self._before_sys_exit),
+            (os, "_exit", self._os_exit, REAL_EXIT),
+        ]
+        for module, name, own, before in ours:
+            if getattr(module, name) == own:
+                setattr(module, name, before)
+        atexit.unregister(self._at_exit)
+        if self._before_signal and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._before_signal.items():
+                signal.signal(number, handler)
+        self._before_signal.clear()
+
+    def forget(self) -> None:
+        """In a forked child: be an ordinary process again, and keep none of the parent's connections open."""
+        self.remove()
+        self._monitor.drop()
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # One message for the whole job: a wait that broke, and Ctrl-C, are told by the monitor's last block.
+        if not isinstance(error, (KeyboardInterrupt, CommunicationError, RankFailedError)):
+            self._before_excepthook(kind, error, trace)
+            sys.stderr.flush()
+        self._monitor.report_error(error.with_traceback(trace))
+
+    def _thread_hook(self, args: threading.ExceptHookArgs) -> None:
+        # As in plain Python, a thread's error does not end the process by itself. A rank that goes on without what
+        # the thread should have done ends in a wait or by leaving, and this is then its cause.
+        self._before_thread_hook(args)
+        self._thread_error = args.exc_value
+
+    def _sys_exit(self, status: Any = None, /) -> NoReturn:
+        self._asked_code = _exit_code(status)
+        self._before_sys_exit(status)
+
+    def _os_exit(self, status: int) -> NoReturn:
+        if os.getpid() == self._pid and not self._monitor.is_failing:
+            if status == 0:
+                self._monitor.close()
+            else:
+                self._monitor.report("exit", f"os._exit({status})", code=status)
+                self._monitor.await_end()
+        REAL_EXIT(status)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        if not self._monitor.is_failing and self._asked_code:
+            self._monitor.report("exit", f"sys.exit({self._asked_code})", code=self._asked_code)
+        if self._monitor.is_failing:
+            atexit.unregister(self._at_exit)
+            # The process ends below, so what else was to run at exit runs here. The name is private but as old as atexit.
+            atexit._run_exitfuncs()
+            self._monitor.await_end()
+        self._monitor.close()
+        self.remove()
+        self._on_good_end()
+
+    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._interrupt_seen.set()
+        signal.default_int_handler(number, frame)
+
+    def _handle_terminate(self, number: int, frame: FrameType | None) -> None:
+        # _on_signal does it, in the monitor's thread: this one runs only once the main thread is back in Python.
+        return
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGTERM and signal.getsignal(number) == self._handle_terminate:
+            self._monitor.report("signal", "received SIGTERM", code=128 + number)
+        if number == signal.SIGINT and signal.getsignal(number) == self._handle_interrupt:
+            threading.Thread(target=self._end_if_blocked, daemon=True).start()
+
+    def _end_if_blocked(self) -> None:
+        """End the job if the main thread has not come to its KeyboardInterrupt, because it waits in C++."""
+        if not self._interrupt_seen.wait(_BLOCKED_SECONDS):
+            self._monitor.report("interrupt", "interrupted (Ctrl-C)", code=128 + signal.SIGINT)
+
+
+def _exit_code(status: Any) -> int:
+    """The exit code that sys.exit(status) leads to."""
+    if status is None:
+        return 0
+    return status if isinstance(status, int) else 1
+
+
+def _forget_in_child(hooks: weakref.ref[ExitHooks]) -> None:
+    own = hooks()
+    if own is not None:
+        own.forget()

@@ -1,0 +1,342 @@
+"""This rank's side of the job's monitor: notes phases and calls, reports failures, and ends the process when told.
+
+In: phases and calls from the executor, failures from `exit_hooks`. Out: messages to the hub (`monitor_hub`), and the
+end of this process when any rank of the job fails. Terms: as in `monitor_hub` and `world`; a *needed* rank is one that
+left in good order before this rank's latest call, which it would have had to enter too.
+
+A daemon thread listens to the hub. It ends the process by `os._exit`, because the main thread may sit in a wait inside
+C++ that nothing else could interrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from rannc_backend.errors import CommunicationError, LaunchError, RankFailedError, user_location
+from rannc_backend.runtime import monitor_hub
+from rannc_backend.runtime.monitor_hub import COOKIE_BYTES, PHASE_BYTES
+from rannc_backend.runtime.world import RankState
+
+_LOG = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+_VERDICT_SECONDS = 4.0
+_LAST_WORDS_SECONDS = 1.5
+_FLUSH_SECONDS = 0.5
+_SURVEY_SECONDS = 2.0
+_NEVER = sys.maxsize
+_MOST_CAUSE_LINES = 8
+_MOST_CAUSE_CHARACTERS = 1000
+_OUT_OF_MEMORY_CURE = (
+    "\nWhat to change: more micro-batches (RANNC_PIPELINE_NUM), more stages (RANNC_PARTITION_NUM), or a memory limit "
+    "below the device's memory (RANNC_MEM_LIMIT_GB)."
+)
+
+
+class SingleMonitor:
+    """Monitor of a job of one process: there is nobody to tell."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def phase(self, text: str) -> None:
+        self.text = text
+
+    def begin_call(self) -> None:
+        return
+
+    def fail(self, error: BaseException) -> NoReturn:
+        raise error
+
+    def survey(self) -> list[RankState]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
+class LinkMonitor:
+    """Monitor of a rank among others. Made by `join_hub`.
+
+    Args:
+        connection: to the hub, hello already sent.
+        memory: phase memory, shared with the hub where that is possible.
+    """
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, *, rank: int) -> None:
+        self.rank = rank
+        self.exit_code = 0
+        self._connection = connection
+        self._memory = memory
+        self._send_lock = threading.Lock()
+        self._num_calls = 0
+        self._least_left = _NEVER  # fewest calls with which a rank has left
+        self._reported = False
+        self._ended = threading.Event()
+        self._bye = threading.Event()
+        self._states = threading.Event()
+        self._last_states: list[RankState] = []
+        self._wake, self._woken = socket.socketpair()
+        self._on_signal: Callable[[int], None] | None = None
+        self._thread = threading.Thread(target=self._listen, name="rannc-monitor", daemon=True)
+
+    def run(self) -> None:
+        """Start listening."""
+        self._thread.start()
+
+    @property
+    def signal_descriptor(self) -> int:
+        """Where `signal.set_wakeup_fd` shall write, so that signals are seen while the main thread is in C++."""
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        return self._wake.fileno()
+
+    def phase(self, text: str) -> None:
+        data = text.encode()[:255]
+        self._memory[COOKIE_BYTES : COOKIE_BYTES + 1 + len(data)] = bytes((len(data),)) + data
+
+    def begin_call(self) -> None:
+        self._num_calls += 1
+        if self._num_calls > self._least_left:
+            raise RankFailedError(rank=self._report_left(), cause="it left the job while this rank still needs it")
+
+    def fail(self, error: BaseException) -> NoReturn:
+        self.report_error(error)
+        self.await_end()
+        raise AssertionError("await_end does not return")
+
+    def survey(self) -> list[RankState]:
+        # One heartbeat more, so that a rank is not called silent for having just been heard.
+        time.sleep(HEARTBEAT_SECONDS)
+        self._states.clear()
+        self._send({"type": "survey"})
+        return self._last_states if self._states.wait(_SURVEY_SECONDS) else []
+
+    def close(self) -> None:
+        """Say goodbye and wait for the others to do so. Ends the process with their code if one of them fails."""
+        self._send({"type": "leave", **self._place()})
+        while not self._bye.wait(0.5):
+            if self._ended.is_set():
+                self.await_end()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(1.0)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connection without a word, as a forked child must with its parent's."""
+        for end in (self._connection, self._wake, self._woken):
+            end.close()
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell the hub that `error` ends this rank. Does not wait."""
+        kind = "exception"
+        code = 1
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            kind, text, code = "interrupt", "interrupted (Ctrl-C)", 130
+        elif isinstance(error, (CommunicationError, RankFailedError)):
+            kind = "communication"
+        elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+            text = clip(text) + _OUT_OF_MEMORY_CURE
+        location = user_location("".join(traceback.format_tb(error.__traceback__)))
+        self.report(kind, text, location=location, code=code)
+
+    def report(self, kind: str, cause: str, *, location: str = "", code: int = 1, rank: int | None = None) -> None:
+        """Tell the hub of a failure of this rank, or of `rank`. Only the first report of a process counts."""
+        if self._reported:
+            return
+        self._reported = True
+        self.exit_code = code
+        message = {"type": "fail", "kind": kind, "cause": clip(cause), "location": location, "code": code}
+        self._send({**message, **self._place(), "rank": self.rank if rank is None else rank})
+
+    def await_end(self) -> NoReturn:
+        """Wait until the hub has spoken, then end the process."""
+        self._ended.wait(_VERDICT_SECONDS)
+        end_process(self.exit_code or 1)
+
+    @property
+    def is_failing(self) -> bool:
+        """This rank has reported a failure, or the job is ending."""
+        return self._reported or self._ended.is_set()
+
+    def watch_signals(self, on_signal: Callable[[int], None]) -> None:
+        """Call `on_signal` in the listening thread for each signal that has a Python handler."""
+        self._on_signal = on_signal
+
+    def _place(self) -> dict[str, Any]:
+        return {"phase": monitor_hub.read_phase(self._memory), "num_calls": self._num_calls}
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # A lost hub is noticed by the listening thread.
+        with self._send_lock, contextlib.suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> None:
+        unread = b""
+        next_beat = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= next_beat:
+                self._send({"type": "beat", **self._place()})
+                next_beat = now + HEARTBEAT_SECONDS
+            try:
+                ready, _, _ = select.select([self._connection, self._woken], [], [], max(0.0, next_beat - now))
+                data = self._connection.recv(65536) if self._connection in ready else None
+                numbers = self._woken.recv(64) if self._woken in ready else b""
+            except (OSError, ValueError):
+                data, numbers = b"", b""
+            for number in numbers:
+                if self._on_signal is not None:
+                    self._on_signal(number)
+            if data == b"":
+                self._lost_hub()
+                return
+            *lines, unread = (unread + (data or b"")).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "end":
+            self.exit_code = self.exit_code or message["code"]
+            reported = self._reported
+            self._ended.set()
+            # A rank that has failed by itself is on its way out, and may run what the user wants run at exit.
+            self._end_soon(_LAST_WORDS_SECONDS if reported else 0.0)
+        elif kind == "left":
+            self._least_left = min(self._least_left, message["num_calls"])
+            if message["rank"] != self.rank and self._num_calls > message["num_calls"]:
+                self._report_left(message["rank"])
+        elif kind == "states":
+            self._last_states = [RankState(**state) for state in message["states"]]
+            self._states.set()
+        elif kind == "bye":
+            self._bye.set()
+
+    def _report_left(self, rank: int | None = None) -> int:
+        """Report that a needed rank has left; returns which."""
+        if rank is None:
+            gone = [state for state in self.survey() if state.left and state.num_calls < self._num_calls]
+            rank = gone[0].rank if gone else self.rank
+        where = monitor_hub.read_phase(self._memory)
+        cause = f"it left the job (end of the script or sys.exit) while rank {self.rank} needs it in: {where}"
+        self.report("left", cause, rank=rank)
+        return rank
+
+    def _lost_hub(self) -> None:
+        if self._bye.is_set() or self._ended.is_set():
+            return
+        # The hub outlives every rank, so its host, or rank 0's whole job step, has been killed.
+        sys.stderr.write(f"[rannc] rank {self.rank}: the job's monitor has gone, and with it the host of rank 0\n")
+        self.exit_code = self.exit_code or 1
+        self._ended.set()
+        self._end_soon(0.0)
+
+    def _end_soon(self, grace_seconds: float) -> NoReturn:
+        time.sleep(grace_seconds)
+        end_process(self.exit_code or 1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now, whatever its other threads do, with its output flushed."""
+    # A thread that sits in a full pipe holds the lock of its stream, so flushing may not be waited for.
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(_FLUSH_SECONDS)
+    REAL_EXIT(code)
+    raise AssertionError("os._exit does not return")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+# Kept here because exit_hooks puts a wrapper in its place.
+REAL_EXIT = os._exit
+
+
+def clip(text: str) -> str:
+    """The first lines of a text, for a block that must stay short."""
+    lines = text[:_MOST_CAUSE_CHARACTERS].splitlines()
+    return "\n".join(lines[:_MOST_CAUSE_LINES])
+
+
+def start_hub(*, size: int, bind: str) -> tuple[int, str]:
+    """Start the job's monitor process on this host.
+
+    Args:
+        bind: address to listen on; "" for all.
+
+    Returns:
+        Its port, and the token that a rank must show.
+    """
+    token = secrets.token_hex(16)
+    # A session of its own: neither the terminal's Ctrl-C nor the launcher's kill of the process group reaches it.
+    hub = subprocess.Popen(
+        [sys.executable, "-I", "-S", monitor_hub.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    assert hub.stdin is not None and hub.stdout is not None
+    hub.stdin.write(json.dumps({"size": size, "token": token, "bind": bind}) + "\n")
+    hub.stdin.close()
+    answer = hub.stdout.readline().strip()
+    hub.stdout.close()
+    hub.returncode = 0  # nobody waits for it: it outlives this process
+    if not answer.isdecimal():
+        raise LaunchError("the job's monitor process did not start", cure=f"see whether {sys.executable} -I -S works.")
+    return int(answer), token
+
+
+def join_hub(host: str, port: int, token: str, *, rank: int, own_host: str, limit_seconds: float) -> LinkMonitor:
+    """Connect this rank to the job's monitor process.
+
+    Raises:
+        CommunicationError: it cannot be reached.
+    """
+    memory, descriptor = _make_phase_memory(token)
+    try:
+        connection = socket.create_connection((host, port), timeout=limit_seconds)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = {"token": token, "rank": rank, "host": own_host, "pid": os.getpid(), "memory": descriptor}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+    except OSError as error:
+        raise CommunicationError(f"no connection to the job's monitor at {host}:{port}: {error}", rank=rank) from error
+    monitor = LinkMonitor(connection, memory, rank=rank)
+    monitor.phase("start")
+    monitor.run()
+    return monitor
+
+
+def _make_phase_memory(token: str) -> tuple[mmap.mmap, int]:
+    """Memory for the phase, and the descriptor under which the hub can open it; -1 where there is no such thing."""
+    try:
+        descriptor = os.memfd_create("rannc-phase")
+        os.ftruncate(descriptor, PHASE_BYTES)
+        memory = mmap.mmap(descriptor, PHASE_BYTES)
+    except (AttributeError, OSError):
+        memory, descriptor = mmap.mmap(-1, PHASE_BYTES), -1
+    memory[:COOKIE_BYTES] = token.encode()[:COOKIE_BYTES]
+    return memory, descriptor
