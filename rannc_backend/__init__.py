@@ -13,10 +13,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "rannc_backend.config",
     "RanncError": "rannc_backend.errors",
+    "barrier": "rannc_backend.module",
     "clip_grad_norm_": "rannc_backend.module",
+    "get_rank": "rannc_backend.module",
+    "get_world_size": "rannc_backend.module",
 }
 
-__all__ = ["Config", "RanncError", "__version__", "clip_grad_norm_"]
+__all__ = ["Config", "RanncError", "__version__", "barrier", "clip_grad_norm_", "get_rank", "get_world_size"]
 
 
 def __getattr__(name: str) -> object:

@@ -18,7 +18,6 @@ from torch import fx
 from rannc_backend import capture
 from rannc_backend.config import resolve_config
 from rannc_backend.errors import RanncError, UserInputError
-from rannc_backend.log import configure_logging
 from rannc_backend.runtime.autograd import call_training
 from rannc_backend.runtime.graph_runtime import GraphRuntime
 from rannc_backend.session import SessionRegistry
@@ -39,7 +38,6 @@ def rannc(
     Raises:
         Whatever Dynamo answers with another trace (the batch made symbolic, parameters moved): not an error.
     """
-    configure_logging()
     try:
         if mode not in (None, "default"):
             raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")

@@ -23,6 +23,7 @@ from rannc_backend.config import Config, check_same_options
 from rannc_backend.deployment import Deployer, cut_stages
 from rannc_backend.errors import OptionValueError, RanksDifferError
 from rannc_backend.ir.plan import Plan
+from rannc_backend.log import setup_logging
 from rannc_backend.partition.first_planner import plan_stages
 from rannc_backend.partition.projection import project_plan, stage_of_plan
 from rannc_backend.runtime import bootstrap
@@ -182,6 +183,7 @@ class SessionRegistry:
         session = self.sessions.get(root)
         if session is None:
             world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
+            setup_logging(world.rank, os.environ)
             session = Session(root=weakref.ref(root), config=config, world=world)
             self.sessions[root] = session
         elif session.config != config:
