@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from rannc_backend import capture
+from rannc_backend.capture_again import trace_again
 from rannc_backend.config import resolve_config
 from rannc_backend.errors import RanncError, UserInputError
 from rannc_backend.runtime.autograd import call_training
@@ -49,7 +50,7 @@ def rannc(
     except RanncError as error:
         return _raising(error)
     if moved:
-        capture.restart("parameters have moved to their owners")
+        trace_again()
     return _bind(runtime, captured)
 
 

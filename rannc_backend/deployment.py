@@ -148,6 +148,7 @@ class Deployer:
             make_executor=self._executor_factory(analysis, cut),
             make_program=self._program_factory(cut),
             loss_index=losses[0] if losses else None,
+            is_random=any(name == "rng_seed" for name in analysis.input_kinds),
         )
 
     def _settings(self) -> RuntimeSettings:
@@ -233,7 +234,7 @@ class Deployer:
         graph = cut.graphs[self.stage_index]
         specs = {spec.name: spec for spec in analysis.captured.inputs}
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
-        tensors = {spec.name: self.tensors[spec.fqn].detach() for spec in own if spec.fqn is not None}
+        tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
         updated = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
 
         def make(kind: str) -> Executor:
@@ -247,6 +248,7 @@ class Deployer:
                 buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
                 parameter_names={spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None},
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in updated),
+                replicas=self.stage_ranks[self.stage_index],
                 limit_seconds=self.config.step_timeout_seconds,
             )
 

@@ -59,6 +59,7 @@ class Executor:
     buffers: Mapping[str, torch.Tensor]
     parameter_names: Mapping[str, str]
     updated_buffers: frozenset[str]
+    replicas: tuple[int, ...]
     limit_seconds: float
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict)
     _num_readers: dict[str, int] = field(default_factory=dict)
@@ -91,6 +92,16 @@ class Executor:
             for action, phase in zip(program, phases, strict=True):
                 self.world.monitor.phase(prefix + phase)
                 self._handlers[action.kind](action, state)
+
+    def share_buffers(self) -> None:
+        """Give the first replica's running statistics to the others, so that all replicas evaluate alike."""
+        if len(self.replicas) > 1:
+            works = [
+                self.world.transport.broadcast(self.buffers[name], self.replicas[0], self.replicas)
+                for name in sorted(self.buffers)
+            ]
+            for work in works:
+                work.wait(self.limit_seconds)
 
     def _forward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch

@@ -82,6 +82,7 @@ class GraphRuntime:
     make_executor: Callable[[str], Executor]
     make_program: Callable[[str, str, int], Program]
     loss_index: int | None
+    is_random: bool
     _executors: dict[str, Executor] = field(default_factory=dict)
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
@@ -95,7 +96,7 @@ class GraphRuntime:
         local_rows = self._local_rows(tensors)
         digests = [_digest(tensors[spec.name]) for spec in self.inputs if spec.kind == "replicated"]
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
         kind = "training step" if training else "inference step"
         answers = agree(self.world, f"{kind} of {self.label}", [local_rows, seed, digests])
         self._check_replicated([answer[2] for answer in answers])
@@ -188,6 +189,7 @@ class GraphRuntime:
             self._run("loss", "train", state)
         else:
             self._run("all", "forward", state)
+        self.executor("loss" if eager else "all").share_buffers()
         return self._outputs(state), TrainingStep(state, eager)
 
     @property
