@@ -22,8 +22,9 @@ from rannc_backend.runtime.world import Monitor, RankState
 SLOT_BYTES = 512
 _HEADER = struct.Struct("<IIQ")  # crc of what is called, number of the operation, bytes of the value
 _INLINE_BYTES = SLOT_BYTES - _HEADER.size
-# A waiting rank first yields its core, then sleeps ever longer: the others need the cores more.
-_SPIN_SECONDS = 0.002
+# A waiting rank first spins, then yields its core, then sleeps ever longer: the others need the cores more.
+_BUSY_SECONDS = 50e-6
+_YIELD_SECONDS = 0.002
 _SHORTEST_SLEEP_SECONDS = 20e-6
 _LONGEST_SLEEP_SECONDS = 2e-3
 _FROZEN_SECONDS = 3.0
@@ -160,7 +161,9 @@ def poll(test: Callable[[], bool], limit_seconds: float) -> bool:
         waited_seconds = time.monotonic() - start
         if waited_seconds > limit_seconds:
             return test()
-        if waited_seconds < _SPIN_SECONDS:
+        if waited_seconds < _BUSY_SECONDS:
+            continue
+        if waited_seconds < _YIELD_SECONDS:
             time.sleep(0)
         else:
             time.sleep(sleep_seconds)
