@@ -118,6 +118,8 @@ class Executor:
             kind, m, stage, peer = action.kind.value, action.micro_batch, action.stage, action.peer
             if stage >= 0 and stage != lane:
                 raise BadProgram(f"lane {lane} does {action}")
+            if kind in "IW":
+                raise BadProgram(f"{action}: no schedule splits backwards yet")
             if kind in "FB":
                 arrived = {}
                 for source in self.sources[stage, kind]:

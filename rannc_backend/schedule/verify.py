@@ -218,7 +218,7 @@ class _Buffers:
     def _take(self, name: str, held: Counter[Channel], channel: Channel, bound: int) -> str:
         held[channel] += 1
         self.peak_buffers[name] = max(self.peak_buffers[name], sum(held.values()))
-        num_bytes = sum(count * self.rules.bytes_per_row[each] for each, count in held.items())
+        num_bytes = float(sum(count * self.rules.bytes_per_row[each] for each, count in held.items()))
         self.peak_bytes[name] = max(self.peak_bytes[name], num_bytes)
         if held[channel] > bound:
             return f"takes {name} buffer number {held[channel]} of channel {channel}, the bound is {bound}"
