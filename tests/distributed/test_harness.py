@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.harness.context import BACKEND_VARIABLE
 from tests.distributed.harness.launch import run_cases
@@ -32,7 +33,7 @@ def test_every_model_equals_its_reference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["mlp_loss", "tied_embedding", "lora"])
 def test_a_gradient_scale_of_one_in_a_thousand_is_seen(model: str, tmp_path: Path) -> None:
-    wrong = Case(name=model, model=model, replicas="1", environment=EAGER | {FAULT_VARIABLE: "scaled_gradient"})
+    wrong = Case(name=model, model=model, replicas="1", environment=EAGER | {FAULT_VARIABLE: "scaled_leaf"})
     failures = run_cases([wrong], tmp_path)[model].failures
     assert any("gradient" in text and "relative error" in text for text in failures), failures
 
@@ -48,3 +49,32 @@ def test_crash_and_hang_are_blamed_on_their_case(tmp_path: Path) -> None:
     assert failed == {"exception", "exit", "kill", "hang"}
     assert "planted exception" in "".join(outcomes["exception"].failures)
     assert "time.sleep" in "".join(outcomes["hang"].failures) or "misbehave" in "".join(outcomes["hang"].failures)
+
+
+PLANTED = tuple(
+    Case(
+        name=f"planted-{fault}",
+        model=model,
+        world=2,
+        replicas=replicas,
+        num_micro_batches=3,
+        rows=(6, 6),
+        environment={FAULT_VARIABLE: fault},
+    )
+    for fault, model, replicas in (
+        ("scaled_gradients", "mlp_loss", "1,1"),
+        ("dropped_gradient", "mlp_loss", "1,1"),
+        ("dropped_sum", "padded", "1,1"),
+        ("swapped_values", "mlp", "1,1"),
+        ("swapped_gradients", "mlp_loss", "1,1"),
+    )
+)
+WHAT_SEES_IT = {"dropped_sum": "loss loss", "swapped_values": "rows output"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in PLANTED])
+def test_a_planted_fault_in_the_runtime_fails_the_comparison(case: Case, outcome_of: OutcomeOf) -> None:
+    failures = outcome_of(case).failures
+    kind = WHAT_SEES_IT.get(case.name.removeprefix("planted-"), "gradient layers")
+    seen = [text for text in failures if "relative error" in text]
+    assert any(kind in text or "gradient body.layers" in text for text in seen), failures

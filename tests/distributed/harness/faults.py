@@ -1,39 +1,120 @@
 """Planted faults: change the runtime of one worker group so that its results are wrong, to see the comparison fail.
 
-In: the fault's name and this rank. Out: nothing; functions of the runtime are replaced in this process. "" plants nothing.
+In: the fault's name. Out: nothing; methods of the runtime are replaced in this process. "" plants nothing. The product has no
+hooks for this.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
+SCALE = 1.001
 
-def _scaled_gradient(rank: int) -> None:
-    """One parameter's gradient on each rank is 0.1 % too large; needs nothing of the backend."""
+
+def _scaled_leaf() -> None:
+    """One parameter's gradient is 0.1 % too large; works with any backend."""
     backward = torch.Tensor.backward
 
-    def patched(self: torch.Tensor, *arguments: object, **keywords: object) -> None:
-        before = {id(t) for t in _leaves_with_gradient()}
+    def patched(self: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        before = {id(p) for p in _with_gradient()}
         backward(self, *arguments, **keywords)
-        fresh = [t for t in _leaves_with_gradient() if id(t) not in before]
+        fresh = [p for p in _with_gradient() if id(p) not in before]
         if fresh:
-            fresh[0].grad.mul_(1.001)
+            fresh[0].grad.mul_(SCALE)
 
     torch.Tensor.backward = patched  # type: ignore[method-assign]
 
 
-def _leaves_with_gradient() -> list[torch.Tensor]:
-    import gc
-
+def _with_gradient() -> list[torch.Tensor]:
     return [t for t in gc.get_objects() if type(t) is torch.nn.Parameter and t.grad is not None]
 
 
-FAULTS: Mapping[str, Callable[[int], None]] = {"scaled_gradient": _scaled_gradient}
+def _scaled_gradients() -> None:
+    """All gradients of a rank are 0.1 % too large when they are published."""
+    from rannc_backend.runtime.buckets import GradientBuckets
+
+    publish = GradientBuckets.publish
+
+    def patched(self: Any, pending: Any, scale: float, *, keep: bool) -> None:
+        publish(self, pending, scale * SCALE, keep=keep)
+
+    GradientBuckets.publish = patched  # type: ignore[method-assign]
 
 
-def install_fault(name: str, rank: int) -> None:
+class _Nowhere:
+    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
+        """Forget the gradient."""
+
+
+def _dropped_gradient() -> None:
+    """The parameter gradients of micro-batch 1 are thrown away."""
+    from rannc_backend.runtime.executor import Executor
+
+    backward = Executor._backward
+
+    def patched(self: Any, action: Any, state: Any) -> None:
+        kept = state.pending
+        if action.micro_batch == 1:
+            state.pending = _Nowhere()
+        backward(self, action, state)
+        state.pending = kept
+
+    Executor._backward = patched  # type: ignore[method-assign]
+
+
+def _dropped_sum() -> None:
+    """The partial sums (of the loss) of micro-batch 1 are thrown away."""
+    from rannc_backend.runtime.executor import Executor
+
+    keep_output = Executor._keep_output
+
+    def patched(self: Any, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: Any) -> None:
+        if slot.kind == "partial" and micro_batch == 1:
+            tensor = torch.zeros_like(tensor)
+        keep_output(self, position, slot, tensor, micro_batch, state)
+
+    Executor._keep_output = patched  # type: ignore[method-assign]
+
+
+def _swapped_message(direction: str) -> Callable[[], None]:
+    """Each message of a channel delivers what the message before it on that channel should have delivered."""
+
+    def plant() -> None:
+        from rannc_backend.runtime.executor import Executor
+
+        arrived = Executor._arrived
+        last: dict[tuple[int, str], list[torch.Tensor]] = {}
+
+        def patched(self: Any, action: Any, state: Any) -> list[torch.Tensor] | None:
+            tensors = arrived(self, action, state)
+            if tensors is None or action.stage < 0 or action.peer < 0 or action.channel.direction != direction:
+                return tensors
+            key = (id(self), str(action.channel))
+            before = last.get(key, tensors)
+            last[key] = [tensor.clone() for tensor in tensors]
+            fits = [b.shape == t.shape for b, t in zip(before, tensors, strict=True)]
+            return before if all(fits) else tensors
+
+        Executor._arrived = patched  # type: ignore[method-assign]
+
+    return plant
+
+
+FAULTS: Mapping[str, Callable[[], None]] = {
+    "scaled_leaf": _scaled_leaf,
+    "scaled_gradients": _scaled_gradients,
+    "dropped_gradient": _dropped_gradient,
+    "dropped_sum": _dropped_sum,
+    "swapped_values": _swapped_message("F"),
+    "swapped_gradients": _swapped_message("B"),
+}
+
+
+def install_fault(name: str) -> None:
     """Plant a fault for the rest of this process."""
     if name:
-        FAULTS[name](rank)
+        FAULTS[name]()

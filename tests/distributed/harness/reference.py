@@ -68,9 +68,14 @@ def statistics_slices(case: Case) -> list[tuple[int, int]]:
     assert len(replicas) == 1, f"{case.name}: batch statistics need as many replicas in every stage"
     total = sum(case.local_rows)
     slices = []
-    for start, stop in intervals(even_sizes(total, min(case.num_micro_batches, total))):
+    for start, stop in intervals(_micro_batch_sizes(total, case.num_micro_batches, min(replicas))):
         slices += intervals(even_sizes(stop - start, min(replicas)), start)
     return slices
+
+
+def _micro_batch_sizes(total: int, num_micro_batches: int, num_replicas: int) -> list[int]:
+    # Fewer micro-batches when a replica would have no row.
+    return even_sizes(total, max(1, min(num_micro_batches, total // num_replicas)))
 
 
 def reference_of(case: Case, entry: Entry) -> Reference:
@@ -131,8 +136,8 @@ class RunningStatistics:
     """
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        total = sum(case.local_rows)
-        sizes = even_sizes(total, min(case.num_micro_batches, total))
+        num_replicas = int(case.replicas.split(",")[0]) if case.replicas else case.world
+        sizes = _micro_batch_sizes(sum(case.local_rows), case.num_micro_batches, num_replicas)
         self._first_rows = {start for start, _ in intervals(sizes)}
         self._buffers = dict(model.named_buffers())
         self._kept: dict[str, Tensor] | None = None

@@ -81,7 +81,7 @@ def main(cases_path: str, directory: str) -> int:
         from tests.distributed.harness.reference import ReferenceCache
 
         torch.set_num_threads(1)
-        install_fault(os.environ.get(FAULT_VARIABLE, ""), rank)
+        install_fault(os.environ.get(FAULT_VARIABLE, ""))
         references = ReferenceCache()
         for case in cases:
             write(case, event="start")

@@ -1,0 +1,78 @@
+"""One rank of a job in which one rank fails on purpose.
+
+usage: fault_worker.py FAULT WHERE [RANK]
+
+The failing rank writes "FAULT_AT <unix seconds>" to stderr just before the fault.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.world import StartOptions
+
+FAULTS = {
+    "raise": lambda: (_ for _ in ()).throw(ValueError("bad sample")),
+    "memory": lambda: (_ for _ in ()).throw(MemoryError("cannot allocate 1 TiB")),
+    "exit3": lambda: sys.exit(3),
+    "exit0": lambda: sys.exit(0),
+    "os_exit0": lambda: os._exit(0),
+    "os_exit5": lambda: os._exit(5),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "term": lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)),
+    "interrupt": lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(30)),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+def main() -> None:
+    fault, where = sys.argv[1], sys.argv[2]
+    failing_rank = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    own_rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+
+    def fail_in(place: str) -> bool:
+        """Fail here if this is the place and the rank; returns whether this is the place."""
+        if place == where and own_rank == failing_rank:
+            time.sleep(0.3)  # the others are to be waiting by now
+            sys.stderr.write(f"FAULT_AT {time.time()}\n")
+            sys.stderr.flush()
+            FAULTS[fault]()
+        return place == where
+
+    fail_in("before_start")
+    world = bootstrap.start(StartOptions(start_limit_seconds=4, limit_seconds=4 if fault == "stop" else 60))
+    everyone = tuple(range(world.size))
+    peer = (world.rank + 1) % world.size
+    world.transport.prepare(channels=["forward"], groups=[everyone])
+    tensor = torch.ones(1000)
+    for step in range(3):
+        world.monitor.phase(f"step {step}, stage {world.rank}, micro-batch 0, sizes")
+        if step == 1:
+            fail_in("control")
+        world.control.allgather([step])
+        world.monitor.phase(f"step {step}, stage {world.rank}, micro-batch 1, forward")
+        if step == 1:
+            fail_in("receive")
+        source = (world.rank - 1) % world.size
+        receive = world.transport.irecv(torch.empty(1000), source, "forward")
+        send = world.transport.isend(tensor, peer, "forward")
+        receive.wait()
+        send.wait()
+        world.monitor.phase(f"step {step}, stage {world.rank}, all-reduce")
+        if step == 1:
+            fail_in("allreduce")
+        world.transport.allreduce(tensor, everyone).wait()
+    world.monitor.phase("after the last step")
+    if fail_in("after"):
+        time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    main()
