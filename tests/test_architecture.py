@@ -97,9 +97,15 @@ def installed_layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for start in ("compile_", "capture_"):
+        modules = sorted(path.stem for path in (folder / "rannc_backend").glob(f"{start}*.py"))
+        assert f"{start}*" in contracts and modules
+        contracts = contracts.replace(f"{start}*", " : ".join(modules))
+    (folder / "pyproject.toml").write_text(contracts, encoding="utf-8")
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     return subprocess.run(
-        [*command, "--config", str(ROOT / "pyproject.toml"), "--no-cache"],
+        [*command, "--config", "pyproject.toml", "--no-cache"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
