@@ -1,28 +1,44 @@
 """From what Dynamo hands to the backend to one functional ATen graph with a symbolic batch size.
 
 In: the Dynamo `fx.GraphModule` and its example inputs. Out: a `CapturedGraph`.
-Terms: *rows* is the batch size, dimension 0 of every *batch* input; a *replicated* input is a user input without rows.
+Terms: *rows* is the batch size, dimension 0 of every *batch* input; a *replicated* input is a tensor without rows that is no
+registered parameter or buffer. Dynamo's first graph of a frame has the batch size baked in: `capture_or_restart` then makes
+Dynamo trace the frame again with that size symbolic, and captures at the second call.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
+import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
+from rannc_backend.capture_batch import batch_candidates, find_batch_inputs
+from rannc_backend.capture_breaks import is_partial, refuse_graph_break
+from rannc_backend.capture_dynamo import (
+    DynamoCall,
+    find_dynamo_call,
+    module_path,
+    previous_restart,
+    restart_trace,
+    skip_library_loggers,
+)
+from rannc_backend.capture_fingerprint import canonical_text, fingerprint
+from rannc_backend.capture_inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
+from rannc_backend.capture_trace import AtenTrace, trace_aten
+from rannc_backend.errors import NoBatchDimensionError, UnsupportedModelError
+from rannc_backend.passes.canonicalize import CANONICALIZE
+from rannc_backend.passes.pipeline import run_passes
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphInput:
-    """One placeholder of a captured graph and where its value comes from."""
+__all__ = ["CapturedGraph", "GraphInput", "capture", "capture_or_restart", "skip_library_loggers"]
 
-    name: str
-    kind: str  # "parameter" | "buffer" | "batch" | "replicated"
-    fqn: str | None  # primary dotted name in the root module (parameter, buffer)
-    aliases: tuple[str, ...]  # all dotted names, fqn included (tied weights); () for user inputs
-    position: int  # index into the flat argument tuple that Dynamo passes to the compiled callable
-    requires_grad: bool  # of the real tensor at capture
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +48,7 @@ class CapturedGraph:
     `graph_module` mutates nothing. Its output is one flat tuple: the user's outputs in Dynamo's order
     (`num_user_outputs` of them), then the new value of each buffer in `buffer_updates`. Node metadata: "val" (fake
     tensors of `fake_mode`, batch sizes are expressions of `rows_symbol`), "stack_trace" (user's lines) and
-    "module_path" (dotted path of the user's module, "" if none).
+    "module_path" (dotted path of the user's module, "" if none). Batch inputs must be passed as contiguous tensors.
     """
 
     graph_module: fx.GraphModule
@@ -44,3 +60,116 @@ class CapturedGraph:
     fake_mode: FakeTensorMode
     fingerprint: str
     root_module: nn.Module
+
+
+def capture_or_restart(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, device: torch.device | None = None
+) -> CapturedGraph:
+    """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
+
+    Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) at the first call for each frame,
+    GraphBreakError, and the errors of `capture`. Dynamo's settings are as before when this returns or raises anything else.
+    """
+    call = find_dynamo_call()
+    restart = previous_restart(call)
+    if restart is not None:
+        restart.restore()
+    # The first graph may end at the call of a logger that the next trace leaves out, and says little about other breaks.
+    if restart is not None or not is_partial(graph_module):
+        refuse_graph_break(graph_module, call, restart)
+    _, tensors = find_tensor_inputs(graph_module, example_inputs, call)
+    candidates = batch_candidates(tensors)
+    if not candidates and not is_partial(graph_module):
+        raise NoBatchDimensionError({item.label: item.tensor.shape for item in tensors if item.kind == "user"})
+    # A graph that was broken did not show all inputs.
+    known = set() if restart is None else {id(tensor) for tensor in restart.batch_tensors}
+    if restart is None or any(id(tensor) not in known for tensor in candidates):
+        restart_trace(call, candidates)
+    return capture(graph_module, example_inputs, call, device=device)
+
+
+def capture(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    call: DynamoCall,
+    *,
+    device: torch.device | None = None,
+) -> CapturedGraph:
+    """Capture a Dynamo graph whose batch sizes are symbolic. `device`: trace as if the model and its inputs were there.
+
+    Raises DataDependentControlFlowError, NoBatchDimensionError, ModelDevicesError, UnsupportedModelError.
+    Consumes no random numbers and changes neither the model nor the inputs.
+    """
+    root, tensors = find_tensor_inputs(graph_module, example_inputs, call)
+    batch = find_batch_inputs(graph_module, tensors, call)
+    trace = trace_aten(graph_module, tensors, batch_positions=batch.positions, sizes=batch.sizes, device=device)
+    inputs = _name_inputs(trace.graph_module, tensors, batch.positions)
+    buffer_updates = _buffer_updates(trace, inputs)
+    _tidy_metadata(trace.graph_module, root)
+    canonical, _ = run_passes(trace.graph_module, CANONICALIZE)
+    text = canonical_text(
+        canonical,
+        inputs,
+        trace.rows_symbol,
+        num_user_outputs=trace.num_user_outputs,
+        buffer_updates=buffer_updates,
+    )
+    captured = CapturedGraph(
+        graph_module=canonical,
+        inputs=inputs,
+        num_user_outputs=trace.num_user_outputs,
+        buffer_updates=buffer_updates,
+        rows_symbol=trace.rows_symbol,
+        rows_hint=trace.rows_hint,
+        fake_mode=trace.fake_mode,
+        fingerprint=fingerprint(text),
+        root_module=root,
+    )
+    logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
+    return captured
+
+
+def _name_inputs(
+    graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int]
+) -> tuple[GraphInput, ...]:
+    """Rename the placeholders after what they hold, and describe them."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    inputs = []
+    for node, item in zip(placeholders, tensors, strict=True):
+        node._rename(placeholder_name(item))
+        node.target = node.name
+        kind = item.kind if item.aliases else ("batch" if item.position in batch else "replicated")
+        inputs.append(
+            GraphInput(
+                name=node.name,
+                kind=kind,
+                fqn=item.aliases[0] if item.aliases else None,
+                aliases=item.aliases,
+                position=item.position,
+                requires_grad=item.tensor.requires_grad,
+            )
+        )
+    return tuple(inputs)
+
+
+def _buffer_updates(trace: AtenTrace, inputs: Sequence[GraphInput]) -> tuple[str, ...]:
+    names = []
+    for index in trace.mutated:
+        item = inputs[index]
+        if item.kind != "buffer" or item.fqn is None:
+            raise UnsupportedModelError(
+                f"the model changes {item.fqn or item.name} in place, which is no buffer",
+                cure="work on a copy (x = x.clone()), or register a tensor that must change as a buffer.",
+            )
+        names.append(item.fqn)
+    return tuple(names)
+
+
+def _tidy_metadata(graph_module: fx.GraphModule, root: nn.Module) -> None:
+    """Keep what the rest of the backend relies on; the remainder holds on to the graph that was traced."""
+    paths = {id(module): name for name, module in root.named_modules()}
+    for node in graph_module.graph.nodes:
+        path = module_path(node.meta, paths)
+        kept = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        node.meta.clear()
+        node.meta.update(kept, module_path=path)

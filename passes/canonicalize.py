@@ -1,0 +1,132 @@
+"""One spelling per meaning: turns a freshly captured ATen graph into the form that the other passes expect.
+
+In: a functional ATen graph with `meta["val"]`. Out: the same computation in which
+- every operator has a derivative (`batch_norm_with_updates` stands for training-mode batch norm),
+- tensor constants are gone where an operator can make them (`aten.full`),
+- there are no assertions, and nothing is computed that no output needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from rannc_backend.passes.pipeline import GraphPass
+
+aten = torch.ops.aten
+
+
+def batch_norm_with_updates(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`aten._native_batch_norm_legit_functional` (same arguments and results) in a form that autograd can differentiate.
+
+    Args: x [rows, C, ...]; the others [C]. Returns (y like x, saved mean [C], saved inverse deviation [C], new running mean
+    [C], new running variance [C]). Changes none of its arguments.
+    """
+    mean, var = running_mean.clone(), running_var.clone()
+    y, saved_mean, saved_invstd = aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+    return y, saved_mean, saved_invstd, mean, var
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiableBatchNorm(GraphPass):
+    """Replace the functional batch norm, for which torch has no derivative, by `batch_norm_with_updates`."""
+
+    name: ClassVar[str] = "differentiable_batch_norm"
+    provides: ClassVar[frozenset[str]] = frozenset({"differentiable"})
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for node in graph_module.graph.nodes:
+            if node.target is aten._native_batch_norm_legit_functional.default:
+                node.target = batch_norm_with_updates
+        return graph_module
+
+
+@dataclass(frozen=True, slots=True)
+class FoldConstants(GraphPass):
+    """Replace constants of one repeated value by `aten.full`, and leave empty ones out of `aten.cat`."""
+
+    name: ClassVar[str] = "fold_constants"
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if node.target is aten.lift_fresh_copy.default or node.target is aten.lift_fresh.default:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            elif node.target is aten.cat.default:
+                _drop_empty_parts(graph, node)
+        graph.eliminate_dead_code()
+        for node in list(graph.nodes):
+            if node.op == "get_attr":
+                _fill_constant(graph_module, node)
+        return graph_module
+
+
+@dataclass(frozen=True, slots=True)
+class EraseAssertions(GraphPass):
+    """Erase run-time assertions: they hold no value, and stages would have to carry their operands."""
+
+    name: ClassVar[str] = "erase_assertions"
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for node in reversed(list(graph_module.graph.nodes)):
+            if node.op == "call_function" and _name(node.target).startswith(("aten::_assert", "aten::sym_constrain")):
+                graph_module.graph.erase_node(node)
+        graph_module.graph.eliminate_dead_code()
+        return graph_module
+
+
+#: In this order; `run_passes(graph_module, CANONICALIZE)`.
+CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), FoldConstants(), DifferentiableBatchNorm())
+
+
+def _name(target: object) -> str:
+    return target.name() if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _drop_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
+    """Key-value caches start as a tensor of shape [0], which `cat` ignores."""
+    parts = list(node.args[0])  # type: ignore[arg-type]
+    kept = [part for part in parts if not _is_legacy_empty(part.meta["val"])]
+    if len(kept) == len(parts) or not kept:
+        return
+    same_type = kept[0].meta["val"].dtype == node.meta["val"].dtype
+    if len(kept) > 1 or not same_type:
+        node.args = (kept, *node.args[1:])
+        return
+    node.replace_all_uses_with(kept[0])
+    graph.erase_node(node)
+
+
+def _is_legacy_empty(value: torch.Tensor) -> bool:
+    return value.dim() == 1 and isinstance(value.shape[0], int) and value.shape[0] == 0
+
+
+def _fill_constant(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    value = getattr(graph_module, str(node.target))
+    if not isinstance(value, torch.Tensor) or not value.numel() or value.layout is not torch.strided:
+        return
+    first = value.reshape(-1)[0]
+    # NaN is not equal to itself, so that such a constant stays as it is.
+    if not bool((value == first).all()):
+        return
+    with graph_module.graph.inserting_before(node):
+        arguments = {"dtype": value.dtype, "device": value.device}
+        full = graph_module.graph.call_function(aten.full.default, (list(value.shape), first.item()), arguments)
+    full.meta.update(node.meta)
+    node.replace_all_uses_with(full)
+    graph_module.graph.erase_node(node)
+    delattr(graph_module, str(node.target))

@@ -1,0 +1,131 @@
+"""Finds out which user inputs have the batch size as dimension 0, from the symbols of Dynamo's trace.
+
+In: the tensor inputs, with dimension 0 of those picked by `batch_candidates` symbolic in Dynamo's trace. Out: a `BatchInputs`.
+Terms: Dynamo gives each marked dimension a symbol of its own; symbols that the model makes equal are unified, a symbol
+that the model makes equal to a number is *specialised* to it.
+
+The rule: a user input is a batch input when its dimension 0 was not specialised. All batch inputs must have the same size
+there. An input that no operator ties to the others counts by its size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from rannc_backend.capture_dynamo import DynamoCall, SizeCondition, size_conditions
+from rannc_backend.capture_inputs import TensorInput
+from rannc_backend.errors import DataDependentControlFlowError, NoBatchDimensionError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchInputs:
+    """Positions (in Dynamo's flat arguments) of batch inputs, and the value of each size that is an argument itself."""
+
+    positions: frozenset[int]
+    sizes: dict[int, int | None]  # position of a SymInt argument -> its number; None: it is the batch size
+
+
+def batch_candidates(inputs: Sequence[TensorInput]) -> tuple[torch.Tensor, ...]:
+    """The user's tensors whose dimension 0 may be the batch size. Those of size 1 only if all have size 1."""
+    tensors = [item.tensor for item in inputs if item.kind == "user" and item.tensor.dim() > 0]
+    long = tuple(tensor for tensor in tensors if tensor.shape[0] != 1)
+    return long or tuple(tensors)
+
+
+def find_batch_inputs(graph_module: fx.GraphModule, inputs: Sequence[TensorInput], call: DynamoCall) -> BatchInputs:
+    """Apply the rule above.
+
+    Raises NoBatchDimensionError, DataDependentControlFlowError when the model branches on the batch size and
+    UnsupportedModelError when sizes differ or other dimensions are symbolic.
+    """
+    shape_env = call.output_graph.shape_env
+    expressions: dict[int, sympy.Expr] = {}
+    for item in inputs:
+        shape = item.node.meta["example_value"].shape
+        for dim, size in enumerate(shape):
+            expression = shape_env.replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+            if expression.is_number:
+                continue
+            if dim > 0 or item.kind != "user":
+                raise UnsupportedModelError(
+                    f"dimension {dim} of {item.label} {list(item.tensor.shape)} was marked as dynamic",
+                    cure="only the batch size (dimension 0 of the inputs) can be dynamic: drop mark_dynamic for it.",
+                )
+            if not expression.is_Symbol:
+                raise UnsupportedModelError(
+                    f"dimension 0 of {item.label} {list(item.tensor.shape)} is not the batch size, but {expression} for "
+                    "the batch size of another input",
+                    cure="pass it with the batch size as dimension 0 and reshape it in the model.",
+                )
+            expressions[item.position] = expression
+    if not expressions:
+        raise _no_batch(inputs, call)
+    symbols = set(expressions.values())
+    for condition in size_conditions(call):
+        if condition.is_branch and condition.symbols & symbols:
+            raise _branch_error(condition)
+    positions = frozenset(expressions)
+    _check_one_size(inputs, positions)
+    return BatchInputs(positions=positions, sizes=_size_arguments(graph_module, call, symbols))
+
+
+def _check_one_size(inputs: Sequence[TensorInput], batch: frozenset[int]) -> None:
+    sizes = {item.label: item.tensor.shape[0] for item in inputs if item.position in batch}
+    if len(set(sizes.values())) > 1:
+        raise UnsupportedModelError(
+            "dimension 0 of the inputs has several sizes, any of which could be the batch size: "
+            + ", ".join(f"{label}: {size}" for label, size in sizes.items()),
+            cure="pass inputs without a batch dimension as buffers of the model, or with a leading dimension of 1.",
+        )
+
+
+def _no_batch(inputs: Sequence[TensorInput], call: DynamoCall) -> Exception:
+    shapes = {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
+    conditions = [condition for condition in size_conditions(call) if condition.text.startswith("Eq(")]
+    if not conditions:
+        return NoBatchDimensionError(shapes)
+    first = conditions[0]
+    if first.is_branch:
+        return _branch_error(first)
+    return UnsupportedModelError(
+        f"the model works for one batch size only: {', '.join(f'{label} {list(shape)}' for label, shape in shapes.items())}",
+        location=first.location,
+        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
+    )
+
+
+def _branch_error(condition: SizeCondition) -> Exception:
+    return DataDependentControlFlowError(
+        f"the model tests its batch size ({condition.text}), which differs between ranks and micro-batches",
+        location=condition.location,
+    )
+
+
+def _size_arguments(graph_module: fx.GraphModule, call: DynamoCall, batch: set[sympy.Expr]) -> dict[int, int | None]:
+    sizes: dict[int, int | None] = {}
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        value = node.meta["example_value"]
+        if isinstance(value, torch.Tensor):
+            continue
+        if not isinstance(value, torch.SymInt):
+            raise UnsupportedModelError(
+                f"the argument {node.name} of type {type(value).__name__} changes from call to call",
+                cure="pass it as a tensor, or keep it constant.",
+            )
+        expression = call.output_graph.shape_env.replace(value.node.expr)
+        if expression.is_number:
+            sizes[position] = int(expression)
+        elif expression in batch or not list(node.users):
+            sizes[position] = None
+        else:
+            raise UnsupportedModelError(
+                f"the size {expression} is symbolic, but is not the batch size",
+                cure="only the batch size (dimension 0 of the inputs) can be dynamic.",
+            )
+    return sizes

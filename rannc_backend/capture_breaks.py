@@ -1,0 +1,80 @@
+"""Refuses models that Dynamo could not trace as one graph, and says why and where.
+
+In: a `DynamoCall` and the Dynamo graph. Out: nothing, or `GraphBreakError` / `DataDependentControlFlowError`. Terms: a *graph
+break* is a statement that Dynamo cannot trace: it compiles what came before, runs the statement in Python, and goes on with a
+*resumed* frame.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from torch import fx
+
+from rannc_backend.capture_dynamo import DynamoCall, RestartReason, break_reasons_since
+from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, user_location
+
+_LOGGING = "logging.Logger method not supported"
+_DATA_DEPENDENT = (
+    "generic_jump",
+    "data-dependent",
+    "data dependent",
+    "dynamic shape operator",
+    "tensor.item()",
+    ".tolist()",
+    "unbacked",
+    "datadependent",
+)
+
+
+def is_partial(graph_module: fx.GraphModule) -> bool:
+    """Whether the graph ends at a statement that Dynamo cannot trace."""
+    return _break_of(graph_module) is not None
+
+
+def refuse_graph_break(graph_module: fx.GraphModule, call: DynamoCall, restart: RestartReason | None) -> None:
+    """Raise if this graph is only a part of the compiled function."""
+    reason = _break_of(graph_module)
+    if reason is not None:
+        location = user_location("".join(traceback.format_list(list(reason.user_stack))))
+        raise _error(_reasons(graph_module, restart)[-1], location)
+    if call.is_resumed or call.skipped_functions:
+        # A break before the first operator, or inside of a `with` or `try`, gives no graph of its own.
+        known = break_reasons_since(restart)
+        where = call.skipped_functions[0] if call.skipped_functions else ""
+        if call.is_resumed:
+            where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
+        raise _error(known[-1] if known else "Dynamo could not trace the whole function", where)
+
+
+def _break_of(graph_module: fx.GraphModule) -> Any | None:
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    return reason if reason is not None and reason.graph_break else None
+
+
+def _reasons(graph_module: fx.GraphModule, restart: RestartReason | None) -> tuple[str, ...]:
+    reason = _break_of(graph_module)
+    if reason is None:
+        return ()
+    # After a break from which it cannot resume, Dynamo goes back to a statement before it and only says "step_unsupported".
+    if "step_unsupported" not in reason.reason:
+        return (reason.reason,)
+    return break_reasons_since(restart) or (reason.reason,)
+
+
+def _error(reason: str, location: str) -> GraphBreakError:
+    text = _shortened(reason)
+    if any(sign in reason.lower() for sign in _DATA_DEPENDENT):
+        return DataDependentControlFlowError(text, location=location)
+    if _LOGGING in reason:
+        cure = "take the call of the logger out of forward, or guard it with `if not torch.compiler.is_compiling():`."
+        return GraphBreakError(text, location=location, cure=cure)
+    return GraphBreakError(text, location=location)
+
+
+def _shortened(reason: str) -> str:
+    """The headline and the explanation of Dynamo's long texts, without hints that hold for other backends only."""
+    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("Hint:", "Developer debug context:", "For more details"))]
+    return " ".join(kept[:2]) or "unknown reason"

@@ -1,0 +1,267 @@
+"""What the backend can learn about the Dynamo call that it was invoked from, and how it asks Dynamo to trace again.
+
+In: the Python stack below `torch.compile`'s backend call. Out: a `DynamoCall`; or a restart of the trace with the
+settings under which sizes stay symbolic. Terms: a *frame* is the function of the user that Dynamo traces; a *restart*
+is Dynamo tracing the same frame again from its beginning. Everything private that is used of `torch._dynamo` to do so is in
+this file (seen on torch 2.13.0; see tests/unit/rannc_backend/test_capture_dynamo.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch.fx.experimental._config as symbolic_config
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
+from torch._guards import CompileContext
+
+from rannc_backend.errors import LaunchError
+
+_RESUME_PREFIX = "torch_dynamo_resume_in"
+
+#: Dynamo settings during the second trace: nothing but the marked dimensions may become symbolic.
+_DYNAMO_SETTINGS: dict[str, object] = {
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "specialize_int": True,
+    "specialize_float": True,
+}
+#: Sizes 0 and 1 are not special (a last batch of 1 must not give another graph), and sizes that happen to be equal
+#: do not share a symbol (a mask of [T, T] is no batch when T equals the batch size).
+_SYMBOLIC_SETTINGS: dict[str, object] = {"backed_size_oblivious": True, "use_duck_shape": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamoCall:
+    """One invocation of the backend by Dynamo."""
+
+    output_graph: OutputGraph
+    code: CodeType  # of the frame that is traced
+    restart_reasons: set[str]  # shared by all attempts to trace this frame
+    skipped_functions: tuple[str, ...]  # "name (file:line)" of the user's functions between torch.compile and the frame
+
+    @property
+    def scope(self) -> dict[str, dict[str, Any]]:
+        """The names that source expressions such as `L['self']` refer to."""
+        return {"L": dict(self.output_graph.local_scope), "G": dict(self.output_graph.global_scope)}
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the frame is what is left of a function after a graph break."""
+        return self.code.co_name.startswith(_RESUME_PREFIX)
+
+
+class RestartReason(str):
+    """The text that Dynamo records as reason of our restart; carries what was set and the way back."""
+
+    restore: Callable[[], object]
+    batch_tensors: tuple[torch.Tensor, ...]
+    break_counts: dict[str, int]  # graph breaks counted by Dynamo in this process before the restart
+
+
+def find_dynamo_call() -> DynamoCall:
+    """Walk up the Python stack from a backend call. Raises LaunchError on a torch whose stack looks different."""
+    output_graph: OutputGraph | None = None
+    reasons: set[str] | None = None
+    skipped: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        variables = frame.f_locals
+        if output_graph is None and isinstance(variables.get("self"), OutputGraph):
+            output_graph = variables["self"]
+        elif reasons is None and isinstance(variables.get("restart_reasons"), set):
+            reasons = variables["restart_reasons"]
+        elif reasons is not None and frame.f_code.co_name == "compile_wrapper":
+            break
+        elif reasons is not None and not _is_torch_file(frame.f_code.co_filename):
+            skipped.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        frame = frame.f_back
+    if output_graph is None or reasons is None:
+        raise LaunchError(
+            f"the backend was not called by Dynamo, or torch {torch.__version__} calls backends in an unknown way",
+            cure='use it through torch.compile(model, backend="rannc") with one of the torch versions in the README.',
+        )
+    # Without the end of torch.compile's own wrapper in sight, callers further up say nothing about the frame.
+    skipped_functions = tuple(skipped) if frame is not None else ()
+    return DynamoCall(
+        output_graph=output_graph,
+        code=output_graph.root_tx.f_code,
+        restart_reasons=reasons,
+        skipped_functions=skipped_functions,
+    )
+
+
+def previous_restart(call: DynamoCall) -> RestartReason | None:
+    """The last `restart_trace` to which this call is the answer; None in the first attempt to trace a frame."""
+    restarts = [reason for reason in call.restart_reasons if isinstance(reason, RestartReason)]
+    return max(restarts, key=len, default=None)
+
+
+def restart_trace(call: DynamoCall, batch_tensors: Sequence[torch.Tensor]) -> NoReturn:
+    """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic.
+
+    The settings go back when the reason's `restore` is called, at the latest when Dynamo has ended the compilation in
+    whichever way. Raises TensorifyScalarRestartAnalysis, which must reach Dynamo.
+    """
+    undo = contextlib.ExitStack()
+    with contextlib.ExitStack() as guard:
+        guard.callback(undo.close)
+        undo.enter_context(dynamo_config.patch(**_DYNAMO_SETTINGS))
+        undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
+        undo.enter_context(_ignored_functions(logging_functions()))
+        undo.enter_context(_marked_dynamic(batch_tensors))
+        # Dynamo remembers where the graph broke and would break it there again.
+        call.output_graph.root_tx.speculation_log.clear()
+        guard.pop_all()
+    attempt = sum(isinstance(reason, RestartReason) for reason in call.restart_reasons)
+    reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
+    reason.batch_tensors = tuple(batch_tensors)
+    reason.break_counts = _break_counts()
+    # The context object lives as long as this compilation: a trace that fails before it comes back here cleans up too.
+    reason.restore = weakref.finalize(CompileContext.get(), undo.close)
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def skip_library_loggers() -> None:
+    """Let Dynamo leave out, from now on, what libraries log once (`logger.warning_once` of Hugging Face's losses).
+
+    To be called when the backend is looked up, so before the first trace: a call of a logger inside of a nested function makes
+    Dynamo give up the outer one before it calls any backend. Other compiled functions of the process only gain by it: what
+    would have been a graph break is none.
+    """
+    dynamo_config.ignore_logging_functions.update(logging_functions())
+
+
+def logging_functions() -> tuple[Callable[..., Any], ...]:
+    """The methods that libraries have added to `logging.Logger` to say something once, or as advice."""
+    methods = vars(logging.Logger)
+    return tuple(methods[name] for name in sorted(methods) if name.endswith(("_once", "_advice")))
+
+
+def source_of(node: fx.Node) -> Any:
+    """Dynamo's source object of a placeholder: where in the user's program its value comes from."""
+    return node._dynamo_source  # type: ignore[attr-defined]
+
+
+def source_name(source: Any) -> str:
+    """A source as text, for example `L['self']._modules['head']._parameters['weight']`."""
+    name = source.name
+    return name() if callable(name) else name
+
+
+def source_chain(source: Any) -> tuple[Any, ...]:
+    """The sources from the root (a local or global name) to `source` itself."""
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    return tuple(reversed(chain))
+
+
+def source_value(source: Any, scope: dict[str, dict[str, Any]]) -> object | None:
+    """The object that a source refers to; None when its text is not a plain expression."""
+    try:
+        return eval(source_name(source), dict(scope))  # noqa: S307 - text made by Dynamo from attribute and item accesses
+    except Exception:
+        return None
+
+
+def is_argument(source: Any) -> bool:
+    """Whether a source starts at an argument of the traced function (not at a closure or a global)."""
+    root = source_chain(source)[0]
+    return bool(getattr(root, "is_input", False)) and not getattr(root, "is_derefed_cell_contents", False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeCondition:
+    """Something about symbolic sizes that the trace took for granted."""
+
+    text: str
+    symbols: frozenset[Any]
+    location: str  # the user's line, "" if unknown
+    is_branch: bool  # tested by the user's own Python code; else by an operator, for its own choice or as its requirement
+
+
+def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
+    """All conditions on symbolic sizes that Dynamo guards on, in the order in which they came up."""
+    found = []
+    for guard in call.output_graph.shape_env.guards:
+        framework = getattr(guard.sloc, "framework_loc", None)
+        parts = getattr(framework, "filename", str(framework)).replace("\\", "/").split("/")
+        found.append(
+            SizeCondition(
+                text=str(guard.expr),
+                symbols=frozenset(guard.expr.free_symbols),
+                location=guard.sloc.maybe_user_loc or "",
+                # Operators run in _dynamo/utils.py; elsewhere in Dynamo it is a branch that asks.
+                is_branch="_dynamo" in parts and parts[-1] != "utils.py",
+            )
+        )
+    return tuple(found)
+
+
+def module_path(meta: dict[str, Any], path_of_module: dict[int, str]) -> str:
+    """Dotted path of the innermost module that a node belongs to, "" if none.
+
+    `path_of_module`: id of each module below the root -> its dotted path.
+    """
+    for key in reversed(meta.get("nn_module_stack") or {}):
+        # Dynamo's key is the module's id, followed by "@1" at a second call of the same module.
+        number = key.split("@")[0]
+        if number.isdigit() and int(number) in path_of_module:
+            return path_of_module[int(number)]
+    return ""
+
+
+def break_reasons_since(restart: RestartReason | None) -> tuple[str, ...]:
+    """Texts of the graph breaks that Dynamo met since a restart (without one: in this process), oldest kind first."""
+    before = {} if restart is None else restart.break_counts
+    return tuple(text for text, count in _break_counts().items() if count > before.get(text, 0))
+
+
+def _break_counts() -> dict[str, int]:
+    return {str(reason): count for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
+
+
+@contextlib.contextmanager
+def _ignored_functions(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    ignored = dynamo_config.ignore_logging_functions
+    added = [function for function in functions if function not in ignored]
+    ignored.update(added)
+    try:
+        yield
+    finally:
+        ignored.difference_update(added)
+
+
+@contextlib.contextmanager
+def _marked_dynamic(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    names = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+    marked = [tensor for tensor in tensors if 0 not in getattr(tensor, names[0], ())]
+    before = [{name: vars(tensor)[name] for name in names if name in vars(tensor)} for tensor in marked]
+    for tensor in marked:
+        # A set of our own: the user's must come back unchanged.
+        tensor._dynamo_weak_dynamic_indices = set(getattr(tensor, names[0], ()))  # type: ignore[attr-defined]
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    try:
+        yield
+    finally:
+        for tensor, attributes in zip(marked, before, strict=True):
+            for name in names:
+                if name in attributes:
+                    setattr(tensor, name, attributes[name])
+                elif name in vars(tensor):
+                    delattr(tensor, name)
+
+
+def _is_torch_file(path: str) -> bool:
+    return path.startswith(torch.__path__[0]) or path.startswith("<")

@@ -1,0 +1,237 @@
+"""Traces Dynamo's graph to functional ATen operators with one symbol for the batch size.
+
+In: the Dynamo `fx.GraphModule`, its tensor inputs and which of them are batch inputs. Out: an `AtenTrace`.
+Terms: *rows* is the batch size; the *hint* is the number that stands for it where the trace has to decide something (which
+memory layout a convolution prefers, say): a prime that divides no other size, so that no decision is owed to a coincidence
+with the batch size of this process.
+
+The trace runs with gradients enabled on fake tensors that require grad like the real ones, because operators are chosen
+accordingly (attention, matmul folding). Where the model switches gradients off, each result becomes an `aten.detach`, so that the
+graph, run later under autograd, stops gradients at the same places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+from rannc_backend.capture_inputs import TensorInput
+from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
+
+#: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph included`.
+_WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
+_SMALLEST_HINT = 53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtenTrace:
+    """Output of `graph_module`: the user's outputs, then the new values of the inputs in `mutated`."""
+
+    graph_module: fx.GraphModule
+    num_user_outputs: int
+    mutated: tuple[int, ...]  # indices into the tensor inputs
+    rows_symbol: sympy.Symbol
+    rows_hint: int
+    fake_mode: FakeTensorMode
+
+
+def trace_aten(
+    dynamo_graph: fx.GraphModule,
+    inputs: Sequence[TensorInput],
+    *,
+    batch_positions: frozenset[int],
+    sizes: dict[int, int | None],
+    device: torch.device | None = None,
+) -> AtenTrace:
+    """Trace; placeholder i of the result is `inputs[i]`. Mutates neither the given graph nor any real tensor.
+
+    `sizes` gives the number for each size argument of Dynamo's graph, None for the batch size. `device`: trace as if the
+    model and its inputs were there. Raises UnsupportedModelError for what cannot be traced exactly.
+    """
+    shape_env = ShapeEnv()
+    fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    hint = rows_hint(dynamo_graph)
+    source = ConstantSource("rows")
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    rows = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    fakes = [_fake_input(item, item.position in batch_positions, rows, fake_mode, device) for item in inputs]
+    first_batch = next(index for index, item in enumerate(inputs) if item.position in batch_positions)
+    num_arguments = sum(node.op == "placeholder" for node in dynamo_graph.graph.nodes)
+    mutated: list[int] = []
+    num_user_outputs = 0
+
+    def forward(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        nonlocal num_user_outputs
+        arguments: list[Any] = [None] * num_arguments
+        for item, tensor in zip(inputs, tensors, strict=True):
+            arguments[item.position] = tensor
+        for position, number in sizes.items():
+            arguments[position] = tensors[first_batch].size(0) if number is None else number
+        outputs = _AtenInterpreter(dynamo_graph, device).run(*arguments)
+        num_user_outputs = len(outputs)
+        return tuple(outputs)
+
+    with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), torch.enable_grad():
+        graph_module = make_fx(_functionalized(forward, mutated), record_module_stack=True)(*fakes)
+    graph_module.graph.eliminate_dead_code()
+    if symbol in shape_env.replacements:
+        raise UnsupportedModelError(
+            f"the model works for one batch size only ({symbol} = {shape_env.replacements[symbol]})",
+            cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
+        )
+    return AtenTrace(
+        graph_module=graph_module,
+        num_user_outputs=num_user_outputs,
+        mutated=tuple(mutated),
+        rows_symbol=symbol,
+        rows_hint=hint,
+        fake_mode=fake_mode,
+    )
+
+
+def rows_hint(graph_module: fx.GraphModule) -> int:
+    """The smallest prime from 53 that divides no number of the graph: no size equals a multiple of it by coincidence."""
+    numbers: set[int] = set()
+    for node in graph_module.graph.nodes:
+        pytree.tree_map_only(int, numbers.add, (node.args, node.kwargs))
+        for value in pytree.tree_leaves(node.meta.get("example_value")):
+            if isinstance(value, torch.Tensor):
+                numbers.update(size for size in value.shape if isinstance(size, int))
+    candidate = _SMALLEST_HINT
+    while not sympy.isprime(candidate) or any(number and number % candidate == 0 for number in numbers):
+        candidate += 1
+    return candidate
+
+
+def _fake_input(
+    item: TensorInput, is_batch: bool, rows: torch.SymInt, mode: FakeTensorMode, device: torch.device | None
+) -> torch.Tensor:
+    tensor = item.tensor
+    place = tensor.device if device is None or (tensor.dim() == 0 and tensor.device.type == "cpu") else device
+    with mode:
+        if is_batch:
+            # Slices of a batch are handed on as contiguous tensors, whatever the layout of the user's.
+            fake = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=place)
+        else:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def _functionalized(forward: Callable[..., tuple[Any, ...]], mutated: list[int]) -> Callable[..., tuple[Any, ...]]:
+    """`forward` without mutation; new values of mutated inputs are appended to its outputs, their indices to `mutated`."""
+
+    def run(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+        with exclude, FunctionalTensorMode():
+            wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
+            outputs = forward(*wrapped)
+            mutated.clear()
+            updates = []
+            for index, tensor in enumerate(wrapped):
+                torch._sync(tensor)
+                if torch._functionalize_has_metadata_mutation(tensor.elem):
+                    raise UnsupportedModelError("the model changes the shape or storage of one of its inputs in place")
+                if torch._functionalize_has_data_mutation(tensor.elem):
+                    mutated.append(index)
+                    updates.append(tensor)
+            return tuple(_unwrapped(value) for value in (*outputs, *updates))
+
+    return run
+
+
+def _unwrapped(value: Any) -> Any:
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
+
+
+class _AtenInterpreter(fx.Interpreter):
+    """Runs Dynamo's graph: wrappers are inlined, results under no_grad detached, the rest is torch's own business."""
+
+    def __init__(self, graph_module: fx.GraphModule, device: torch.device | None) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self._device = device
+        # torch's note "While executing ..." prints the whole graph's node; our errors carry the user's line instead.
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        cut = n.op.startswith("call_") and not torch.is_grad_enabled() and _any_requires_grad(self._operands(n))
+        try:
+            result = super().run_node(n)
+        except RanncError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"the operator {n.target} does not work with a symbolic batch size: {type(error).__name__}: {error}",
+                location=user_location(n.meta.get("stack_trace") or ""),
+            ) from error
+        if not cut:
+            return result
+        if any(value.requires_grad for value in _tensors(result)):
+            raise UnsupportedModelError(
+                f"{n.target} changes a value that has a gradient in place while gradients are switched off",
+                location=user_location(n.meta.get("stack_trace") or ""),
+                cure="write it without the in-place operation.",
+            )
+        return pytree.tree_map_only(torch.Tensor, _detached, result)
+
+    def _operands(self, n: fx.Node) -> object:
+        return self.fetch_args_kwargs_from_env(n)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if self._device is None:
+            return args, kwargs
+        return pytree.tree_map_only(torch.device, self._moved, (args, kwargs))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(target, HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        name = target.name()
+        if name in _WRAPPERS:
+            body, operands = args[0], args[_WRAPPERS[name] :]
+            return _AtenInterpreter(body, self._device).run(*operands)
+        if name == "autograd_function_apply" and not (torch.is_grad_enabled() and _any_requires_grad(args)):
+            return super().call_function(target, args, kwargs)
+        raise UnsupportedModelError(
+            f"the model uses {_readable(name)}, whose gradients or branches cannot be split over stages exactly",
+            cure="write this part with ordinary operators, for which autograd knows the gradient.",
+        )
+
+    def _moved(self, device: torch.device) -> torch.device:
+        assert self._device is not None
+        return self._device
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _any_requires_grad(values: object) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(values))
+
+
+def _readable(name: str) -> str:
+    return {"autograd_function_apply": "a torch.autograd.Function with a backward of its own", "cond": "torch.cond"}.get(
+        name, f"torch.ops.higher_order.{name}"
+    )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    # Only what could carry a gradient; the node of an integer or of a constant stays as it is.
+    return tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else tensor
