@@ -129,7 +129,7 @@ def test_mutation_score(schedule, phase):
             if not refused:
                 survivors.append(text)
     assert num_bad > 200
-    assert len(survivors) <= 0.01 * num_bad, survivors
+    assert not survivors
 
 
 def test_two_swapped_sends_against_two_receives_are_seen():
