@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stamp", default="/dev/null")
-    parser.add_argument("--options", default="")
+    parser.add_argument("--world", type=int, default=1)
     arguments = parser.parse_args()
     rank = rank_of_environment()
     failing = arguments.where if rank == arguments.rank else "none"
@@ -81,8 +81,7 @@ def main() -> None:
     if failing == "capture":
         model.body.register_forward_pre_hook(lambda *_: fail(arguments.how, arguments.stamp))
     options: dict[str, Any] = {"pipeline_num": 3, "stage_compiler": "eager", "step_timeout_seconds": 5.0}
-    if int(os.environ.get("PMI_SIZE", "1")) > 1:
-        options["stage_replicas"] = ",".join(["1"] * int(os.environ["PMI_SIZE"]))
+    options["stage_replicas"] = ",".join(["1"] * arguments.world)
     compiled = torch.compile(model, backend="rannc", options=options)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(1, arguments.steps + 1):

@@ -49,7 +49,7 @@ JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 def run_job(how: str, where: str, texts: tuple[str, ...], world: int, rank: int, directory: Path) -> None:
     stamp = directory / "stamp"
-    arguments = ["--how", how, "--where", where, "--rank", str(rank), "--stamp", str(stamp)]
+    arguments = ["--how", how, "--where", where, "--rank", str(rank), "--stamp", str(stamp), "--world", str(world)]
     code, output, _ = run_script(JOB, arguments, world=world, directory=directory, limit_seconds=LIMIT_SECONDS)
     ended = time.time()
     assert stamp.exists(), f"the failure was never reached:\n{output[-4000:]}"
@@ -88,7 +88,7 @@ def test_job_ends_soon_and_says_why_full(how: str, where: str, texts: tuple[str,
 
 
 def test_the_job_without_a_failure_ends_with_zero(tmp_path: Path) -> None:
-    code, output, _ = run_script(JOB, ["--steps", "4"], world=2, directory=tmp_path, limit_seconds=LIMIT_SECONDS)
+    code, output, _ = run_script(JOB, ["--steps", "4", "--world", "2"], world=2, directory=tmp_path, limit_seconds=LIMIT_SECONDS)
     assert code == 0 and output.count("trained 4 steps") == 2, output[-4000:]
 
 

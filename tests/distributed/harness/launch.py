@@ -97,12 +97,22 @@ class Process:
 
 
 def run_script(
-    script: Path, arguments: Sequence[str], *, world: int, directory: Path, limit_seconds: float, **extra: str
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    world: int,
+    directory: Path,
+    limit_seconds: float,
+    command: Sequence[str] = (),
 ) -> tuple[int | None, str, float]:
-    """Run a Python script as a job of its own: (exit code or None if it had to be ended, output, seconds)."""
-    command = [*launcher(world), sys.executable, str(script), *arguments]
+    """Run a Python script as a job of its own: (exit code or None if it had to be ended, output, seconds).
+
+    Args:
+        command: another launcher in front of the script, in place of mpirun and python.
+    """
+    chosen = [*(command or [*launcher(world), sys.executable]), str(script), *arguments]
     begin = time.monotonic()
-    with Process(command, directory / f"{script.stem}.{begin:.3f}.log", extra) as process:
+    with Process(chosen, directory / f"{script.stem}.{begin:.3f}.log", {}) as process:
         code = process.wait(limit_seconds)
         seconds = time.monotonic() - begin
     return code, process.output.read_text(errors="replace"), seconds
