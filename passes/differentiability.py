@@ -1,0 +1,54 @@
+"""Which values of a graph take part in differentiation.
+
+In: a functional ATen graph with fake values, and the names of the placeholders that require a gradient. Out: names of nodes.
+Exact: the graph is interpreted under fake tensors with autograd on, so that every operator answers for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+
+def values_needing_grad(
+    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str], fake_mode: FakeTensorMode | None = None
+) -> frozenset[str]:
+    """Names of the nodes (placeholders included) whose value, or an element of it, requires grad.
+
+    `fake_mode`: the mode of the graph's values; found in them if not given.
+    """
+    interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
+    inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    fake_mode = fake_mode or next((item.fake_mode for item in inputs if isinstance(item, FakeTensor)), None)
+    with fake_mode or contextlib.nullcontext(), torch.enable_grad():
+        interpreter.run(*inputs)
+    return frozenset(interpreter.found)
+
+
+class _GradInterpreter(fx.Interpreter):
+    def __init__(self, graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self.requires_grad_inputs = requires_grad_inputs
+        self.found: set[str] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            value = value.detach()
+            if n.name in self.requires_grad_inputs:
+                assert value.is_floating_point() or value.is_complex(), f"input {n.name} of dtype {value.dtype} has no gradient"
+                value.requires_grad_(True)
+        if n.op != "output" and _requires_grad(value):
+            self.found.add(n.name)
+        return value
+
+
+def _requires_grad(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_requires_grad(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -1,0 +1,101 @@
+"""Build one graph out of nodes of another, under the same names.
+
+In: a graph module. Out: new graph modules with copies of some of its nodes; constants (get_attr) come along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .tracing import inline_value, trace_function
+
+
+class GraphBuilder:
+    """A graph in the making. A copied node keeps its name and metadata."""
+
+    def __init__(self, source: fx.GraphModule) -> None:
+        self.source = source
+        self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        self.graph = self.module.graph
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    @staticmethod
+    def copy_of(source: fx.GraphModule) -> fx.GraphModule:
+        """A copy of the whole graph: same names, same metadata, constants shared."""
+        builder = GraphBuilder(source)
+        for node in source.graph.nodes:
+            if node.op == "placeholder":
+                builder.placeholder(node)
+            elif node.op != "output":
+                builder.copy(node)
+        outputs = source.graph.output_node().args[0]
+        return builder.finish([builder.find(item) if isinstance(item, fx.Node) else item for item in outputs])
+
+    def find(self, node: fx.Node) -> fx.Node | None:
+        return self._copies.get(node)
+
+    def find_placeholder(self, name: str) -> fx.Node | None:
+        return next((node for node in self.graph.nodes if node.op == "placeholder" and node.name == name), None)
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        """A placeholder that stands for `node`."""
+        made = self.find_placeholder(node.name) or self.new_placeholder(node.name, node.meta["val"])
+        made.meta = dict(node.meta)
+        self._copies[node] = made
+        return made
+
+    def new_placeholder(self, name: str, value: Any) -> fx.Node:
+        first_other = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        with self.graph.inserting_before(first_other) if first_other else self.graph.inserting_after():
+            made = self.graph.create_node("placeholder", name, name=name)
+        made.meta["val"] = value
+        assert made.name == name, f"name {name} is taken"
+        return made
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            _set_attribute(self.module, node.target, getattr(self.source, node.target))
+        made = self.graph.node_copy(node, self._copies.__getitem__)
+        assert made.name == node.name, f"name {node.name} is taken"
+        self._copies[node] = made
+        return made
+
+    def trace(self, node: fx.Node, function: Callable[..., Any], args: tuple[fx.Node, ...]) -> fx.Node:
+        """The operators of `function(*args)`, with `args` in this graph, as the copy of `node`."""
+        inner = trace_function(function, args, {})
+        marker = self.graph.call_function(torch.ops.aten.alias.default, args[:1])
+        marker.meta = {**node.meta, "val": inner.outputs[0].meta["val"]}
+        self._copies[node] = inline_value(marker, inner)
+        return self._copies[node]
+
+    def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        self.graph.output(tuple(outputs))
+        self.graph.lint()
+        self.module.recompile()
+        return self.module
+
+
+def depends_on_inputs(node: fx.Node) -> bool:
+    """Whether a value depends on any placeholder."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        item = pending.pop()
+        if item.op == "placeholder":
+            return True
+        if item not in seen:
+            seen.add(item)
+            pending.extend(item.all_input_nodes)
+    return False
+
+
+def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
+    assert "." not in name, f"constant {name} is not at the top of its graph module"
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        module.register_buffer(name, value, persistent=False)
+    else:
+        setattr(module, name, value)

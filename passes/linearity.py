@@ -1,0 +1,68 @@
+"""Is the scalar part after the sums linear in the sums?
+
+In: an epilogue graph with fake values and the names of its placeholders that are partials. Out: whether no gradient of an
+output with respect to a partial depends on a partial; then a slice's backward may start before all sums are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .operator_call import operator_name
+
+#: only the shape of the argument matters
+SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size")
+
+
+def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partials: Collection[str]) -> bool:
+    """Trace d(outputs)/d(differentiated partials) and look whether any of it reads a partial."""
+    placeholders = [node for node in epilogue.graph.nodes if node.op == "placeholder"]
+    values = [node.meta["val"] for node in placeholders]
+    wanted = [
+        place
+        for place, node in enumerate(placeholders)
+        if node.name in differentiated and (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())
+    ]
+    if not wanted:
+        return True
+
+    def gradients(*inputs: torch.Tensor) -> list[Any]:
+        leaves = [item.detach().requires_grad_(place in wanted) for place, item in enumerate(inputs)]
+        with torch.enable_grad():
+            outputs = fx.Interpreter(epilogue).run(*leaves)
+            results: list[Any] = []
+            for output in outputs:
+                if output.requires_grad:
+                    sources = [leaves[place] for place in wanted]
+                    seed = torch.ones(output.shape, dtype=output.dtype, device=output.device)
+                    results += torch.autograd.grad(output, sources, seed, retain_graph=True, allow_unused=True)
+        return results
+
+    traced = make_fx(gradients)(*values)
+    by_name = {node.name: inner for node, inner in zip(placeholders, _placeholders(traced))}
+    forbidden = {by_name[name] for name in partials}
+    return not any(_reads(node, forbidden) for node in traced.graph.output_node().all_input_nodes)
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _reads(node: fx.Node, forbidden: Collection[fx.Node]) -> bool:
+    """Whether the value of `node` depends on the values of `forbidden`."""
+    seen: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        item = pending.pop()
+        if item in forbidden:
+            return True
+        if item in seen or operator_name(item.target).removeprefix("aten.") in SHAPE_ONLY:
+            continue
+        seen.add(item)
+        pending.extend(item.all_input_nodes)
+    return False

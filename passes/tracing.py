@@ -1,0 +1,126 @@
+"""Put what a Python function does on tensors into a graph, in place of a node.
+
+In: a node with fake values, and a function of its arguments. Out: the function's ATen operators, traced over the same symbolic
+sizes, as an inner graph or inlined before the node with the node's own metadata.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import decomposition_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class InnerGraph:
+    """A traced function: `placeholders[i]` stands for the outer node `arguments[i]`; outputs are nodes, constants or None."""
+
+    module: fx.GraphModule
+    placeholders: tuple[fx.Node, ...]
+    arguments: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+
+def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> InnerGraph:
+    """Trace `function(*args, **kwargs)`, in which FX nodes stand for their fake values."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    nodes = tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
+
+    def run(*values: Any) -> Any:
+        by_node = dict(zip(nodes, values))
+        replaced = [by_node[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        new_args, new_kwargs = pytree.tree_unflatten(replaced, spec)
+        result = function(*new_args, **new_kwargs)
+        # decompositions give named tuples, which the tracer would record as a call of their class
+        return tuple(result) if isinstance(result, tuple) else result
+
+    module = make_fx(run)(*(node.meta["val"] for node in nodes))
+    output = module.graph.output_node().args[0]
+    outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+    placeholders = tuple(node for node in module.graph.nodes if node.op == "placeholder")
+    return InnerGraph(module, placeholders, nodes, outputs)
+
+
+def trace_decomposition(node: fx.Node) -> InnerGraph | None:
+    """What an operator is made of, by torch's table of decompositions; None if it is not in there."""
+    function = decomposition_table.get(node.target)
+    if function is None:
+        return None
+    return trace_function(function, node.args, node.kwargs)
+
+
+def inline(node: fx.Node, inner: InnerGraph) -> list[fx.Node]:
+    """Replace `node` by the nodes of `inner`; gives the new nodes. The node's elements are replaced one by one if it is a tuple."""
+    graph = node.graph
+    copies: dict[fx.Node, fx.Node] = dict(zip(inner.placeholders, inner.arguments))
+    new_nodes: list[fx.Node] = []
+    with graph.inserting_before(node):
+        for item in inner.graph.nodes:
+            if item.op in ("placeholder", "output"):
+                continue
+            if item.op == "get_attr":
+                copies[item] = _copy_attribute(graph, inner.module, item)
+            else:
+                copies[item] = graph.node_copy(item, copies.__getitem__)
+            _inherit(copies[item], node)
+            new_nodes.append(copies[item])
+    outputs = [copies[item] if isinstance(item, fx.Node) else item for item in inner.outputs]
+    if not isinstance(node.meta["val"], (tuple, list)):
+        node.replace_all_uses_with(outputs[0])
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem, f"{user} uses the tuple {node} as a whole"
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+    # what nobody uses goes at once, so that no later pass refuses it
+    kept = [item for item in reversed(new_nodes) if item.users or graph.erase_node(item)]
+    return kept[::-1]
+
+
+def inline_value(marker: fx.Node, inner: InnerGraph) -> fx.Node:
+    """Inline a one-output graph at `marker`, which nobody uses yet; gives its value."""
+    graph = marker.graph
+    keeper = graph.call_function(operator.pos, (marker,))
+    keeper_place = marker.next
+    keeper_place.prepend(keeper)
+    inline(marker, inner)
+    value = keeper.args[0]
+    graph.erase_node(keeper)
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _inherit(node: fx.Node, origin: fx.Node) -> None:
+    """Keep who asked for the node: the user's line and module."""
+    for key in ("stack_trace", "module_path", "nn_module_stack"):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+
+
+def _copy_attribute(graph: fx.Graph, module: fx.GraphModule, item: fx.Node) -> fx.Node:
+    owner = graph.owning_module
+    assert owner is not None, "a graph with constants needs its module"
+    name, number = f"_inlined_constant{0}", 0
+    while hasattr(owner, name):
+        number += 1
+        name = f"_inlined_constant{number}"
+    value = getattr(module, item.target)
+    if isinstance(value, torch.Tensor):
+        owner.register_buffer(name, value, persistent=False)
+    else:
+        setattr(owner, name, value)
+    copy = graph.get_attr(name)
+    copy.meta.update(item.meta)
+    return copy
