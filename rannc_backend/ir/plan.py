@@ -49,6 +49,10 @@ def _first_repeated(items: Iterable[Any]) -> Any:
     return None
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_round_float)]
 Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
@@ -184,6 +188,24 @@ class Plan(_Record):
     def owners(self, parameter: str) -> tuple[int, ...]:
         """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads it."""
         return tuple(sorted(rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks))
+
+    def summary(self) -> str:
+        """A few lines for people: one per stage with ranks, modules, seconds and memory, and what binds."""
+        name = self.model_name or "model"
+        lines = [
+            f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), {self.num_micro_batches} micro-batch(es) of "
+            f"{self.batch_rows} rows, {self.schedule}, step {_seconds(self.predicted_step_seconds)} predicted on {self.cluster.name}"
+        ]
+        for stage in self.stages:
+            cost = stage.predicted
+            ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"{stage.ranks[0]}"
+            modules = f"{stage.modules[0]} ... {stage.modules[-1]}" if len(stage.modules) > 1 else "".join(stage.modules)
+            lines.append(
+                f"  stage {stage.index}: ranks {ranks}, {len(stage.nodes)} nodes ({modules}), forward {_seconds(cost.forward_seconds)}, "
+                f"backward {_seconds(cost.backward_seconds)}, transfers {_seconds(cost.transfer_seconds)}, "
+                f"all-reduce {_seconds(cost.allreduce_seconds)}, memory {cost.peak_bytes / 2**20:.1f} MB"
+            )
+        return "\n".join([*lines, f"  bound by {self.binding}"])
 
     def to_json(self) -> str:
         """The plan as text: the same plan gives the same bytes (ASCII, two spaces, newline at the end)."""

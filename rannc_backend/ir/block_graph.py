@@ -1,0 +1,91 @@
+"""The model as the stage search sees it: a line of blocks, the values that flow between them, and the parameters they read.
+
+In: what partition/blocks.py finds in a row-wise graph. Out: frozen data whose amounts are sympy expressions in the number
+of rows that one replica computes in one micro-batch.
+
+Terms. Operator: one node's cost. Block: a run of consecutive nodes that is never cut. Flow: a value made by one block (or a
+batch input) and read by later ones. Constant nodes belong to no block; their cost is counted with the first block that
+uses them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+INPUT_BLOCK = -1  # producer of a flow that is an input of the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCost:
+    """FLOPs and moved bytes of one node; `dtype` is that of its arithmetic. Views cost nothing and launch nothing."""
+
+    name: str
+    dtype: str
+    forward_flops: sympy.Expr
+    backward_flops: sympy.Expr
+    forward_bytes: sympy.Expr
+    backward_bytes: sympy.Expr
+    num_forward_launches: int
+    num_backward_launches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """`saved_bytes` are kept from forward to backward; `output_bytes` are values returned to the user, kept to the step's end;
+    `workspace_bytes`: for each operator what lies in memory while it runs (the largest counts)."""
+
+    index: int
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    updated_buffers: tuple[str, ...]
+    operators: tuple[OperatorCost, ...]
+    saved_bytes: sympy.Expr
+    output_bytes: sympy.Expr
+    workspace_bytes: tuple[sympy.Expr, ...]
+
+    @property
+    def forward_flops(self) -> sympy.Expr:
+        return sympy.Add(*(operator.forward_flops for operator in self.operators))
+
+    @property
+    def backward_flops(self) -> sympy.Expr:
+        return sympy.Add(*(operator.backward_flops for operator in self.operators))
+
+    @property
+    def moved_bytes(self) -> sympy.Expr:
+        return sympy.Add(*(operator.forward_bytes + operator.backward_bytes for operator in self.operators))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A value that later blocks read: sent once to each stage that reads it; its gradient comes back if it `needs_grad`."""
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    num_bytes: sympy.Expr
+    needs_grad: bool
+
+    def __post_init__(self) -> None:
+        assert self.consumers and all(self.producer < block for block in self.consumers), f"flow {self} runs backwards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUse:
+    """A parameter by primary dotted name; tied names are one parameter."""
+
+    name: str
+    num_bytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGraph:
+    """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by name."""
+
+    blocks: tuple[Block, ...]
+    flows: tuple[Flow, ...]
+    parameters: tuple[ParameterUse, ...]

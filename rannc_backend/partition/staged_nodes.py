@@ -1,0 +1,151 @@
+"""Which nodes of a row-wise graph get a stage, and which parameters each of them reads.
+
+In: the row-wise graph and its layouts. Out: `StagedGraph`. Terms as in passes/split_stages.py: a *staged* node depends on
+the rows of the batch and runs in one stage; a *cloned* node does not (or only numbers the rows) and is computed again in
+every stage that uses it; a getitem goes with the tuple it takes from, together they are an *atom*. A staged node reads a
+parameter also through cloned nodes (a transposed weight). Only row-wise values (layout Rows) may cross between stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from rannc_backend.passes.layouts import Constant, Layout, Reduced, RowCount, RowIndex, Rows, Several
+from rannc_backend.passes.split_stages import is_size
+
+
+class Input(Protocol):
+    """What is read of `capture.GraphInput`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def fqn(self) -> str | None: ...
+
+    @property
+    def requires_grad(self) -> bool: ...
+
+
+class Output(Protocol):
+    """What is read of a description of one output of the row-wise graph."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fqn(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedGraph:
+    """`atoms`: staged nodes in topological order, each with its getitems. `reads`: of every staged node the placeholders of
+    parameters and buffers that reach it directly or through cloned nodes, in graph order. `cloned`: of every staged node the
+    cloned call_function nodes that reach it. `fixed`: staged values that must not cross between stages."""
+
+    rowwise: fx.GraphModule
+    atoms: tuple[tuple[fx.Node, ...], ...]
+    reads: Mapping[fx.Node, tuple[fx.Node, ...]]
+    cloned: Mapping[fx.Node, tuple[fx.Node, ...]]
+    fixed: frozenset[fx.Node]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(node for atom in self.atoms for node in atom)
+
+
+def find_staged_nodes(rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[Input]) -> StagedGraph:
+    """Sort the nodes of a row-wise graph into staged and cloned ones."""
+    stored = {item.name for item in inputs if item.kind in ("parameter", "buffer")}
+    number = {node: position for position, node in enumerate(rowwise.graph.nodes)}
+    atoms: dict[fx.Node, list[fx.Node]] = {}
+    atom_of: dict[fx.Node, fx.Node] = {}
+    reach: dict[fx.Node, frozenset[fx.Node]] = {}  # placeholders and cloned nodes behind a node that is not staged
+    behind: dict[fx.Node, frozenset[fx.Node]] = {}  # the same for a staged node
+    for node in rowwise.graph.nodes:
+        if node.op == "placeholder":
+            reach[node] = frozenset([node]) if node.name in stored else frozenset()
+        if node.op != "call_function" or is_size(node):
+            continue
+        found = frozenset[fx.Node]().union(*(reach.get(argument, frozenset()) for argument in node.all_input_nodes))
+        if node.target is operator.getitem and node.args[0] in atom_of:
+            head = atom_of[node.args[0]]
+        elif _is_staged(node, layouts, atom_of):
+            head = node
+        else:
+            reach[node] = found | {node}
+            continue
+        atom_of[node] = head
+        atoms.setdefault(head, []).append(node)
+        behind[node] = found
+    ordered = {node: sorted(items, key=number.__getitem__) for node, items in behind.items()}
+    return StagedGraph(
+        rowwise=rowwise,
+        atoms=tuple(tuple(atom) for atom in atoms.values()),
+        reads={node: tuple(item for item in items if item.op == "placeholder") for node, items in ordered.items()},
+        cloned={node: tuple(item for item in items if item.op != "placeholder") for node, items in ordered.items()},
+        fixed=frozenset(node for node in atom_of if not isinstance(layouts.get(node.name), Rows)),
+    )
+
+
+def _is_staged(node: fx.Node, layouts: Mapping[str, Layout], atom_of: Mapping[fx.Node, fx.Node]) -> bool:
+    layout = layouts.get(node.name)
+    if layout is None:  # a check without a value
+        return any(argument in atom_of for argument in node.all_input_nodes)
+    return not _is_cloned(layout)
+
+
+def _is_cloned(layout: Layout) -> bool:
+    if isinstance(layout, Several):
+        return all(_is_cloned(element) for element in layout.elements)
+    return isinstance(layout, Constant | RowIndex | RowCount | Reduced)
+
+
+def output_nodes(rowwise: fx.GraphModule) -> list[fx.Node]:
+    """The nodes in the flat output tuple, in order."""
+    (output,) = rowwise.graph.find_nodes(op="output")
+    return [value for value in output.args[0] if isinstance(value, fx.Node)]
+
+
+def home_of_cloned(staged: StagedGraph, node: fx.Node) -> fx.Node | None:
+    """The staged node next to which an output that is not staged itself is returned; None: the first stage.
+
+    The rule of passes/split_stages.py, which must find the parameters behind the output where this says.
+    """
+    path = node.meta.get("module_path", "")
+    if path and node.op != "placeholder":
+        for other in staged.reads:
+            if other.meta.get("module_path", "") == path:
+                return other
+    seen, pending = {node}, [node]
+    while pending:
+        current = pending.pop(0)
+        for neighbour in [*current.all_input_nodes, *current.users]:
+            if neighbour in staged.reads:
+                return neighbour
+            if neighbour not in seen and neighbour.op != "output":
+                seen.add(neighbour)
+                pending.append(neighbour)
+    return None
+
+
+def placeholders_behind(node: fx.Node) -> set[fx.Node]:
+    """Placeholders that reach `node`, itself included."""
+    seen, pending = {node}, [node]
+    while pending:
+        for argument in pending.pop().all_input_nodes:
+            if argument not in seen:
+                seen.add(argument)
+                pending.append(argument)
+    return {item for item in seen if item.op == "placeholder"}
