@@ -26,7 +26,7 @@ from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
-from rannc_backend.runtime.transport import GroupTransport, GroupWire, SingleTransport
+from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, SingleTransport
 from rannc_backend.runtime.world import StartOptions, World
 
 # (host name, CUDA_VISIBLE_DEVICES, number of devices); a plain list because it travels as JSON.
@@ -49,8 +49,6 @@ _HOLDER = _Holder()
 # What a user exports by hand where srun or mpirun starts the ranks and there is no mpi4py.
 _BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_ADDRESS = "127.0.0.1"
-# Limits are kept by those who wait. What torch itself does after its own limit is worse than waiting.
-_UNLIMITED = datetime.timedelta(days=7)
 
 
 def start(options: StartOptions | None = None) -> World:
@@ -115,10 +113,10 @@ def _mpi_world(options: StartOptions, wire: MpiWire) -> World:
     host, store = _meeting_host(seats), None
     if launch.rank == 0:
         # The system chooses the port and rank 0 tells it: no race for a number that was free a moment ago.
-        store = dist.TCPStore(host, 0, launch.size, True, timeout=_UNLIMITED, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, launch.size, True, timeout=UNLIMITED, wait_for_workers=False)
     port = control.broadcast(None if store is None else store.port, what="store address")
     if store is None:
-        store = dist.TCPStore(host, port, launch.size, False, timeout=_UNLIMITED, wait_for_workers=False)
+        store = dist.TCPStore(host, port, launch.size, False, timeout=UNLIMITED, wait_for_workers=False)
     _init_default_group(options, launch, device, store)
     return _finish(options, launch, device, seats, wire.local_rank(), control)
 
@@ -159,8 +157,9 @@ def _finish(
         device=device,
         staged=options.share_devices,
         limit_seconds=options.limit_seconds,
-        message_group=dist.new_group(backend="gloo", timeout=_UNLIMITED),
+        message_group=dist.new_group(backend="gloo", timeout=UNLIMITED),
         owns_default_group=launch.launcher != "user",
+        watch=monitor,
     )
 
     def on_good_end() -> None:
@@ -205,7 +204,7 @@ def _init_default_group(options: StartOptions, launch: Launch, device: torch.dev
 
 
 def _group_control(options: StartOptions, launch: Launch) -> WireControl:
-    wire = GroupWire(dist.new_group(backend="gloo", timeout=_UNLIMITED), size=launch.size)
+    wire = GroupWire(dist.new_group(backend="gloo", timeout=UNLIMITED), size=launch.size)
     return WireControl(wire, rank=launch.rank, size=launch.size, limit_seconds=options.limit_seconds)
 
 

@@ -17,7 +17,6 @@ import mmap
 import os
 import secrets
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -25,9 +24,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
-from rannc_backend.errors import CommunicationError, LaunchError, RankFailedError, user_location
+from rannc_backend.errors import CommunicationError, LaunchError, RankFailedError
 from rannc_backend.runtime import monitor_hub
 from rannc_backend.runtime.monitor_hub import COOKIE_BYTES, PHASE_BYTES
 from rannc_backend.runtime.world import RankState
@@ -39,6 +40,7 @@ _VERDICT_SECONDS = 4.0
 _LAST_WORDS_SECONDS = 1.5
 _FLUSH_SECONDS = 0.5
 _SURVEY_SECONDS = 2.0
+_LAST_MESSAGE_SECONDS = 1.0
 _NEVER = sys.maxsize
 _MOST_CAUSE_LINES = 8
 _MOST_CAUSE_CHARACTERS = 1000
@@ -86,6 +88,9 @@ class LinkMonitor:
         self._send_lock = threading.Lock()
         self._num_calls = 0
         self._least_left = _NEVER  # fewest calls with which a rank has left
+        self._left: dict[int, int] = {}  # rank that has left -> its number of calls
+        self._num_waits = 0
+        self._waiting_for: tuple[int, ...] = ()
         self._reported = False
         self._ended = threading.Event()
         self._bye = threading.Event()
@@ -113,7 +118,21 @@ class LinkMonitor:
     def begin_call(self) -> None:
         self._num_calls += 1
         if self._num_calls > self._least_left:
-            raise RankFailedError(rank=self._report_left(), cause="it left the job while this rank still needs it")
+            rank = min(self._left, key=lambda rank: self._left[rank])
+            self._report_left(rank)
+            raise RankFailedError(rank=rank, cause="it left the job while this rank still needs it")
+
+    def begin_wait(self, ranks: tuple[int, ...]) -> None:
+        """From now on this rank waits for a message of `ranks`; `end_wait` ends it."""
+        self._num_waits += 1
+        self._waiting_for = ranks
+        if self._left:
+            for rank in ranks:
+                if rank in self._left:
+                    self._watch_wait(rank)
+
+    def end_wait(self) -> None:
+        self._waiting_for = ()
 
     def fail(self, error: BaseException) -> NoReturn:
         self.report_error(error)
@@ -154,7 +173,7 @@ class LinkMonitor:
             kind = "communication"
         elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
             text = clip(text) + _OUT_OF_MEMORY_CURE
-        location = user_location("".join(traceback.format_tb(error.__traceback__)))
+        location = "" if kind == "interrupt" else _user_frame(error.__traceback__)
         self.report(kind, text, location=location, code=code)
 
     def report(self, kind: str, cause: str, *, location: str = "", code: int = 1, rank: int | None = None) -> None:
@@ -221,24 +240,38 @@ class LinkMonitor:
             # A rank that has failed by itself is on its way out, and may run what the user wants run at exit.
             self._end_soon(_LAST_WORDS_SECONDS if reported else 0.0)
         elif kind == "left":
-            self._least_left = min(self._least_left, message["num_calls"])
-            if message["rank"] != self.rank and self._num_calls > message["num_calls"]:
-                self._report_left(message["rank"])
+            rank, num_calls = message["rank"], message["num_calls"]
+            if rank == self.rank:
+                return
+            self._left[rank] = num_calls
+            self._least_left = min(self._least_left, num_calls)
+            if self._num_calls > num_calls:
+                self._report_left(rank)
+            elif rank in self._waiting_for:
+                self._watch_wait(rank)
         elif kind == "states":
             self._last_states = [RankState(**state) for state in message["states"]]
             self._states.set()
         elif kind == "bye":
             self._bye.set()
 
-    def _report_left(self, rank: int | None = None) -> int:
-        """Report that a needed rank has left; returns which."""
-        if rank is None:
-            gone = [state for state in self.survey() if state.left and state.num_calls < self._num_calls]
-            rank = gone[0].rank if gone else self.rank
+    def _watch_wait(self, rank: int) -> None:
+        """Report `rank`, which has left, if this rank's wait for it goes on: what it sent last arrives within moments."""
+        number = self._num_waits
+
+        def look() -> None:
+            if self._waiting_for and self._num_waits == number:
+                self._report_left(rank)
+
+        timer = threading.Timer(_LAST_MESSAGE_SECONDS, look)
+        timer.daemon = True
+        timer.start()
+
+    def _report_left(self, rank: int) -> None:
+        """Report that `rank` has left although this rank needs it."""
         where = monitor_hub.read_phase(self._memory)
-        cause = f"it left the job (end of the script or sys.exit) while rank {self.rank} needs it in: {where}"
+        cause = f"it left the job (end of the script, or sys.exit) while rank {self.rank} needs it in: {where}"
         self.report("left", cause, rank=rank)
-        return rank
 
     def _lost_hub(self) -> None:
         if self._bye.is_set() or self._ended.is_set():
@@ -272,6 +305,14 @@ def _flush() -> None:
 
 # Kept here because exit_hooks puts a wrapper in its place.
 REAL_EXIT = os._exit
+
+
+def _user_frame(trace: TracebackType | None) -> str:
+    """Innermost frame outside of libraries and of this package, as "train.py:12, in main"; "" if there is none."""
+    own = str(Path(__file__).resolve().parents[1])
+    libraries = (own, "site-packages", "dist-packages", "<")
+    frames = [f for f in traceback.extract_tb(trace) if not any(mark in f.filename for mark in libraries)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def clip(text: str) -> str:

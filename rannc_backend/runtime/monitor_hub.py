@@ -159,10 +159,11 @@ class Hub:
                     self._accept()
                 else:
                     self._read(key.fileobj, key.data)  # type: ignore[arg-type]
-            if self._decide_at is not None and time.monotonic() >= self._decide_at:
+            some_connected = any(seat.connection for seat in self._seats)
+            # Nobody left to hear from, because the launcher has killed the others: nothing to wait for either.
+            if self._decide_at is not None and (not some_connected or time.monotonic() >= self._decide_at):
                 self._end_job()
                 return
-            some_connected = any(seat.connection for seat in self._seats)
             if not some_connected and (any(seat.pid for seat in self._seats) or time.monotonic() > alone_until):
                 return
 

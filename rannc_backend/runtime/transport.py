@@ -14,15 +14,24 @@ from __future__ import annotations
 import datetime
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from rannc_backend.errors import CommunicationError
 
+UNLIMITED = datetime.timedelta(days=7)
 # Tags 0 to 15 are left to others on the same group.
 _FIRST_TAG = 16
+
+
+class WaitWatch(Protocol):
+    """Is told for whom this rank waits, so that a wait for a rank that has left does not last until its limit."""
+
+    def begin_wait(self, ranks: tuple[int, ...]) -> None: ...
+
+    def end_wait(self) -> None: ...
 
 
 class DoneWork:
@@ -33,53 +42,63 @@ class DoneWork:
 
 
 class DistWork:
-    """A torch.distributed Work with what it must keep alive and what to say when it fails."""
+    """A torch.distributed Work with what it must keep alive and what to say when it fails.
 
-    __slots__ = ("_after", "_limit_seconds", "_orders_streams_only", "_peer", "_rank", "_tensor", "_what", "_work")
+    Args:
+        peers: the ranks whose part this waits for.
+        on_stream: NCCL: waiting only orders the current stream.
+        after: to be called when the tensor has arrived.
+    """
+
+    __slots__ = ("_after", "_on_stream", "_peers", "_tensor", "_transport", "_what", "_work")
 
     def __init__(
         self,
+        transport: GroupTransport,
         work: Any,
         tensor: torch.Tensor,
         *,
-        rank: int,
-        peer: int | None,
+        peers: tuple[int, ...],
         what: str,
-        limit_seconds: float,
-        orders_streams_only: bool = False,
+        on_stream: bool = False,
         after: Callable[[], None] | None = None,
     ) -> None:
+        self._transport = transport
         self._work = work
         self._tensor: torch.Tensor | None = tensor
-        self._rank = rank
-        self._peer = peer
+        self._peers = peers
         self._what = what
-        self._limit_seconds = limit_seconds
-        self._orders_streams_only = orders_streams_only
+        self._on_stream = on_stream
         self._after = after
 
     def wait(self, limit_seconds: float | None = None) -> None:
         if self._work is None:
             return
-        limit = self._limit_seconds if limit_seconds is None else limit_seconds
-        try:
-            if self._orders_streams_only:
-                self._work.wait()
-            else:
-                self._work.wait(datetime.timedelta(seconds=limit))
-        except RuntimeError as error:
-            raise self._failure(error, limit) from error
+        if self._on_stream:
+            self._work.wait()
+        else:
+            self._wait_on_host(self._transport.limit_seconds if limit_seconds is None else limit_seconds)
         if self._after is not None:
             self._after()
         self._work = self._tensor = self._after = None
 
+    def _wait_on_host(self, limit_seconds: float) -> None:
+        watch = self._transport.watch
+        watch.begin_wait(self._peers)
+        try:
+            self._work.wait(datetime.timedelta(seconds=limit_seconds))
+        except RuntimeError as error:
+            raise self._failure(error, limit_seconds) from error
+        watch.end_wait()
+
     def _failure(self, error: RuntimeError, limit_seconds: float) -> CommunicationError:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        rank = self._transport.rank
+        peer = self._peers[0] if len(self._peers) == 1 else None
         if "timed out" in text.lower() or "timeout" in text.lower():
-            return CommunicationError(
-                f"{self._what} did not complete in time", rank=self._rank, peer=self._peer, limit_seconds=limit_seconds
-            )
-        return CommunicationError(f"{self._what} broke: {text}", rank=self._rank, peer=self._peer)
+            problem = f"{self._what} did not complete in time"
+            return CommunicationError(problem, rank=rank, peer=peer, limit_seconds=limit_seconds)
+        return CommunicationError(f"{self._what} broke: {text}", rank=rank, peer=peer)
 
 
 class SingleTransport:
@@ -113,6 +132,7 @@ class GroupTransport:
         limit_seconds: longest wait where `wait` gives none; with NCCL, the time-out of the groups.
         message_group: gloo group of all ranks for messages, made by bootstrap.
         owns_default_group: torch.distributed was started by us, and ends with us.
+        watch: the monitor.
     """
 
     def __init__(
@@ -125,12 +145,14 @@ class GroupTransport:
         limit_seconds: float,
         message_group: Any,
         owns_default_group: bool,
+        watch: WaitWatch,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
+        self.limit_seconds = limit_seconds
+        self.watch = watch
         self._size = size
         self._device = device
         self._nccl = device.type == "cuda" and not staged
-        self._limit_seconds = limit_seconds
         self._message_group = message_group
         self._owns_default_group = owns_default_group
         self._channels: dict[str, Any] = {}  # tag with gloo, process group with NCCL
@@ -161,7 +183,7 @@ class GroupTransport:
             host.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream(tensor.device).synchronize()
         work = dist.isend(_as_bytes(host), dst=peer, group=self._message_group, tag=self._channels[channel])
-        return self._work(work, host, peer, what)
+        return DistWork(self, work, host, peers=(peer,), what=what)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DistWork | DoneWork:
         self._check_message(tensor, peer, channel)
@@ -173,19 +195,21 @@ class GroupTransport:
         host = _pinned_like(tensor) if tensor.is_cuda else tensor
         after = (lambda: _copy_into(tensor, host)) if tensor.is_cuda else None
         work = dist.irecv(_as_bytes(host), src=peer, group=self._message_group, tag=self._channels[channel])
-        return self._work(work, host, peer, what, after)
+        return DistWork(self, work, host, peers=(peer,), what=what, after=after)
 
     def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
         work = dist.all_reduce(tensor, group=self._groups[ranks], async_op=True)
-        return self._work(work, tensor, None, f"all-reduce over ranks {list(ranks)}", nccl=self._nccl)
+        what = f"all-reduce over ranks {list(ranks)}"
+        return DistWork(self, work, tensor, peers=ranks, what=what, on_stream=self._nccl)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
         work = dist.broadcast(tensor, src=root, group=self._groups[ranks], async_op=True)
-        return self._work(work, tensor, root, f"broadcast over ranks {list(ranks)}", nccl=self._nccl)
+        what = f"broadcast from rank {root} over ranks {list(ranks)}"
+        return DistWork(self, work, tensor, peers=(root,), what=what, on_stream=self._nccl)
 
     def close(self) -> None:
         # gloo's threads hold the last tensors of a group; a group that outlives the interpreter aborts the process
@@ -204,20 +228,6 @@ class GroupTransport:
         groups.clear()
         gc.collect()
 
-    def _work(
-        self,
-        work: Any,
-        tensor: torch.Tensor,
-        peer: int | None,
-        what: str,
-        after: Callable[[], None] | None = None,
-        nccl: bool = False,
-    ) -> DistWork:
-        limit = self._limit_seconds
-        return DistWork(
-            work, tensor, rank=self._rank, peer=peer, what=what, limit_seconds=limit, orders_streams_only=nccl, after=after
-        )
-
     def _nccl_message(
         self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int, channel: str, what: str
     ) -> DistWork:
@@ -225,17 +235,18 @@ class GroupTransport:
         # the pair on its first use, which waits for the peer and can deadlock.
         message = dist.P2POp(operation, tensor, peer, self._channels[channel])
         (work,) = dist.batch_isend_irecv([message])
-        return self._work(work, tensor, peer, what, nccl=True)
+        return DistWork(self, work, tensor, peers=(peer,), what=what, on_stream=True)
 
     def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        limit = datetime.timedelta(seconds=self._limit_seconds)
+        # gloo's own limit is beyond any that `wait` gives; NCCL has no other, its watchdog keeps it.
+        limit = datetime.timedelta(seconds=self.limit_seconds) if self._nccl else UNLIMITED
         group = dist.new_group(list(ranks), timeout=limit, backend="nccl" if self._nccl else "gloo")
-        if self._nccl and self._rank in ranks:
+        if self._nccl and self.rank in ranks:
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         return group
 
     def _check_message(self, tensor: torch.Tensor, peer: int, channel: str) -> None:
-        assert peer != self._rank, f"message {channel!r} of rank {peer} to itself"
+        assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
         assert channel in self._channels, f"channel {channel!r} was not prepared"
         assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"
 
