@@ -72,6 +72,7 @@ _COUNTERPART_KINDS = {
     ActionKind.WAIT_GRADIENT: ActionKind.SEND_GRADIENT,
     ActionKind.DONE_GRADIENT: ActionKind.RECEIVE_GRADIENT,
 }
+_DIRECTIONS = {kind: kind.value[1] for kind in MESSAGE_KINDS}
 _ENDPOINT_LETTERS = {INPUT: "I", OUTPUT: "O"}
 _ENDPOINTS_BY_LETTER = {letter: endpoint for endpoint, letter in _ENDPOINT_LETTERS.items()}
 _ACTION_PATTERN = re.compile(r"(\d+|[IO])(SF|RF|WF|DF|SB|RB|WB|DB|[FBIWAG])(\d+)?(?:([<>])(\d+|[IO]))?", re.ASCII)
@@ -144,9 +145,9 @@ class Action:
     @property
     def channel(self) -> Channel:
         """The channel of a message action; ValueError for the others."""
-        if self.kind not in MESSAGE_KINDS:
+        direction = _DIRECTIONS.get(self.kind)
+        if direction is None:
             raise ValueError(f"{self} moves no message")
-        direction = self.kind.value[1]
         if self.kind in OUTGOING_KINDS:
             return Channel(self.stage, self.peer, direction)
         return Channel(self.peer, self.stage, direction)

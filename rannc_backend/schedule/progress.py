@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import ScheduleError
-from ..ir.action import DONE_KINDS, RECEIVE_KINDS, SEND_KINDS, WAIT_KINDS, Action, ActionKind, Channel, Program
+from ..ir.action import MESSAGE_KINDS, RECEIVE_KINDS, SEND_KINDS, WAIT_KINDS, Action, ActionKind, Channel, Program
 
 
 class Durations(Protocol):
@@ -66,18 +66,36 @@ class TimedAction:
 
 
 @dataclass(slots=True)
+class _Message:
+    """One message of a channel: who takes part, and how far it is. Times in seconds."""
+
+    channel: Channel
+    micro_batch: int
+    senders: list[int] = field(default_factory=list)  # lanes that have its send
+    receivers: list[int] = field(default_factory=list)
+    sent: dict[int, float] = field(default_factory=dict)  # lane -> when it posted
+    received: dict[int, float] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], float] = field(default_factory=dict)  # (sending lane, receiving lane) -> when
+
+    def end_for(self, lane: int, *, is_wait: bool) -> float | None:
+        """When the transfers that a W (else a D) of `lane` waits for have ended; None while one has not."""
+        pairs = [(other, lane) for other in self.senders] if is_wait else [(lane, other) for other in self.receivers]
+        if not pairs or not all(pair in self.arrived for pair in pairs):
+            return None
+        return max(self.arrived[pair] for pair in pairs)
+
+
+@dataclass(slots=True)
 class _Run:
     """State of one run."""
 
     programs: Mapping[int, Program]
     durations: Durations
-    posters: dict[Action, list[int]]  # send or receive -> lanes that have it
+    messages: dict[int, list[_Message | None]]  # lane -> message of each of its actions
     next_index: dict[int, int]
     clock: dict[int, float]
     num_computes_left: dict[int, int]
-    posted: dict[tuple[Action, int], float] = field(default_factory=dict)  # (send or receive, lane) -> seconds
-    arrived: dict[tuple[Action, int, int], float] = field(default_factory=dict)  # (send, its lane, receiving lane)
-    channel_free: defaultdict[tuple[Channel, int, int], float] = field(default_factory=lambda: defaultdict(float))
+    channel_free: defaultdict[tuple[Channel, tuple[int, int]], float] = field(default_factory=lambda: defaultdict(float))
     last_compute: dict[int, tuple[float, float]] = field(default_factory=dict)  # stage -> (start, end)
     blocked: set[int] = field(default_factory=set)
     ready: deque[int] = field(default_factory=deque)
@@ -95,15 +113,10 @@ def run_to_end(programs: Mapping[int, Program], durations: Durations | None = No
     Raises:
         ScheduleError: the programs get stuck; the action is that of a lane on the circle of waiting.
     """
-    posters: defaultdict[Action, list[int]] = defaultdict(list)
-    for lane, program in programs.items():
-        for action in program:
-            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-                posters[action].append(lane)
     run = _Run(
         programs=programs,
         durations=durations or NoTime(),
-        posters=dict(posters),
+        messages=_collect_messages(programs),
         next_index=dict.fromkeys(programs, 0),
         clock=dict.fromkeys(programs, 0.0),
         num_computes_left={lane: sum(a.is_compute for a in program) for lane, program in programs.items()},
@@ -111,27 +124,49 @@ def run_to_end(programs: Mapping[int, Program], durations: Durations | None = No
     )
     while run.ready:
         lane = run.ready.popleft()
-        program = programs[lane]
-        while run.next_index[lane] < len(program):
-            if not _step(run, lane, program[run.next_index[lane]]):
+        program, messages = programs[lane], run.messages[lane]
+        for index in range(run.next_index[lane], len(program)):
+            if not _step(run, lane, program[index], messages[index]):
                 run.blocked.add(lane)
                 break
-            run.next_index[lane] += 1
+            run.next_index[lane] = index + 1
     if run.blocked:
         raise _stuck(run)
     return tuple(sorted(run.timeline, key=lambda timed: timed.start))
 
 
-def _step(run: _Run, lane: int, action: Action) -> bool:
+def _collect_messages(programs: Mapping[int, Program]) -> dict[int, list[_Message | None]]:
+    """lane -> the message of each of its actions (None for those that move none), shared between both ends."""
+    messages: dict[tuple[Channel, int], _Message] = {}
+    by_lane: dict[int, list[_Message | None]] = {}
+    for lane, program in programs.items():
+        by_lane[lane] = []
+        for action in program:
+            if action.kind not in MESSAGE_KINDS:
+                by_lane[lane].append(None)
+                continue
+            key = (action.channel, action.micro_batch)
+            if key not in messages:
+                messages[key] = _Message(*key)
+            if action.kind in SEND_KINDS:
+                messages[key].senders.append(lane)
+            elif action.kind in RECEIVE_KINDS:
+                messages[key].receivers.append(lane)
+            by_lane[lane].append(messages[key])
+    return by_lane
+
+
+def _step(run: _Run, lane: int, action: Action, message: _Message | None) -> bool:
     """Do one action if it can end; False when it must wait for another lane."""
     start = end = run.clock[lane]
-    if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-        _post(run, lane, action)
-    elif action.kind in WAIT_KINDS or action.kind in DONE_KINDS:
-        keys = _messages_waited_for(run, lane, action)
-        if keys is None or not all(key in run.arrived for key in keys):
-            return False
-        end = max(start, *(run.arrived[key] for key in keys))
+    if message is not None:
+        if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+            _post(run, lane, message, is_send=action.kind in SEND_KINDS)
+        else:
+            arrival = message.end_for(lane, is_wait=action.kind in WAIT_KINDS)
+            if arrival is None:
+                return False
+            end = max(start, arrival)
     elif action.is_compute:
         end = start + run.durations.compute_seconds(action)
         run.last_compute[action.stage] = (start, end)
@@ -149,33 +184,17 @@ def _step(run: _Run, lane: int, action: Action) -> bool:
     return True
 
 
-def _post(run: _Run, lane: int, action: Action) -> None:
+def _post(run: _Run, lane: int, message: _Message, *, is_send: bool) -> None:
     """Post a send or receive; where the other end is posted too, the message gets its arrival time."""
     now = run.clock[lane]
-    run.posted[action, lane] = now
-    counterpart = action.counterpart
-    is_send = action.kind in SEND_KINDS
-    send, channel = (action if is_send else counterpart), action.channel
-    for other in run.posters.get(counterpart, ()):
-        other_time = run.posted.get((counterpart, other))
-        if other_time is None:
-            continue
-        sender, receiver = (lane, other) if is_send else (other, lane)
-        pair = (channel, sender, receiver)
-        arrival = max(now, other_time, run.channel_free[pair]) + run.durations.message_seconds(channel)
-        run.channel_free[pair] = run.arrived[send, sender, receiver] = arrival
+    own, others = (message.sent, message.received) if is_send else (message.received, message.sent)
+    own[lane] = now
+    for other, other_time in others.items():
+        pair = (lane, other) if is_send else (other, lane)
+        start = max(now, other_time, run.channel_free[message.channel, pair])
+        arrival = start + run.durations.message_seconds(message.channel)
+        run.channel_free[message.channel, pair] = message.arrived[pair] = arrival
         run.wake(other)
-
-
-def _messages_waited_for(run: _Run, lane: int, action: Action) -> list[tuple[Action, int, int]] | None:
-    """The messages whose arrival ends a W or D; None when the other end never posts."""
-    counterpart = action.counterpart
-    others = run.posters.get(counterpart)
-    if not others:
-        return None
-    if action.kind in WAIT_KINDS:
-        return [(counterpart, other, lane) for other in others]
-    return [(counterpart.counterpart, lane, other) for other in others]
 
 
 def _stuck(run: _Run) -> ScheduleError:
@@ -187,7 +206,7 @@ def _stuck(run: _Run) -> ScheduleError:
         way.append(lane)
         index = run.next_index[lane]
         action = run.programs[lane][index]
-        missing, holder = _missing(run, lane, action)
+        missing, holder = _missing(run, lane, action, run.messages[lane][index])
         steps.append(f"lane {lane} at action number {index} ({action}) waits for {missing}")
         if holder is None or holder not in run.blocked:
             break
@@ -197,14 +216,16 @@ def _stuck(run: _Run) -> ScheduleError:
     return ScheduleError(f"(stage {lane}, action number {index}) never ends: {'; '.join(steps)}", action=str(action))
 
 
-def _missing(run: _Run, lane: int, action: Action) -> tuple[str, int | None]:
+def _missing(run: _Run, lane: int, action: Action, message: _Message | None) -> tuple[str, int | None]:
     """What a blocked action waits for, and the lane that should do it (None: no lane does)."""
-    if action.kind is ActionKind.WAIT_REDUCTIONS:
+    if message is None:
         holder = next(other for other, left in run.num_computes_left.items() if left)
         return f"the last backward of lane {holder}", holder
-    own = action.counterpart.counterpart  # the post of this lane itself
-    for post, lanes in ((own, [lane]), (action.counterpart, run.posters.get(action.counterpart, []))):
-        for other in lanes:
-            if (post, other) not in run.posted:
-                return f"{post} of lane {other}", other
+    is_wait = action.kind in WAIT_KINDS
+    own, others = (message.received, message.sent) if is_wait else (message.sent, message.received)
+    if lane not in own:
+        return f"{action.counterpart.counterpart} of lane {lane}", lane
+    for other in message.senders if is_wait else message.receivers:
+        if other not in others:
+            return f"{action.counterpart} of lane {other}", other
     return f"{action.counterpart}, which no lane does", None

@@ -242,6 +242,6 @@ def test_verification_is_fast():
     edges = [EdgeSpec(src=INPUT, dst=s, num_forward_values=1) for s in (0, 7)] + [EdgeSpec(src=7, dst=OUTPUT, num_forward_values=1)]
     edges += [EdgeSpec(src=s, dst=s + 1, num_forward_values=1, num_gradient_values=1) for s in range(7)]
     programs = lower(one_f_one_b(8, 64), edges, "train", 64)
-    begin = time.perf_counter()
+    begin = time.process_time()
     verify(programs, edges, 64, "train")
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
