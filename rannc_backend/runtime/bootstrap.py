@@ -26,6 +26,7 @@ from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
+from rannc_backend.runtime.start_watch import StartWatch
 from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, SingleTransport
 from rannc_backend.runtime.world import StartOptions, World
 
@@ -62,7 +63,8 @@ def start(options: StartOptions | None = None) -> World:
     """
     with _HOLDER.lock:
         if _HOLDER.world is None:
-            _HOLDER.world = _make_world(options or StartOptions())
+            with StartWatch(os.environ):
+                _HOLDER.world = _make_world(options or StartOptions())
         return _HOLDER.world
 
 
