@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -347,9 +348,14 @@ def loss_only(context: Context) -> None:
         findings.close("loss", "loss", loss, alone.backward(batch), context.tolerance)
         _agree(context, model, alone, f"gradient of step {step}")
         rows = next(iter(entry.rows_of(outputs).values()))
-        for what, touch in (("+", lambda: rows + 1), ("sum", lambda: rows.sum()), ("item", lambda: rows.flatten()[0].item())):
-            error = findings.raises(f"touching by {what}", ("OutputNotAvailableError",), touch)
-            findings.that(error is None or 'outputs' in str(error), f"the error does not name the option: {error}")
+        touches: dict[str, Callable[[Any], Any]] = {
+            "+": lambda value: value + 1,
+            "sum": lambda value: value.sum(),
+            "item": lambda value: value.flatten()[0].item(),
+        }
+        for what, touch in touches.items():
+            error = findings.raises(f"touching by {what}", ("OutputNotAvailableError",), partial(touch, rows))
+            findings.that(error is None or "outputs" in str(error), f"the error does not name the option: {error}")
 
 
 def rank_0_feeds(context: Context) -> None:

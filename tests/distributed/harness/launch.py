@@ -25,6 +25,8 @@ START_LIMIT_SECONDS = 90.0
 # Ranks finish a case at about the same time; after one wrote its failure the others get this long.
 GRACE_SECONDS = 10.0
 _TAIL_CHARACTERS = 6000
+# Starting ranks takes seconds: when nothing works at all, hundreds of cases must not be tried one by one.
+MOST_DEATHS_IN_A_ROW = 8
 
 
 def launcher(world: int) -> list[str]:
@@ -123,14 +125,19 @@ def run_cases(cases: Iterable[Case], directory: Path) -> dict[str, Outcome]:
     ordered = sorted(cases, key=lambda case: case.group)
     outcomes: dict[str, Outcome] = {}
     for (world, extra), members in itertools.groupby(ordered, key=lambda case: case.group):
-        waiting = list(members)
+        waiting, num_deaths = list(members), 0
         while waiting:
+            if num_deaths >= MOST_DEATHS_IN_A_ROW:
+                text = f"not run: {num_deaths} groups of ranks died one after the other"
+                outcomes |= {case.name: Outcome(failures=(f"{case.name}: {text}",), results=()) for case in waiting}
+                break
             group_directory = directory / f"world{world}_{len(outcomes)}"
             group_directory.mkdir(parents=True)
             done = _run_group(waiting, world, dict(extra), group_directory)
             assert done, "a group of ranks ended without a result for any case"
             outcomes |= done
             waiting = [case for case in waiting if case.name not in done]
+            num_deaths = num_deaths + 1 if len(done) == 1 else 0
     return outcomes
 
 
