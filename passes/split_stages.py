@@ -4,8 +4,8 @@ In: the `rowwise` graph (functional ATen ops, ``meta["val"]`` fakes, every batch
 ``rows``), what each of its outputs is, the layout of its nodes, and the stage of every node that depends on the batch.
 Out: one `StageGraph` per stage.
 
-Terms. A *staged* node has a stage. A *cloned* node has none (it does not depend on the batch, or it numbers the rows): it
-is computed again in every stage that uses it. A *size* is a SymInt (the batch size or arithmetic on it): it is rebuilt in
+Terms. A *staged* node has a stage. A *cloned* node has none: it does not depend on the batch, or on nothing but its size (see
+`free_nodes`), and is computed again in every stage that uses it. A *size* is a SymInt (the batch size or arithmetic on it): it is rebuilt in
 each stage from a tensor that the stage receives. A *boundary* value is made in one stage and used in a later one, be it
 the next or not. A value keeps its name (the node's name in the row-wise graph) in the inputs and outputs of all stages;
 names inside a stage graph are canonical (``p0``, ``n0``, ...), so that stages with the same layers have the same text.
@@ -122,6 +122,24 @@ def is_size(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def free_nodes(
+    rowwise: fx.GraphModule, layouts: Mapping[str, Layout], input_kinds: Mapping[str, str]
+) -> frozenset[fx.Node]:
+    """Nodes that are cloned even if they have a stage: they depend on no parameter, buffer or batch input (but maybe on
+    the batch size), so they are cheaper to make again than to send. Masks and numbers of local rows are among them."""
+    owned = ("parameter", "buffer", "batch")
+    free: set[fx.Node] = set()
+    for node in rowwise.graph.nodes:
+        if node.op == "placeholder":
+            is_free = input_kinds.get(node.name, "prologue") not in owned
+        else:
+            is_free = is_size(node) or all(argument in free for argument in node.all_input_nodes)
+        # The number of a local row would mean nothing to ranks with other rows.
+        if is_free or isinstance(layouts.get(node.name), RowIndex):
+            free.add(node)
+    return frozenset(free)
+
+
 class _Assignment:
     """Which nodes of the row-wise graph are staged where; the rest are placeholders, sizes or cloned."""
 
@@ -136,14 +154,16 @@ class _Assignment:
         self.rowwise = rowwise
         self.layouts = layouts
         self.input_kinds = input_kinds
+        self.stage_of = stage_of
         self.staged: dict[fx.Node, int] = {}
+        free = free_nodes(rowwise, layouts, input_kinds)
         for node in rowwise.graph.nodes:
-            if node.op in ("placeholder", "output", "get_attr") or is_size(node):
+            # Without users it is a check of metadata, which was made at capture.
+            if node.op in ("placeholder", "output", "get_attr") or is_size(node) or not node.users:
                 continue
             if node.target is operator.getitem and node.args[0] in self.staged:
                 self.staged[node] = self.staged[node.args[0]]
-            elif node.name in stage_of and not isinstance(layouts.get(node.name), RowIndex):
-                # RowIndex left out: the number of a local row means nothing to ranks with other rows.
+            elif node.name in stage_of and node not in free:
                 stage = stage_of[node.name]
                 if not 0 <= stage < num_stages:
                     raise PassError(node, f"stage {stage} is not one of {num_stages} stages")
@@ -202,19 +222,20 @@ def _home_stage(assignment: _Assignment, node: fx.Node) -> int:
     """The stage that returns an output: where it is made, or for a cloned one where its inputs are used anyway."""
     if node in assignment.staged:
         return assignment.staged[node]
+    stage_of = assignment.stage_of
     # The new value of a counter such as BatchNorm's num_batches_tracked belongs where its module computes.
     module_path = node.meta.get("module_path", "")
     if module_path and node.op != "placeholder":
-        for other, stage in assignment.staged.items():
-            if other.meta.get("module_path", "") == module_path:
-                return stage
+        for other in assignment.rowwise.graph.nodes:
+            if other.name in stage_of and other.meta.get("module_path", "") == module_path:
+                return stage_of[other.name]
     seen = {node}
     pending = [node]
     while pending:
         current = pending.pop(0)
         for neighbour in [*current.all_input_nodes, *current.users]:
-            if neighbour in assignment.staged:
-                return assignment.staged[neighbour]
+            if neighbour.name in stage_of:
+                return stage_of[neighbour.name]
             if neighbour not in seen and neighbour.op != "output":
                 seen.add(neighbour)
                 pending.append(neighbour)

@@ -22,7 +22,7 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.graph import CodeGen
@@ -138,6 +138,8 @@ class _DifferentiableInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is aten._native_batch_norm_legit_functional.default:
             return _batch_norm(*args, **kwargs)
+        if target is aten._batch_norm_with_update_functional.default:
+            return _batch_norm_with_update(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -156,6 +158,20 @@ def _batch_norm(
     return (*results, new_mean, new_var)
 
 
+def _batch_norm_with_update(
+    value: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    new_mean, new_var = running_mean.clone(), running_var.clone()
+    results = aten._batch_norm_with_update.default(value, weight, bias, new_mean, new_var, momentum, eps)
+    return (*results, new_mean, new_var)
+
+
 @contextlib.contextmanager
 def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
     """Trace or compile under `fake_mode` only: without an outer capture's context and without the user's autocast."""
@@ -164,23 +180,21 @@ def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
 
 
 def split_joint(
-    traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int], keep_all: bool
+    traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int]
 ) -> SplitStage:
     """Split the joint graph into forward and backward by the minimum cut, so that little is saved.
 
     Args:
         activation_budget: see the module docstring, from 0 to 1.
         long_lived: inputs (the batch size is input 0) that exist until backward anyway, so that saving them is free.
-        keep_all: save what autograd would save instead (nothing is recomputed).
     """
-    partition = default_partition if keep_all else min_cut_rematerialization_partition
     fake_mode = _fake_mode(traced.joint)
     with (
         clean_tracing(fake_mode),
         torch.no_grad(),
         functorch_config.patch(activation_memory_budget=activation_budget),
     ):
-        forward, backward = partition(
+        forward, backward = min_cut_rematerialization_partition(
             traced.joint,
             None,
             num_fwd_outputs=traced.num_outputs,

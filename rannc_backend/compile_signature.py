@@ -83,7 +83,10 @@ class StageSignature:
         return fresh
 
     def lifted(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Copy of the stage's graph with its constants as placeholders behind the others."""
+        """Copy of the stage's graph with its constants as placeholders behind the others, and views as reshapes.
+
+        A view of a transposed value may be impossible once a boundary value has become contiguous.
+        """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in graph_module.graph.find_nodes(op="placeholder"):
@@ -96,6 +99,8 @@ class StageSignature:
                 graph.output(fx.map_arg(node.args[0], copies.__getitem__))
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+                if node.target is torch.ops.aten.view.default:
+                    copies[node].target = torch.ops.aten.reshape.default
         return fx.GraphModule(graph_module, graph)
 
 

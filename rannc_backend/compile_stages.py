@@ -57,6 +57,7 @@ class StageFunctions:
     num_outputs: int
     output_index: tuple[int, ...]
     tangent_of: tuple[int, ...] = ()
+    tangent_dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
     saved_order: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     delivered: tuple[int, ...] = ()
@@ -124,7 +125,7 @@ class CompiledStage:
         Args:
             saved: as given by `forward`. A tuple stays valid for another call; a list is emptied, so that each saved
                 value is freed after its last use.
-            grads: by `grad_outputs`, in the output's shape and dtype; None stands for zeros.
+            grads: by `grad_outputs`, in the output's shape; None stands for zeros.
             parameter_sink: called once per element of `grad_parameters`, in the order in which gradients are made.
 
         Returns the gradients by `grad_inputs`; zeros where none flows.
@@ -139,7 +140,8 @@ class CompiledStage:
             if functions.backward is not None:
                 values.extend(self._tangents(rows, grads))
                 if functions.sink_in_graph:
-                    results = functions.backward([parameter_sink, *values])
+                    values.insert(0, parameter_sink)
+                    results = functions.backward(values)
                 else:
                     results = _call_and_deliver(functions, values, parameter_sink)
                 by_input = dict(zip(functions.returned, results, strict=True))
@@ -151,7 +153,10 @@ class CompiledStage:
             ]
 
     def infer(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the outputs from `args` (by `inputs`); nothing is saved. Compiled at the first call."""
+        """Compute the outputs from `args` (by `inputs`); nothing is saved.
+
+        Compiled with the stage if it was compiled for inference only, else at the first call.
+        """
         functions = self._functions
         if functions.infer is None:
             functions.infer = functions.make_infer()
@@ -174,7 +179,7 @@ class CompiledStage:
             tangent = sums.get(index)
             if tangent is None:
                 tangent = self._signature.zeros_of_output(functions.output_index.index(index), rows)
-            tangents.append(tangent if tangent.is_contiguous() else tangent.contiguous())
+            tangents.append(tangent.to(functions.tangent_dtypes[index]).contiguous())
         return tangents
 
 
@@ -294,7 +299,9 @@ class _Builder:
         functions = StageFunctions(
             make_infer=self.make_infer, num_outputs=self.num_outputs, output_index=self.output_index
         )
-        if training:
+        if not training:
+            functions.infer = self.make_infer()
+        else:
             traced = self.trace()
             if traced.tangent_of:
                 self._add_training(functions, traced)
@@ -318,7 +325,6 @@ class _Builder:
             traced,
             activation_budget=self.activation_budget,
             long_lived=self.signature.long_lived,
-            keep_all=not self.inductor and self.activation_budget >= 1.0,
         )
 
     def saved_bytes(self, traced: TracedStage, split: SplitStage) -> sympy.Expr:
@@ -355,6 +361,8 @@ class _Builder:
         split = self.split(traced)
         functions.saved_bytes = self.saved_bytes(traced, split)
         functions.tangent_of = traced.tangent_of
+        positions_of = {index: self.output_index.index(index) for index in traced.tangent_of}
+        functions.tangent_dtypes = {i: self.signature.output_values[p].dtype for i, p in positions_of.items()}
         functions.saved_order = split.saved_order
         functions.delivered = tuple(parameters.values())
         functions.returned = tuple(p for i, p in enumerate(positions) if i not in parameters)

@@ -6,7 +6,6 @@ In: an `nn.Module` and example inputs. Out: `Rowwise`, with the graph and all th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,59 +85,89 @@ class Rowwise:
         ]
 
 
-class _Functional(nn.Module):
-    """The model as a function of its parameters, buffers and inputs."""
+class _Flat(nn.Module):
+    """Dynamo's graph as a function of flat inputs."""
 
-    def __init__(self, function: Callable[..., Any], model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__()
-        self._hidden = (function, model)
-        self._names = list(names)
+        self._hidden = (graph_module,)
 
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        function, model = self._hidden
-        state = dict(zip(self._names, values, strict=False))
-        with torch.nn.utils.stateless._reparametrize_module(model, state, tie_weights=True):
-            return function(model, *values[len(self._names) :])
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        # Sizes come from the first batch input, so that the traced graph takes none.
+        (graph_module,) = self._hidden
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        given = iter(values)
+        numbers = [isinstance(node.meta["example_value"], torch.SymInt) for node in placeholders]
+        tensors = [None if number else next(given) for number in numbers]
+        rows = next(v.shape[0] for v in tensors if v is not None and isinstance(v.shape[0], torch.SymInt))
+        return fx.Interpreter(graph_module).run(*[rows if v is None else v for v in tensors])
 
 
 def capture(
     model: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], output_kinds: Sequence[str]
 ) -> Rowwise:
     """Trace `function(model, *inputs)`, whose outputs are of the given kinds; dimension 0 of all inputs is the batch."""
+    dynamo_graph, values = _dynamo_graph(model, function, inputs)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     symbol = mode.shape_env.create_symbol(HINT, source=ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
     rows = mode.shape_env.create_symintnode(symbol, hint=HINT, source=ConstantSource("rows"))
-    parameters = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
-    state = {**parameters, **buffers}
+    fqns = {id(v): n for n, v in (*model.named_parameters(), *model.named_buffers())}
+    names = [fqns.get(id(value), "") for value in values]
     with mode:
-        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in state.values()]
-        fakes += [torch.empty([rows, *v.shape[1:]], dtype=v.dtype) for v in inputs]
+        fakes = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype)
+            if name
+            else torch.empty([rows, *v.shape[1:]], dtype=v.dtype)
+            for name, v in zip(names, values, strict=True)
+        ]
     with mode, torch.no_grad():
-        graph_module, signature = aot_export_module(_Functional(function, model, list(state)), fakes, trace_joint=False)
+        graph_module, signature = aot_export_module(_Flat(dynamo_graph), fakes, trace_joint=False)
     placeholders = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
-    by_placeholder = dict(zip(placeholders, [*state, *(f"input{i}" for i in range(len(inputs)))], strict=True))
+    fqn_of = dict(zip(placeholders, names, strict=True))
+    real = dict(zip(placeholders, values, strict=True))
     (output,) = graph_module.graph.find_nodes(op="output")
-    mutated = [by_placeholder[signature.user_inputs_to_mutate[n.name]] for n in output.args[0] if n.name in signature.user_inputs_to_mutate]
     results = list(output.args[0])
+    mutated = [fqn_of[signature.user_inputs_to_mutate[n.name]] for n in results if n.name in signature.user_inputs_to_mutate]
     described = [RowwiseOutput(kind="buffer", name=n.name, fqn=f) for n, f in zip(results, mutated, strict=False)]
     described += [RowwiseOutput(kind=k, name=n.name) for n, k in zip(results[len(mutated) :], output_kinds, strict=True)]
     kinds = {
-        name: "parameter" if fqn in parameters else "buffer" if fqn in buffers else "batch"
-        for name, fqn in by_placeholder.items()
+        name: "batch" if not fqn_of[name] else "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        for name, value in real.items()
     }
+    batch = {id(real[name]): name for name, kind in kinds.items() if kind == "batch"}
     return Rowwise(
         graph_module=graph_module,
         outputs=tuple(described),
-        layouts=layouts_of(graph_module, symbol, {n for n, k in kinds.items() if k == "batch"}),
+        layouts=layouts_of(graph_module, symbol, set(batch.values())),
         kinds=kinds,
-        parameters={n: parameters[f] for n, f in by_placeholder.items() if f in parameters},
-        buffers={n: buffers[f] for n, f in by_placeholder.items() if f in buffers},
-        buffer_fqns={n: f for n, f in by_placeholder.items() if f in buffers},
-        batch_names=tuple(n for n, k in kinds.items() if k == "batch"),
+        parameters={n: v for n, v in real.items() if kinds[n] == "parameter"},
+        buffers={n: v for n, v in real.items() if kinds[n] == "buffer"},
+        buffer_fqns={n: fqn_of[n] for n, k in kinds.items() if k == "buffer"},
+        batch_names=tuple(batch[id(value)] for value in inputs),
         rows_symbol=symbol,
         fake_mode=mode,
     )
+
+
+def _dynamo_graph(
+    model: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Dynamo's graph of the call and the real tensors of its inputs; numbers are left out."""
+    found: list[tuple[fx.GraphModule, list[Tensor]]] = []
+
+    def backend(graph_module: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
+        found.append((graph_module, [value for value in values if isinstance(value, Tensor)]))
+        return graph_module.forward
+
+    for value in inputs:
+        torch._dynamo.mark_dynamic(value, 0)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    torch.compile(lambda *values: function(model, *values), backend=backend, fullgraph=True)(*inputs)
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+    torch._dynamo.reset()
+    return found[0]
 
 
 def layouts_of(graph_module: fx.GraphModule, symbol: sympy.Symbol, batch: set[str]) -> dict[str, Layout]:
@@ -259,5 +288,3 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         return difference / max(scale, 1e-30) if difference else 0.0
     return float((actual != expected).any())
 
-
-getitem = operator.getitem
