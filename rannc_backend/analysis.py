@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from rannc_backend.capture import CapturedGraph
 from rannc_backend.errors import BatchMixedError
 from rannc_backend.ir.exchange import Value
-from rannc_backend.passes.batch_axis import Rows, analyze_batch_axis
+from rannc_backend.passes.batch_axis import Rows
 from rannc_backend.passes.differentiability import values_needing_grad
 from rannc_backend.passes.pipeline import PassError
-from rannc_backend.passes.randomness import make_randomness_pure
-from rannc_backend.passes.split_reductions import BatchSplit, split_reductions
+from rannc_backend.passes.split_reductions import BatchSplit, split_batch
 
 EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
 
@@ -58,14 +56,21 @@ def analyze(captured: CapturedGraph) -> GraphAnalysis:
     Raises:
         BatchMixedError: an operator mixes samples; names it and the user's line.
     """
-    batch_inputs = [spec.name for spec in captured.inputs if spec.kind == "batch"]
-    trained = {spec.name for spec in captured.inputs if spec.requires_grad}
+    inputs = captured.inputs
+    trained = {spec.name for spec in inputs if spec.requires_grad}
     try:
-        split = split_reductions(captured.graph_module, batch_inputs=batch_inputs, rows_symbol=captured.rows_symbol)
-        split = make_randomness_pure(split)
+        split = split_batch(
+            captured.graph_module,
+            batch_inputs=[spec.name for spec in inputs if spec.kind == "batch"],
+            replicated_inputs=[spec.name for spec in inputs if spec.kind == "replicated"],
+            gradient_inputs=trained,
+            num_user_outputs=captured.num_user_outputs,
+            buffer_updates=captured.buffer_updates,
+            rows_symbol=captured.rows_symbol,
+        )
     except PassError as error:
         raise mixed_batch_error(error) from error
-    needs_grad = values_needing_grad(split.rowwise, trained, captured.fake_mode)
+    needs_grad = values_needing_grad(split.rowwise, trained)
     return GraphAnalysis(captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split))
 
 
@@ -84,7 +89,3 @@ def _input_kinds(captured: CapturedGraph, split: BatchSplit) -> dict[str, str]:
             kinds[node.name] = node.name if node.name in EXTRA_INPUTS else "prologue"
     return kinds
 
-
-def tensor_dtype(node: fx.Node) -> torch.dtype:
-    """Dtype of a node's value."""
-    return node.meta["val"].dtype

@@ -22,7 +22,7 @@ from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
-from rannc_backend.runtime.buckets import GradientBuckets, plan_buckets
+from rannc_backend.runtime.buckets import BucketLayout, GradientBuckets, plan_buckets
 from rannc_backend.runtime.executor import Executor
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
@@ -126,9 +126,9 @@ class Deployer:
         return tuple(stage.ranks for stage in self.plan.stages)
 
     @property
-    def stage_index(self) -> int:
-        """The stage that this rank owns."""
-        return next(stage.index for stage in self.plan.stages if self.world.rank in stage.ranks)
+    def stage_index(self) -> int | None:
+        """The stage that this rank owns; None where the plan has no work for it."""
+        return self.plan.stage_of_rank(self.world.rank)
 
     def deploy(self, analysis: GraphAnalysis, cut: StageCut, label: str) -> GraphRuntime:
         """The runtime of one graph. Collective: makes the channels that the graph needs."""
@@ -209,12 +209,17 @@ class Deployer:
         )
 
     def _buckets(self, analysis: GraphAnalysis, cut: StageCut) -> GradientBuckets:
-        own_order = _backward_order(cut.graphs[self.stage_index])
+        index = self.stage_index
+        if index is None:
+            return GradientBuckets(
+                layout=BucketLayout(buckets=(), slots={}), parameters={}, stage_ranks=(), start_reduce=_reduce_nothing
+            )
+        own_order = _backward_order(cut.graphs[index])
         names = {spec.name: spec.fqn for spec in analysis.captured.inputs if spec.name in analysis.trained_parameters}
         owned = [fqn for fqn in names.values() if fqn is not None and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
-        ranks = self.stage_ranks[self.stage_index]
+        ranks = self.stage_ranks[index]
         layout = plan_buckets(
             [(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, self.config.bucket_mb * 2**20
         )
@@ -231,7 +236,10 @@ class Deployer:
         )
 
     def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str], Executor]:
-        graph = cut.graphs[self.stage_index]
+        index = self.stage_index
+        if index is None:
+            return lambda kind: self._idle_executor(cut)
+        graph = cut.graphs[index]
         specs = {spec.name: spec for spec in analysis.captured.inputs}
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
@@ -241,18 +249,32 @@ class Deployer:
             stage = self._compile(analysis, graph, kind)
             return Executor(
                 world=self.world,
-                stage_index=self.stage_index,
+                stage_index=index,
                 stage=stage,
                 edges=cut.edges,
                 tensors=tensors,
                 buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
                 parameter_names={spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None},
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in updated),
-                replicas=self.stage_ranks[self.stage_index],
+                replicas=self.stage_ranks[index],
                 limit_seconds=self.config.step_timeout_seconds,
             )
 
         return make
+
+    def _idle_executor(self, cut: StageCut) -> Executor:
+        return Executor(
+            world=self.world,
+            stage_index=None,
+            stage=None,
+            edges=cut.edges,
+            tensors={},
+            buffers={},
+            parameter_names={},
+            updated_buffers=frozenset(),
+            replicas=(),
+            limit_seconds=self.config.step_timeout_seconds,
+        )
 
     def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str) -> CompiledStage:
         needs_grad = analysis.needs_grad
@@ -269,7 +291,7 @@ class Deployer:
             fake_mode=analysis.captured.fake_mode,
             rows_symbol=analysis.captured.rows_symbol,
             compiler=compiler,
-            activation_budget=self.plan.stages[self.stage_index].recompute,
+            activation_budget=self.plan.stages[graph.index].recompute,
             training=kind != "infer",
             cache=self.cache,
         )
@@ -283,9 +305,12 @@ class Deployer:
             programs = lower(order, specs, phase, num_micro_batches)
             bounds = in_flight_bounds(schedule, num_stages, num_micro_batches)
             verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds)
-            program = programs[self.stage_index]
+            index = self.stage_index
+            if index is None:  # only the roles that every rank has: owner of input rows and of output rows
+                return tuple(action for action in programs[0] if action.stage < 0)
+            program = programs[index]
             if self.config.print_program:
-                logger.info("program of stage %d, %s: %s", self.stage_index, phase, " ".join(map(str, program)))
+                logger.info("program of stage %d, %s: %s", index, phase, " ".join(map(str, program)))
             return program
 
         return make
@@ -301,6 +326,10 @@ class LimitedWork:
     def wait(self) -> None:
         """Block until the sum is there."""
         self.work.wait(self.limit_seconds)
+
+
+def _reduce_nothing(buffer: torch.Tensor, group: tuple[int, ...]) -> LimitedWork:
+    raise AssertionError("a rank without a stage has no gradients")
 
 
 def _backward_order(graph: StageGraph) -> list[str]:

@@ -69,7 +69,7 @@ class Session:
         moved = False
         if self.plan is None:
             self.plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
-            stage_of = stage_of_plan(self.plan, analysis.split.rowwise, analysis.split.layouts)
+            stage_of = stage_of_plan(self.plan, analysis.split.rowwise, analysis.split.layouts, captured.inputs)
             moved = self._take_ownership(self.plan)
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)

@@ -49,11 +49,14 @@ class Stage(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Executor:
-    """Plays this rank's part. ``tensors`` holds parameters and buffers by the stage's placeholder names."""
+    """Plays this rank's part. ``tensors`` holds parameters and buffers by the stage's placeholder names.
+
+    A rank that the plan has no work for has neither stage nor index; it only hands out inputs and takes outputs.
+    """
 
     world: World
-    stage_index: int
-    stage: Stage
+    stage_index: int | None
+    stage: Stage | None
     edges: Mapping[tuple[int, int], Edge]
     tensors: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -87,7 +90,7 @@ class Executor:
 
     def run(self, program: Program, phases: Sequence[str], state: StepState) -> None:
         """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor."""
-        prefix = f"step {state.number}, stage {self.stage_index}, "
+        prefix = f"step {state.number}, " + (f"stage {self.stage_index}, " if self.stage is not None else "no stage, ")
         with torch.no_grad():
             for action, phase in zip(program, phases, strict=True):
                 self.world.monitor.phase(prefix + phase)
@@ -105,6 +108,7 @@ class Executor:
 
     def _forward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch
+        assert self.stage is not None, "no stage here"
         args = [self._argument(slot, m, state) for slot in self.stage.inputs]
         if state.training:
             outputs, state.saved[m] = self.stage.forward(args)
@@ -126,6 +130,7 @@ class Executor:
             case "replicated":
                 return state.inputs[slot.name]
             case "first_row":
+                assert self.stage_index is not None, "no stage here"
                 start, _ = state.rows.interval(self.stage_index, self.world.rank, micro_batch)
                 return torch.tensor(start, dtype=torch.int64, device=self.world.device)
             case _:
@@ -150,25 +155,21 @@ class Executor:
 
     def _backward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch
+        assert self.stage is not None, "no stage here"
+        stage = self.stage
         # A list is emptied by the stage, so that each saved value is freed after its last use.
         saved = state.saved[m] if state.keep_saved else list(state.saved.pop(m))
-        grads = [self._output_gradient(position, m, state) for position in self.stage.grad_outputs]
+        grads = [state.output_gradient(stage.outputs[position], m) for position in stage.grad_outputs]
         pending = state.pending
         assert pending is not None, "backward without gradient buffers"
 
         def sink(position: int, gradient: torch.Tensor) -> None:
-            pending.accumulate(self.parameter_names[self.stage.inputs[position].name], gradient)
+            pending.accumulate(self.parameter_names[stage.inputs[position].name], gradient)
 
-        results = self.stage.backward(saved, grads, sink)
-        for position, gradient in zip(self.stage.grad_inputs, results, strict=True):
-            slot = self.stage.inputs[position]
+        results = stage.backward(saved, grads, sink)
+        for position, gradient in zip(stage.grad_inputs, results, strict=True):
+            slot = stage.inputs[position]
             state.input_gradients[slot.name, m] = gradient
-
-    def _output_gradient(self, position: int, micro_batch: int, state: StepState) -> torch.Tensor | None:
-        slot = self.stage.outputs[position]
-        if slot.kind == "partial":
-            return state.seeds[slot.name]
-        return state.output_gradients.pop((slot.kind, slot.name, micro_batch), None)
 
     def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
         if channel.direction == "F":

@@ -102,10 +102,17 @@ class ParameterTable:
         return freed
 
     def _install_hooks(self, root: nn.Module) -> None:
+        # torch marks the functions that it is given, which bound methods do not allow.
+        def after_state_dict(*args: Any) -> None:
+            self._after_state_dict(*args)
+
+        def before_load(*args: Any) -> None:
+            self._before_load(*args)
+
         for module in root.modules():
             if module._parameters or module._buffers:
-                self._handles.append(module.register_state_dict_post_hook(self._after_state_dict))
-                self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))
+                self._handles.append(module.register_state_dict_post_hook(after_state_dict))
+                self._handles.append(module.register_load_state_dict_pre_hook(before_load))
 
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         """Local name → (primary name, tensor) of the module's own parameters and persistent buffers."""

@@ -52,3 +52,9 @@ class StepState:
     row_outputs: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # this rank's rows of user outputs
     user_gradients: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # gradients of this rank's input rows
     replicated_outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def output_gradient(self, slot: Any, micro_batch: int) -> torch.Tensor | None:
+        """Gradient of one output of the stage; None when none came."""
+        if slot.kind == "partial":
+            return self.seeds[slot.name]
+        return self.output_gradients.pop((slot.kind, slot.name, micro_batch), None)
