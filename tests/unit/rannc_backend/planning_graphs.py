@@ -46,8 +46,8 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
     graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     placeholders = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
     for spec in program.graph_signature.input_specs:
-        name = spec.arg.name
-        node = placeholders[name]
+        node = placeholders[spec.arg.name]
+        name = node.target = node.name = f"in_{spec.arg.name}"  # never the name of a builtin, which fx would change
         if spec.kind == InputKind.USER_INPUT:
             inputs.append(GraphInput(name=name, kind="batch", fqn=None, requires_grad=False))
             continue
