@@ -28,6 +28,7 @@ COOKIE_BYTES = 16
 _ROOT_WINDOW_SECONDS = 0.05
 _SECONDARY_WINDOW_SECONDS = 0.3
 _END_SECONDS = 2.0
+_LEAD_SECONDS = 0.25
 _ALONE_SECONDS = 60.0
 _SILENT_SECONDS = 3.0
 _NUM_OTHERS_SHOWN = 8
@@ -258,22 +259,34 @@ class Hub:
             os.write(2, text.encode())
         except OSError:
             pass  # nobody reads our stderr any more; the ranks must still end
-        self._send_all({"type": "end", "code": root.code})
-        self._wait_for_ends()
+        # The failed rank ends first, so that a launcher that names the first one to end names the right one.
+        first = self._seats[root.rank]
+        end = {"type": "end", "code": root.code}
+        if first.rank in silent:
+            self._kill(first)
+        else:
+            self._send(first, end)
+        self._wait_for_ends([first])
+        time.sleep(_LEAD_SECONDS)
+        self._send_all(end)
+        self._wait_for_ends(self._seats)
 
-    def _wait_for_ends(self) -> None:
+    def _wait_for_ends(self, seats: list[Seat]) -> None:
         until = time.monotonic() + _END_SECONDS
-        while any(seat.connection for seat in self._seats) and time.monotonic() < until:
+        while any(seat.connection for seat in seats) and time.monotonic() < until:
             for key, _ in self._selector.select(0.05):
                 if isinstance(key.data, Seat):
                     self._read(key.fileobj, key.data)  # type: ignore[arg-type]
-        for seat in self._seats:
-            # A stopped process cannot follow "end"; its open connection shows that the pid is still its own.
-            if seat.connection is not None and seat.host == self._host:
-                try:
-                    os.kill(seat.pid, signal.SIGKILL)
-                except OSError:
-                    pass
+        for seat in seats:
+            self._kill(seat)
+
+    def _kill(self, seat: Seat) -> None:
+        """End a process that cannot follow "end". Its open connection shows that the pid is still its own."""
+        if seat.connection is not None and seat.host == self._host:
+            try:
+                os.kill(seat.pid, signal.SIGKILL)
+            except OSError:
+                pass
 
     def _send_all(self, message: dict[str, Any]) -> None:
         for seat in self._seats:
