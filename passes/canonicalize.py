@@ -1,7 +1,6 @@
 """One spelling per meaning: turns a freshly captured ATen graph into the form that the other passes expect.
 
 In: a functional ATen graph with `meta["val"]`. Out: the same computation in which
-- every operator has a derivative (`batch_norm_with_updates` stands for training-mode batch norm),
 - tensor constants are gone where an operator can make them (`aten.full`),
 - there are no assertions, and nothing is computed that no output needs.
 """
@@ -18,40 +17,6 @@ from torch import fx
 from rannc_backend.passes.pipeline import GraphPass
 
 aten = torch.ops.aten
-
-
-def batch_norm_with_updates(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`aten._native_batch_norm_legit_functional` (same arguments and results) in a form that autograd can differentiate.
-
-    Args: x [rows, C, ...]; the others [C]. Returns (y like x, saved mean [C], saved inverse deviation [C], new running mean
-    [C], new running variance [C]). Changes none of its arguments.
-    """
-    mean, var = running_mean.clone(), running_var.clone()
-    y, saved_mean, saved_invstd = aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
-    return y, saved_mean, saved_invstd, mean, var
-
-
-@dataclass(frozen=True, slots=True)
-class DifferentiableBatchNorm(GraphPass):
-    """Replace the functional batch norm, for which torch has no derivative, by `batch_norm_with_updates`."""
-
-    name: ClassVar[str] = "differentiable_batch_norm"
-    provides: ClassVar[frozenset[str]] = frozenset({"differentiable"})
-
-    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        for node in graph_module.graph.nodes:
-            if node.target is aten._native_batch_norm_legit_functional.default:
-                node.target = batch_norm_with_updates
-        return graph_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +55,7 @@ class EraseAssertions(GraphPass):
 
 
 #: In this order; `run_passes(graph_module, CANONICALIZE)`.
-CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), FoldConstants(), DifferentiableBatchNorm())
+CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), FoldConstants())
 
 
 def _name(target: object) -> str:

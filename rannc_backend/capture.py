@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from rannc_backend.capture_batch import batch_candidates, find_batch_inputs
-from rannc_backend.capture_breaks import is_partial, refuse_graph_break
+from rannc_backend.capture_breaks import is_partial, refuse_graph_break, refuse_resumed_frame
 from rannc_backend.capture_dynamo import (
     DynamoCall,
     find_dynamo_call,
@@ -74,9 +74,10 @@ def capture_or_restart(
     restart = previous_restart(call)
     if restart is not None:
         restart.restore()
+    refuse_resumed_frame(call)
     # The first graph may end at the call of a logger that the next trace leaves out, and says little about other breaks.
-    if restart is not None or not is_partial(graph_module):
-        refuse_graph_break(graph_module, call, restart)
+    if restart is not None:
+        refuse_graph_break(graph_module, restart)
     _, tensors = find_tensor_inputs(graph_module, example_inputs, call)
     candidates = batch_candidates(tensors)
     if not candidates and not is_partial(graph_module):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from rannc_backend.capture_dynamo import DynamoCall, RestartReason, break_reasons_since
+from rannc_backend.capture_dynamo import DynamoCall, RestartReason, break_reasons_since, library_log_methods
 from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, user_location
 
 _LOGGING = "logging.Logger method not supported"
@@ -33,19 +33,24 @@ def is_partial(graph_module: fx.GraphModule) -> bool:
     return _break_of(graph_module) is not None
 
 
-def refuse_graph_break(graph_module: fx.GraphModule, call: DynamoCall, restart: RestartReason | None) -> None:
-    """Raise if this graph is only a part of the compiled function."""
+def refuse_resumed_frame(call: DynamoCall) -> None:
+    """Raise if Dynamo gave up an outer function, so that this frame is only a part of what was compiled.
+
+    That happens at a break before the first operator, in a nested call, or inside of a `with` or `try`.
+    """
+    if not call.is_resumed and not call.skipped_functions:
+        return
+    known = break_reasons_since(None)
+    where = call.skipped_functions[0] if call.skipped_functions else f"{call.code.co_filename}:{call.code.co_firstlineno}"
+    raise _error(known[-1] if known else "Dynamo could not trace the whole function", where)
+
+
+def refuse_graph_break(graph_module: fx.GraphModule, restart: RestartReason | None) -> None:
+    """Raise if this graph ends at a statement that Dynamo cannot trace."""
     reason = _break_of(graph_module)
     if reason is not None:
         location = user_location("".join(traceback.format_list(list(reason.user_stack))))
         raise _error(_reasons(graph_module, restart)[-1], location)
-    if call.is_resumed or call.skipped_functions:
-        # A break before the first operator, or inside of a `with` or `try`, gives no graph of its own.
-        known = break_reasons_since(restart)
-        where = call.skipped_functions[0] if call.skipped_functions else ""
-        if call.is_resumed:
-            where = f"{call.code.co_filename}:{call.code.co_firstlineno}"
-        raise _error(known[-1] if known else "Dynamo could not trace the whole function", where)
 
 
 def _break_of(graph_module: fx.GraphModule) -> Any | None:
@@ -69,6 +74,8 @@ def _error(reason: str, location: str) -> GraphBreakError:
         return DataDependentControlFlowError(text, location=location)
     if _LOGGING in reason:
         cure = "take the call of the logger out of forward, or guard it with `if not torch.compiler.is_compiling():`."
+        if any(f".{name}," in reason for name in library_log_methods()):
+            cure = "call torch.compile after the library that defines this logging method was imported."
         return GraphBreakError(text, location=location, cure=cure)
     return GraphBreakError(text, location=location)
 

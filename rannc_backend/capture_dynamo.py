@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -118,7 +118,7 @@ def restart_trace(call: DynamoCall, batch_tensors: Sequence[torch.Tensor]) -> No
         guard.callback(undo.close)
         undo.enter_context(dynamo_config.patch(**_DYNAMO_SETTINGS))
         undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
-        undo.enter_context(_ignored_functions(logging_functions()))
+        undo.enter_context(_ignored_functions(library_log_methods().values()))
         undo.enter_context(_marked_dynamic(batch_tensors))
         # Dynamo remembers where the graph broke and would break it there again.
         call.output_graph.root_tx.speculation_log.clear()
@@ -139,13 +139,12 @@ def skip_library_loggers() -> None:
     Dynamo give up the outer one before it calls any backend. Other compiled functions of the process only gain by it: what
     would have been a graph break is none.
     """
-    dynamo_config.ignore_logging_functions.update(logging_functions())
+    dynamo_config.ignore_logging_functions.update(library_log_methods().values())
 
 
-def logging_functions() -> tuple[Callable[..., Any], ...]:
+def library_log_methods() -> dict[str, Callable[..., Any]]:
     """The methods that libraries have added to `logging.Logger` to say something once, or as advice."""
-    methods = vars(logging.Logger)
-    return tuple(methods[name] for name in sorted(methods) if name.endswith(("_once", "_advice")))
+    return {name: method for name, method in vars(logging.Logger).items() if name.endswith(("_once", "_advice"))}
 
 
 def source_of(node: fx.Node) -> Any:
@@ -233,7 +232,7 @@ def _break_counts() -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _ignored_functions(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+def _ignored_functions(functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
     ignored = dynamo_config.ignore_logging_functions
     added = [function for function in functions if function not in ignored]
     ignored.update(added)
