@@ -13,7 +13,7 @@ decomposition, and refused if it has none: nothing is guessed. Loss operators an
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -30,7 +30,7 @@ from .tracing import trace_decomposition
 
 __all__ = [
     "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic",
-    "analyze_batch_axis", "is_random",
+    "analyze_batch_axis", "extend_analysis", "is_random",
 ]  # fmt: skip
 
 
@@ -54,6 +54,30 @@ def analyze_batch_axis(
         else:
             analysis.visit(node)
     return {node.name: layout for node, layout in analysis.layouts.items()}
+
+
+def extend_analysis(
+    graph: fx.Graph,
+    layouts: dict[str, Layout],
+    new_nodes: Iterable[fx.Node],
+    rows_symbol: sympy.Symbol,
+    *,
+    row_numbers: Collection[str] = (),
+) -> None:
+    """Add the layouts of new nodes to `layouts`, in which those of their arguments are.
+
+    `row_numbers`: nodes with a RowIndex that do not hold numbers within the slice but within the global batch, so that they may be
+    used as values.
+    """
+    analysis = _Analysis(rows_symbol, depth=0)
+    for node in graph.nodes:
+        if node.name in layouts:
+            layout = layouts[node.name]
+            is_global = isinstance(layout, RowIndex) and node.name in row_numbers
+            analysis.layouts[node] = Rows(layout.dim) if is_global else layout
+    for node in new_nodes:
+        analysis.visit(node)
+        layouts[node.name] = analysis.layouts[node]
 
 
 def is_random(node: fx.Node) -> bool:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor, FakeTensorMode
+
+from .tracing import symbolic_sizes
 
 
 def values_needing_grad(
-    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str], fake_mode: FakeTensorMode | None = None
+    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str], fake_mode: AbstractContextManager[Any] | None = None
 ) -> frozenset[str]:
     """Names of the nodes (placeholders included) whose value, or an element of it, requires grad.
 
@@ -24,8 +26,7 @@ def values_needing_grad(
     """
     interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
     inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-    fake_mode = fake_mode or next((item.fake_mode for item in inputs if isinstance(item, FakeTensor)), None)
-    with fake_mode or contextlib.nullcontext(), torch.enable_grad():
+    with fake_mode or contextlib.nullcontext(), symbolic_sizes(inputs), torch.enable_grad():
         interpreter.run(*inputs)
     return frozenset(interpreter.found)
 

@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .operator_call import operator_name
+from .tracing import symbolic_sizes
 
 #: only the shape of the argument matters
 SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size")
@@ -43,7 +44,8 @@ def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partial
                     results += torch.autograd.grad(output, sources, seed, retain_graph=True, allow_unused=True)
         return results
 
-    traced = make_fx(gradients)(*values)
+    with symbolic_sizes(values):
+        traced = make_fx(gradients)(*values)
     by_name = {node.name: inner for node, inner in zip(placeholders, _placeholders(traced))}
     forbidden = {by_name[name] for name in partials}
     return not any(_reads(node, forbidden) for node in traced.graph.output_node().all_input_nodes)

@@ -196,19 +196,21 @@ LOSSES = (*ELEMENTWISE_LOSSES, "nll_loss_forward", "nll_loss2d_forward", "dist")
 
 # --- the batch size as a number -------------------------------------------------------------------------------------------
 
-_ARITHMETIC: dict[Any, Any] = {
-    operator.add: torch.add,
-    operator.sub: torch.sub,
-    operator.mul: torch.mul,
-    operator.truediv: torch.true_divide,
-    operator.floordiv: torch.floor_divide,
-    operator.mod: torch.remainder,
-    operator.pow: torch.pow,
-    operator.neg: torch.neg,
-    torch.sym_float: lambda x: x.to(torch.float64),
-    torch._sym_sqrt: lambda x: torch.sqrt(x.to(torch.float64)),
-    torch.sym_max: torch.maximum,
-    torch.sym_min: torch.minimum,
+#: by name of the function on symbolic numbers
+_ARITHMETIC: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "truediv": torch.true_divide,
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "pow": torch.pow,
+    "neg": torch.neg,
+    "sym_float": lambda x: x.to(torch.float64),
+    "sqrt": lambda x: torch.sqrt(x.to(torch.float64)),
+    "sym_sqrt": lambda x: torch.sqrt(x.to(torch.float64)),
+    "sym_max": torch.maximum,
+    "sym_min": torch.minimum,
 }
 
 
@@ -285,7 +287,7 @@ class _RowNumbers:
             return self._global_rows(value)
         if multiple is not None:
             return self._call(number, lambda rows: rows * multiple, (self._global_rows(value),))
-        function = _ARITHMETIC.get(number.target)
+        function = _ARITHMETIC.get(operator_name(number.target))
         if function is None:
             raise PassError(number, f"operator {operator_name(number.target)} on the batch size cannot be rewritten for the global batch")
         depends = [isinstance(item, fx.Node) and has_rows(item.meta["val"], self.symbol) for item in number.args]

@@ -105,7 +105,7 @@ class _Splitter:
         rowwise = self._rowwise(outputs)
         epilogue = self._finish_epilogue()
         partial_names = [item.name for item in outputs if item.kind == "partial"]
-        differentiated = [name for name in partial_names if not self.needs_grad or name in self._late_needs_grad(rowwise)]
+        differentiated = self._differentiated(rowwise, partial_names)
         return BatchSplit(
             rowwise=rowwise,
             outputs=outputs,
@@ -117,9 +117,11 @@ class _Splitter:
             linear=epilogue is None or is_linear(epilogue, differentiated, partial_names),
         )
 
-    def _late_needs_grad(self, rowwise: fx.GraphModule) -> frozenset[str]:
+    def _differentiated(self, rowwise: fx.GraphModule, partial_names: Sequence[str]) -> list[str]:
+        """Partials through which gradients go back into the row-wise part; some were made after `needs_grad` was."""
         inputs = [node.name for node in rowwise.graph.nodes if node.op == "placeholder" and node.name in self.needs_grad]
-        return values_needing_grad(rowwise, inputs)
+        found = values_needing_grad(rowwise, inputs)
+        return [name for name in partial_names if name in found]
 
     # --- outputs ----------------------------------------------------------------------------------------------------------
 

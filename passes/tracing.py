@@ -6,16 +6,17 @@ sizes, as an inner graph or inlined before the node with the node's own metadata
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,39 @@ class InnerGraph:
 
 def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> InnerGraph:
     """Trace `function(*args, **kwargs)`, in which FX nodes stand for their fake values."""
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    nodes = tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
+    found: dict[fx.Node, None] = {}
+    fx.map_arg((tuple(args), dict(kwargs)), lambda node: found.setdefault(node))
+    nodes = tuple(found)
 
     def run(*values: Any) -> Any:
         by_node = dict(zip(nodes, values))
-        replaced = [by_node[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        new_args, new_kwargs = pytree.tree_unflatten(replaced, spec)
+        new_args, new_kwargs = fx.map_arg((tuple(args), dict(kwargs)), by_node.__getitem__)
         result = function(*new_args, **new_kwargs)
         # decompositions give named tuples, which the tracer would record as a call of their class
         return tuple(result) if isinstance(result, tuple) else result
 
-    module = make_fx(run)(*(node.meta["val"] for node in nodes))
+    values = [node.meta["val"] for node in nodes]
+    with symbolic_sizes(values):
+        module = make_fx(run)(*values)
     output = module.graph.output_node().args[0]
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     placeholders = tuple(node for node in module.graph.nodes if node.op == "placeholder")
     return InnerGraph(module, placeholders, nodes, outputs)
+
+
+@contextlib.contextmanager
+def symbolic_sizes(values: Sequence[Any]) -> Iterator[None]:
+    """Run operators on fake values so that sizes stay symbolic; AssertionError if an operator fixed one to a number.
+
+    Without the Python dispatcher some factories (arange) read the batch size as a number, for good and for all values.
+    """
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    before = dict(mode.shape_env.replacements) if mode is not None else {}
+    with mode or contextlib.nullcontext(), enable_python_dispatcher():
+        yield
+    if mode is not None:
+        fixed = {symbol for symbol in mode.shape_env.replacements if symbol not in before}
+        assert not fixed, f"tracing fixed the symbolic sizes {fixed} to numbers"
 
 
 def trace_decomposition(node: fx.Node) -> InnerGraph | None:
@@ -112,10 +130,10 @@ def _inherit(node: fx.Node, origin: fx.Node) -> None:
 def _copy_attribute(graph: fx.Graph, module: fx.GraphModule, item: fx.Node) -> fx.Node:
     owner = graph.owning_module
     assert owner is not None, "a graph with constants needs its module"
-    name, number = f"_inlined_constant{0}", 0
-    while hasattr(owner, name):
+    number = 0
+    while hasattr(owner, f"_inlined_constant{number}"):
         number += 1
-        name = f"_inlined_constant{number}"
+    name = f"_inlined_constant{number}"
     value = getattr(module, item.target)
     if isinstance(value, torch.Tensor):
         owner.register_buffer(name, value, persistent=False)

@@ -6,6 +6,7 @@ fake tensors with one symbolic batch size, and the real values of its placeholde
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,9 @@ class _Flat(nn.Module):
         state = dict(zip(self.state_names, args[:count]))
         inputs = dict(zip(self.input_names, args[count:]))
         output = torch.func.functional_call(self.model[0], state, (), inputs, tie_weights=True)
-        return tuple(pytree.tree_leaves(dict(output) if hasattr(output, "to_tuple") else output))
+        if dataclasses.is_dataclass(output):
+            output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        return tuple(leaf for leaf in pytree.tree_leaves(output) if leaf is not None)
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], *, replicated: tuple[str, ...] = ()) -> Traced:
