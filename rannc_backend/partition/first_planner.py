@@ -29,6 +29,7 @@ from rannc_backend.partition.stage_search import (
     SearchProblem,
     Solution,
     is_feasible,
+    memory_bytes,
     most_devices,
     search,
     smallest_memory,
@@ -392,8 +393,8 @@ def _alternative(problem: SearchProblem, chosen: Solution) -> Alternative:
         reason = "its replicas would not each get a row"
         replicas, number = (1,) * count, problem.micro_batches[0]
     else:
-        least = smallest_memory(problem) or 0
-        reason = f"it needs {least / BYTES_PER_GB:.3f} GB on one device, and plans may use {problem.memory_bytes / BYTES_PER_GB:.3f} GB"
+        least = memory_bytes(problem, unlimited) / BYTES_PER_GB
+        reason = f"its fastest cut needs {least:.3f} GB on one device, and plans may use {problem.memory_bytes / BYTES_PER_GB:.3f} GB"
         replicas, number = unlimited.replicas, unlimited.num_micro_batches
     return Alternative(
         num_stages=count, stage_replicas=replicas, num_micro_batches=number, predicted_step_seconds=None, reason=reason

@@ -28,9 +28,9 @@ _CURE = "correct the plan, or let the planner write it again."
 
 
 def stage_of_plan(
-    plan: Plan, rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[Input] = ()
+    plan: Plan, rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[Input]
 ) -> dict[str, int]:
-    """The stage of every staged node of the planned graph. With `inputs` the plan's parameters are checked too.
+    """The stage of every staged node of the planned graph.
 
     Raises `PlanError`: a node that the graph does not have or the plan does not place, a value that would flow from a later
     stage to an earlier one, a value that cannot cross between stages, parameters listed with another stage than their readers.
@@ -44,8 +44,7 @@ def stage_of_plan(
         raise PlanError(f"the plan places node {missing[0]!r} in no stage", cure=_CURE)
     for node in staged.nodes:
         _check_users(node, planned, staged)
-    if inputs:
-        _check_parameters(plan, staged, inputs, planned)
+    _check_parameters(plan, staged, inputs, planned)
     return {node.name: planned[node.name] for node in staged.nodes}
 
 

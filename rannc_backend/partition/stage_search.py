@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -105,6 +106,17 @@ def step_seconds(problem: SearchProblem, bounds: tuple[int, ...], replicas: tupl
     return (num_micro_batches + num_stages - 1) * slowest + slowest_allreduce
 
 
+def memory_bytes(problem: SearchProblem, solution: Solution) -> float:
+    """The most memory that a stage of the solution needs on one device."""
+    tables = problem.tables(solution.num_micro_batches)
+    needs = []
+    for stage, devices in enumerate(solution.replicas):
+        place = (solution.bounds[stage], solution.bounds[stage + 1], devices)
+        in_flight = num_in_flight(problem.schedule, solution.num_micro_batches, solution.num_stages - stage)
+        needs.append(float(tables.fixed_bytes[place] + in_flight * tables.flight_bytes[place]))
+    return max(needs)
+
+
 def search(problem: SearchProblem, *, below_seconds: float = float("inf")) -> Solution | None:
     """The plan with the smallest objective, if it is below `below_seconds`.
 
@@ -113,7 +125,7 @@ def search(problem: SearchProblem, *, below_seconds: float = float("inf")) -> So
     best: tuple[float, _Space, int, Mask] | None = None
     limit = below_seconds
     for space in _in_promising_order(problem):
-        remaining = [count for count in problem.stage_counts]
+        remaining = list(problem.stage_counts)
         while remaining:
             num_stages = remaining.pop(0)
             # Also a relaxation for every larger number of stages: their limits are tighter.
@@ -184,13 +196,21 @@ def _in_promising_order(problem: SearchProblem) -> Iterator[_Space]:
     """Spaces of all numbers of micro-batches, those that look fast first, so that the rest is discarded early."""
     estimates = []
     for number in problem.micro_batches:
-        space = _Space(problem, number)
-        counts = _feasible_stage_counts(space)
-        if counts:
-            whole = float(problem.tables(number).seconds[0, problem.num_blocks, 1])
-            estimates.append(((number + counts[0] - 1) * whole, number))
+        tables = problem.tables(number)
+        whole = float(tables.seconds[0, problem.num_blocks, 1])
+        estimates.append(((number + _guess_num_stages(problem, tables, number) - 1) * whole, number))
     for _, number in sorted(estimates):
         yield _Space(problem, number)
+
+
+def _guess_num_stages(problem: SearchProblem, tables: MicroBatchTables, num_micro_batches: int) -> int:
+    """How many stages it takes until an even share of the whole fits in memory. Only the order of trial depends on it."""
+    for count in problem.stage_counts:
+        place = (0, problem.num_blocks, max(1, problem.num_devices // count))
+        in_flight = num_in_flight(problem.schedule, num_micro_batches, count)
+        if tables.fixed_bytes[place] + in_flight * tables.flight_bytes[place] <= count * problem.memory_bytes:
+            return count
+    return problem.num_devices
 
 
 @dataclass(slots=True)
@@ -251,7 +271,7 @@ class _Space:
         """States reached from the end: element b for the blocks from b on."""
         num_blocks = self.problem.num_blocks
         states = [0] * num_blocks + [1]
-        for begin, end, replica_bits, rows in reversed(list(self._stages(allowed))):
+        for begin, end, replica_bits, rows in reversed(self._stages(allowed)):
             source = states[end] & rows
             if source:
                 states[begin] |= _shifted_by_each(source << self.stride, replica_bits) & self.low_devices
@@ -261,7 +281,7 @@ class _Space:
         devices = self.problem.num_devices if num_devices is None else num_devices
         return bool(states[0] >> (num_stages * self.stride + devices) & 1)
 
-    def _stages(self, allowed: Mask) -> Iterator[tuple[int, int, int, int]]:
+    def _stages(self, allowed: Mask) -> list[tuple[int, int, int, int]]:
         """(begin, end, set of replica counts, states that may follow) of the allowed stages, ascending in begin."""
         most = int(self.most_in_flight.max(initial=0))
         groups = []
@@ -270,14 +290,13 @@ class _Space:
             for in_flight in np.unique(self.most_in_flight[chosen]).tolist():
                 rows = places if in_flight == most else places & ((1 << (in_flight * self.stride)) - 1)
                 groups.append((chosen & (self.most_in_flight == in_flight), rows))
-        found = []
+        found: list[tuple[int, int, int, int]] = []
         for mask, rows in groups:
             begins, ends = np.nonzero(mask.any(axis=2))
-            packed = np.packbits(mask[begins, ends], axis=1, bitorder="little")
-            for begin, end, line in zip(begins.tolist(), ends.tolist(), packed, strict=True):
-                found.append((begin, end, int.from_bytes(line.tobytes(), "little"), rows))
-        found.sort(key=lambda item: item[0])
-        return iter(found)
+            sets = _as_integers(mask[begins, ends])
+            found += zip(begins.tolist(), ends.tolist(), sets, [rows] * len(sets), strict=True)
+        found.sort(key=itemgetter(0))
+        return found
 
     def _by_place(self) -> Iterator[tuple[Mask | None, int]]:
         """Replica counts and the states that a stage with them may be put before (all, unless given stage by stage)."""
@@ -322,7 +341,7 @@ class _Space:
     def trace(self, num_stages: int, allowed: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """One complete pipeline of allowed stages: each time the stage nearest to an even share of what remains."""
         states = self.reached(allowed)
-        stages = list(self._stages(allowed))
+        stages = self._stages(allowed)
         begin, devices = 0, self.problem.num_devices
         bounds, replicas = [0], []
         for remaining in range(num_stages, 0, -1):
@@ -345,6 +364,17 @@ class _Space:
     def _even_share(self, begin: int, devices: int) -> float:
         """Seconds of each remaining stage if the rest were spread evenly over the remaining devices."""
         return float(self.seconds[begin, self.problem.num_blocks, 1]) / devices
+
+
+def _as_integers(bits: Mask) -> list[int]:
+    """Each line of a two-dimensional mask as an integer, column c being bit c."""
+    packed = np.packbits(bits, axis=1, bitorder="little")
+    missing = -packed.shape[1] % 8
+    words = np.pad(packed, ((0, 0), (0, missing))).view("<u8")
+    integers: list[int] = words[:, 0].tolist() if len(words) else []
+    for column in range(1, words.shape[1]):
+        integers = [low | high << 64 * column for low, high in zip(integers, words[:, column].tolist(), strict=True)]
+    return integers
 
 
 def _shifted_by_each(states: int, shifts: int) -> int:

@@ -1,8 +1,8 @@
 """Which nodes of a row-wise graph get a stage, and which parameters each of them reads.
 
 In: the row-wise graph and its layouts. Out: `StagedGraph`. Terms as in passes/split_stages.py: a *staged* node depends on
-the rows of the batch and runs in one stage; a *cloned* node does not (or only numbers the rows) and is computed again in
-every stage that uses it; a getitem goes with the tuple it takes from, together they are an *atom*. A staged node reads a
+the rows of the batch and runs in one stage; a *cloned* node does not (or on their number alone, see `free_nodes` there) and is
+computed again in every stage that uses it; a getitem goes with the tuple it takes from, together they are an *atom*. A staged node reads a
 parameter also through cloned nodes (a transposed weight). Only row-wise values (layout Rows) may cross between stages.
 """
 
@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import fx
 
 from rannc_backend.passes.layouts import Constant, Layout, Reduced, RowCount, RowIndex, Rows, Several
-from rannc_backend.passes.split_stages import is_size
+from rannc_backend.passes.split_stages import free_nodes, is_size
 
 
 class Input(Protocol):
@@ -69,6 +69,7 @@ def find_staged_nodes(rowwise: fx.GraphModule, layouts: Mapping[str, Layout], in
     """Sort the nodes of a row-wise graph into staged and cloned ones."""
     stored = {item.name for item in inputs if item.kind in ("parameter", "buffer")}
     number = {node: position for position, node in enumerate(rowwise.graph.nodes)}
+    free = free_nodes(rowwise, layouts, {item.name: item.kind for item in inputs})
     atoms: dict[fx.Node, list[fx.Node]] = {}
     atom_of: dict[fx.Node, fx.Node] = {}
     reach: dict[fx.Node, frozenset[fx.Node]] = {}  # placeholders and cloned nodes behind a node that is not staged
@@ -76,12 +77,13 @@ def find_staged_nodes(rowwise: fx.GraphModule, layouts: Mapping[str, Layout], in
     for node in rowwise.graph.nodes:
         if node.op == "placeholder":
             reach[node] = frozenset([node]) if node.name in stored else frozenset()
-        if node.op != "call_function" or is_size(node):
+        # Without users it is a check of metadata, which was made at capture.
+        if node.op != "call_function" or is_size(node) or not node.users:
             continue
         found = frozenset[fx.Node]().union(*(reach.get(argument, frozenset()) for argument in node.all_input_nodes))
         if node.target is operator.getitem and node.args[0] in atom_of:
             head = atom_of[node.args[0]]
-        elif _is_staged(node, layouts, atom_of):
+        elif node not in free and not _is_cloned(layouts[node.name]):
             head = node
         else:
             reach[node] = found | {node}
@@ -95,15 +97,8 @@ def find_staged_nodes(rowwise: fx.GraphModule, layouts: Mapping[str, Layout], in
         atoms=tuple(tuple(atom) for atom in atoms.values()),
         reads={node: tuple(item for item in items if item.op == "placeholder") for node, items in ordered.items()},
         cloned={node: tuple(item for item in items if item.op != "placeholder") for node, items in ordered.items()},
-        fixed=frozenset(node for node in atom_of if not isinstance(layouts.get(node.name), Rows)),
+        fixed=frozenset(node for node in atom_of if not isinstance(layouts[node.name], Rows)),
     )
-
-
-def _is_staged(node: fx.Node, layouts: Mapping[str, Layout], atom_of: Mapping[fx.Node, fx.Node]) -> bool:
-    layout = layouts.get(node.name)
-    if layout is None:  # a check without a value
-        return any(argument in atom_of for argument in node.all_input_nodes)
-    return not _is_cloned(layout)
 
 
 def _is_cloned(layout: Layout) -> bool:
