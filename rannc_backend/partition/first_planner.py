@@ -272,8 +272,7 @@ def _use_fewer_devices(request: _Request, problem: SearchProblem) -> tuple[Stage
             f"{request.batch_rows} rows in {problem.micro_batches[0]} micro-batches or more"
         )
     raise InfeasiblePlanError(
-        f"the best cut needs {memory / BYTES_PER_GB:.3f} GB on one device, and plans may use "
-        f"{request.memory_bytes / BYTES_PER_GB:.3f} GB",
+        f"the smallest cut needs {_size(memory)} on one device, and plans may use {_size(request.memory_bytes)}",
         smallest_bytes=memory / (1 - request.memory_margin),
         smallest_num_devices=None if request.stage_replicas else _smallest_num_devices(request),
     )
@@ -359,6 +358,10 @@ def _micro_batch_seconds(cost: StageCost) -> float:
     return cost.forward_seconds + cost.backward_seconds + cost.transfer_seconds
 
 
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / BYTES_PER_GB:.3f} GB" if num_bytes >= BYTES_PER_GB / 10 else f"{num_bytes / 2**20:.3f} MB"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -393,8 +396,8 @@ def _alternative(problem: SearchProblem, chosen: Solution) -> Alternative:
         reason = "its replicas would not each get a row"
         replicas, number = (1,) * count, problem.micro_batches[0]
     else:
-        least = memory_bytes(problem, unlimited) / BYTES_PER_GB
-        reason = f"its fastest cut needs {least:.3f} GB on one device, and plans may use {problem.memory_bytes / BYTES_PER_GB:.3f} GB"
+        least = _size(memory_bytes(problem, unlimited))
+        reason = f"it does not fit: its fastest cut needs {least} on one device, and plans may use {_size(problem.memory_bytes)}"
         replicas, number = unlimited.replicas, unlimited.num_micro_batches
     return Alternative(
         num_stages=count, stage_replicas=replicas, num_micro_batches=number, predicted_step_seconds=None, reason=reason
