@@ -103,6 +103,9 @@ class _Analysis:
             self.layouts[node] = Reduced(input_only=True)
         elif has_rows(value, self.symbol):
             self.layouts[node] = RowCount()
+        elif is_batch and not dims:
+            reason = f"the model works for one batch size only: its code turned the size of input {node.name} into a number. {ADVICE}"
+            raise PassError(node, reason)
         elif not dims:
             self.layouts[node] = Constant()
         elif not is_batch or dims != [0] or rows_multiple(value.shape[0], self.symbol) != 1:

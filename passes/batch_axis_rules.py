@@ -159,8 +159,20 @@ def group_norm(call: Call) -> Layout:
 
 
 def batch_norm(call: Call) -> Layout:
-    """In training, by the stated rule: statistics of one slice; they may only become buffers."""
-    call.constant("weight", "bias", *(name for name in ("running_mean", "running_var") if name in call.arguments))
+    """In training, by the stated rule: statistics of one slice; they may only become buffers.
+
+    With rows in the channel dimension (instance norm) every row has its own statistics.
+    """
+    layout = call.rows(call["input"])
+    assert layout is not None
+    call.constant(*(name for name in ("running_mean", "running_var") if name in call.arguments))
+    if layout.dim == 1:
+        per_channel = Rows(0, layout.outer, layout.inner)
+        for name in ("weight", "bias"):
+            call.merge(per_channel, call.rows(call[name]))
+        result = Rows(1, layout.outer, layout.inner)
+        return Several((result, *(per_channel for _ in call.value[1:])))
+    call.constant("weight", "bias")
     layout = _first_dim(call, "input")
     training = call.arguments.get("training", call.arguments.get("train", "no_training" not in call.name))
     if not training:
@@ -221,7 +233,7 @@ RULES: dict[str, Rule] = {
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d "
         "_upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
         "reflection_pad2d replication_pad2d tril triu linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh "
-        "_linalg_det _linalg_slogdet linalg_lu_factor_ex linalg_matrix_exp cholesky_inverse col2im trace",
+        "_cdist_forward _linalg_det _linalg_slogdet linalg_lu_factor_ex linalg_matrix_exp cholesky_inverse col2im trace",
         num_dims=2,
     ),
     **_table(

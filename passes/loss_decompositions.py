@@ -4,7 +4,7 @@ In: a functional ATen graph with symbolic batch size. Out: the same graph, chang
 - the only reductions over the batch dimension are `aten.sum` (and those that batch_axis.py refuses);
 - where the batch size is used as a number and not as a shape, it comes from a new placeholder "global_rows" (0-dim int64), the
   number of rows of the global batch: `x / x.size(0)` means all rows, not those of a slice;
-- dtype assertions, which compute nothing, are gone.
+- dtype assertions, which compute nothing, are gone, and `aten.copy`, which has no derivative, is an expansion of its source.
 
 Sums of half-precision values are taken in float32 and cast back after the sum over slices.
 """
@@ -57,6 +57,8 @@ def _decomposition(node: fx.Node, symbol: sympy.Symbol) -> Callable[..., Any] | 
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = operator_name(node.target).removeprefix("aten.")
+    if name == "copy":
+        return _copy
     if name in LOSSES:
         call = Call.of(node, symbol, {})
         holds_rows = any(rows_dims(item.meta["val"], symbol) for item in call.tensors())
@@ -72,6 +74,10 @@ def _decomposition(node: fx.Node, symbol: sympy.Symbol) -> Callable[..., Any] | 
     if name == "sum" and node.meta["val"].dtype not in HALF:
         return None
     return REDUCTIONS[name](node)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(target.dtype).expand(target.shape).clone()
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------------

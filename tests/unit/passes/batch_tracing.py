@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     graph_module: fx.GraphModule
+    model: nn.Module  # called with the values of all placeholders, in order
     values: dict[str, Any]  # real value of each placeholder
     batch: tuple[str, ...]  # placeholders with rows
     parameters: tuple[str, ...]
@@ -93,6 +94,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], *, replicated: tuple[str,
     by_input = dict(zip(inputs, names[num_state:]))
     return Traced(
         graph_module=graph_module,
+        model=flat,
         values=dict(zip(names, reals)),
         batch=tuple(by_input[k] for k in inputs if k not in replicated),
         replicated=tuple(by_input[k] for k in inputs if k in replicated),

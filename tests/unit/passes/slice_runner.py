@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from batch_tracing import Traced
+from tests.unit.passes.batch_tracing import Traced
 from rannc_backend.passes.layouts import Rows
 from rannc_backend.passes.split_reductions import BatchSplit, split_batch
 from torch import Tensor, fx
@@ -63,9 +63,10 @@ def _weights(outputs: Sequence[Any]) -> list[Tensor | None]:
 
 
 def run_whole(traced: Traced) -> tuple[list[Any], Values, list[Tensor | None]]:
-    """Outputs, parameter gradients and the incoming gradients used, of the whole batch at once."""
+    """Outputs, parameter gradients and the incoming gradients used, of the model itself on the whole batch."""
     values = _leaves(traced)
-    outputs = _run(traced.graph_module, values)[: traced.num_user_outputs]
+    outputs = list(traced.model(*values.values()))
+    assert len(outputs) == traced.num_user_outputs
     weights = _weights(outputs)
     differentiated = [(output, weight) for output, weight in zip(outputs, weights) if weight is not None]
     parameters = [values[name] for name in traced.parameters]
