@@ -188,7 +188,9 @@ def _join_monitor(rank: int, seats: Sequence[Seat], control: WireControl, option
     host = _meeting_host(seats)
     # Open to other hosts only when there are other hosts.
     bind = _LOCAL_ADDRESS if host == _LOCAL_ADDRESS else ""
-    address = start_hub(size=len(seats), bind=bind) if rank == 0 else None
+    # MPICH's mpirun kills the others when one ends, and then reports their end instead of the exit code of the first.
+    failed_first = "PMI_RANK" not in os.environ
+    address = start_hub(size=len(seats), bind=bind, failed_first=failed_first) if rank == 0 else None
     port, token = control.broadcast(address, what="monitor address", limit_seconds=options.start_limit_seconds)
     return join_hub(host, port, token, rank=rank, own_host=seats[rank][0], limit_seconds=options.start_limit_seconds)
 

@@ -321,11 +321,11 @@ def clip(text: str) -> str:
     return "\n".join(lines[:_MOST_CAUSE_LINES])
 
 
-def start_hub(*, size: int, bind: str) -> tuple[int, str]:
+def start_hub(*, size: int, bind: str, failed_first: bool) -> tuple[int, str]:
     """Start the job's monitor process on this host.
 
     Args:
-        bind: address to listen on; "" for all.
+        bind, failed_first: as in `monitor_hub.Hub`.
 
     Returns:
         Its port, and the token that a rank must show.
@@ -340,7 +340,8 @@ def start_hub(*, size: int, bind: str) -> tuple[int, str]:
         text=True,
     )
     assert hub.stdin is not None and hub.stdout is not None
-    hub.stdin.write(json.dumps({"size": size, "token": token, "bind": bind}) + "\n")
+    options = {"size": size, "token": token, "bind": bind, "failed_first": failed_first}
+    hub.stdin.write(json.dumps(options) + "\n")
     hub.stdin.close()
     answer = hub.stdout.readline().strip()
     hub.stdout.close()

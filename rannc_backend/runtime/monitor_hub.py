@@ -130,10 +130,17 @@ def verdict_text(root: Report, seats: list[Seat], *, oom_kills: int) -> str:
 
 
 class Hub:
-    """Accepts the ranks' connections, keeps a seat for each, and decides."""
+    """Accepts the ranks' connections, keeps a seat for each, and decides.
 
-    def __init__(self, *, size: int, token: str, bind: str) -> None:
+    Args:
+        token: what a connection must show.
+        bind: address to listen on; "" for all.
+        failed_first: let the failed rank end before the others, for launchers that name the first one to end.
+    """
+
+    def __init__(self, *, size: int, token: str, bind: str, failed_first: bool) -> None:
         self._token = token
+        self._failed_first = failed_first
         self._seats = [Seat(rank=rank) for rank in range(size)]
         self._reports: list[Report] = []
         self._decide_at: float | None = None
@@ -259,15 +266,14 @@ class Hub:
             os.write(2, text.encode())
         except OSError:
             pass  # nobody reads our stderr any more; the ranks must still end
-        # The failed rank ends first, so that a launcher that names the first one to end names the right one.
         first = self._seats[root.rank]
         end = {"type": "end", "code": root.code}
         if first.rank in silent:
             self._kill(first)
-        else:
+        if self._failed_first:
             self._send(first, end)
-        self._wait_for_ends([first])
-        time.sleep(_LEAD_SECONDS)
+            self._wait_for_ends([first])
+            time.sleep(_LEAD_SECONDS)
         self._send_all(end)
         self._wait_for_ends(self._seats)
 
@@ -341,7 +347,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The launcher's signals are for the ranks; this process ends when they have gone.
         signal.signal(number, signal.SIG_IGN)
-    hub = Hub(size=options["size"], token=options["token"], bind=options["bind"])
+    hub = Hub(**options)
     sys.stdout.write(f"{hub.port}\n")
     sys.stdout.close()
     hub.run()
