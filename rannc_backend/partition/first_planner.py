@@ -344,9 +344,10 @@ def _binding(problem: SearchProblem, solution: Solution, stages: Sequence[StageP
     share = (solution.num_micro_batches + solution.num_stages - 1) * _micro_batch_seconds(cost) / total
     idle = (solution.num_stages - 1) / (solution.num_micro_batches + solution.num_stages - 1)
     reduce = max(stage.predicted.allreduce_seconds for stage in stages) / total
+    part_share = parts[part] / max(_micro_batch_seconds(cost), 1e-30)
     text = (
-        f"{part} of stage {worst.index} ({_percent(parts[part] / max(_micro_batch_seconds(cost), 1e-30))} of its time); step: micro-batches "
-        f"{_percent(share)}, of which filling and draining {_percent(share * idle)}, all-reduce {_percent(reduce)}"
+        f"{part} of stage {worst.index} ({_percent(part_share)} of its time); step: micro-batches {_percent(share)}, "
+        f"of which filling and draining {_percent(share * idle)}, all-reduce {_percent(reduce)}"
     )
     roomy = search(replace(problem, memory_bytes=float("inf")), below_seconds=solution.step_seconds)
     if roomy is not None:

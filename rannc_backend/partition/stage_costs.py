@@ -13,6 +13,7 @@ buffers; and for each micro-batch in flight the saved activations and received v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -111,7 +112,8 @@ class StageCosts:
         )
 
     def _replica_rows(self, num_micro_batches: int, replicas: int) -> int:
-        return -(-(-(-self.batch_rows // num_micro_batches)) // replicas)
+        largest_micro_batch = math.ceil(self.batch_rows / num_micro_batches)
+        return math.ceil(largest_micro_batch / replicas)
 
     def _column(self, num_micro_batches: int, replicas: int) -> int:
         return int(np.searchsorted(self.rows, self._replica_rows(num_micro_batches, replicas)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,23 @@ def test_batch_statistics_never_cross_a_cut() -> None:
         assert {block_of[user.name] for user in node.users if user.name in block_of} <= {block_of[node.name]}
     updated = [name for block in graph.blocks for name in block.updated_buffers]
     assert sorted(updated) == [f"layers.{n}.{b}" for n in (1, 4) for b in ("num_batches_tracked", "running_mean", "running_var")]
+
+
+def test_a_value_that_is_not_row_wise_keeps_its_readers_in_its_block() -> None:
+    item, staged = model("tied"), staged_graph("tied")
+    source = next(node for node in staged.nodes if "tanh" in node.name)
+    build = functools.partial(
+        build_block_graph, inputs=item.inputs, outputs=item.split.outputs, needs_grad=item.needs_grad,
+        device=local_cpu(1, memory_bytes=1).device, rows=ROWS,
+    )  # fmt: skip
+
+    def blocks_with(fixed: frozenset) -> set[int]:
+        graph = build(replace(staged, fixed=fixed))
+        block_of = {node: block.index for block in graph.blocks for node in block.nodes}
+        return {block_of[node.name] for node in [source, *source.users]}
+
+    assert len(blocks_with(frozenset())) > 1
+    assert len(blocks_with(frozenset([source]))) == 1
 
 
 def test_cuts_are_balanced_and_few_values_cross() -> None:

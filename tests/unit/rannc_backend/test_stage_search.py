@@ -170,7 +170,6 @@ def test_sixty_four_blocks_on_thirty_two_devices_take_seconds(memory_bytes: floa
     begin = time.perf_counter()
     solution = search(problem)
     seconds = time.perf_counter() - begin
-    print(memory_bytes, solution, seconds)
     assert solution is not None
     assert step_seconds(problem, solution.bounds, solution.replicas, solution.num_micro_batches) == solution.step_seconds
     assert seconds < 10  # about 1 on an idle core
