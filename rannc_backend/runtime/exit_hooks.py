@@ -99,6 +99,10 @@ class ExitHooks:
             self._before_excepthook(kind, error, trace)
             sys.stderr.flush()
         self._monitor.report_error(error.with_traceback(trace))
+        # The process ends in here, so what the user wants run at exit runs here. The name is private but as old as atexit.
+        atexit.unregister(self._at_exit)
+        atexit._run_exitfuncs()
+        self._monitor.await_end()
 
     def _thread_hook(self, args: threading.ExceptHookArgs) -> None:
         # As in plain Python, a thread's error does not end the process by itself. A rank that goes on without what
@@ -125,9 +129,6 @@ class ExitHooks:
         if not self._monitor.is_failing and self._asked_code:
             self._monitor.report("exit", f"sys.exit({self._asked_code})", code=self._asked_code)
         if self._monitor.is_failing:
-            atexit.unregister(self._at_exit)
-            # The process ends below, so what else was to run at exit runs here. The name is private but as old as atexit.
-            atexit._run_exitfuncs()
             self._monitor.await_end()
         self._monitor.close()
         self.remove()

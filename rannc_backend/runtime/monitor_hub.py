@@ -193,6 +193,9 @@ class Hub:
         if seat.host == self._host:
             seat.memory = _open_memory(hello["pid"], hello["memory"], self._token)
         self._selector.register(connection, selectors.EVENT_READ, seat)
+        for other in self._seats:
+            if other.left:
+                self._send(seat, {"type": "left", "rank": other.rank, "num_calls": other.num_calls})
 
     def _seat_of(self, hello: dict[str, Any]) -> Seat | None:
         rank = hello.get("rank")

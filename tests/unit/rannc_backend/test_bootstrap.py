@@ -1,0 +1,159 @@
+"""Which device a rank takes, where ranks meet, and how a missing rank of this host is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rannc_backend.errors import CommunicationError, LaunchError
+from rannc_backend.runtime import bootstrap, start_watch
+from rannc_backend.runtime.launch import Launch
+from rannc_backend.runtime.transport import DistWork, SingleTransport
+from rannc_backend.runtime.world import StartOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "seats", "expected"),
+    [
+        (StartOptions(), [["a", "", 0], ["a", "", 0]], ["cpu", "cpu"]),
+        (StartOptions(), [["a", "", 2], ["a", "", 2], ["b", "", 2]], ["cuda:0", "cuda:1", "cuda:0"]),
+        (StartOptions(), [["a", "0,1", 2], ["b", "", 1], ["a", "0,1", 2]], ["cuda:0", "cuda:0", "cuda:1"]),
+        (StartOptions(), [["a", "3", 1], ["a", "5", 1]], ["cuda:0", "cuda:0"]),
+        (StartOptions(device="cpu"), [["a", "", 1], ["a", "", 1]], ["cpu", "cpu"]),
+        (StartOptions(share_devices=True), [["a", "", 1], ["a", "", 1]], ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_devices(
+    monkeypatch: pytest.MonkeyPatch, options: StartOptions, seats: list[bootstrap.Seat], expected: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert [str(bootstrap._choose_device(options, seats, rank=rank)) for rank in range(len(seats))] == expected
+
+
+def test_more_ranks_than_devices() -> None:
+    seats = [["a", "", 1], ["a", "", 1]]
+    with pytest.raises(LaunchError, match=r"2 ranks on host a but 1 CUDA device"):
+        bootstrap._choose_device(StartOptions(), seats, rank=1)
+
+
+def test_ranks_meet_on_the_loopback_only_when_there_is_one_host() -> None:
+    assert bootstrap._meeting_host([["a", "", 0], ["a", "", 0]]) == "127.0.0.1"
+    assert bootstrap._meeting_host([["a", "", 0], ["b", "", 0]]) == "a"
+
+
+class Store:
+    """Of a job in which only rank 0 has come."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_ranks_that_do_not_start_are_named() -> None:
+    with pytest.raises(CommunicationError, match=r"rank\(s\) 1, 2 have not started .*limit 0.1 s") as caught:
+        bootstrap._gather_seats(Store(), Launch(launcher="torchrun", rank=0, size=3), 0.1)
+    assert caught.value.peer == 1
+
+
+def test_importing_the_runtime_starts_nothing() -> None:
+    script = (
+        "import sys, rannc_backend.runtime.bootstrap, torch.distributed as d\n"
+        "assert 'mpi4py' not in sys.modules and not d.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+class FailingWork:
+    """A Work of torch.distributed that fails."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def wait(self, limit: object = None) -> None:
+        raise RuntimeError(self.text)
+
+
+class Endpoint:
+    """What DistWork needs of its transport."""
+
+    rank = 3
+    limit_seconds = 60.0
+
+    def __init__(self) -> None:
+        self.watch = self
+        self.waits: list[tuple[int, ...]] = []
+
+    def begin_wait(self, ranks: tuple[int, ...]) -> None:
+        self.waits.append(ranks)
+
+    def end_wait(self) -> None:
+        self.waits.append(())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Timed out waiting 500ms for recv", "rank 3, with rank 1: receive of 'c' did not complete in time (limit 0.5 s)"),
+        ("Connection closed by peer\nmore", "rank 3, with rank 1: receive of 'c' broke: Connection closed by peer"),
+    ],
+)
+def test_a_wait_that_fails(text: str, expected: str) -> None:
+    endpoint = Endpoint()
+    work = DistWork(endpoint, FailingWork(text), torch.empty(1), peers=(1,), what="receive of 'c'")  # type: ignore[arg-type]
+    with pytest.raises(CommunicationError) as caught:
+        work.wait(0.5)
+    assert str(caught.value) == expected and endpoint.waits == [(1,)]
+
+
+def test_no_messages_in_a_job_of_one() -> None:
+    with pytest.raises(AssertionError, match="message 'c' to rank 1 in a job of one process"):
+        SingleTransport().isend(torch.empty(1), 1, "c")
+
+
+PARENT = """
+import os, subprocess, sys
+child = "import time; print('up', flush=True); time.sleep(30)"
+ranks = [subprocess.Popen([sys.executable, "-c", child], env={**os.environ, "RANK": str(rank)}) for rank in range(3)]
+for line in sys.stdin:
+    ranks[int(line)].kill()
+    ranks[int(line)].wait()
+    print("gone", flush=True)
+for rank in ranks:
+    rank.kill()
+"""
+
+
+def test_the_watch_sees_ranks_come_and_go() -> None:
+    if not Path("/proc/self/environ").exists():
+        return
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=-1, stdout=-1, text=True, env=environ)
+    assert parent.stdin is not None and parent.stdout is not None
+    try:
+        for _ in range(3):
+            parent.stdout.readline()
+        children = [int(name) for name in os.listdir("/proc") if name.isdecimal() and start_watch.parent_of(int(name)) == parent.pid]
+        assert {start_watch.launcher_of(child, "RANK") for child in children} == {parent.pid}
+        assert start_watch.ranks_below(parent.pid, "RANK") == {0, 1, 2}
+        parent.stdin.write("1\n")
+        parent.stdin.flush()
+        parent.stdout.readline()
+        assert start_watch.ranks_below(parent.pid, "RANK") == {0, 2}
+    finally:
+        parent.stdin.close()
+        parent.wait(10)
+
+
+def test_no_watch_without_a_launcher() -> None:
+    with start_watch.StartWatch({"RANK": "0"}) as watch:
+        assert watch._watch is None

@@ -1,0 +1,248 @@
+"""A rank's side of the monitor, against a hub that is played here."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rannc_backend.errors import CommunicationError, RankFailedError
+from rannc_backend.runtime import monitor as monitor_module
+from rannc_backend.runtime import monitor_hub
+from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, clip
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+class Link:
+    """A monitor of rank 0 and the hub's end of its connection."""
+
+    def __init__(self) -> None:
+        self.hub, own = socket.socketpair()
+        self.hub.settimeout(5)
+        self.reader = self.hub.makefile("r")
+        self.monitor = LinkMonitor(own, mmap.mmap(-1, monitor_hub.PHASE_BYTES), rank=0)
+        self.monitor.phase("step 1")
+        self.monitor.run()
+
+    def tell(self, **message: Any) -> None:
+        self.hub.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        """The next message of this kind."""
+        while True:
+            message: dict[str, Any] = json.loads(self.reader.readline())
+            if message["type"] == kind:
+                return message
+
+    def is_quiet(self, seconds: float) -> bool:
+        """Nothing but heartbeats comes in this time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([self.hub], [], [], left)[0]:
+                message = json.loads(self.reader.readline())
+                if message["type"] != "beat":
+                    return False
+        return True
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise Ended(code)
+
+    monkeypatch.setattr(monitor_module, "end_process", end)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    made = Link()
+    made.codes = codes  # type: ignore[attr-defined]
+    yield made
+    made.tell(type="bye")
+    time.sleep(0.05)
+    made.reader.close()
+    made.hub.close()
+
+
+def test_heartbeats_tell_phase_and_calls(link: Link) -> None:
+    link.hear("beat")
+    link.monitor.phase("step 2, stage 1")
+    link.monitor.begin_call()
+    assert link.hear("beat") == {"type": "beat", "phase": "step 2, stage 1", "num_calls": 1}
+
+
+def test_a_phase_is_cheap(link: Link) -> None:
+    seconds = min(timeit.repeat(lambda: link.monitor.phase("step 12, stage 1, micro-batch 3, forward"), number=2000, repeat=7)) / 2000
+    assert seconds < 5e-6, f"{seconds * 1e6:.1f} us"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "cause", "code"),
+    [
+        (ValueError("bad"), "exception", "ValueError: bad", 1),
+        (MemoryError("1 TiB"), "exception", "MemoryError: 1 TiB\nWhat to change", 1),
+        (KeyboardInterrupt(), "interrupt", "interrupted (Ctrl-C)", 130),
+        (CommunicationError("late", rank=0), "communication", "CommunicationError: rank 0: late", 1),
+        (RankFailedError(rank=1, cause="x"), "communication", "RankFailedError", 1),
+    ],
+)
+def test_reports(link: Link, error: BaseException, kind: str, cause: str, code: int) -> None:
+    link.monitor.phase("step 4")
+    try:
+        raise error
+    except BaseException as caught:
+        link.monitor.report_error(caught)
+    message = link.hear("fail")
+    assert (message["kind"], message["code"], message["phase"], message["rank"]) == (kind, code, "step 4", 0)
+    assert message["cause"].startswith(cause)
+    assert kind == "interrupt" or "test_monitor.py" in message["location"], message["location"]
+    link.monitor.report("exit", "later ones do not count")
+    assert link.is_quiet(0.3)
+
+
+def test_told_to_end(link: Link) -> None:
+    link.tell(type="end", code=9)
+    time.sleep(0.2)
+    assert link.codes == [9]  # type: ignore[attr-defined]
+
+
+def test_a_lost_hub_ends_the_process(link: Link, capfd: pytest.CaptureFixture[str]) -> None:
+    link.hub.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.2)
+    assert link.codes == [1]  # type: ignore[attr-defined]
+    assert "the job's monitor has gone" in capfd.readouterr().err
+    link.tell = lambda **_: None  # type: ignore[method-assign, assignment]
+
+
+def test_a_rank_that_left_before_a_call(link: Link) -> None:
+    link.monitor.begin_call()
+    link.tell(type="left", rank=1, num_calls=1)
+    assert link.is_quiet(0.3), "both are done with the same calls"
+    with pytest.raises(RankFailedError, match="rank 1 failed: it left the job"):
+        link.monitor.begin_call()
+    message = link.hear("fail")
+    assert (message["kind"], message["rank"]) == ("left", 1)
+
+
+def test_a_rank_that_leaves_during_a_call(link: Link) -> None:
+    link.monitor.begin_call()
+    link.tell(type="left", rank=2, num_calls=0)
+    message = link.hear("fail")
+    assert (message["kind"], message["rank"]) == ("left", 2)
+
+
+@pytest.mark.parametrize("begun", ["before", "after"])
+def test_a_wait_for_a_rank_that_has_left(link: Link, begun: str) -> None:
+    if begun == "before":
+        link.monitor.begin_wait((1,))
+    link.tell(type="left", rank=1, num_calls=0)
+    time.sleep(0.2)
+    if begun == "after":
+        link.monitor.begin_wait((1,))
+    begin = time.monotonic()
+    assert (link.hear("fail")["kind"], time.monotonic() - begin < 3) == ("left", True)
+
+
+def test_the_last_message_of_a_rank_that_has_left_may_still_arrive(link: Link) -> None:
+    link.monitor.begin_wait((1,))
+    link.tell(type="left", rank=1, num_calls=0)
+    time.sleep(0.2)
+    link.monitor.end_wait()
+    link.monitor.begin_wait((2,))
+    assert link.is_quiet(1.5)
+    link.monitor.end_wait()
+
+
+def test_survey(link: Link) -> None:
+    state = {"rank": 0, "host": "h", "phase": "p", "num_calls": 1, "silent_seconds": 0.5, "left": False}
+    link.tell(type="states", states=[])
+    link.hear("beat")
+    def answer() -> None:
+        link.hear("survey")
+        link.tell(type="states", states=[state])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert [(found.rank, found.phase) for found in link.monitor.survey()] == [(0, "p")]
+    thread.join()
+
+
+def test_goodbye_waits_for_the_others(link: Link) -> None:
+    def answer() -> None:
+        link.hear("leave")
+        time.sleep(0.3)
+        link.tell(type="bye")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    begin = time.monotonic()
+    link.monitor.close()
+    assert time.monotonic() - begin > 0.25
+    thread.join()
+    link.tell = lambda **_: None  # type: ignore[method-assign, assignment]
+
+
+def test_hooks_are_put_back(link: Link) -> None:
+    before = (sys.excepthook, sys.exit, os._exit, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    hooks = ExitHooks(link.monitor, lambda: None)
+    hooks.install()
+    assert sys.excepthook != before[0] and sys.exit != before[1] and os._exit != before[2]
+    hooks.remove()
+    after = (sys.excepthook, sys.exit, os._exit, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    assert before == after
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_hooks_leave_the_users_handlers_alone() -> None:
+    """In a process of its own: the user's excepthook runs, their SIGTERM handler stays, what they want at exit runs."""
+    script = """
+import atexit, mmap, os, signal, socket, sys
+from rannc_backend.runtime import monitor_hub
+from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.monitor import LinkMonitor
+own_handler = lambda *_: None
+signal.signal(signal.SIGTERM, own_handler)
+sys.excepthook = lambda kind, error, trace: print("users hook", error)
+atexit.register(lambda: print("users atexit, before"))
+hub, own = socket.socketpair()
+monitor = LinkMonitor(own, mmap.mmap(-1, monitor_hub.PHASE_BYTES), rank=0)
+ExitHooks(monitor, lambda: None).install()
+monitor.run()
+atexit.register(lambda: print("users atexit, after"))
+assert signal.getsignal(signal.SIGTERM) is own_handler
+
+raise ValueError("x")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["users hook x", "users atexit, after", "users atexit, before"], done
+    assert done.returncode == 1
+
+
+def test_single() -> None:
+    monitor = SingleMonitor()
+    monitor.phase("step 1")
+    monitor.begin_call()
+    monitor.close()
+    assert monitor.survey() == []
+    with pytest.raises(ValueError, match="x"):
+        monitor.fail(ValueError("x"))
+
+
+def test_clip() -> None:
+    assert clip("a\n" * 50).count("\n") < 10 and len(clip("a" * 5000)) == 1000

@@ -1,0 +1,204 @@
+"""The hub's judgement and its conversation with the ranks, over real sockets, in this process."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rannc_backend.runtime import monitor_hub
+from rannc_backend.runtime.monitor_hub import Hub, Report, Seat, choose_root, read_phase, verdict_text, write_phase
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+def report(rank: int, kind: str) -> Report:
+    return Report(rank=rank, kind=kind, cause=f"cause of {rank}", phase=f"phase {rank}")
+
+
+@pytest.mark.parametrize(
+    ("reports", "silent", "expected"),
+    [
+        ([report(0, "communication"), report(2, "exception"), report(1, "died")], {}, (2, "exception")),
+        ([report(1, "died"), report(2, "exception")], {}, (1, "died")),
+        ([report(0, "communication"), report(3, "left")], {}, (3, "left")),
+        ([report(0, "communication"), report(1, "communication")], {}, (0, "communication")),
+        ([report(0, "communication"), report(1, "communication")], {3: 8.0, 2: 9.0}, (2, "silent")),
+        ([report(0, "exception")], {3: 8.0}, (0, "exception")),
+    ],
+)
+def test_root(reports: list[Report], silent: dict[int, float], expected: tuple[int, str]) -> None:
+    root = choose_root(reports, silent)
+    assert (root.rank, root.kind) == expected
+
+
+def test_a_silent_root_says_who_waited() -> None:
+    root = choose_root([report(0, "communication")], {1: 7.6})
+    assert root.cause.startswith("no sign of life for 8 s") and "rank 0 waited for it: cause of 0" in root.cause
+
+
+def test_verdict() -> None:
+    seats = [Seat(rank=rank, host=f"node{rank}", pid=100 + rank, phase=f"step 3, stage {rank}") for rank in range(3)]
+    seats[2].left = True
+    root = Report(rank=1, kind="exception", cause="ValueError: a\nb", phase="step 3, stage 1, micro-batch 2", location="t.py:3, in f")
+    assert verdict_text(root, seats, oom_kills=0) == (
+        "[rannc] the job has ended because of rank 1 of 3 (host node1, pid 101)\n"
+        "[rannc]   in      step 3, stage 1, micro-batch 2\n"
+        "[rannc]   cause   ValueError: a\n"
+        "[rannc]           b\n"
+        "[rannc]   at      t.py:3, in f\n"
+        "[rannc]   rank 0  step 3, stage 0\n"
+        "[rannc]   rank 2  left\n"
+    )
+
+
+def test_the_out_of_memory_killer_is_told_of_for_the_dead_only() -> None:
+    seats = [Seat(rank=0, host="node0")]
+    assert "out-of-memory killer ended 2 process(es) on node0" in verdict_text(report(0, "died"), seats, oom_kills=2)
+    assert "killer ended" not in verdict_text(report(0, "exception"), seats, oom_kills=2)
+
+
+@pytest.mark.parametrize("text", ["", "step 1, stage 0", "ä" * 300])
+def test_phase_memory(text: str) -> None:
+    memory = mmap.mmap(-1, monitor_hub.PHASE_BYTES)
+    write_phase(memory, "something longer that was there before")
+    write_phase(memory, text)
+    assert read_phase(memory).rstrip("\ufffd") == text.encode()[:255].decode(errors="ignore")
+
+
+class Rank:
+    """A rank as the hub sees it: a socket."""
+
+    def __init__(self, port: int, rank: int, token: str = TOKEN, pid: int = 4000000) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.settimeout(5)
+        self.reader = self.socket.makefile("r")
+        self.send({"token": token, "rank": rank, "host": "elsewhere", "pid": pid, "memory": -1})
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def expect(self, kind: str) -> dict[str, Any]:
+        """The next message, which must be of this kind."""
+        message = json.loads(self.reader.readline())
+        assert message["type"] == kind, message
+        return message
+
+    def close(self) -> None:
+        self.reader.close()
+        self.socket.close()
+
+
+class Job:
+    """A hub in a thread and its ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.hub = Hub(size=size, token=TOKEN, bind="127.0.0.1", failed_first=True)
+        self.thread = threading.Thread(target=self.hub.run, daemon=True)
+        self.thread.start()
+        self.ranks = [Rank(self.hub.port, rank) for rank in range(size)]
+
+    def ended(self) -> bool:
+        self.thread.join(5)
+        return not self.thread.is_alive()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job(3)
+    yield made
+    for rank in made.ranks:
+        rank.close()
+    assert made.ended(), "the hub outlives its ranks"
+
+
+def test_a_good_end(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    for number, rank in enumerate(job.ranks):
+        rank.send({"type": "leave", "phase": "done", "num_calls": 4})
+        for other in job.ranks:
+            assert other.expect("left") == {"type": "left", "rank": number, "num_calls": 4}
+    for rank in job.ranks:
+        rank.expect("bye")
+        rank.close()
+    assert job.ended() and capfd.readouterr().err == ""
+
+
+def test_a_failure_ends_the_failed_rank_first(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    fail = {"type": "fail", "kind": "exception", "cause": "E: x", "phase": "step 2", "num_calls": 3, "code": 7}
+    job.ranks[1].send(fail)
+    assert job.ranks[1].expect("end")["code"] == 7
+    job.ranks[0].socket.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        job.ranks[0].socket.recv(1)
+    job.ranks[1].close()
+    job.ranks[0].socket.settimeout(5)
+    assert json.loads(job.ranks[0].socket.recv(100)) == {"type": "end", "code": 7}
+    job.ranks[2].expect("end")
+    assert "because of rank 1 of 3" in capfd.readouterr().err
+
+
+def test_a_broken_connection_explains_what_others_report(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    job.ranks[2].send({"type": "beat", "phase": "step 5, stage 2", "num_calls": 9})
+    job.ranks[0].send({"type": "fail", "kind": "communication", "cause": "reset", "phase": "p", "num_calls": 9})
+    time.sleep(0.05)
+    job.ranks[2].close()
+    job.ranks[0].expect("end")
+    text = capfd.readouterr().err
+    assert "because of rank 2 of 3" in text and "in      step 5, stage 2" in text and "ended without a word" in text
+
+
+def test_all_killed_at_once_names_the_first(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in (1, 0, 2):
+        job.ranks[rank].close()
+        time.sleep(0.002)
+    assert job.ended()
+    assert "because of rank 1 of 3" in capfd.readouterr().err
+
+
+def test_a_rank_that_dies_after_saying_goodbye_to_some(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    job.ranks[0].send({"type": "leave", "phase": "done", "num_calls": 4})
+    job.ranks[0].close()
+    job.ranks[1].expect("left")
+    job.ranks[1].expect("end")
+    assert "because of rank 0 of 3" in capfd.readouterr().err
+
+
+def test_survey(job: Job) -> None:
+    job.ranks[1].send({"type": "beat", "phase": "step 5", "num_calls": 9})
+    time.sleep(0.1)
+    job.ranks[0].send({"type": "survey"})
+    states = job.ranks[0].expect("states")["states"]
+    assert [state["rank"] for state in states] == [0, 1, 2]
+    assert (states[1]["phase"], states[1]["num_calls"], states[1]["left"]) == ("step 5", 9, False)
+    assert 0.05 < states[1]["silent_seconds"] < 3
+
+
+@pytest.mark.parametrize("hello", ["token", "rank", "twice"])
+def test_strangers_are_turned_away(job: Job, hello: str) -> None:
+    stranger = Rank(job.hub.port, 9 if hello == "rank" else 0, token="no" if hello == "token" else TOKEN)
+    assert stranger.socket.recv(1) == b""
+    stranger.close()
+    job.ranks[0].send({"type": "survey"})
+    job.ranks[0].expect("states")
+
+
+def test_a_phase_memory_of_this_process_can_be_read() -> None:
+    if not hasattr(os, "memfd_create"):
+        return
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, monitor_hub.PHASE_BYTES)
+    own = mmap.mmap(descriptor, monitor_hub.PHASE_BYTES)
+    own[: monitor_hub.COOKIE_BYTES] = TOKEN.encode()[: monitor_hub.COOKIE_BYTES]
+    memory = monitor_hub._open_memory(os.getpid(), descriptor, TOKEN)
+    assert memory is not None
+    write_phase(own, "step 9")
+    os.close(descriptor)
+    assert read_phase(memory) == "step 9"
+    assert monitor_hub._open_memory(os.getpid(), 999_999, TOKEN) is None
