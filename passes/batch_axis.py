@@ -117,14 +117,16 @@ class _Analysis:
         inputs = node.all_input_nodes
         if node.op == "output":
             return
-        if all(item in self.before_step for item in inputs) and not is_random(node):
+        # a size carries no gradient, whatever it is the size of
+        is_size = isinstance(node.meta.get("val"), torch.SymInt) and all(item.op == "placeholder" or item in self.before_step for item in inputs)
+        if is_size or (all(item in self.before_step for item in inputs) and not is_random(node)):
             self.before_step.add(node)
         layout = self._layout(node, inputs)
         self.layouts[node] = layout
         if isinstance(layout, (PartialSum, Reduced)):
             # A second sum on top of a first one cannot be had in the same round.
             self.before_step.discard(node)
-        if layout == Rows(0) or isinstance(layout, Rows):
+        if isinstance(layout, Rows):
             if any(isinstance(self.layouts[item], (PartialSum, Reduced)) for item in inputs):
                 self.before_step.discard(node)
 

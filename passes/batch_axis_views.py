@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy
 
-from .layouts import Layout, RowIndex, Rows, Several
+from .layouts import Constant, Layout, RowIndex, Rows, Several
 from .operator_call import Call, has_rows, product, rows_dims, rows_multiple, size_expression, wrap_dim, wrap_dims
 
 Rule = Callable[[Call], Layout]
@@ -32,6 +32,8 @@ def _moved(layout: Rows, dim: int) -> Rows:
 def created(call: Call) -> Layout:
     """Factories, and expansion of a constant: every row is the same."""
     dims = rows_dims(call.value, call.symbol)
+    if not dims:
+        return Constant()
     if len(dims) != 1:
         call.refuse("makes a value with two dimensions of the batch's size")
     multiple = rows_multiple(call.value.shape[dims[0]], call.symbol)

@@ -4,6 +4,7 @@ In: a functional ATen graph with symbolic batch size. Out: the same graph, chang
 - the only reductions over the batch dimension are `aten.sum` (and those that batch_axis.py refuses);
 - where the batch size is used as a number and not as a shape, it comes from a new placeholder "global_rows" (0-dim int64), the
   number of rows of the global batch: `x / x.size(0)` means all rows, not those of a slice;
+- sizes that are a multiple of the batch size are read from an input, so that no value is needed for its shape alone;
 - dtype assertions, which compute nothing, are gone, and `aten.copy`, which has no derivative, is an expansion of its source.
 
 Sums of half-precision values are taken in float32 and cast back after the sum over slices.
@@ -46,10 +47,35 @@ def decompose_batch_reductions(graph_module: fx.GraphModule, rows_symbol: sympy.
             new_nodes = inline(node, trace_function(function, node.args, node.kwargs))
             pending.extend(reversed(new_nodes))
     _RowNumbers(graph_module, rows_symbol).replace()
+    _read_sizes_from_inputs(graph, rows_symbol)
     graph.eliminate_dead_code()
     graph.lint()
     graph_module.recompile()
     return graph_module
+
+
+def _read_sizes_from_inputs(graph: fx.Graph, symbol: sympy.Symbol) -> None:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    sources = [node for node in placeholders if rows_dims(node.meta["val"], symbol) == [0]]
+    if not sources or rows_multiple(sources[0].meta["val"].shape[0], symbol) != 1:
+        return
+    sizes: dict[int, fx.Node] = {}
+    place = placeholders[-1]
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        multiple = rows_multiple(node.meta["val"], symbol)
+        if not multiple:
+            continue
+        for needed in dict.fromkeys((1, multiple)):
+            if needed not in sizes:
+                with graph.inserting_after(place):
+                    args = (sources[0], 0) if needed == 1 else (sizes[1], needed)
+                    place = graph.call_function(torch.ops.aten.sym_size.int if needed == 1 else operator.mul, args)
+                place.meta["val"] = sources[0].meta["val"].shape[0] * needed
+                sizes[needed] = place
+        node.replace_all_uses_with(sizes[multiple])
+        graph.erase_node(node)
 
 
 def _decomposition(node: fx.Node, symbol: sympy.Symbol) -> Callable[..., Any] | None:

@@ -112,14 +112,16 @@ def run_in_slices(
         batch = {name: values[name][rows] for name in traced.batch}
         return {**values, **common, **batch, "first_row": torch.tensor(rows.start)}
 
-    sums: Values = {}
-    if split.prologue is not None:
-        parts = [_run(split.prologue, of_slice(rows)) for rows in cuts]
-        sums = {name: sum(column) for name, column in zip(split.prologue_sums, zip(*parts))}  # type: ignore[misc]
+    parts: list[list[Any]] = [_run(split.prologue, of_slice(rows)) if split.prologue else [] for rows in cuts]
+    sums: Values = {name: sum(column) for name, column in zip(split.prologue_sums, zip(*parts))}  # type: ignore[misc]
     results = [_run(split.rowwise, {**of_slice(rows), **sums}) for rows in cuts]
     kept = [result for place, result in enumerate(results) if place != faults.drop_slice]
 
-    scalars, seeds = _epilogue(split, kept, {**common, **sums}, weights, faults)
+    scalars, seeds = _epilogue(split, kept, {**common, **sums}, weights)
+    if faults.mean_of_means:
+        local = [dict(zip(split.prologue_sums, part), global_rows=torch.tensor(size)) for part, size in zip(parts, sizes)]
+        each = [_epilogue(split, [result], known, weights)[0] for result, known in zip(results, local)]
+        scalars = [sum(column) / len(each) for column in zip(*each)]  # type: ignore[misc]
     outputs: list[Any] = []
     by_name = {(item.kind, item.name): place for place, item in enumerate(split.outputs)}
     for item in split.user_outputs:
@@ -137,7 +139,7 @@ def run_in_slices(
 
 
 def _epilogue(
-    split: BatchSplit, results: Sequence[list[Any]], known: Values, weights: Sequence[Tensor | None], faults: Faults
+    split: BatchSplit, results: Sequence[list[Any]], known: Values, weights: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Values]:
     """Scalar outputs, and the gradient that each partial of a slice gets."""
     if split.epilogue is None:
@@ -147,13 +149,6 @@ def _epilogue(
         if item.kind == "partial":
             total = sum(result[place].detach() for result in results)
             partials[item.name] = total.requires_grad_(total.is_floating_point())
-    if faults.mean_of_means:
-        each = [
-            _run(split.epilogue, {**known, **{item.name: r[p].detach() for p, item in enumerate(split.outputs) if item.kind == "partial"},
-                                  **{n: known[n] / len(results) for n in split.prologue_sums}})
-            for r in results
-        ]  # fmt: skip
-        return [sum(column) / len(results) for column in zip(*each)], {}
     scalars = _run(split.epilogue, {**known, **partials})
     seeds: Values = {}
     wanted = {name: value for name, value in partials.items() if value.requires_grad}
