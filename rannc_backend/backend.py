@@ -26,6 +26,9 @@ from rannc_backend.session import SessionRegistry
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
 
+# torch.compile imports this module when it looks the backend up: before the first trace, which is when it has to be known.
+capture.skip_library_loggers()
+
 
 def rannc(
     graph_module: fx.GraphModule,
