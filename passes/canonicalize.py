@@ -2,14 +2,16 @@
 
 In: a functional ATen graph with `meta["val"]`. Out: the same computation in which
 - tensor constants are gone where an operator can make them (`aten.full`),
+- operators that stand for in-place ones (`aten.copy`, random fills) are differentiable,
 - there are no assertions, and nothing is computed that no output needs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -54,8 +56,36 @@ class EraseAssertions(GraphPass):
         return graph_module
 
 
+@dataclass(frozen=True, slots=True)
+class DifferentiableFills(GraphPass):
+    """Give operators that overwrite a tensor a derivative: `y.copy_(x)` is x in y's shape, `y.normal_()` needs no y.
+
+    torch knows derivatives for the in-place spellings only.
+    """
+
+    name: ClassVar[str] = "differentiable_fills"
+    provides: ClassVar[frozenset[str]] = frozenset({"differentiable"})
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if node.target is aten.copy.default:
+                with graph.inserting_before(node):
+                    result = _broadcast_copy(graph, node)
+                node.replace_all_uses_with(result)
+                graph.erase_node(node)
+            elif node.target in _RANDOM_FILLS:
+                with graph.inserting_before(node):
+                    detached = _call(graph, aten.detach.default, (node.args[0],), node, node.args[0].meta["val"])
+                node.args = (detached, *node.args[1:])
+        graph.eliminate_dead_code()
+        return graph_module
+
+
+_RANDOM_FILLS = (aten.normal_functional.default, aten.bernoulli.p, aten.bernoulli.Tensor)
+
 #: In this order; `run_passes(graph_module, CANONICALIZE)`.
-CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), FoldConstants())
+CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), FoldConstants(), DifferentiableFills())
 
 
 def _name(target: object) -> str:
@@ -68,8 +98,10 @@ def _drop_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
     kept = [part for part in parts if not _is_legacy_empty(part.meta["val"])]
     if len(kept) == len(parts) or not kept:
         return
-    same_type = kept[0].meta["val"].dtype == node.meta["val"].dtype
-    if len(kept) > 1 or not same_type:
+    types = [part.meta["val"].dtype for part in kept]
+    if functools.reduce(torch.promote_types, types) != node.meta["val"].dtype:
+        return
+    if len(kept) > 1:
         node.args = (kept, *node.args[1:])
         return
     node.replace_all_uses_with(kept[0])
@@ -95,3 +127,29 @@ def _fill_constant(graph_module: fx.GraphModule, node: fx.Node) -> None:
     node.replace_all_uses_with(full)
     graph_module.graph.erase_node(node)
     delattr(graph_module, str(node.target))
+
+
+def _broadcast_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The values of `aten.copy(like, source)`: source in the type, shape and (contiguous) layout of `like`."""
+    like, source = node.args[0], node.args[1]
+    assert isinstance(like, fx.Node) and isinstance(source, fx.Node), "aten.copy takes two tensors"
+    value, target = source.meta["val"], node.meta["val"]
+    if value.dtype != target.dtype or value.device != target.device:
+        value = value.to(dtype=target.dtype, device=target.device)
+        kwargs = {"dtype": target.dtype, "device": target.device}
+        source = _call(graph, aten._to_copy.default, (source,), node, value, **kwargs)
+    if len(value.shape) != len(target.shape) or any(str(a) != str(b) for a, b in zip(value.shape, target.shape)):
+        sizes = [
+            _call(graph, aten.sym_size.int, (like, dim), node, size) if isinstance(size, torch.SymInt) else size
+            for dim, size in enumerate(target.shape)
+        ]
+        value = value.expand(target.shape)
+        source = _call(graph, aten.expand.default, (source, sizes), node, value)
+    return _call(graph, aten.clone.default, (source,), node, target, memory_format=torch.contiguous_format)
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, value: object, **kwargs: Any) -> fx.Node:
+    """A new call with the user's line of `origin` and the value `value`."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta.update({**origin.meta, "val": value})
+    return node

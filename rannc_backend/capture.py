@@ -8,7 +8,6 @@ Dynamo trace the frame again with that size symbolic, and captures at the second
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -77,6 +77,9 @@ def _error(reason: str, location: str) -> GraphBreakError:
         if any(f".{name}," in reason for name in library_log_methods()):
             cure = "call torch.compile after the library that defines this logging method was imported."
         return GraphBreakError(text, location=location, cure=cure)
+    if "LSTM" in reason:
+        cure = "let Dynamo trace recurrent layers: set torch._dynamo.config.allow_rnn = True before torch.compile."
+        return GraphBreakError(text, location=location, cure=cure)
     return GraphBreakError(text, location=location)
 
 

@@ -12,8 +12,7 @@ graph, run later under autograd, stops gradients at the same places.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,9 @@ from rannc_backend.errors import RanncError, UnsupportedModelError, user_locatio
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
 _SMALLEST_HINT = 53
+_IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "iand", "ior", "ixor"})
+#: The noise that the forward drew is not what the derivative sees.
+_WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,9 @@ def trace_aten(
     mutated: list[int] = []
     num_user_outputs = 0
 
+    def is_fixed() -> bool:
+        return symbol in shape_env.replacements
+
     def forward(*tensors: torch.Tensor) -> tuple[Any, ...]:
         nonlocal num_user_outputs
         arguments: list[Any] = [None] * num_arguments
@@ -81,18 +86,20 @@ def trace_aten(
             arguments[item.position] = tensor
         for position, number in sizes.items():
             arguments[position] = tensors[first_batch].size(0) if number is None else number
-        outputs = _AtenInterpreter(dynamo_graph, device).run(*arguments)
+        outputs = _AtenInterpreter(dynamo_graph, device, is_fixed).run(*arguments)
         num_user_outputs = len(outputs)
         return tuple(outputs)
 
     with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), torch.enable_grad():
         graph_module = make_fx(_functionalized(forward, mutated), record_module_stack=True)(*fakes)
     graph_module.graph.eliminate_dead_code()
-    if symbol in shape_env.replacements:
-        raise UnsupportedModelError(
-            f"the model works for one batch size only ({symbol} = {shape_env.replacements[symbol]})",
-            cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
-        )
+    for node in graph_module.graph.nodes:
+        if node.target in _WRONG_GRADIENTS:
+            raise UnsupportedModelError(
+                f"torch gives wrong gradients for {node.target} in a captured graph",
+                location=user_location(node.meta.get("stack_trace") or ""),
+                cure="use another activation, or evaluation mode.",
+            )
     return AtenTrace(
         graph_module=graph_module,
         num_user_outputs=num_user_outputs,
@@ -163,35 +170,44 @@ def _unwrapped(value: Any) -> Any:
 class _AtenInterpreter(fx.Interpreter):
     """Runs Dynamo's graph: wrappers are inlined, results under no_grad detached, the rest is torch's own business."""
 
-    def __init__(self, graph_module: fx.GraphModule, device: torch.device | None) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, device: torch.device | None, is_fixed: Callable[[], bool]
+    ) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
         self._device = device
+        self._is_fixed = is_fixed  # whether the batch size has been taken for its hint
         # torch's note "While executing ..." prints the whole graph's node; our errors carry the user's line instead.
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
-        cut = n.op.startswith("call_") and not torch.is_grad_enabled() and _any_requires_grad(self._operands(n))
+        operands: list[torch.Tensor] = []
+        if n.op.startswith("call_") and not torch.is_grad_enabled():
+            operands = [tensor for tensor in _tensors(self.fetch_args_kwargs_from_env(n)) if tensor.requires_grad]
+            if _is_in_place(n) and any(tensor is self.env[n.args[0]] for tensor in operands):
+                raise UnsupportedModelError(
+                    f"{n.target} changes a value that has a gradient in place while gradients are switched off",
+                    location=user_location(n.meta.get("stack_trace") or ""),
+                    cure="write it without the in-place operation.",
+                )
         try:
             result = super().run_node(n)
         except RanncError:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"the operator {n.target} does not work with a symbolic batch size: {type(error).__name__}: {error}",
+                f"{n.target} cannot be captured with a symbolic batch size: {type(error).__name__}: {error}",
                 location=user_location(n.meta.get("stack_trace") or ""),
             ) from error
-        if not cut:
-            return result
-        if any(value.requires_grad for value in _tensors(result)):
+        if self._is_fixed():
             raise UnsupportedModelError(
-                f"{n.target} changes a value that has a gradient in place while gradients are switched off",
+                f"{n.target} works for one batch size only",
                 location=user_location(n.meta.get("stack_trace") or ""),
-                cure="write it without the in-place operation.",
+                cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
             )
+        # x.contiguous() and the like may give x itself, with its gradient.
+        if not operands or any(value is operand for value in _tensors(result) for operand in operands):
+            return result
         return pytree.tree_map_only(torch.Tensor, _detached, result)
-
-    def _operands(self, n: fx.Node) -> object:
-        return self.fetch_args_kwargs_from_env(n)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -205,7 +221,7 @@ class _AtenInterpreter(fx.Interpreter):
         name = target.name()
         if name in _WRAPPERS:
             body, operands = args[0], args[_WRAPPERS[name] :]
-            return _AtenInterpreter(body, self._device).run(*operands)
+            return _AtenInterpreter(body, self._device, self._is_fixed).run(*operands)
         if name == "autograd_function_apply" and not (torch.is_grad_enabled() and _any_requires_grad(args)):
             return super().call_function(target, args, kwargs)
         raise UnsupportedModelError(
@@ -224,6 +240,11 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 def _any_requires_grad(values: object) -> bool:
     return any(tensor.requires_grad for tensor in _tensors(values))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
 
 
 def _readable(name: str) -> str:

@@ -37,8 +37,9 @@ def test_outputs_and_gradients_equal_the_models(name, training):
         if loss is not None:
             loss.backward()
             scalar_of(actual).backward()
-    recorded = recorder.graph
-    assert recorded.root_module is model
+    # Some Hugging Face models write to their config in the first call, so that Dynamo traces the second one again.
+    assert len({graph.fingerprint for graph in recorder.graphs}) == 1
+    assert all(graph.root_module is model for graph in recorder.graphs)
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), fqn
         if theirs.grad is not None:

@@ -1,0 +1,117 @@
+"""Canonicalisation: constants folded, assertions gone, fills differentiable, values unchanged."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rannc_backend.passes.canonicalize import CANONICALIZE, DifferentiableFills, EraseAssertions, FoldConstants
+from rannc_backend.passes.pipeline import count_ops, run_passes
+
+aten = torch.ops.aten
+
+
+def traced(function, *args) -> fx.GraphModule:
+    graph = make_fx(lambda *inputs: (function(*inputs),), tracing_mode="symbolic")(*args)
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def check(graph, args, passes=CANONICALIZE):
+    """The graph after the passes; it computes the same."""
+    expected = copy.deepcopy(graph)(*args)
+    result, _ = run_passes(graph, passes)
+    for mine, theirs in zip(result(*args), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        assert mine.stride() == theirs.stride()
+    assert all("val" in node.meta for node in result.graph.nodes if node.op == "call_function")
+    return result
+
+
+def test_constants_of_one_value_become_full():
+    def function(x):
+        repeated = torch.tensor([2.0, 2.0, 2.0])
+        return x * repeated + torch.tensor(4, dtype=torch.int32) + torch.tensor([1.0, 2.0, 3.0]) + torch.tensor(float("nan"))
+
+    x = torch.randn(4, 3)
+    result = check(traced(function, x), (x,))
+    assert len(result.graph.find_nodes(op="get_attr")) == 2  # three different values; NaN
+    assert count_ops(result)["aten.full.default"] == 2
+    assert count_ops(result)["aten.lift_fresh_copy.default"] == 0
+
+
+def test_empty_starts_of_caches_are_left_out():
+    def function(x, y):
+        cache = torch.tensor([], dtype=x.dtype)
+        return torch.cat([torch.cat([cache, x], dim=-2), y], dim=-2)
+
+    x, y = torch.randn(2, 3, 4), torch.randn(2, 1, 4)
+    result = check(traced(function, x, y), (x, y))
+    assert count_ops(result)["aten.cat.default"] == 1
+    assert not result.graph.find_nodes(op="get_attr")
+
+
+def test_empty_parts_that_decide_the_type_stay():
+    def function(x):
+        return torch.cat([torch.tensor([], dtype=torch.float64), x])
+
+    x = torch.randn(3)
+    result = check(traced(function, x), (x,))
+    assert result(x)[0].dtype == torch.float64
+
+
+def test_assertions_are_erased():
+    def function(x):
+        torch._assert_async((x.sum() != 12345).all())
+        return x + 1
+
+    x = torch.randn(3)
+    graph = make_fx(lambda x: (function(x),))(x)
+    assert any("_assert" in op for op in count_ops(graph))
+    result, (report,) = run_passes(graph, (EraseAssertions(),))
+    assert set(count_ops(result)) == {"aten.add.Tensor"}
+    assert report.op_count_change["aten._assert_async.default"] == -1
+
+
+def test_copies_are_differentiable():
+    def function(x, y):
+        return aten.copy(x, y).view(-1) * 2
+
+    cases = {
+        "same": torch.randn(4, 3),
+        "broadcast": torch.randn(3),
+        "rows": torch.randn(4, 1),
+        "other type": torch.randn(4, 3, dtype=torch.float64),
+        "transposed": torch.randn(3, 4).t(),
+    }
+    for name, y in cases.items():
+        x = torch.randn(4, 3, requires_grad=True)
+        result = check(traced(function, x.detach(), y), (x.detach(), y), (DifferentiableFills(),))
+        assert count_ops(result)["aten.copy.default"] == 0, name
+        y = y.clone().requires_grad_()
+        result(x, y)[0].sum().backward()
+        torch.testing.assert_close(y.grad, torch.full_like(y, 2.0 * 12 / y.numel()), msg=name)
+        assert x.grad is None, name
+
+
+def test_random_fills_pass_no_gradient():
+    def function(x):
+        y = x * 2
+        return aten.normal_functional(y, 0.0, 1.0) + aten.bernoulli.p(y, 0.5) + x
+
+    x = torch.randn(4, 3)
+    graph, _ = run_passes(traced(function, x), (DifferentiableFills(),))
+    x = torch.zeros(4, 3, requires_grad=True)
+    graph(x)[0].sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 3))
+
+
+def test_nothing_to_do():
+    x = torch.randn(4, 3)
+    graph = traced(lambda x: x.relu() + 1, x)
+    _, reports = run_passes(graph, CANONICALIZE)
+    assert all(not report.op_count_change for report in reports)
+    assert [type(item) for item in CANONICALIZE] == [EraseAssertions, FoldConstants, DifferentiableFills]
