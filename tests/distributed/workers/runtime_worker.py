@@ -237,6 +237,7 @@ def forked_child_outlives() -> None:
     if world.rank == 1:
         if os.fork() == 0:
             time.sleep(3)
+            sys.stderr.write("child ends\n")
             os._exit(0)
         sys.stderr.write(f"FAULT_AT {time.time()}\n")
         sys.stderr.flush()
