@@ -54,8 +54,8 @@ class Alone:
 
 
 def released(model: nn.Module) -> list[str]:
-    """Parameters whose memory this rank has given back."""
-    return [name for name, p in model.named_parameters() if p.untyped_storage().nbytes() == 0]
+    """Parameters whose memory this rank has given back: the storage holds fewer bytes than the shape needs."""
+    return [n for n, p in model.named_parameters() if p.untyped_storage().nbytes() < p.numel() * p.element_size()]
 
 
 def _start(context: Context) -> tuple[nn.Module, Callable[..., Any], Alone]:

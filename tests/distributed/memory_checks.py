@@ -1,7 +1,7 @@
 """Checks of what a rank holds: memory of the process, state_dict and load_state_dict, clipping, touching what was given back.
 
 In: a context. Out: findings, and for memory the measured bytes. Terms: *given back* are parameters of other ranks' stages, whose
-storage is empty on this rank; *share* is a rank's part of the model's bytes.
+values are not on this rank; *share* is a rank's part of the model's bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -180,44 +181,46 @@ def _saved(p: Tensor) -> Tensor:
     return torch.load(file)
 
 
-TOUCHES: Mapping[str, Callable[[nn.Module, nn.Parameter], Any]] = {
-    "norm": lambda model, p: p.norm(),
-    "sum of detached": lambda model, p: p.detach().sum(),
-    "data": lambda model, p: p.data + 1,
-    "clone": lambda model, p: p.clone(),
-    "item": lambda model, p: p.flatten()[0].item(),
-    "repr": lambda model, p: repr(p),
-    "tolist": lambda model, p: p.tolist(),
-    "numpy": lambda model, p: p.detach().numpy().sum(),
-    "save": lambda model, p: _saved(p).sum(),
-    "equal": lambda model, p: torch.equal(p, torch.zeros_like(p)),
-    "copy_": lambda model, p: p.data.copy_(torch.zeros(p.shape)),
-    "deepcopy": lambda model, p: [q.sum() for q in copy.deepcopy(model).parameters()],
-    "to": lambda model, p: [q.sum() for q in model.float().parameters()],
-    "parameters_to_vector": lambda model, p: torch.nn.utils.parameters_to_vector(model.parameters()).sum(),
-    "plain clip": lambda model, p: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "average": lambda model, p: torch.optim.swa_utils.AveragedModel(model),
+# What must come of it: every number read is NaN, or it is an error of torch or ours, or nothing at all happens.
+TOUCHES: Mapping[str, tuple[str, Callable[[nn.Module, nn.Parameter], Any]]] = {
+    "norm": ("nan", lambda model, p: p.norm()),
+    "sum of detached": ("nan", lambda model, p: p.detach().sum()),
+    "data": ("nan", lambda model, p: (p.data + 1).flatten()[-1]),
+    "clone": ("nan", lambda model, p: p.clone().flatten()[-1]),
+    "item": ("nan", lambda model, p: p.flatten()[0].item()),
+    "numpy": ("nan", lambda model, p: p.detach().numpy().sum()),
+    "save": ("nan", lambda model, p: _saved(p).sum()),
+    "deepcopy": ("nan", lambda model, p: sum(q.sum() for q in copy.deepcopy(model).parameters())),
+    "parameters_to_vector": ("nan", lambda model, p: torch.nn.utils.parameters_to_vector(model.parameters()).sum()),
+    "copy_": ("error", lambda model, p: p.data.copy_(torch.zeros(p.shape))),
+    "add_": ("error", lambda model, p: p.data.add_(1.0)),
+    "repr": ("nothing", lambda model, p: repr(p)),
+    "tolist": ("nothing", lambda model, p: p.tolist()),
+    "plain clip": ("nothing", lambda model, p: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)),
+    "zero_grad": ("nothing", lambda model, p: model.zero_grad()),
+    "share": ("nothing", lambda model, p: [q.data_ptr() for q in model.parameters()]),
+    "average": ("nothing", lambda model, p: torch.optim.swa_utils.AveragedModel(model)),
 }
 
 
 def touch_released(context: Context) -> dict[str, Any]:
-    """One thing that a user may do with a parameter that is not here: an error of ours or nothing, never a crash or a wrong value."""
+    """Things that a user may do with a parameter that is not here: NaN, an error or nothing, never a crash or a wrong number."""
     model = context.model()
     compiled = context.compile(model)
     _train(context, model, compiled, 0, 1)
     names = released(model)
-    findings = context.findings
-    findings.that(bool(names), "nothing was given back")
-    if not names:
-        return {}
-    name = context.case.parameters["touch"]
-    print(f"rank {context.rank} touches by {name}", file=sys.stderr, flush=True)
-    parameter = dict(model.named_parameters())[names[0]]
-    try:
-        value = TOUCHES[name](model, parameter)
-    except Exception as error:  # noqa: BLE001 - the class is what is checked
-        kinds = {base.__name__ for link in (error, error.__cause__) for base in type(link).__mro__}
-        findings.that("RanncError" in kinds, f"{name}: raised {type(error).__name__}({str(error)[:300]})")
-        return {"raised": type(error).__name__}
-    findings.that(name in ("plain clip", "repr"), f"{name} of {names[0]} gave {str(value)[:200]}, though it is not here")
-    return {"raised": None}
+    context.findings.that(bool(names), "nothing was given back")
+    for name, (expected, touch) in TOUCHES.items():
+        if not names:
+            break
+        print(f"rank {context.rank} touches by {name}", file=sys.stderr, flush=True)
+        parameter = dict(model.named_parameters())[names[0]]
+        try:
+            value = touch(model, parameter)
+            came = "nan" if expected == "nan" and math.isnan(float(value)) else "nothing"
+        except Exception as error:  # noqa: BLE001 - any error will do, as long as the process lives
+            value, came = error, "error"
+        context.findings.that(came in (expected, "error" if expected == "nan" else expected), f"{name}: {str(value)[:200]}")
+    context.findings.that(released(model) == names, "touching brought parameters back")
+    _train(context, model, compiled, 1, 2)
+    return {"released": names}

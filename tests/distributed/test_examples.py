@@ -16,7 +16,7 @@ RUNS = (
     ("tutorial", 2, ("--hidden", "64", "--layers", "8", "--steps", "10", "--stages", "2"), 2),
     ("tutorial", 1, ("--hidden", "64", "--layers", "4", "--steps", "5"), 1),
     ("train_gpt2", 2, ("--layers", "2", "--width", "32", "--seq", "32", "--steps", "20", "--stages", "2"), 2),
-    ("train_resnet", 2, ("--width", "8", "--images", "700", "--epochs", "3", "--stages", "2", "--micro-batches", "2"), 2),
+    ("train_resnet", 2, ("--width", "8", "--images", "600", "--epochs", "5", "--batch", "64", "--stages", "2", "--micro-batches", "2"), 2),
 )
 
 
