@@ -4,11 +4,12 @@ In: the `rowwise` graph (functional ATen ops, ``meta["val"]`` fakes, every batch
 ``rows``), what each of its outputs is, the layout of its nodes, and the stage of every node that depends on the batch.
 Out: one `StageGraph` per stage.
 
-Terms. A *staged* node has a stage. A *cloned* node has none: it does not depend on the batch, or on nothing but its size (see
-`free_nodes`), and is computed again in every stage that uses it. A *size* is a SymInt (the batch size or arithmetic on it): it is rebuilt in
-each stage from a tensor that the stage receives. A *boundary* value is made in one stage and used in a later one, be it
-the next or not. A value keeps its name (the node's name in the row-wise graph) in the inputs and outputs of all stages;
-names inside a stage graph are canonical (``p0``, ``n0``, ...), so that stages with the same layers have the same text.
+Terms. A *staged* node has a stage. A *cloned* node has none: it does not depend on the batch, or on nothing but its size
+(see `free_nodes`), and is computed again in every stage that uses it. A *size* is a SymInt (the batch size or arithmetic
+on it): it is rebuilt in each stage from a tensor that the stage receives. A *boundary* value is made in one stage and used
+in a later one, be it the next or not. A value keeps its name (the node's name in the row-wise graph) in the inputs and
+outputs of all stages; names inside a stage graph are canonical (``p0``, ``n0``, ...), so that stages with the same layers
+have the same text.
 """
 
 from __future__ import annotations
@@ -111,9 +112,7 @@ def split_stages(
     for node in crossing:
         by_stage[assignment.staged[node]].append((node, StageOutput(name=node.name, kind="boundary")))
     _place_outputs(assignment, outputs, by_stage)
-    return tuple(
-        _StageBuilder(assignment, index, rows_symbol).build(by_stage[index]) for index in range(num_stages)
-    )
+    return tuple(_StageBuilder(assignment, index, rows_symbol).build(by_stage[index]) for index in range(num_stages))
 
 
 def is_size(node: fx.Node) -> bool:
@@ -122,9 +121,7 @@ def is_size(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def free_nodes(
-    rowwise: fx.GraphModule, layouts: Mapping[str, Layout], input_kinds: Mapping[str, str]
-) -> frozenset[fx.Node]:
+def free_nodes(rowwise: fx.GraphModule, layouts: Mapping[str, Layout], input_kinds: Mapping[str, str]) -> frozenset[fx.Node]:
     """Nodes that are cloned even if they have a stage: they depend on no parameter, buffer or batch input (but maybe on
     the batch size), so they are cheaper to make again than to send. Masks and numbers of local rows are among them."""
     owned = ("parameter", "buffer", "batch")

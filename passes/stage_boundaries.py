@@ -54,9 +54,7 @@ def _secure(graph: fx.Graph, node: fx.Node, inputs: set[int], shared: Counter[in
         new.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
     elif shared[_storage(node)] > 1:
         # The sizes come from the value itself, which costs no kernel.
-        sizes = [
-            size if isinstance(size, int) else _size_node(graph, node, dim) for dim, size in enumerate(value.shape)
-        ]
+        sizes = [size if isinstance(size, int) else _size_node(graph, node, dim) for dim, size in enumerate(value.shape)]
         new = graph.call_function(aten._unsafe_view.default, (node, sizes))
         new.meta["val"] = value
     else:

@@ -75,9 +75,7 @@ def _compile(graph_module: fx.GraphModule, *, num_visible: int, is_backward: boo
     # Inductor may choose the strides of the others.
     output.meta["user_visible_output_idxs"] = list(range(num_visible))
     fakes = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    return compile_fx_inner(
-        graph_module, fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference
-    )
+    return compile_fx_inner(graph_module, fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference)
 
 
 def _restride(node: fx.Node, stride: Sequence[Any]) -> None:

@@ -27,6 +27,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.graph import CodeGen
 
+from rannc_backend.errors import UnsupportedModelError
+
 aten = torch.ops.aten
 
 
@@ -71,9 +73,7 @@ def trace_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(clean_tracing(fake_mode))
         stack.enter_context(torch.enable_grad())
-        joint = aot_export_joint_with_descriptors(
-            stack, function, tuple(fakes), decompositions=dict(decompositions)
-        ).graph_module
+        joint = aot_export_joint_with_descriptors(stack, function, tuple(fakes), decompositions=dict(decompositions)).graph_module
     num_outputs = len(needs_grad)
     tangent_of = []
     for node in joint.graph.find_nodes(op="placeholder"):
@@ -179,9 +179,7 @@ def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def split_joint(
-    traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int]
-) -> SplitStage:
+def split_joint(traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int]) -> SplitStage:
     """Split the joint graph into forward and backward by the minimum cut, so that little is saved.
 
     Args:
@@ -204,9 +202,7 @@ def split_joint(
     wanted = [node.name for node in backward.graph.find_nodes(op="placeholder")]
     wanted = wanted[: len(wanted) - len(traced.tangent_of)]
     assert sorted(saved) == sorted(wanted), f"forward saves {saved}, backward takes {wanted}"
-    return SplitStage(
-        forward=forward, backward=backward, saved_order=tuple(saved.index(name) for name in wanted)
-    )
+    return SplitStage(forward=forward, backward=backward, saved_order=tuple(saved.index(name) for name in wanted))
 
 
 def _results(graph_module: fx.GraphModule) -> Sequence[Any]:
@@ -221,10 +217,15 @@ def _fake_mode(joint: fx.GraphModule) -> FakeTensorMode:
     raise AssertionError("a joint graph has a tensor among its inputs")
 
 
-def specialised_guards(fake_mode: FakeTensorMode, rows_symbol: sympy.Symbol, num_before: int) -> list[str]:
-    """Guards made since there were `num_before` of them that a usual number of rows (1, 2, 3, 5, 64) would break."""
-    broken = []
-    for guard in fake_mode.shape_env.guards[num_before:]:
-        if any(guard.expr.subs(rows_symbol, rows) == sympy.false for rows in (1, 2, 3, 5, 64)):
-            broken.append(str(guard.expr))
-    return broken
+def row_conditions(fake_mode: FakeTensorMode, rows_symbol: sympy.Symbol) -> tuple[sympy.Basic, ...]:
+    """What torch has assumed about the batch size in all traces under `fake_mode`; code compiled so far relies on it.
+
+    Raises UnsupportedModelError if a single batch size was assumed.
+    """
+    shape_env = fake_mode.shape_env
+    if rows_symbol in shape_env.replacements:
+        raise UnsupportedModelError(
+            f"a part of the model compiles for one batch size only ({shape_env.replacements[rows_symbol]})",
+            cure="look for an operation that needs the batch size to be a certain number.",
+        )
+    return tuple(guard.expr for guard in shape_env.guards if rows_symbol in guard.expr.free_symbols)

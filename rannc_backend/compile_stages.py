@@ -10,6 +10,7 @@ through a `CompileCache` that the caller owns.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from rannc_backend.compile_joint import SplitStage, TracedStage, specialised_guards, split_joint, trace_joint
+from rannc_backend.compile_joint import SplitStage, TracedStage, row_conditions, split_joint, trace_joint
 from rannc_backend.compile_signature import StageSignature, signature_of, structural_hash
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.partition_backward import boxed, deliver_early
 from rannc_backend.passes.recompute import saved_bytes
 from rannc_backend.passes.split_stages import StageGraph, StageInput, StageOutput
@@ -65,6 +67,22 @@ class StageFunctions:
     # Of `returned`: gradients that are views of memory that the caller or `saved` owns, and are copied.
     borrowed: frozenset[int] = frozenset()
     saved_bytes: sympy.Expr = sympy.Integer(0)
+    # What compilation assumed of the batch size, as a function so that it covers what was compiled last.
+    row_conditions: Callable[[], tuple[sympy.Basic, ...]]
+    rows_symbol: sympy.Symbol
+    checked_rows: set[int] = field(default_factory=set)
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse a number of rows that the compiled code was not made for (index arithmetic in 32 bits has a limit)."""
+        if rows in self.checked_rows:
+            return
+        for condition in self.row_conditions():
+            if condition.subs(self.rows_symbol, rows) == sympy.false:
+                raise UnsupportedModelError(
+                    f"a stage was compiled for batch sizes with {condition}, and a micro-batch has {rows} rows",
+                    cure="change the number of micro-batches (RANNC_PIPELINE_NUM), so that they have other sizes.",
+                )
+        self.checked_rows.add(rows)
 
 
 @dataclass(slots=True)
@@ -113,13 +131,12 @@ class CompiledStage:
         assert functions.forward is not None, "the stage was compiled for inference only"
         with _RunMode():
             rows, values = self._signature.bound(args)
+            functions.check_rows(rows)
             results = functions.forward(values)
         outputs = [results[index] for index in functions.output_index]
         return outputs, (rows, *results[functions.num_outputs :])
 
-    def backward(
-        self, saved: Saved, grads: Sequence[Tensor | None], parameter_sink: ParameterSink
-    ) -> list[Tensor]:
+    def backward(self, saved: Saved, grads: Sequence[Tensor | None], parameter_sink: ParameterSink) -> list[Tensor]:
         """Compute gradients from those of the outputs.
 
         Args:
@@ -148,8 +165,7 @@ class CompiledStage:
                 for position in functions.borrowed:
                     by_input[position] = by_input[position].clone()
             return [
-                by_input[position] if position in by_input else signature.zeros_of_input(position, rows)
-                for position in self.grad_inputs
+                by_input[position] if position in by_input else signature.zeros_of_input(position, rows) for position in self.grad_inputs
             ]
 
     def infer(self, args: Sequence[Tensor]) -> list[Tensor]:
@@ -160,8 +176,10 @@ class CompiledStage:
         functions = self._functions
         if functions.infer is None:
             functions.infer = functions.make_infer()
+            functions.checked_rows.clear()
         with _RunMode():
-            _, values = self._signature.bound(args)
+            rows, values = self._signature.bound(args)
+            functions.check_rows(rows)
             results = functions.infer(values)
         return [results[index] for index in functions.output_index]
 
@@ -284,20 +302,20 @@ class _Builder:
         self.fake_mode = fake_mode
         self.inductor = compiler == "inductor"
         self.activation_budget = activation_budget
-        self.index = stage.index
-        self.num_guards = len(fake_mode.shape_env.guards)
         with fake_mode:
             fakes = signature.fakes(requires_grad=False)
-        self.graph_module, self.output_index = secure_outputs(
-            signature.lifted(stage.graph_module), fakes[1:], fake_mode
-        )
+        self.graph_module, self.output_index = secure_outputs(signature.lifted(stage.graph_module), fakes[1:], fake_mode)
         needs = {self.output_index[position] for position in signature.grad_outputs}
         self.num_outputs = len(set(self.output_index))
         self.needs_grad = [index in needs for index in range(self.num_outputs)]
 
     def build(self, training: bool) -> StageFunctions:
         functions = StageFunctions(
-            make_infer=self.make_infer, num_outputs=self.num_outputs, output_index=self.output_index
+            make_infer=self.make_infer,
+            num_outputs=self.num_outputs,
+            output_index=self.output_index,
+            row_conditions=functools.partial(row_conditions, self.fake_mode, self.signature.rows_symbol),
+            rows_symbol=self.signature.rows_symbol,
         )
         if not training:
             functions.infer = self.make_infer()
@@ -308,13 +326,16 @@ class _Builder:
             else:
                 # Nothing here is trained: forward saves nothing and backward has nothing to do.
                 functions.forward = self._forward_only(traced.joint) if self.inductor else self.make_infer()
-        self._check_rows_free()
         return functions
 
     def trace(self) -> TracedStage:
         with self.fake_mode:
             fakes = self.signature.fakes(requires_grad=True)
-        return trace_joint(self.graph_module, fakes, self.needs_grad, self.fake_mode, self._decompositions())
+        # Refuses a stage that fits one batch size only, before anything else meets its numbers in place of symbols.
+        row_conditions(self.fake_mode, self.signature.rows_symbol)
+        traced = trace_joint(self.graph_module, fakes, self.needs_grad, self.fake_mode, self._decompositions())
+        row_conditions(self.fake_mode, self.signature.rows_symbol)
+        return traced
 
     def split(self, traced: TracedStage) -> SplitStage:
         if self.inductor:
@@ -337,9 +358,7 @@ class _Builder:
             return _without_rows(boxed(self.graph_module))
         with self.fake_mode:
             fakes = self.signature.fakes(requires_grad=False)
-        traced = trace_joint(
-            self.graph_module, fakes, [False] * self.num_outputs, self.fake_mode, self._decompositions()
-        )
+        traced = trace_joint(self.graph_module, fakes, [False] * self.num_outputs, self.fake_mode, self._decompositions())
         return self._forward_only(traced.joint)
 
     def _forward_only(self, graph_module: fx.GraphModule) -> BoxedCallable:
@@ -383,11 +402,6 @@ class _Builder:
             saved_order=split.saved_order,
             fake_mode=self.fake_mode,
         )
-
-    def _check_rows_free(self) -> None:
-        broken = specialised_guards(self.fake_mode, self.signature.rows_symbol, self.num_guards)
-        if broken:
-            logger.warning("stage %d holds for some batch sizes only: %s", self.index, "; ".join(broken))
 
 
 def _without_rows(function: BoxedCallable) -> BoxedCallable:

@@ -44,11 +44,7 @@ class Rowwise:
     @property
     def staged_names(self) -> list[str]:
         """Names of the nodes that depend on the batch, in order."""
-        return [
-            node.name
-            for node in self.graph_module.graph.nodes
-            if node.op == "call_function" and self.layouts[node.name] != Constant()
-        ]
+        return [node.name for node in self.graph_module.graph.nodes if node.op == "call_function" and self.layouts[node.name] != Constant()]
 
     def cut(self, num_stages: int, places: Sequence[int] | None = None) -> tuple[StageGraph, ...]:
         """Split at the given places of `staged_names`, or into parts of equal length."""
@@ -78,10 +74,7 @@ class Rowwise:
             **options,
         }
         return [
-            compile_stage(
-                stage, fake_mode=self.fake_mode, rows_symbol=self.rows_symbol, compiler=compiler, **arguments
-            )
-            for stage in stages
+            compile_stage(stage, fake_mode=self.fake_mode, rows_symbol=self.rows_symbol, compiler=compiler, **arguments) for stage in stages
         ]
 
 
@@ -115,9 +108,7 @@ def capture(
     names = [fqns.get(id(value), "") for value in values]
     with mode:
         fakes = [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype)
-            if name
-            else torch.empty([rows, *v.shape[1:]], dtype=v.dtype)
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if name else torch.empty([rows, *v.shape[1:]], dtype=v.dtype)
             for name, v in zip(names, values, strict=True)
         ]
     with mode, torch.no_grad():
@@ -131,8 +122,7 @@ def capture(
     described = [RowwiseOutput(kind="buffer", name=n.name, fqn=f) for n, f in zip(results, mutated, strict=False)]
     described += [RowwiseOutput(kind=k, name=n.name) for n, k in zip(results[len(mutated) :], output_kinds, strict=True)]
     kinds = {
-        name: "batch" if not fqn_of[name] else "parameter" if isinstance(value, nn.Parameter) else "buffer"
-        for name, value in real.items()
+        name: "batch" if not fqn_of[name] else "parameter" if isinstance(value, nn.Parameter) else "buffer" for name, value in real.items()
     }
     batch = {id(real[name]): name for name, kind in kinds.items() if kind == "batch"}
     return Rowwise(
@@ -287,4 +277,3 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         difference = (actual - expected).abs().max().item() if expected.numel() else 0.0
         return difference / max(scale, 1e-30) if difference else 0.0
     return float((actual != expected).any())
-

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend.compile_stages import CompileCache, CompiledStage, saved_bytes_of
+from rannc_backend.errors import UnsupportedModelError
 from tests.unit.stage_models import Results, Rowwise, capture, relative_error, run_pipeline
 from tests.unit.stage_networks import NETWORKS, Network
 
@@ -46,9 +47,7 @@ def expected_results(
         partials={rowwise.outputs[-1].name: torch.stack(partials).sum()},
         rows={rowwise.outputs[-2].name: torch.cat(rows)},
         parameter_gradients={fqn_of[id(p)]: p.grad for p in model.parameters() if p.grad is not None},
-        input_gradients={
-            name: leaf.grad for name, leaf in zip(rowwise.batch_names, leaves, strict=True) if leaf.grad is not None
-        },
+        input_gradients={name: leaf.grad for name, leaf in zip(rowwise.batch_names, leaves, strict=True) if leaf.grad is not None},
         buffers={n: dict(model.named_buffers())[f].clone() for n, f in rowwise.buffer_fqns.items()},
     )
     with torch.no_grad():
@@ -400,9 +399,28 @@ def test_saved_bytes_are_what_is_saved() -> None:
 
 
 def test_no_batch_size_is_assumed() -> None:
-    for name in ("gpt2", "bert", "convolutions"):
+    for name in NETWORKS:
         _, _, rowwise = _captured(name)
-        assert rowwise.rows_symbol not in rowwise.fake_mode.shape_env.replacements
+        stages = rowwise.compile(rowwise.cut(2))
+        assert all(stage._functions.row_conditions() == () for stage in stages)
+
+
+def test_a_batch_size_that_compilation_excluded_is_refused() -> None:
+    x = torch.randn(6, 3)
+    rowwise = capture(nn.Tanh(), lambda m, v: (m(v),), [x], ["rows"])
+    (stage,) = rowwise.compile(rowwise.cut(1))
+    stage.forward([x[:3]])
+    size = rowwise.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    assert size < 100
+    (stage,) = rowwise.compile(rowwise.cut(1))
+    stage.forward([torch.randn(99, 3)])
+    with pytest.raises(UnsupportedModelError, match="a micro-batch has 100 rows"):
+        stage.forward([torch.randn(100, 3)])
+    with pytest.raises(UnsupportedModelError, match="a micro-batch has 100 rows"):
+        stage.infer([torch.randn(100, 3)])
+    assert size == 6
+    with pytest.raises(UnsupportedModelError, match="one batch size only"):
+        rowwise.compile(rowwise.cut(1))[0].forward([x])
 
 
 def _no_sink(position: int, gradient: Tensor) -> None:

@@ -101,3 +101,20 @@ def test_saved_values_survive_a_backward(
         stage.backward(saved, grads, run.__setitem__)
     assert set(runs[0]) == set(stage.grad_parameters)
     assert all(torch.equal(runs[0][position], runs[1][position]) for position in runs[0])
+
+
+def test_inductor_takes_strided_inputs_and_gradients(
+    compiled: tuple[nn.Module, Rowwise, list[CompiledStage], CompileCache],
+) -> None:
+    _, rowwise, _, cache = compiled
+    (stage, _) = rowwise.compile(rowwise.cut(2), "inductor", cache=cache)
+    x = torch.randn(3, 4, 6, dtype=torch.float64)
+    results = []
+    for strided in (False, True):
+        values = {**rowwise.parameters, rowwise.batch_names[0]: x.mT.contiguous().mT if strided else x}
+        outputs, saved = stage.forward([values[source.name] for source in stage.inputs])
+        ones = [torch.ones((), dtype=torch.float32).expand(outputs[position].shape) for position in stage.grad_outputs]
+        grads = ones if strided else [grad.double().contiguous() for grad in ones]
+        results.append((outputs, stage.backward(saved, grads, lambda position, gradient: None)))
+    for plain, other in zip(results[0], results[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
