@@ -64,7 +64,7 @@ PLANTED = tuple(
     for fault, model, replicas in (
         ("scaled_gradients", "mlp_loss", "1,1"),
         ("dropped_gradient", "mlp_loss", "1,1"),
-        ("dropped_sum", "padded", "1,1"),
+        ("dropped_sum", "mlp_loss", "1,1"),
         ("swapped_values", "mlp", "1,1"),
         ("swapped_gradients", "mlp_loss", "1,1"),
     )

@@ -1,8 +1,8 @@
 """One rank of a worker group: runs the cases of a file one after the other and writes a line before and after each.
 
 In: path of the cases (one JSON line each), directory for results. Out: `rank<r>.jsonl` with {"case", "event": "start"} and
-{"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. An unexpected exception writes its "end" and ends the
-process: the others might wait for this rank. Run as a script under mpirun (or alone).
+{"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. After a failure or an unexpected exception the
+process ends ("fatal"): the ranks may have gone different ways, and the next case belongs to a new group. Run as a script under mpirun (or alone).
 """
 
 from __future__ import annotations
@@ -98,7 +98,12 @@ def main(cases_path: str, directory: str) -> int:
                 os._exit(EXIT_AFTER_EXCEPTION)
             finally:
                 faulthandler.cancel_dump_traceback_later()
-            write(case, event="end", fatal=False, seconds=time.monotonic() - begin, **found)
+            failed = bool(found["failures"])
+            write(case, event="end", fatal=failed, seconds=time.monotonic() - begin, **found)
+            if failed:
+                # Ranks that went different ways would spoil the next case: the others get time to end this one.
+                time.sleep(1.0)
+                os._exit(EXIT_AFTER_EXCEPTION)
     return 0
 
 
