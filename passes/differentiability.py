@@ -31,6 +31,25 @@ def values_needing_grad(
     return frozenset(interpreter.found)
 
 
+def values_reached_by_grad(graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> frozenset[str]:
+    """A quick answer from the graph alone, never too few names: floating-point values that depend on those inputs."""
+    found: set[str] = set()
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            reached = node.name in requires_grad_inputs
+        else:
+            reached = node.target is not torch.ops.aten.detach.default and any(item.name in found for item in node.all_input_nodes)
+        if reached and _may_carry_grad(node.meta.get("val")):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _may_carry_grad(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_may_carry_grad(item) for item in value)
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 class _GradInterpreter(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> None:
         super().__init__(graph_module, garbage_collect_values=True)

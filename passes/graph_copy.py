@@ -15,13 +15,14 @@ from .tracing import inline_value, trace_function
 
 
 class GraphBuilder:
-    """A graph in the making. A copied node keeps its name and metadata."""
+    """A graph in the making. A copied node keeps its metadata, and its name as long as nothing was traced into the graph."""
 
     def __init__(self, source: fx.GraphModule) -> None:
         self.source = source
         self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
         self.graph = self.module.graph
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._has_traced = False
 
     @staticmethod
     def copy_of(source: fx.GraphModule) -> fx.GraphModule:
@@ -60,12 +61,13 @@ class GraphBuilder:
         if node.op == "get_attr":
             _set_attribute(self.module, node.target, getattr(self.source, node.target))
         made = self.graph.node_copy(node, self._copies.__getitem__)
-        assert made.name == node.name, f"name {node.name} is taken"
+        assert made.name == node.name or self._has_traced, f"name {node.name} is taken"
         self._copies[node] = made
         return made
 
     def trace(self, node: fx.Node, function: Callable[..., Any], args: tuple[fx.Node, ...]) -> fx.Node:
         """The operators of `function(*args)`, with `args` in this graph, as the copy of `node`."""
+        self._has_traced = True
         inner = trace_function(function, args, {})
         marker = self.graph.call_function(torch.ops.aten.alias.default, args[:1])
         marker.meta = {**node.meta, "val": inner.outputs[0].meta["val"]}

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from .batch_axis import analyze_batch_axis
 from .batch_split import FIRST_ROW, GLOBAL_ROWS, RNG_SEED, BatchSplit, RowwiseOutput, UserOutput
-from .differentiability import values_needing_grad
+from .differentiability import values_reached_by_grad
 from .graph_copy import GraphBuilder, depends_on_inputs
 from .layouts import Constant, Layout, PartialSum, Reduced, RowCount, Rows, Several
 from .linearity import is_linear
@@ -72,7 +72,7 @@ def split_reductions(
     gradient_inputs: Collection[str] = (),
 ) -> BatchSplit:
     """Split at the reductions. Raises PassError for outputs that no slice and no sum can give."""
-    needs_grad = values_needing_grad(graph_module, gradient_inputs)
+    needs_grad = values_reached_by_grad(graph_module, gradient_inputs)
     splitter = _Splitter(graph_module, dict(layouts), rows_symbol, needs_grad)
     return splitter.split(num_user_outputs, buffer_updates)
 
@@ -120,7 +120,7 @@ class _Splitter:
     def _differentiated(self, rowwise: fx.GraphModule, partial_names: Sequence[str]) -> list[str]:
         """Partials through which gradients go back into the row-wise part; some were made after `needs_grad` was."""
         inputs = [node.name for node in rowwise.graph.nodes if node.op == "placeholder" and node.name in self.needs_grad]
-        found = values_needing_grad(rowwise, inputs)
+        found = values_reached_by_grad(rowwise, inputs)
         return [name for name in partial_names if name in found]
 
     # --- outputs ----------------------------------------------------------------------------------------------------------
