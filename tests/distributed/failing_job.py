@@ -72,7 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rank = rank_of_environment()
     failing = arguments.where if rank == arguments.rank else "none"
-    chosen = entry("padded")
+    chosen = entry("dict_output")
     model = chosen.model(0, torch.float32)
     if failing in ("forward", "backward"):
         plant(f"_{failing}", arguments.how, arguments.stamp)
@@ -88,7 +88,7 @@ def main() -> None:
         batch = chosen.batch(6, step, torch.float32)
         if failing == "data" and step == STEP:
             Path(arguments.stamp).write_text(repr(time.time()))
-            batch["labels"][3, 0] = 77
+            batch["labels"][3] = 77
         optimizer.zero_grad()
         loss = chosen.loss_of(chosen.call(compiled, batch), batch)
         loss.backward()

@@ -31,7 +31,8 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("exit", "forward", (*INSIDE, "exit")),
     ("exit_0", "between", ("rank 1",)),
     ("kill", "forward", INSIDE),
-    ("kill", "before", ("rank 1",)),
+    # It has not joined yet: the launcher speaks.
+    ("kill", "before", ("signal 9",)),
     ("segfault", "backward", INSIDE),
     ("exception", "capture", ("rank 1", CAUSE)),
     ("exception", "between", ("rank 1", CAUSE)),

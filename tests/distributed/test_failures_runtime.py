@@ -104,6 +104,12 @@ def test_a_reported_failure(tmp_path: Path) -> None:
     assert "step 7, stage 1, micro-batch 2, backward" in job.block and "ValueError: reported, not raised" in job.block
 
 
+def test_a_thread_that_fails(tmp_path: Path) -> None:
+    job = run_job(tmp_path, 2, "runtime_worker", "thread_fails", limit_seconds=40)
+    assert job.code not in (0, None)
+    assert "because of rank 1 " in job.block and "Before, it had: thread trainer: ValueError: in a thread" in job.block, job.output
+
+
 def test_a_forked_child_does_not_hide_the_end_of_its_parent(tmp_path: Path) -> None:
     job = run_job(tmp_path, 2, "runtime_worker", "forked_child_outlives", limit_seconds=40)
     assert job.code not in (0, None)

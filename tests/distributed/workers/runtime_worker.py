@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -261,6 +262,22 @@ def too_few_devices() -> None:
         assert "but 0 CUDA device(s)" in str(error), error
     else:
         raise AssertionError("ranks without a device were started")
+
+
+@check
+def thread_fails() -> None:
+    """A rank trains in a thread, which fails; its main thread comes to the end of the script."""
+    world = start()
+
+    def train() -> None:
+        for step in range(3):
+            if world.rank == 1 and step == 1:
+                raise ValueError("in a thread")
+            world.control.barrier()
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
 
 
 @check
