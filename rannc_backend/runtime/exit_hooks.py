@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -38,8 +39,8 @@ class ExitHooks:
         self._on_good_end = on_good_end
         self._pid = os.getpid()
         self._asked_code: int | None = None  # of the last sys.exit; somebody may have caught it
-        self._interrupt_seen = threading.Event()
-        self._thread_error: BaseException | None = None
+        self._last_interrupt = -_BLOCKED_SECONDS  # when the main thread last came to a KeyboardInterrupt
+        self._thread_error = ""
         self._before_sys_exit = sys.exit
         self._before_excepthook = sys.excepthook
         self._before_thread_hook = threading.excepthook
@@ -105,10 +106,10 @@ class ExitHooks:
         self._monitor.await_end()
 
     def _thread_hook(self, args: threading.ExceptHookArgs) -> None:
-        # As in plain Python, a thread's error does not end the process by itself. A rank that goes on without what
-        # the thread should have done ends in a wait or by leaving, and this is then its cause.
+        # As in plain Python, a thread's error does not end the process. A rank that leaves too early because of it says so.
         self._before_thread_hook(args)
-        self._thread_error = args.exc_value
+        name = args.thread.name if args.thread is not None else "?"
+        self._thread_error = f"thread {name}: {args.exc_type.__name__}: {args.exc_value}"
 
     def _sys_exit(self, status: Any = None, /) -> NoReturn:
         self._asked_code = _exit_code(status)
@@ -130,12 +131,12 @@ class ExitHooks:
             self._monitor.report("exit", f"sys.exit({self._asked_code})", code=self._asked_code)
         if self._monitor.is_failing:
             self._monitor.await_end()
-        self._monitor.close()
+        self._monitor.close(self._thread_error)
         self.remove()
         self._on_good_end()
 
     def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupt_seen.set()
+        self._last_interrupt = time.monotonic()
         signal.default_int_handler(number, frame)
 
     def _handle_terminate(self, number: int, frame: FrameType | None) -> None:
@@ -150,7 +151,10 @@ class ExitHooks:
 
     def _end_if_blocked(self) -> None:
         """End the job if the main thread has not come to its KeyboardInterrupt, because it waits in C++."""
-        if not self._interrupt_seen.wait(_BLOCKED_SECONDS):
+        begin = time.monotonic()
+        time.sleep(_BLOCKED_SECONDS)
+        # Half of it for the handler that ran before this thread did.
+        if self._last_interrupt < begin - _BLOCKED_SECONDS / 2:
             self._monitor.report("interrupt", "interrupted (Ctrl-C)", code=128 + signal.SIGINT)
 
 

@@ -146,9 +146,13 @@ class LinkMonitor:
         self._send({"type": "survey"})
         return self._last_states if self._states.wait(_SURVEY_SECONDS) else []
 
-    def close(self) -> None:
-        """Say goodbye and wait for the others to do so. Ends the process with their code if one of them fails."""
-        self._send({"type": "leave", **self._place()})
+    def close(self, note: str = "") -> None:
+        """Say goodbye and wait for the others to do so. Ends the process with their code if one of them fails.
+
+        Args:
+            note: what went wrong here before; told if the others turn out to need this rank.
+        """
+        self._send({"type": "leave", "note": clip(note), **self._place()})
         while not self._bye.wait(0.5):
             if self._ended.is_set():
                 self.await_end()

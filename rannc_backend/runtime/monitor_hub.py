@@ -71,6 +71,7 @@ class Seat:
     num_calls: int = 0
     last_heard: float = field(default_factory=time.monotonic)
     left: bool = False
+    note: str = ""
 
     def current_phase(self) -> str:
         """Its phase at this moment (same host), or at its last heartbeat."""
@@ -114,6 +115,8 @@ def verdict_text(root: Report, seats: list[Seat], *, oom_kills: int) -> str:
     cause = root.cause
     if root.kind == "died" and oom_kills:
         cause += f"\nThe kernel's out-of-memory killer ended {oom_kills} process(es) on {seat.host} in this time."
+    if root.kind == "left" and seat.note:
+        cause += f"\nBefore, it had: {seat.note}"
     place = f"rank {root.rank} of {len(seats)} (host {seat.host}, pid {seat.pid})"
     rows = [("in", root.phase or seat.current_phase()), ("cause", cause)]
     if root.location:
@@ -233,7 +236,7 @@ class Hub:
             cause, location, code = message["cause"], message.get("location", ""), message.get("code", 1)
             self._add(Report(rank=rank, kind=message["kind"], cause=cause, phase=phase, location=location, code=code))
         elif kind == "leave":
-            seat.left = True
+            seat.left, seat.note = True, message.get("note", "")
             self._send_all({"type": "left", "rank": seat.rank, "num_calls": seat.num_calls})
             if all(other.left for other in self._seats):
                 self._said_bye = True
