@@ -162,8 +162,8 @@ class _Builder:
         groups = [tuple(node for atom in atoms[a:b] for node in atom) for a, b in zip(bounds, bounds[1:], strict=False)]
         block_of = {node: index for index, nodes in enumerate(groups) for node in nodes}
         saved: list[list[sympy.Expr]] = [[] for _ in groups]
-        for node in saved_values(self.staged.nodes, self.needs_grad):
-            saved[block_of[node]].append(value_bytes(node.meta.get("val")))
+        for value, reader in saved_values(self._nodes_with_rows(), self.needs_grad):
+            saved[block_of[value if value in block_of else reader]].append(value_bytes(value.meta.get("val")))
         parameters = self._parameters(groups, block_of)
         returned, buffers = self._returned(block_of, len(groups))
         blocks = []
@@ -182,6 +182,11 @@ class _Builder:
                 )
             )
         return BlockGraph(blocks=tuple(blocks), flows=self._flows(block_of), parameters=self._parameter_uses(parameters))
+
+    def _nodes_with_rows(self) -> list[fx.Node]:
+        """Staged nodes, and cloned ones that are as large as the batch (random masks), in graph order."""
+        cloned = {node for items in self.staged.cloned.values() for node in items if value_bytes(node.meta.get("val")).free_symbols}
+        return [node for node in self.staged.rowwise.graph.nodes if node in self.staged.reads or node in cloned]
 
     def _home(self, output: fx.Node, block_of: dict[fx.Node, int]) -> int:
         """The block with which an output is returned."""
