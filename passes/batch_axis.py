@@ -22,7 +22,7 @@ from torch import fx
 
 from .batch_axis_rules import RULES
 from .batch_axis_views import VIEW_RULES
-from .batch_split import FIRST_ROW, GLOBAL_ROWS, RNG_SEED
+from .batch_split import GLOBAL_ROWS
 from .layouts import Constant, Layout, PartialSum, Reduced, RowCount, RowIndex, Rows, Several, SliceStatistic
 from .operator_call import ADVICE, Call, has_rows, operator_name, rows_dims, rows_multiple
 from .pipeline import PassError
@@ -118,8 +118,9 @@ class _Analysis:
         if node.op == "output":
             return
         # a size carries no gradient, whatever it is the size of
-        is_size = isinstance(node.meta.get("val"), torch.SymInt) and all(item.op == "placeholder" or item in self.before_step for item in inputs)
-        if is_size or (all(item in self.before_step for item in inputs) and not is_random(node)):
+        is_size = isinstance(node.meta.get("val"), torch.SymInt)
+        early = all(item in self.before_step or (is_size and item.op == "placeholder") for item in inputs)
+        if early and not is_random(node):
             self.before_step.add(node)
         layout = self._layout(node, inputs)
         self.layouts[node] = layout
@@ -232,7 +233,8 @@ class _Analysis:
             raise PassError(node, f"operator {name} mixes rows of the batch (shape {tuple(value.shape)}). {ADVICE}")
         width = layout.outer * layout.inner if isinstance(layout, Rows) else 1
         if rows_multiple(value.shape[layout.dim], self.symbol) != width:
-            raise PassError(node, f"operator {name} mixes rows of the batch (size {value.shape[layout.dim]} of dimension {layout.dim}). {ADVICE}")
+            what = f"size {value.shape[layout.dim]} of dimension {layout.dim}"
+            raise PassError(node, f"operator {name} mixes rows of the batch ({what}). {ADVICE}")
         return layout
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.unit.passes.batch_tracing import Traced
+from torch import Tensor, fx
+
 from rannc_backend.passes.layouts import Rows
 from rannc_backend.passes.split_reductions import BatchSplit, split_batch
-from torch import Tensor, fx
+from tests.unit.passes.batch_tracing import Traced
 
 Values = dict[str, Tensor]
 

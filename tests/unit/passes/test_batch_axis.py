@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from rannc_backend.passes.batch_axis import Constant, PartialSum, Reduced, RowIndex, Rows, analyze_batch_axis
 from rannc_backend.passes.loss_decompositions import decompose_batch_reductions
 from rannc_backend.passes.pipeline import PassError
-from torch import Tensor, nn
-
 from tests.unit.passes.batch_tracing import Traced, trace
 from tests.unit.passes.slice_runner import split_traced, worst_error
 
@@ -69,7 +69,7 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "time_major_flat_output": lambda x, i, w: x.permute(1, 0, 2).reshape(-1, 6) @ w,
     "both_sides": lambda x, i, w: x.permute(1, 0, 2).unsqueeze(3).expand(4, -1, 6, 2).permute(0, 1, 3, 2).reshape(-1, 6) @ w,
     "heads": lambda x, i, w: _heads(x, w),
-    "batch_of_heads": lambda x, i, w: torch.bmm(x.reshape(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3), w[:1, :3, None].expand(x.shape[0] * 2, 3, 1)),
+    "batch_of_heads": lambda x, i, w: _batch_of_heads(x, w),
     "attention_mask": lambda x, i, w: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], i[:, None, None, :] < 3),
     "einsum": lambda x, i, w: torch.einsum("btc,bsc->bts", x, x @ w),
     "outer_columns": lambda x, i, w: x.transpose(1, 2) @ x,
@@ -109,7 +109,7 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "row_numbers_grid": lambda x, i, w: x[torch.arange(x.shape[0])[:, None], i] * 2,
     "index_put_rows": lambda x, i, w: x.index_put((torch.arange(x.shape[0]), i[:, 0]), x[:, 0] * 3),
     "tril": lambda x, i, w: (x.transpose(1, 2) @ x).tril(),
-    "factories": lambda x, i, w: x + torch.zeros(x.shape[0], 4, 6, dtype=x.dtype) + torch.ones_like(x) + x.new_full((x.shape[0], 1, 1), 2.0),
+    "factories": lambda x, i, w: x + torch.zeros(x.shape[0], 4, 6).to(x) + torch.ones_like(x) + x.new_full((x.shape[0], 1, 1), 2.0),
     "constant_of_positions": lambda x, i, w: x + torch.arange(4, dtype=x.dtype)[None, :, None],
     "fft": lambda x, i, w: torch.fft.rfft(x, dim=1).abs(),
     "inverse": lambda x, i, w: torch.linalg.inv_ex(x.transpose(1, 2) @ x + 9 * torch.eye(6, dtype=x.dtype))[0],
@@ -118,7 +118,7 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "activations": lambda x, i, w: F.gelu(x) + F.silu(x) + F.softplus(x) + F.glu(x, -1).sum(-1, keepdim=True) + F.prelu(x, w[0, :4]),
     "whole_batch_slice": lambda x, i, w: x[:][0 : x.shape[0]],
     "unchanged_input": lambda x, i, w: (x, i),
-    "lstm": lambda x, i, w: torch.lstm(x, (x.new_zeros(1, x.shape[0], 6),) * 2, [w.repeat(4, 1), w.repeat(4, 1)], False, 1, 0.0, False, False, True)[0],
+    "lstm": lambda x, i, w: _lstm(x, w),
 }  # fmt: skip
 
 
@@ -131,6 +131,16 @@ def _write(x: Tensor) -> Tensor:
     y[:, 1] = y[:, 0] * 2
     y[:, 2:] = 1.0
     return y
+
+
+def _batch_of_heads(x: Tensor, w: Tensor) -> Tensor:
+    flat = x.reshape(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3)
+    return torch.bmm(flat, w[:1, :3, None].expand(x.shape[0] * 2, 3, 1))
+
+
+def _lstm(x: Tensor, w: Tensor) -> Tensor:
+    start = x.new_zeros(1, x.shape[0], 6)
+    return torch.lstm(x, (start, start), [w.repeat(4, 1), w.repeat(4, 1)], False, 1, 0.0, False, False, True)[0]
 
 
 def _heads(x: Tensor, w: Tensor) -> Tensor:

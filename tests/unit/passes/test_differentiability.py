@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from rannc_backend.passes.differentiability import values_needing_grad, values_reached_by_grad
 from torch import Tensor, nn
 
+from rannc_backend.passes.differentiability import values_needing_grad, values_reached_by_grad
 from tests.unit.passes.batch_tracing import trace
 from tests.unit.passes.slice_runner import split_traced
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from rannc_backend.passes.batch_axis import is_random
 from rannc_backend.passes.layouts import Constant, Rows
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.randomness import element_keys, mix, operator_key, random_bits, row_keys
-from torch import Tensor, nn
-
 from tests.unit.passes.batch_tracing import Traced, trace
 from tests.unit.passes.slice_runner import relative_error, run_in_slices, split_traced
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rannc_backend.passes.layouts import Constant, PartialSum, Rows
-from rannc_backend.passes.pipeline import PassError
 from torch import Tensor, nn
 
+from rannc_backend.passes.layouts import Constant, PartialSum, Rows
+from rannc_backend.passes.pipeline import PassError
 from tests.models import ENTRIES
 from tests.unit.passes.batch_models import MODELS
 from tests.unit.passes.batch_tracing import Traced, trace
@@ -97,6 +97,10 @@ def one_hot(y: Tensor) -> Tensor:
     return F.one_hot(y.clamp(min=0), 3).double()
 
 
+def len_(x: Tensor) -> int:
+    return x.size(0)
+
+
 #: name -> (function, linear)
 STEPS: dict[str, tuple[Callable[..., Any], bool]] = {
     "cross_entropy": (lambda z, y: F.cross_entropy(z, y), True),
@@ -126,7 +130,7 @@ STEPS: dict[str, tuple[Callable[..., Any], bool]] = {
     "several_losses": (lambda z, y: (F.cross_entropy(z, y) + 0.01 * z.pow(2).mean(), z.abs().sum() / 7, z.relu()), True),
     "masked_mean": (lambda z, m: (z.sum(-1) * m).sum() / m.sum().clamp(min=1), True),
     "mask_weights_on_rows": (lambda z, m: (z * (m / m.sum())[:, None], ((z * (m / m.mean())[:, None]) ** 2).sum()), True),
-    "batch_size_as_number": (lambda z, x: (z / x.size(0), z.sum() / x.shape[0], z * x.size(0) ** 0.5, z.sum() / (x.shape[0] * 3 - 1)), True),
+    "batch_size_as_number": (lambda z, x: (z / len_(x), z.sum() / len_(x), z * len_(x) ** 0.5, z.sum() / (len_(x) * 3 - 1)), True),
     "batch_size_tensor": (lambda z, x: z * torch.full((), x.shape[0], dtype=torch.float64) + torch.full((x.shape[0], 1), x.shape[0]), True),
     "weight_penalty": (lambda z, y, w: F.cross_entropy(z, y) + 1e-2 * (w**2).sum(), True),
     "penalty_alone": (lambda z, w: ((w**2).sum(), z), True),
