@@ -18,10 +18,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
-from rannc_backend.capture_batch import batch_candidates, find_batch_inputs
+from rannc_backend.capture_batch import batch_candidates, find_batch_inputs, has_symbolic_batch
 from rannc_backend.capture_breaks import is_partial, refuse_graph_break, refuse_resumed_frame
 from rannc_backend.capture_dynamo import (
     DynamoCall,
+    RestartReason,
     find_dynamo_call,
     module_path,
     previous_restart,
@@ -30,8 +31,8 @@ from rannc_backend.capture_dynamo import (
 )
 from rannc_backend.capture_fingerprint import canonical_text, fingerprint
 from rannc_backend.capture_inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
-from rannc_backend.capture_trace import AtenTrace, trace_aten
-from rannc_backend.errors import NoBatchDimensionError, UnsupportedModelError
+from rannc_backend.capture_trace import AtenTrace, rows_hint, trace_aten
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.canonicalize import CANONICALIZE
 from rannc_backend.passes.pipeline import run_passes
 
@@ -78,13 +79,10 @@ def capture_or_restart(
     if restart is not None:
         refuse_graph_break(graph_module, restart)
     _, tensors = find_tensor_inputs(graph_module, example_inputs, call)
-    candidates = batch_candidates(tensors)
-    if not candidates and not is_partial(graph_module):
-        raise NoBatchDimensionError({item.label: item.tensor.shape for item in tensors if item.kind == "user"})
-    # A graph that was broken did not show all inputs.
-    known = set() if restart is None else {id(tensor) for tensor in restart.batch_tensors}
-    if restart is None or any(id(tensor) not in known for tensor in candidates):
-        restart_trace(call, candidates)
+    wanted = _wanted_trace(tensors, call, restart, is_partial(graph_module))
+    if wanted is not None:
+        batch_tensors, single = wanted
+        restart_trace(call, batch_tensors, hint=rows_hint(graph_module) if single else None)
     return capture(graph_module, example_inputs, call, device=device)
 
 
@@ -127,6 +125,22 @@ def capture(
     )
     logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
     return captured
+
+
+def _wanted_trace(
+    tensors: Sequence[TensorInput], call: DynamoCall, restart: RestartReason | None, partial: bool
+) -> tuple[tuple[torch.Tensor, ...], bool] | None:
+    """Which tensors the next trace should take for batches, and whether of size 1; None if this trace will do."""
+    single = restart is not None and restart.hint is not None
+    candidates = batch_candidates(tensors, single=single)
+    # A graph that was broken did not show all inputs.
+    known = set() if restart is None else {id(tensor) for tensor in restart.batch_tensors}
+    if any(id(tensor) not in known for tensor in candidates) or (restart is None and partial):
+        return candidates, single
+    ones = batch_candidates(tensors, single=True)
+    if ones and not single and not has_symbolic_batch(tensors, call):
+        return ones, True
+    return None
 
 
 def _name_inputs(

@@ -16,4 +16,4 @@ def trace_again() -> NoReturn:
     call = find_dynamo_call()
     last = previous_restart(call)
     assert last is not None, "the first trace has no symbolic batch size yet"
-    restart_trace(call, last.batch_tensors)
+    restart_trace(call, last.batch_tensors, hint=last.hint)

@@ -6,6 +6,9 @@ that the model makes equal to a number is *specialised* to it.
 
 The rule: a user input is a batch input when its dimension 0 was not specialised. All batch inputs must have the same size
 there. An input that no operator ties to the others counts by its size alone.
+
+A batch of 1 is traced as if it were larger (operators and models treat 1 apart), and a model may test whether its batch size is 0
+or 1: the answer is that for larger ones. Other tests of the batch size are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.capture_dynamo import DynamoCall, SizeCondition, size_conditions
+from rannc_backend.capture_dynamo import DynamoCall, SizeCondition, forget_size_conditions, size_conditions
 from rannc_backend.capture_inputs import TensorInput
 from rannc_backend.errors import DataDependentControlFlowError, NoBatchDimensionError, UnsupportedModelError
 
@@ -30,11 +33,20 @@ class BatchInputs:
     sizes: dict[int, int | None]  # position of a SymInt argument -> its number; None: it is the batch size
 
 
-def batch_candidates(inputs: Sequence[TensorInput]) -> tuple[torch.Tensor, ...]:
-    """The user's tensors whose dimension 0 may be the batch size. Those of size 1 only if all have size 1."""
+def batch_candidates(inputs: Sequence[TensorInput], *, single: bool) -> tuple[torch.Tensor, ...]:
+    """The user's tensors whose dimension 0 may be the batch size; `single`: if that is 1."""
     tensors = [item.tensor for item in inputs if item.kind == "user" and item.tensor.dim() > 0]
-    long = tuple(tensor for tensor in tensors if tensor.shape[0] != 1)
-    return long or tuple(tensors)
+    return tuple(tensor for tensor in tensors if (tensor.shape[0] == 1) == single)
+
+
+def has_symbolic_batch(inputs: Sequence[TensorInput], call: DynamoCall) -> bool:
+    """Whether dimension 0 of any user input is still symbolic after Dynamo's trace."""
+    shapes = [item.node.meta["example_value"].shape for item in inputs if item.kind == "user"]
+    return any(
+        not call.output_graph.shape_env.replace(shape[0].node.expr).is_number
+        for shape in shapes
+        if shape and isinstance(shape[0], torch.SymInt)
+    )
 
 
 def find_batch_inputs(graph_module: fx.GraphModule, inputs: Sequence[TensorInput], call: DynamoCall) -> BatchInputs:
@@ -67,11 +79,14 @@ def find_batch_inputs(graph_module: fx.GraphModule, inputs: Sequence[TensorInput
         raise _no_batch(inputs, call)
     symbols = set(expressions.values())
     for condition in size_conditions(call):
-        if condition.is_branch and condition.symbols & symbols:
+        if condition.is_branch and not condition.is_general and condition.symbols & symbols:
             raise _branch_error(condition)
     positions = frozenset(expressions)
     _check_one_size(inputs, positions)
-    return BatchInputs(positions=positions, sizes=_size_arguments(graph_module, call, symbols))
+    sizes = _size_arguments(graph_module, call, symbols)
+    # The graph is traced again with a batch size of its own, so that it holds for all of them.
+    forget_size_conditions(call, symbols)
+    return BatchInputs(positions=positions, sizes=sizes)
 
 
 def _check_one_size(inputs: Sequence[TensorInput], batch: frozenset[int]) -> None:

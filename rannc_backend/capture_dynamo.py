@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
+import sympy
 import torch
 import torch._dynamo.config as dynamo_config
 import torch.fx.experimental._config as symbolic_config
@@ -24,6 +25,8 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
 from torch._guards import CompileContext
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from rannc_backend.errors import LaunchError
 
@@ -66,6 +69,7 @@ class RestartReason(str):
 
     restore: Callable[[], object]
     batch_tensors: tuple[torch.Tensor, ...]
+    hint: int | None
     break_counts: dict[str, int]  # graph breaks counted by Dynamo in this process before the restart
 
 
@@ -107,9 +111,12 @@ def previous_restart(call: DynamoCall) -> RestartReason | None:
     return max(restarts, key=len, default=None)
 
 
-def restart_trace(call: DynamoCall, batch_tensors: Sequence[torch.Tensor]) -> NoReturn:
+def restart_trace(
+    call: DynamoCall, batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None
+) -> NoReturn:
     """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic.
 
+    `hint`: what the trace takes for that size where it has to decide something; by default the real one.
     The settings go back when the reason's `restore` is called, at the latest when Dynamo has ended the compilation in
     whichever way. Raises TensorifyScalarRestartAnalysis, which must reach Dynamo.
     """
@@ -119,13 +126,14 @@ def restart_trace(call: DynamoCall, batch_tensors: Sequence[torch.Tensor]) -> No
         undo.enter_context(dynamo_config.patch(**_DYNAMO_SETTINGS))
         undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
         undo.enter_context(_ignored_functions(library_log_methods().values()))
-        undo.enter_context(_marked_dynamic(batch_tensors))
+        undo.enter_context(_marked_dynamic(batch_tensors, hint))
         # Dynamo remembers where the graph broke and would break it there again.
         call.output_graph.root_tx.speculation_log.clear()
         guard.pop_all()
     attempt = sum(isinstance(reason, RestartReason) for reason in call.restart_reasons)
     reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
     reason.batch_tensors = tuple(batch_tensors)
+    reason.hint = hint
     reason.break_counts = _break_counts()
     # The context object lives as long as this compilation: a trace that fails before it comes back here cleans up too.
     reason.restore = weakref.finalize(CompileContext.get(), undo.close)
@@ -139,7 +147,7 @@ def skip_library_loggers() -> None:
     Dynamo give up the outer one before it calls any backend. Other compiled functions of the process only gain by it: what
     would have been a graph break is none.
     """
-    dynamo_config.ignore_logging_functions.update(library_log_methods().values())
+    _ignored_set().update(library_log_methods().values())
 
 
 def library_log_methods() -> dict[str, Callable[..., Any]]:
@@ -188,6 +196,7 @@ class SizeCondition:
     symbols: frozenset[Any]
     location: str  # the user's line, "" if unknown
     is_branch: bool  # tested by the user's own Python code; else by an operator, for its own choice or as its requirement
+    is_general: bool  # holds for all sizes from 2
 
 
 def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
@@ -203,9 +212,35 @@ def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
                 location=guard.sloc.maybe_user_loc or "",
                 # Operators run in _dynamo/utils.py; elsewhere in Dynamo it is a branch that asks.
                 is_branch="_dynamo" in parts and parts[-1] != "utils.py",
+                is_general=_holds_from_two(guard.expr),
             )
         )
     return tuple(found)
+
+
+def forget_size_conditions(call: DynamoCall, symbols: set[Any]) -> None:
+    """Let the compiled frame serve all sizes of `symbols`, whatever the trace took for granted about them.
+
+    That symbols are equal to each other remains a condition.
+    """
+    shape_env = call.output_graph.shape_env
+    same = {symbol: shape_env.replace(symbol) for symbol in shape_env.var_to_range}
+    members = {symbol for symbol, root in same.items() if root in symbols}
+    kept = [
+        guard
+        for guard in shape_env.guards
+        if not guard.expr.free_symbols <= members or guard.expr.xreplace(same) == sympy.true
+    ]
+    shape_env.guards[:] = kept
+    for symbol in members:
+        shape_env.var_to_range[symbol] = ValueRanges(0, int_oo)
+
+
+def _holds_from_two(condition: sympy.Basic) -> bool:
+    shifted = {
+        symbol: sympy.Symbol(f"above_{symbol}", integer=True, nonnegative=True) + 2 for symbol in condition.free_symbols
+    }
+    return condition.xreplace(shifted) == sympy.true
 
 
 def module_path(meta: dict[str, Any], path_of_module: dict[int, str]) -> str:
@@ -233,7 +268,7 @@ def _break_counts() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _ignored_functions(functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    ignored = dynamo_config.ignore_logging_functions
+    ignored = _ignored_set()
     added = [function for function in functions if function not in ignored]
     ignored.update(added)
     try:
@@ -242,15 +277,23 @@ def _ignored_functions(functions: Iterable[Callable[..., Any]]) -> Iterator[None
         ignored.difference_update(added)
 
 
+def _ignored_set() -> set[Callable[..., Any]]:
+    # Older versions know the set by its former name only.
+    name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
+    return getattr(dynamo_config, name)
+
+
 @contextlib.contextmanager
-def _marked_dynamic(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    names = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
-    marked = [tensor for tensor in tensors if 0 not in getattr(tensor, names[0], ())]
+def _marked_dynamic(tensors: Sequence[torch.Tensor], hint: int | None) -> Iterator[None]:
+    names = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking", "_dynamo_hint_overrides")
+    marked = [tensor for tensor in tensors if hint is not None or 0 not in getattr(tensor, names[0], ())]
     before = [{name: vars(tensor)[name] for name in names if name in vars(tensor)} for tensor in marked]
     for tensor in marked:
         # A set of our own: the user's must come back unchanged.
         tensor._dynamo_weak_dynamic_indices = set(getattr(tensor, names[0], ()))  # type: ignore[attr-defined]
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        if hint is not None:
+            tensor._dynamo_hint_overrides = {0: hint}  # type: ignore[attr-defined]
     try:
         yield
     finally:

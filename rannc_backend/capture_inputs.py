@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rannc_backend.capture_dynamo import (
     DynamoCall,
@@ -108,6 +109,10 @@ def _classify(
 ) -> TensorInput:
     source = source_of(node)
     text = source_name(source)
+    if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+        raise UnsupportedModelError(
+            f"{text} is a {type(value).__name__} with layout {value.layout}", cure="pass plain dense tensors."
+        )
     kind, aliases = names.get(id(value), ("user", []))
     if kind == "user":
         if isinstance(value, nn.Parameter):

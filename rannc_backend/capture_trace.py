@@ -175,18 +175,20 @@ class _AtenInterpreter(fx.Interpreter):
     ) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
         self._device = device
+        self._location = ""  # in the user's source, of the node that runs
         self._is_fixed = is_fixed  # whether the batch size has been taken for its hint
         # torch's note "While executing ..." prints the whole graph's node; our errors carry the user's line instead.
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
+        self._location = user_location(n.meta.get("stack_trace") or "")
         operands: list[torch.Tensor] = []
         if n.op.startswith("call_") and not torch.is_grad_enabled():
             operands = [tensor for tensor in _tensors(self.fetch_args_kwargs_from_env(n)) if tensor.requires_grad]
             if _is_in_place(n) and any(tensor is self.env[n.args[0]] for tensor in operands):
                 raise UnsupportedModelError(
                     f"{n.target} changes a value that has a gradient in place while gradients are switched off",
-                    location=user_location(n.meta.get("stack_trace") or ""),
+                    location=self._location,
                     cure="write it without the in-place operation.",
                 )
         try:
@@ -196,12 +198,12 @@ class _AtenInterpreter(fx.Interpreter):
         except Exception as error:
             raise UnsupportedModelError(
                 f"{n.target} cannot be captured with a symbolic batch size: {type(error).__name__}: {error}",
-                location=user_location(n.meta.get("stack_trace") or ""),
+                location=self._location,
             ) from error
         if self._is_fixed():
             raise UnsupportedModelError(
                 f"{n.target} works for one batch size only",
-                location=user_location(n.meta.get("stack_trace") or ""),
+                location=self._location,
                 cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
             )
         # x.contiguous() and the like may give x itself, with its gradient.
@@ -226,6 +228,7 @@ class _AtenInterpreter(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         raise UnsupportedModelError(
             f"the model uses {_readable(name)}, whose gradients or branches cannot be split over stages exactly",
+            location=self._location,
             cure="write this part with ordinary operators, for which autograd knows the gradient.",
         )
 

@@ -181,7 +181,7 @@ def test_changed_numbers_give_another_graph_not_a_symbol():
     assert recorder.graphs[-1].graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape[1] == 7
 
 
-@pytest.mark.parametrize("rows", [4, LENGTH])
+@pytest.mark.parametrize("rows", [4, LENGTH, 1])
 def test_inputs_without_a_batch_dimension(rows):
     """Also when the local batch is as large as the mask by chance."""
 
@@ -203,9 +203,39 @@ def test_inputs_without_a_batch_dimension(rows):
     torch.testing.assert_close(result, model(x, mask, positions, torch.tensor(2.0), labels))
     found = {name.removeprefix("x_").removeprefix("c_"): kind for name, kind in kinds(recorder).items() if "linear" not in name}
     assert found.pop("self_table") == "replicated"
+    # Of tensors of size 1 nothing says which are batches: in a batch of 1 the positions are one, with the same result.
     assert found == {
-        "x": "batch", "labels": "batch", "mask": "replicated", "positions": "replicated", "temperature": "replicated",
+        "x": "batch", "labels": "batch", "mask": "replicated", "temperature": "replicated",
+        "positions": "batch" if rows == 1 else "replicated",
     }  # fmt: skip
+
+
+def test_rows_of_all_batch_inputs_must_agree():
+    compiled = torch.compile(lambda x, y: x - y, backend=(recorder := Recorder()))
+    compiled(torch.randn(4, 3), torch.randn(4, 3))
+    compiled(torch.randn(5, 3), torch.randn(5, 3))
+    with pytest.raises(RuntimeError):
+        compiled(torch.randn(4, 3), torch.randn(5, 3))
+    assert len(recorder.graphs) == 1
+
+
+def test_tests_for_a_batch_of_one_take_the_general_way():
+    """As transformers do before they expand; micro-batches of one row run the same graph as all others."""
+
+    def function(x, bias):
+        if x.shape[0] != bias.shape[0]:
+            bias = bias.expand(x.shape[0], -1)
+        if len(x) > 1 and x.size(0) != 0:
+            bias = bias * 2
+        return x + bias
+
+    recorder = Recorder()
+    compiled = torch.compile(function, backend=recorder)
+    bias = torch.randn(1, 3)
+    for rows in (4, 1, 2):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(compiled(x, bias), x + bias * 2)
+    assert len(recorder.graphs) == 1
 
 
 def test_the_same_tensor_twice_is_one_input():

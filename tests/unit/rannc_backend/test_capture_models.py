@@ -17,8 +17,10 @@ def dynamo():
         yield
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [(name, True) for name in MODELS] + [(name, False) for name in ("conv", "hf_gpt2", "hf_resnet")],
+)
 def test_outputs_and_gradients_equal_the_models(name, training):
     model, inputs = build(name, rows=4)
     model.train(training)
@@ -48,32 +50,33 @@ def test_outputs_and_gradients_equal_the_models(name, training):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=fqn)
 
 
-@pytest.mark.parametrize("name", ["conv", "hf_bert", "hf_resnet", "rannc_function"])
-def test_one_graph_serves_every_batch_size_with_one_fingerprint(name):
-    fingerprints = set()
+@pytest.mark.parametrize("name", ["conv", "hf_llama", "rannc_function"])
+def test_one_graph_serves_every_batch_size(name):
+    """From 16 rows convolutions prefer another memory layout; sizes 0 and 1 are special to torch, and 1 to models."""
     model, _ = build(name, rows=2)
     reference = copy.deepcopy(model)
     recorder = Recorder()
     compiled = torch.compile(model, backend=recorder)
-    sizes = (4, 6, 2, 3, 17) if name in ("conv", "hf_resnet") else (4, 6, 1, 3, 17)
-    for rows in sizes:
+    for rows in (4, 6, 1, 3, 17):
         _, inputs = build(name, rows=rows, seed=rows)
         for mine, theirs in zip(tensors_of(compiled(**inputs)), tensors_of(reference(**inputs)), strict=True):
             assert relative_error(mine, theirs) <= TOLERANCE.get(name, 1e-12)
-    fingerprints = {graph.fingerprint for graph in recorder.graphs}
-    assert len(fingerprints) == 1
-    # Once for most sizes; again for 1 and from 16 where an operator has a choice to make.
-    assert len(recorder.graphs) <= 3
+    assert len(recorder.graphs) == 1 and recorder.num_calls == 2
 
 
-@pytest.mark.parametrize("name", ["mlp", "hf_gpt2"])
-def test_first_batch_of_one_gives_the_same_graph(name):
+@pytest.mark.parametrize("name", ["mlp", "conv", "hf_gpt2", "rannc_basic"])
+def test_a_first_batch_of_one_gives_the_same_graph(name):
     fingerprints = set()
     for rows in (1, 5, 9):  # 9 is the sequence length of the inputs
         torch._dynamo.reset()
         model, inputs = build(name, rows=rows)
+        reference = copy.deepcopy(model)
         recorder = Recorder()
-        torch.compile(model, backend=recorder)(**inputs)
+        compiled = torch.compile(model, backend=recorder)
+        for other in (rows, 3):
+            _, inputs = build(name, rows=other)
+            for mine, theirs in zip(tensors_of(compiled(**inputs)), tensors_of(reference(**inputs)), strict=True):
+                assert relative_error(mine, theirs) <= TOLERANCE.get(name, 1e-12)
         fingerprints.add(recorder.graph.fingerprint)
         assert {item.kind for item in recorder.graph.inputs if item.name.startswith("x_")} == {"batch"}
     assert len(fingerprints) == 1
