@@ -79,7 +79,9 @@ def main() -> None:
     if failing == "before":
         fail(arguments.how, arguments.stamp)
     if failing == "capture":
-        model.body.register_forward_pre_hook(lambda *_: fail(arguments.how, arguments.stamp))
+        from rannc_backend import capture
+
+        capture.capture_or_restart = lambda *_: fail(arguments.how, arguments.stamp)
     options: dict[str, Any] = {"pipeline_num": 3, "stage_compiler": "eager", "step_timeout_seconds": 5.0}
     options["stage_replicas"] = ",".join(["1"] * arguments.world)
     compiled = torch.compile(model, backend="rannc", options=options)

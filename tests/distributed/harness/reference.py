@@ -156,7 +156,8 @@ class RunningStatistics:
     def _restore(self) -> None:
         if self._kept is not None:
             for name, value in self._kept.items():
-                self._buffers[name].copy_(value)
+                # Through .data: a training backward never reads running statistics, so their version must not count.
+                self._buffers[name].data.copy_(value)
         self._kept = None
 
 
