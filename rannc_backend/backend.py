@@ -46,7 +46,7 @@ def rannc(
         if mode not in (None, "default"):
             raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
         config = resolve_config(options, os.environ)
-        captured = capture.capture_or_restart(graph_module, example_inputs)
+        captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
         session = REGISTRY.session_of(captured.root_module, config)
         local_rows = _local_rows(captured, example_inputs)
         runtime, moved = session.runtime_for(captured, local_rows)

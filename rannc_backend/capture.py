@@ -31,7 +31,7 @@ from rannc_backend.capture_dynamo import (
 )
 from rannc_backend.capture_fingerprint import canonical_text, fingerprint
 from rannc_backend.capture_inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
-from rannc_backend.capture_trace import AtenTrace, rows_hint, trace_aten
+from rannc_backend.capture_trace import AtenTrace, StridesOf, rows_hint, trace_aten
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.canonicalize import CANONICALIZE
 from rannc_backend.passes.pipeline import run_passes
@@ -63,7 +63,11 @@ class CapturedGraph:
 
 
 def capture_or_restart(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, device: torch.device | None = None
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
 ) -> CapturedGraph:
     """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
 
@@ -83,7 +87,7 @@ def capture_or_restart(
     if wanted is not None:
         batch_tensors, single = wanted
         restart_trace(call, batch_tensors, hint=rows_hint(graph_module) if single else None)
-    return capture(graph_module, example_inputs, call, device=device)
+    return capture(graph_module, example_inputs, call, device=device, strides_of=strides_of)
 
 
 def capture(
@@ -92,6 +96,7 @@ def capture(
     call: DynamoCall,
     *,
     device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
 ) -> CapturedGraph:
     """Capture a Dynamo graph whose batch sizes are symbolic. `device`: trace as if the model and its inputs were there.
 
@@ -100,7 +105,14 @@ def capture(
     """
     root, tensors = find_tensor_inputs(graph_module, example_inputs, call)
     batch = find_batch_inputs(graph_module, tensors, call)
-    trace = trace_aten(graph_module, tensors, batch_positions=batch.positions, sizes=batch.sizes, device=device)
+    trace = trace_aten(
+        graph_module,
+        tensors,
+        batch_positions=batch.positions,
+        sizes=batch.sizes,
+        device=device,
+        strides_of=strides_of,
+    )
     inputs = _name_inputs(trace.graph_module, tensors, batch.positions)
     buffer_updates = _buffer_updates(trace, inputs)
     _tidy_metadata(trace.graph_module, root)

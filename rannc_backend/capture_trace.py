@@ -34,6 +34,9 @@ from rannc_backend.errors import RanncError, UnsupportedModelError, user_locatio
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
 _SMALLEST_HINT = 53
+
+StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
+"""Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory back."""
 _IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "iand", "ior", "ixor"})
 #: The noise that the forward drew is not what the derivative sees.
 _WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
@@ -58,6 +61,7 @@ def trace_aten(
     batch_positions: frozenset[int],
     sizes: dict[int, int | None],
     device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
 ) -> AtenTrace:
     """Trace; placeholder i of the result is `inputs[i]`. Mutates neither the given graph nor any real tensor.
 
@@ -70,7 +74,9 @@ def trace_aten(
     source = ConstantSource("rows")
     symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     rows = shape_env.create_symintnode(symbol, hint=hint, source=source)
-    fakes = [_fake_input(item, item.position in batch_positions, rows, fake_mode, device) for item in inputs]
+    fakes = [
+        _fake_input(item, item.position in batch_positions, rows, fake_mode, device, strides_of) for item in inputs
+    ]
     first_batch = next(index for index, item in enumerate(inputs) if item.position in batch_positions)
     num_arguments = sum(node.op == "placeholder" for node in dynamo_graph.graph.nodes)
     mutated: list[int] = []
@@ -125,7 +131,12 @@ def rows_hint(graph_module: fx.GraphModule) -> int:
 
 
 def _fake_input(
-    item: TensorInput, is_batch: bool, rows: torch.SymInt, mode: FakeTensorMode, device: torch.device | None
+    item: TensorInput,
+    is_batch: bool,
+    rows: torch.SymInt,
+    mode: FakeTensorMode,
+    device: torch.device | None,
+    strides_of: StridesOf,
 ) -> torch.Tensor:
     tensor = item.tensor
     place = tensor.device if device is None or (tensor.dim() == 0 and tensor.device.type == "cpu") else device
@@ -134,7 +145,7 @@ def _fake_input(
             # Slices of a batch are handed on as contiguous tensors, whatever the layout of the user's.
             fake = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=place)
         else:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+            fake = torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=place)
         return fake.requires_grad_(tensor.requires_grad)
 
 

@@ -20,6 +20,7 @@ from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.ir.plan import Plan
+from rannc_backend.partition.first_planner import choose_schedule
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.runtime.buckets import BucketLayout, GradientBuckets, plan_buckets
@@ -139,7 +140,7 @@ class Deployer:
         return GraphRuntime(
             label=label,
             world=self.world,
-            settings=self._settings(),
+            settings=self._settings(analysis),
             counter=self.counter,
             inputs=self._inputs(analysis),
             outputs=outputs,
@@ -151,9 +152,10 @@ class Deployer:
             is_random=any(name == "rng_seed" for name in analysis.input_kinds),
         )
 
-    def _settings(self) -> RuntimeSettings:
+    def _settings(self, analysis: GraphAnalysis) -> RuntimeSettings:
         config = self.config
-        schedule = self.plan.schedule if config.schedule == "auto" else config.schedule
+        # Of this graph, not of the plan: the planned graph may have been one without a loss.
+        schedule = choose_schedule(analysis.split, analysis.needs_grad, config)
         return RuntimeSettings(
             stage_ranks=self.stage_ranks,
             num_micro_batches=self.plan.num_micro_batches,

@@ -70,10 +70,11 @@ class Session:
         if self.plan is None:
             self.plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
             stage_of = stage_of_plan(self.plan, analysis.split.rowwise, analysis.split.layouts, captured.inputs)
-            moved = self._take_ownership(self.plan)
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
         cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
+        if self.table is None:
+            moved = self._take_ownership(self.plan)
         self.runtimes[key] = self._deployer().deploy(analysis, cut, label=f"graph {len(self.runtimes)}")
         self._report_outputs(analysis, rows)
         return self.runtimes[key], moved
@@ -110,7 +111,7 @@ class Session:
         assert root is not None, "the model is gone"
         owners: dict[str, set[int]] = {}
         for stage in plan.stages:
-            for name in stage.parameters:
+            for name in (*stage.parameters, *stage.updated_buffers):
                 owners.setdefault(name, set()).update(stage.ranks)
         self.table = ParameterTable.build(root, {name: tuple(sorted(ranks)) for name, ranks in owners.items()}, self.world)
         if self.world.size == 1:
@@ -195,6 +196,13 @@ class SessionRegistry:
                 expected=f"{getattr(session.config, changed[0])!r}, as when this model was planned",
             )
         return session
+
+    def strides_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Strides of a parameter where it lives, also on a rank that has given its memory back."""
+        for table in self.tables():
+            if id(tensor) in table.released_strides:
+                return table.released_strides[id(tensor)]
+        return tensor.stride()
 
     def tables(self) -> list[ParameterTable]:
         """Ownership of every planned model."""

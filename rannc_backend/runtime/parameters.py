@@ -33,7 +33,7 @@ class ParameterTable:
     root: weakref.ref[nn.Module]
     world: World
     owners: dict[str, tuple[int, ...]]
-    shapes: dict[str, torch.Size]
+    released_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the parameter
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 
@@ -46,7 +46,6 @@ class ParameterTable:
             root=weakref.ref(root),
             world=world,
             owners={name: tuple(owners.get(name, everyone)) for name in tensors},
-            shapes={name: tensor.shape for name, tensor in tensors.items()},
         )
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
@@ -97,6 +96,7 @@ class ParameterTable:
                 freed += parameter.numel() * parameter.element_size()
                 filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
                 cell = torch.full((), filler, dtype=parameter.dtype, device=parameter.device)
+                self.released_strides[id(parameter)] = parameter.stride()
                 parameter.data = cell.expand(parameter.shape)
                 parameter.grad = None
         return freed
