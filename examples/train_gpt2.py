@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from reporting import Progress, new_plan_file, rank_and_world
+from reporting import Progress, rank_and_world
 from transformers import AutoModelForCausalLM, GPT2Config
 
 
@@ -69,16 +69,14 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr)
-    plan_file = new_plan_file()
     options = {
-        "plan_file": plan_file,
         "pipeline_num": flags.micro_batches,
         "partition_num": flags.stages,
         "stage_compiler": flags.stage_compiler,
         "outputs": "loss",
     }
     compiled = torch.compile(model, backend="rannc", options=options)
-    progress = Progress(what="bytes", plan_file=plan_file, every=flags.every)
+    progress = Progress(what="bytes", every=flags.every)
     generator = torch.Generator().manual_seed(1 + rank)
     for _ in range(flags.steps):
         starts = torch.randint(len(text) - flags.seq, (flags.batch,), generator=generator)

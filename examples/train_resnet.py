@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from reporting import Progress, new_plan_file, rank_and_world
+from reporting import Progress, rank_and_world
 from sklearn.datasets import load_digits
 from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -77,15 +77,13 @@ def main(argv: Sequence[str] | None = None) -> float:
     torch.manual_seed(0)
     model = ResNetForImageClassification(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr)
-    plan_file = new_plan_file()
     options = {
-        "plan_file": plan_file,
         "pipeline_num": flags.micro_batches,
         "partition_num": flags.stages,
         "stage_compiler": flags.stage_compiler,
     }
     compiled = torch.compile(model, backend="rannc", options=options)
-    progress = Progress(what="images", plan_file=plan_file, every=flags.every)
+    progress = Progress(what="images", every=flags.every)
     accuracy = 0.0
     for _ in range(flags.epochs):
         model.train()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from reporting import Progress, new_plan_file, rank_and_world
+from reporting import Progress, rank_and_world
 from torch import Tensor, nn
 
 
@@ -47,15 +47,13 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     model = Mlp(flags.hidden, flags.layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    plan_file = new_plan_file()
     options = {
-        "plan_file": plan_file,
         "pipeline_num": flags.micro_batches,
         "partition_num": flags.stages,
         "stage_compiler": flags.stage_compiler,
     }
     compiled = torch.compile(model, backend="rannc", options=options)
-    progress = Progress(what="rows", plan_file=plan_file, every=5)
+    progress = Progress(what="rows", every=5)
     generator = torch.Generator().manual_seed(1 + rank)
     x = torch.randn(flags.batch, flags.hidden, generator=generator)
     target = torch.rand(flags.batch, flags.hidden, generator=generator)

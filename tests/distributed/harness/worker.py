@@ -1,8 +1,8 @@
 """One rank of a worker group: runs the cases of a file one after the other and writes a line before and after each.
 
 In: path of the cases (one JSON line each), directory for results. Out: `rank<r>.jsonl` with {"case", "event": "start"} and
-{"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. After a failure or an unexpected exception the
-process ends ("fatal"): the ranks may have gone different ways, and the next case belongs to a new group. Run as a script under mpirun (or alone).
+{"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. After a failure or an unexpected exception the process
+ends ("fatal"): the ranks may have gone different ways, and the next case belongs to a new group. A script for mpirun (or alone).
 """
 
 from __future__ import annotations
