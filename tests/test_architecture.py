@@ -34,7 +34,7 @@ PRIVATE_TORCH_FILES = (
     "rannc_backend/runtime/torch_internals.py",
 )
 PRIVATE_TORCH_PREFIXES = ("rannc_backend/capture_", "rannc_backend/compile_")
-PRIVATE_TORCH_IN_PASSES = ("torch._ops", "torch._decomp")
+PRIVATE_TORCH_IN_PASSES = ("torch._ops", "torch._decomp", "torch._dispatch")
 # Longest import of the package alone, seconds; torch is what takes time, and it must not be imported.
 LEAN_IMPORT_SECONDS = 2.0
 

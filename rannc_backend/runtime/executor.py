@@ -14,9 +14,9 @@ import torch
 
 from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
 from rannc_backend.ir.exchange import Edge, Value
-from rannc_backend.runtime.world import World
 from rannc_backend.runtime.messages import assemble, make_incoming, make_message, slice_rows
 from rannc_backend.runtime.step_state import StepState
+from rannc_backend.runtime.world import World
 
 
 class StageSlot(Protocol):
