@@ -68,12 +68,13 @@ def _bind(runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..
 
     def call(*flat_args: Any) -> Sequence[Any]:
         tensors = [flat_args[position] for position in order]
-        try:
-            if torch.is_grad_enabled() and any(output.differentiable for output in runtime.outputs):
-                return call_training(runtime, tensors)
-            return runtime.infer(tensors)
-        finally:
-            runtime.world.monitor.phase("between steps")
+        if torch.is_grad_enabled() and any(output.differentiable for output in runtime.outputs):
+            results = call_training(runtime, tensors)
+        else:
+            results = runtime.infer(tensors)
+        # Only after success: a failure is told with the phase in which it happened.
+        runtime.world.monitor.phase("between steps")
+        return results
 
     return call
 

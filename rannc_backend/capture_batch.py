@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.capture_dynamo import DynamoCall, SizeCondition, forget_size_conditions, size_conditions
+from rannc_backend.capture_dynamo import DynamoCall, SizeCondition, forget_size_conditions, make_equal, size_conditions
 from rannc_backend.capture_inputs import TensorInput
 from rannc_backend.errors import DataDependentControlFlowError, NoBatchDimensionError, UnsupportedModelError
 
@@ -77,12 +77,13 @@ def find_batch_inputs(graph_module: fx.GraphModule, inputs: Sequence[TensorInput
             expressions[item.position] = expression
     if not expressions:
         raise _no_batch(inputs, call)
-    symbols = set(expressions.values())
+    positions = frozenset(expressions)
+    _check_one_size(inputs, positions)
+    # Models mix batch inputs, as in mask.view(ids.shape[0], -1): what they ask about such sizes is known for equal ones only.
+    symbols = {make_equal(call, expressions.values())}
     for condition in size_conditions(call):
         if condition.is_branch and not condition.is_general and condition.symbols & symbols:
             raise _branch_error(condition)
-    positions = frozenset(expressions)
-    _check_one_size(inputs, positions)
     sizes = _size_arguments(graph_module, call, symbols)
     # The graph is traced again with a batch size of its own, so that it holds for all of them.
     forget_size_conditions(call, symbols)

@@ -193,7 +193,7 @@ class SizeCondition:
     """Something about symbolic sizes that the trace took for granted."""
 
     text: str
-    symbols: frozenset[Any]
+    symbols: frozenset[Any]  # those that stand for themselves and for all that are equal to them
     location: str  # the user's line, "" if unknown
     is_branch: bool  # tested by the user's own Python code; else by an operator, for its own choice or as its requirement
     is_general: bool  # holds for all sizes from 2
@@ -201,21 +201,34 @@ class SizeCondition:
 
 def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
     """All conditions on symbolic sizes that Dynamo guards on, in the order in which they came up."""
+    replace = call.output_graph.shape_env.replace
     found = []
     for guard in call.output_graph.shape_env.guards:
         framework = getattr(guard.sloc, "framework_loc", None)
         parts = getattr(framework, "filename", str(framework)).replace("\\", "/").split("/")
+        # A condition may be older than what the trace found out about its symbols.
+        expression = replace(guard.expr)
         found.append(
             SizeCondition(
                 text=str(guard.expr),
-                symbols=frozenset(guard.expr.free_symbols),
+                symbols=frozenset(expression.free_symbols),
                 location=guard.sloc.maybe_user_loc or "",
                 # Operators run in _dynamo/utils.py; elsewhere in Dynamo it is a branch that asks.
                 is_branch="_dynamo" in parts and parts[-1] != "utils.py",
-                is_general=_holds_from_two(guard.expr),
+                is_general=_holds_from_two(expression),
             )
         )
     return tuple(found)
+
+
+def make_equal(call: DynamoCall, symbols: Iterable[Any]) -> Any:
+    """Make equality of these symbols a condition of the compiled frame; gives the one that stands for all of them."""
+    shape_env = call.output_graph.shape_env
+    first, *others = sorted(symbols, key=str)
+    for symbol in others:
+        holds = shape_env.evaluate_expr(sympy.Eq(shape_env.replace(first), shape_env.replace(symbol)))
+        assert holds, f"{symbol} is not {first} in the trace"
+    return shape_env.replace(first)
 
 
 def forget_size_conditions(call: DynamoCall, symbols: set[Any]) -> None:

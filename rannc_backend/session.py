@@ -21,7 +21,7 @@ from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
 from rannc_backend.deployment import Deployer, cut_stages
-from rannc_backend.errors import OptionValueError, RanksDifferError
+from rannc_backend.errors import OptionValueError, PlanError, RanksDifferError, RanncError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.partition.first_planner import plan_stages
@@ -81,30 +81,40 @@ class Session:
 
     def _make_plan(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
         """Rank 0 plans; the others check what they get."""
-        text = ""
+        text, failure = "", None
         if self.world.rank == 0:
-            plan = plan_stages(
-                analysis.split,
-                inputs=analysis.captured.inputs,
-                needs_grad=analysis.needs_grad,
-                config=self.config,
-                world_size=self.world.size,
-                batch_rows=batch_rows,
-                fingerprint=analysis.captured.fingerprint,
-                rows_symbol=analysis.captured.rows_symbol,
-                device=self.world.device,
-                model_name=type(analysis.captured.root_module).__name__,
-            )
-            text = plan.to_json()
-        text = self.world.control.broadcast(
-            text, what="the plan", limit_seconds=self.config.compile_timeout_seconds
+            try:
+                text = self._plan_here(analysis, batch_rows).to_json()
+            except RanncError as error:
+                failure = error
+        answer = self.world.control.broadcast(
+            [text, str(failure) if failure else ""], what="the plan", limit_seconds=self.config.compile_timeout_seconds
         )
+        if failure is not None:
+            raise failure
+        text, refused = answer
+        if refused:
+            raise PlanError(f"rank 0 could not plan: {refused}")
         plan = Plan.from_json(text)
         if self.world.rank == 0:
             logger.info("%s", plan.summary())
             if self.config.plan_file:
                 _write_atomically(Path(self.config.plan_file), text)
         return plan
+
+    def _plan_here(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
+        return plan_stages(
+            analysis.split,
+            inputs=analysis.captured.inputs,
+            needs_grad=analysis.needs_grad,
+            config=self.config,
+            world_size=self.world.size,
+            batch_rows=batch_rows,
+            fingerprint=analysis.captured.fingerprint,
+            rows_symbol=analysis.captured.rows_symbol,
+            device=self.world.device,
+            model_name=type(analysis.captured.root_module).__name__,
+        )
 
     def _take_ownership(self, plan: Plan) -> bool:
         root = self.root()

@@ -60,7 +60,8 @@ def clip_gradients(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor.to(dtype=grad.dtype, device=grad.device))
-    return total.to(grads[0].dtype) if grads else total.float()
+    # A rank without gradients answers in the same dtype as the others.
+    return total.to(parameters[0].dtype) if parameters else total.float()
 
 
 def _counts(parameter: torch.Tensor, tables: Sequence[ParameterTable]) -> bool:
