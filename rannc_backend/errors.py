@@ -49,6 +49,14 @@ def _restore(cls: type[RanncError], text: str, members: dict[str, object]) -> Ra
     return error
 
 
+def rebuild_error(class_name: str, text: str) -> RanncError:
+    """The error of another rank, from its class name and text: same class, same words."""
+    cls = globals().get(class_name)
+    if not (isinstance(cls, type) and issubclass(cls, RanncError)):
+        cls = RanncError
+    return _restore(cls, text, {"problem": text, "cure": "", "location": ""})
+
+
 class UserInputError(RanncError, ValueError):
     """Something that the user passed in is wrong: an option, a model, a batch, a plan."""
 

@@ -21,7 +21,7 @@ from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
 from rannc_backend.deployment import Deployer, cut_stages
-from rannc_backend.errors import OptionValueError, PlanError, RanksDifferError, RanncError
+from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, rebuild_error
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.partition.first_planner import plan_stages
@@ -87,14 +87,14 @@ class Session:
                 text = self._plan_here(analysis, batch_rows).to_json()
             except RanncError as error:
                 failure = error
-        answer = self.world.control.broadcast(
-            [text, str(failure) if failure else ""], what="the plan", limit_seconds=self.config.compile_timeout_seconds
+        words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
+        text, error_class, error_text = self.world.control.broadcast(
+            words, what="the plan", limit_seconds=self.config.compile_timeout_seconds
         )
         if failure is not None:
             raise failure
-        text, refused = answer
-        if refused:
-            raise PlanError(f"rank 0 could not plan: {refused}")
+        if error_class:
+            raise rebuild_error(error_class, error_text)
         plan = Plan.from_json(text)
         if self.world.rank == 0:
             logger.info("%s", plan.summary())
@@ -109,7 +109,8 @@ class Session:
             needs_grad=analysis.needs_grad,
             config=self.config,
             world_size=self.world.size,
-            batch_rows=batch_rows,
+            # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
+            batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
             fingerprint=analysis.captured.fingerprint,
             rows_symbol=analysis.captured.rows_symbol,
             device=self.world.device,

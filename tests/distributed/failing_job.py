@@ -81,7 +81,7 @@ def main() -> None:
     if failing == "capture":
         from rannc_backend import capture
 
-        capture.capture_or_restart = lambda *_: fail(arguments.how, arguments.stamp)
+        capture.capture_or_restart = lambda *_, **__: fail(arguments.how, arguments.stamp)
     options: dict[str, Any] = {"pipeline_num": 3, "stage_compiler": "eager", "step_timeout_seconds": 5.0}
     options["stage_replicas"] = ",".join(["1"] * arguments.world)
     compiled = torch.compile(model, backend="rannc", options=options)

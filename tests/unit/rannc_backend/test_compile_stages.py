@@ -425,3 +425,11 @@ def test_a_batch_size_that_compilation_excluded_is_refused() -> None:
 
 def _no_sink(position: int, gradient: Tensor) -> None:
     raise AssertionError(f"no parameter at {position} has a gradient")
+
+
+def test_kernel_choice_of_a_convolution_does_not_limit_the_batch() -> None:
+    # oneDNN takes batches from 16 samples on; a trace at a larger hint must serve smaller ones too.
+    network, _, rowwise = _captured("convolutions")
+    (stage,) = rowwise.compile(rowwise.cut(1))
+    shape_env = rowwise.fake_mode.shape_env
+    assert all("16" not in str(condition) for condition in stage._functions.row_conditions()), shape_env.guards
