@@ -104,7 +104,13 @@ def _drop_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
     if len(kept) > 1:
         node.args = (kept, *node.args[1:])
         return
-    node.replace_all_uses_with(kept[0])
+    (part,) = kept
+    value = node.meta["val"]
+    if str(part.meta["val"].stride()) != str(value.stride()):
+        # Views of the result were chosen for the layout that cat gave it.
+        with graph.inserting_before(node):
+            part = _call(graph, aten.clone.default, (part,), node, value, memory_format=torch.contiguous_format)
+    node.replace_all_uses_with(part)
     graph.erase_node(node)
 
 

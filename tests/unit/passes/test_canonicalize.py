@@ -54,6 +54,16 @@ def test_empty_starts_of_caches_are_left_out():
     assert not result.graph.find_nodes(op="get_attr")
 
 
+def test_a_cache_keeps_the_layout_that_it_had_after_cat():
+    def function(x):
+        keys = torch.cat([torch.tensor([], dtype=x.dtype), x.transpose(1, 2)], dim=-2)
+        return keys.view(2, -1)
+
+    x = torch.randn(2, 3, 4)
+    result = check(traced(function, x), (x,))
+    assert count_ops(result)["aten.cat.default"] == 0
+
+
 def test_empty_parts_that_decide_the_type_stay():
     def function(x):
         return torch.cat([torch.tensor([], dtype=torch.float64), x])
