@@ -5,7 +5,8 @@ Terms: Dynamo gives each marked dimension a symbol of its own; symbols that the 
 that the model makes equal to a number is *specialised* to it.
 
 The rule: a user input is a batch input when its dimension 0 was not specialised. All batch inputs must have the same size
-there. An input that no operator ties to the others counts by its size alone.
+there. An input that no operator ties to the others counts by its size alone. After the trace all batch inputs share one symbol:
+what the model asked about several of them (`mask.view(ids.shape[0], -1).shape[1]`) is judged, and guarded, with equal sizes.
 
 A batch of 1 is traced as if it were larger (operators and models treat 1 apart), and a model may test whether its batch size is 0
 or 1: the answer is that for larger ones. Other tests of the batch size are refused.
@@ -79,7 +80,7 @@ def find_batch_inputs(graph_module: fx.GraphModule, inputs: Sequence[TensorInput
         raise _no_batch(inputs, call)
     positions = frozenset(expressions)
     _check_one_size(inputs, positions)
-    # Models mix batch inputs, as in mask.view(ids.shape[0], -1): what they ask about such sizes is known for equal ones only.
+    # Only now: during the trace a mask of [T, T] with T = batch size must not share the symbol.
     symbols = {make_equal(call, expressions.values())}
     for condition in size_conditions(call):
         if condition.is_branch and not condition.is_general and condition.symbols & symbols:

@@ -153,6 +153,27 @@ def _gpt2(rows: int) -> Built:
     return GPT2LMHeadModel(config), dict(input_ids=ids, labels=ids)
 
 
+def _mask(rows: int) -> torch.Tensor:
+    mask = torch.ones(rows, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    return mask
+
+
+def _gpt2_mask(rows: int) -> Built:
+    """With its key-value cache, as is the default."""
+    model, inputs = _gpt2(rows)
+    return model, inputs | dict(attention_mask=_mask(rows))
+
+
+def _t5(rows: int) -> Built:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=23, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config), dict(input_ids=_ids(rows), attention_mask=_mask(rows), labels=_ids(rows))
+
+
 def _bert(rows: int) -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -162,9 +183,7 @@ def _bert(rows: int) -> Built:
     )  # fmt: skip
     labels = torch.where(torch.rand(rows, 9) < 0.4, _ids(rows), -100)
     labels[:, 0] = 1
-    mask = torch.ones(rows, 9, dtype=torch.long)
-    mask[0, 6:] = 0
-    return BertForMaskedLM(config), dict(input_ids=_ids(rows), attention_mask=mask, labels=labels)
+    return BertForMaskedLM(config), dict(input_ids=_ids(rows), attention_mask=_mask(rows), labels=labels)
 
 
 def _llama(rows: int) -> Built:
@@ -205,6 +224,8 @@ MODELS: dict[str, Callable[[int], Built]] = {
     "mlp": _mlp,
     "conv": _conv,
     "hf_gpt2": _gpt2,
+    "hf_gpt2_mask": _gpt2_mask,
+    "hf_t5": _t5,
     "hf_bert": _bert,
     "hf_llama": _llama,
     "hf_vit": _vit,
@@ -222,7 +243,7 @@ MODELS: dict[str, Callable[[int], Built]] = {
 }
 
 #: Relative error up to which gradients must agree: Hugging Face's causal-LM and MLM losses cast the logits to float32.
-TOLERANCE = {"hf_gpt2": 1e-6, "hf_llama": 1e-6}
+TOLERANCE = {"hf_gpt2": 1e-6, "hf_gpt2_mask": 1e-6, "hf_t5": 1e-6, "hf_llama": 1e-6}
 
 
 def build(name: str, rows: int, seed: int = 0) -> Built:

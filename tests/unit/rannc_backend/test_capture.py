@@ -219,6 +219,43 @@ def test_rows_of_all_batch_inputs_must_agree():
     assert len(recorder.graphs) == 1
 
 
+@pytest.mark.parametrize("first", [4, LENGTH, 1])
+def test_sizes_that_mix_batch_inputs(first):
+    """As models do that take the batch size from one input to reshape another; a mask of [T, T] is none of them."""
+
+    def function(x, padding, causal):
+        rows = x.shape[0]
+        padding = padding.view(rows, -1)
+        if (missing := LENGTH - padding.shape[-1]) > 0:
+            padding = F.pad(padding, (0, missing))
+        for _ in range(padding.shape[0] // rows):
+            x = x + torch.arange(padding.shape[1])
+        if 2 * rows > 3 * padding.shape[0]:
+            x = x * 2
+        return ((x + padding)[:, :, None] + causal).sum((1, 2))
+
+    recorder = Recorder()
+    compiled = torch.compile(function, backend=recorder)
+    for rows in (first, 3, 1):
+        arguments = torch.randn(rows, LENGTH), torch.randn(rows, LENGTH), torch.ones(LENGTH, LENGTH).tril()
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+    assert kinds(recorder) == {"x_x": "batch", "x_padding": "batch", "x_causal": "replicated"}
+    fingerprint = recorder.graph.fingerprint
+    torch._dynamo.reset()
+    other, _ = capture_call(function, torch.randn(5, LENGTH), torch.randn(5, LENGTH), torch.ones(LENGTH, LENGTH))
+    assert other.graph.fingerprint == fingerprint
+
+
+def test_batch_inputs_that_only_their_size_ties_must_agree_later():
+    recorder = Recorder()
+    compiled = torch.compile(lambda x, y: (x.exp(), y.exp()), backend=recorder)
+    compiled(torch.randn(4, 3), torch.randn(4, 3))
+    compiled(torch.randn(1, 3), torch.randn(1, 3))
+    with pytest.raises(RuntimeError, match="several sizes"):
+        compiled(torch.randn(4, 3), torch.randn(5, 3))
+    assert len(recorder.graphs) == 1
+
+
 def test_tests_for_a_batch_of_one_take_the_general_way():
     """As transformers do before they expand; micro-batches of one row run the same graph as all others."""
 

@@ -127,6 +127,26 @@ def test_restart_with_another_hint():
     assert condition.is_branch and not condition.is_general and "x.shape[0] > 2" in condition.location
 
 
+def test_make_equal():
+    def probe(call, graph_module, example_inputs):
+        values = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        symbols = {value.shape[0].node.expr for value in values if isinstance(value, torch.Tensor)}
+        before = capture_dynamo.size_conditions(call)
+        common = capture_dynamo.make_equal(call, symbols)
+        return symbols, before, common, capture_dynamo.size_conditions(call)
+
+    def function(x, y):
+        return x.exp(), y.exp() if x.shape[0] >= y.shape[0] else y
+
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    symbols, before, common, after = inspected(function, x, y, probe=probe, restarts=1)
+    assert len(symbols) == 2 and common in symbols
+    (branch,) = before
+    assert branch.symbols == symbols and not branch.is_general
+    # The branch holds for equal sizes, and that they are equal is a condition of its own.
+    assert len(after) == 2 and all(condition.is_general for condition in after) and not after[1].is_branch
+
+
 def test_conditions_of_operators_are_no_branches():
     model = nn.Conv2d(3, 4, 3)
     conditions = inspected(model, torch.randn(4, 3, 8, 8), probe=lambda call, *_: capture_dynamo.size_conditions(call), restarts=1)

@@ -19,7 +19,7 @@ def dynamo():
 
 @pytest.mark.parametrize(
     ("name", "training"),
-    [(name, True) for name in MODELS] + [(name, False) for name in ("conv", "hf_gpt2", "hf_resnet")],
+    [(name, True) for name in MODELS] + [(name, False) for name in ("conv", "hf_gpt2", "hf_gpt2_mask", "hf_resnet")],
 )
 def test_outputs_and_gradients_equal_the_models(name, training):
     model, inputs = build(name, rows=4)
@@ -50,7 +50,7 @@ def test_outputs_and_gradients_equal_the_models(name, training):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=fqn)
 
 
-@pytest.mark.parametrize("name", ["conv", "hf_llama", "rannc_function"])
+@pytest.mark.parametrize("name", ["conv", "hf_llama", "hf_gpt2_mask", "rannc_function"])
 def test_one_graph_serves_every_batch_size(name):
     """From 16 rows convolutions prefer another memory layout; sizes 0 and 1 are special to torch, and 1 to models."""
     model, _ = build(name, rows=2)
@@ -64,7 +64,7 @@ def test_one_graph_serves_every_batch_size(name):
     assert len(recorder.graphs) == 1 and recorder.num_calls == 2
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "hf_gpt2", "rannc_basic"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "hf_gpt2", "hf_gpt2_mask", "rannc_basic"])
 def test_a_first_batch_of_one_gives_the_same_graph(name):
     fingerprints = set()
     for rows in (1, 5, 9):  # 9 is the sequence length of the inputs
@@ -78,5 +78,22 @@ def test_a_first_batch_of_one_gives_the_same_graph(name):
             for mine, theirs in zip(tensors_of(compiled(**inputs)), tensors_of(reference(**inputs)), strict=True):
                 assert relative_error(mine, theirs) <= TOLERANCE.get(name, 1e-12)
         fingerprints.add(recorder.graph.fingerprint)
+        assert recorder.num_calls == 2
         assert {item.kind for item in recorder.graph.inputs if item.name.startswith("x_")} == {"batch"}
+    assert len(fingerprints) == 1
+
+
+def test_evaluation_without_gradients_and_a_first_batch_of_one():
+    fingerprints = set()
+    for sizes in ((4, 1), (1, 4)):
+        torch._dynamo.reset()
+        model, _ = build("hf_gpt2_mask", rows=2)
+        recorder = Recorder()
+        compiled = torch.compile(model.eval(), backend=recorder)
+        with torch.no_grad():
+            for rows in sizes:
+                _, inputs = build("hf_gpt2_mask", rows=rows)
+                for mine, theirs in zip(tensors_of(compiled(**inputs)), tensors_of(model(**inputs)), strict=True):
+                    assert relative_error(mine, theirs) <= 1e-6
+        fingerprints.add(recorder.graph.fingerprint)
     assert len(fingerprints) == 1

@@ -168,6 +168,16 @@ def test_branches_on_the_batch_size(condition):
     assert "batch size" in str(error) and "rows" in error.location
 
 
+@pytest.mark.parametrize("which", ["x", "y"])
+def test_branch_on_a_size_that_is_only_later_known_as_the_batchs(which):
+    def function(x, y):
+        z = y + 1 if (x if which == "x" else y).shape[0] > 2 else y
+        return x - z
+
+    error = refusal(function, torch.randn(4, 3), torch.randn(4, 3))
+    assert type(error) is errors.DataDependentControlFlowError and "shape[0] > 2" in error.location
+
+
 def test_batch_size_fixed_by_an_operator():
     table = torch.randn(4, 3)
     error = refusal(Model(lambda self, x, y: y + table), torch.randn(4, 3))
