@@ -144,10 +144,26 @@ def skip_library_loggers() -> None:
     """Let Dynamo leave out, from now on, what libraries log once (`logger.warning_once` of Hugging Face's losses).
 
     To be called when the backend is looked up, so before the first trace: a call of a logger inside of a nested function makes
-    Dynamo give up the outer one before it calls any backend. Other compiled functions of the process only gain by it: what
-    would have been a graph break is none.
+    Dynamo give up the outer one before it calls any backend. Libraries that are imported later count too. Other compiled
+    functions of the process only gain by it: what would have been a graph break is none.
     """
-    _ignored_set().update(library_log_methods().values())
+    name = _ignored_name()
+    ignored = getattr(dynamo_config, name)
+    if not isinstance(ignored, _WithLibraryLoggers):
+        setattr(dynamo_config, name, _WithLibraryLoggers(ignored))
+
+
+class _WithLibraryLoggers(set[Callable[..., Any]]):
+    """Dynamo's set of logging functions to leave out, and always also what libraries have added to `logging.Logger` so far."""
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        yield from super().__iter__()
+        for method in library_log_methods().values():
+            if not super().__contains__(method):
+                yield method
+
+    def __contains__(self, function: object) -> bool:
+        return super().__contains__(function) or any(function is method for method in library_log_methods().values())
 
 
 def library_log_methods() -> dict[str, Callable[..., Any]]:
@@ -291,9 +307,12 @@ def _ignored_functions(functions: Iterable[Callable[..., Any]]) -> Iterator[None
 
 
 def _ignored_set() -> set[Callable[..., Any]]:
+    return getattr(dynamo_config, _ignored_name())
+
+
+def _ignored_name() -> str:
     # Older versions know the set by its former name only.
-    name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    return getattr(dynamo_config, name)
+    return "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
 
 
 @contextlib.contextmanager

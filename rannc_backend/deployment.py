@@ -158,7 +158,7 @@ class Deployer:
         schedule = choose_schedule(analysis.split, analysis.needs_grad, config)
         return RuntimeSettings(
             stage_ranks=self.stage_ranks,
-            num_micro_batches=self.plan.num_micro_batches,
+            num_micro_batches=config.pipeline_num or self.plan.num_micro_batches,
             eager_backward=schedule == "1f1b",
             gather_inputs=config.gather_inputs,
             mean_gradients=config.gradients_reduce_method == "mean",

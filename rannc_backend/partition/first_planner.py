@@ -213,13 +213,15 @@ class _Request:
         )
         if smallest > batch_rows:
             logger.warning("%d micro-batches are too many for a batch of %d rows; %d are used", smallest, batch_rows, batch_rows)
+        # Every replica gets a row of every micro-batch; steps with more rows may run more micro-batches than this one.
+        most = max(1, batch_rows // max(fixed or (config.replica_num, 1)))
         limit = config.mem_limit_gb * BYTES_PER_GB or cluster.device.memory_bytes
         return cls(
             graph=graph,
             cluster=cluster,
             batch_rows=batch_rows,
             schedule=schedule,
-            micro_batches=useful_micro_batches(batch_rows, smallest, largest),
+            micro_batches=useful_micro_batches(batch_rows, min(smallest, most), min(largest, most)),
             memory_bytes=limit * (1 - config.mem_margin),
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
