@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from rannc_backend import capture
-from rannc_backend.capture_again import trace_again
-from rannc_backend.config import resolve_config
-from rannc_backend.errors import RanncError, UserInputError
-from rannc_backend.runtime.autograd import call_training
-from rannc_backend.runtime.graph_runtime import GraphRuntime
-from rannc_backend.session import SessionRegistry
+from rannc_backend.torch_version import refuse_old_torch
+
+# Before the imports that an old torch would fail in, with names that say nothing to the user.
+refuse_old_torch(torch.__version__)
+
+from rannc_backend import capture  # noqa: E402
+from rannc_backend.capture_again import trace_again  # noqa: E402
+from rannc_backend.config import resolve_config  # noqa: E402
+from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
+from rannc_backend.runtime.autograd import call_training  # noqa: E402
+from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
+from rannc_backend.session import SessionRegistry  # noqa: E402
 
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""

@@ -31,6 +31,7 @@ from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.torch_version import mention_untried_torch
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,7 @@ class SessionRegistry:
         if session is None:
             world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
             setup_logging(world.rank, os.environ)
+            mention_untried_torch(torch.__version__)
             session = Session(root=weakref.ref(root), config=config, world=world)
             self.sessions[root] = session
         elif session.config != config:
