@@ -58,7 +58,7 @@ def rannc(
     except RanncError as error:
         return _raising(error)
     if moved:
-        trace_again()
+        trace_again(captured)
     return _bind(runtime, captured)
 
 

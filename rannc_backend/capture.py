@@ -60,6 +60,7 @@ class CapturedGraph:
     fake_mode: FakeTensorMode
     fingerprint: str
     root_module: nn.Module
+    dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
 
 
 def capture_or_restart(
@@ -87,7 +88,8 @@ def capture_or_restart(
     if wanted is not None:
         batch_tensors, single = wanted
         restart_trace(call, batch_tensors, hint=rows_hint(graph_module) if single else None)
-    return capture(graph_module, example_inputs, call, device=device, strides_of=strides_of)
+    finished = None if restart is None else restart.finished
+    return capture(graph_module, example_inputs, call, device=device, strides_of=strides_of, finished=finished)
 
 
 def capture(
@@ -97,6 +99,7 @@ def capture(
     *,
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
+    finished: CapturedGraph | None = None,
 ) -> CapturedGraph:
     """Capture a Dynamo graph whose batch sizes are symbolic. `device`: trace as if the model and its inputs were there.
 
@@ -105,6 +108,9 @@ def capture(
     """
     root, tensors = find_tensor_inputs(graph_module, example_inputs, call)
     batch = find_batch_inputs(graph_module, tensors, call)
+    key = _dynamo_key(graph_module, tensors, batch.positions)
+    if finished is not None and finished.dynamo_key == key and finished.root_module is root:
+        return finished
     trace = trace_aten(
         graph_module,
         tensors,
@@ -134,6 +140,7 @@ def capture(
         fake_mode=trace.fake_mode,
         fingerprint=fingerprint(text),
         root_module=root,
+        dynamo_key=key,
     )
     logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
     return captured
@@ -153,6 +160,14 @@ def _wanted_trace(
     if ones and not single and not has_symbolic_batch(tensors, call):
         return ones, True
     return None
+
+
+def _dynamo_key(graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int]) -> str:
+    parts = [part.code for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for item in tensors:
+        shape = tuple(item.tensor.shape)[item.position in batch :]
+        parts.append(f"{item.position} {item.source} {item.kind} {shape} {item.tensor.dtype} {item.tensor.requires_grad}")
+    return fingerprint("\n".join([*parts, str(sorted(batch))]))
 
 
 def _name_inputs(

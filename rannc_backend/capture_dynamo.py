@@ -71,6 +71,7 @@ class RestartReason(str):
     batch_tensors: tuple[torch.Tensor, ...]
     hint: int | None
     break_counts: dict[str, int]  # graph breaks counted by Dynamo in this process before the restart
+    finished: Any = None  # what the trace before gave, where this one only renews the guards
 
 
 def find_dynamo_call() -> DynamoCall:
@@ -112,11 +113,12 @@ def previous_restart(call: DynamoCall) -> RestartReason | None:
 
 
 def restart_trace(
-    call: DynamoCall, batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None
+    call: DynamoCall, batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None
 ) -> NoReturn:
     """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic.
 
-    `hint`: what the trace takes for that size where it has to decide something; by default the real one.
+    `hint`: what the trace takes for that size where it has to decide something; by default the real one. `finished` comes
+    back with the reason.
     The settings go back when the reason's `restore` is called, at the latest when Dynamo has ended the compilation in
     whichever way. Raises TensorifyScalarRestartAnalysis, which must reach Dynamo.
     """
@@ -134,6 +136,7 @@ def restart_trace(
     reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
     reason.batch_tensors = tuple(batch_tensors)
     reason.hint = hint
+    reason.finished = finished
     reason.break_counts = _break_counts()
     # The context object lives as long as this compilation: a trace that fails before it comes back here cleans up too.
     reason.restore = weakref.finalize(CompileContext.get(), undo.close)

@@ -200,23 +200,33 @@ def test_break_reasons_are_counted_from_the_restart():
     torch._dynamo.utils.counters.clear()
 
 
-def test_trace_again():
+def test_trace_again(monkeypatch):
     captured = []
 
     class Again(Recorder):
         def __call__(self, graph_module, example_inputs):
             result = super().__call__(graph_module, example_inputs)
             if len(self.graphs) == 1:
-                trace_again()
+                trace_again(self.graphs[0])
             return result
 
-    for rows in (4, 1):
+    num_traces = 0
+    trace_aten = capture.trace_aten
+
+    def counted(*args, **keywords):
+        nonlocal num_traces
+        num_traces += 1
+        return trace_aten(*args, **keywords)
+
+    monkeypatch.setattr(capture, "trace_aten", counted)
+    for number, rows in enumerate((4, 1), start=1):
         torch._dynamo.reset()
         recorder = Again()
         compiled = torch.compile(nn.Linear(3, 3), backend=recorder)
         for size in (rows, 7):
             compiled(torch.randn(size, 3))
         assert recorder.num_calls == 3
+        assert num_traces == number, "the same graph is not traced to ATen again"
         captured += [graph.fingerprint for graph in recorder.graphs]
     assert len(captured) == 4 and len(set(captured)) == 1
 
