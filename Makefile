@@ -28,7 +28,10 @@ demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the
 	@$(RUN) mpirun -np $(RANKS) python examples/train_gpt2.py $(DEMO_ARGS) </dev/null
 
 test: $(READY) ## all tests but those for GPUs and the full matrix, under 15 minutes on 2 cores
-	@$(RUN) python -m pytest --ignore=tests/gpu $(PYTEST_ARGS) </dev/null
+	@$(RUN) failed=0; \
+	python -m pytest tests/distributed $(PYTEST_ARGS) </dev/null || failed=1; \
+	python -m pytest tests/unit tests/test_architecture.py -n 2 $(PYTEST_ARGS) </dev/null || failed=1; \
+	exit $$failed
 
 test-full: $(READY) ## all tests, with the whole matrix of models, stages, replicas and micro-batches
 	@$(RUN) python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend import capture_dynamo
+from rannc_backend import capture, capture_dynamo
 from rannc_backend.capture_again import trace_again
 from rannc_backend.capture_inputs import dotted_path
 from rannc_backend.capture_trace import rows_hint
