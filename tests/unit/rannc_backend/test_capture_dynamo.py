@@ -200,6 +200,18 @@ def test_break_reasons_are_counted_from_the_restart():
     torch._dynamo.utils.counters.clear()
 
 
+def test_loggers_of_libraries_imported_later_are_left_out(monkeypatch):
+    capture_dynamo.skip_library_loggers()
+    ignored = capture_dynamo._ignored_set()
+    assert not any(getattr(function, "__name__", "") == "later_once" for function in ignored)
+
+    def later_once(self, text):
+        return None
+
+    monkeypatch.setattr(logging.Logger, "later_once", later_once, raising=False)
+    assert later_once in ignored and any(function is later_once for function in ignored)
+
+
 def test_trace_again(monkeypatch):
     captured = []
 
