@@ -150,8 +150,8 @@ def test_inputs_that_come_after_a_break_are_found(monkeypatch):
 
     recorder = Recorder()
     # As if the backend had not been looked up before the trace: only then does the logger break it.
-    monkeypatch.setattr(torch._dynamo.config, "ignore_logging_functions", set())
-    torch.compile(Later(None), backend=recorder)(torch.randn(4, 3), torch.randn(4, 3))
+    with torch._dynamo.config.patch(ignore_logging_functions=set()):
+        torch.compile(Later(None), backend=recorder)(torch.randn(4, 3), torch.randn(4, 3))
     assert [item.kind for item in recorder.graph.inputs if item.fqn is None] == ["batch", "batch"]
     assert recorder.num_calls == 3
 
