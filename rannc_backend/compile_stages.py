@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 
 from rannc_backend.compile_joint import SplitStage, TracedStage, row_conditions, split_joint, trace_joint
 from rannc_backend.compile_signature import StageSignature, signature_of, structural_hash
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.compile_variants import Variants, with_hint
 from rannc_backend.passes.partition_backward import boxed, deliver_early
 from rannc_backend.passes.recompute import saved_bytes
 from rannc_backend.passes.split_stages import StageGraph, StageInput, StageOutput
@@ -70,26 +70,20 @@ class StageFunctions:
     # What compilation assumed of the batch size, as a function so that it covers what was compiled last.
     row_conditions: Callable[[], tuple[sympy.Basic, ...]]
     rows_symbol: sympy.Symbol
-    checked_rows: set[int] = field(default_factory=set)
 
-    def check_rows(self, rows: int) -> None:
-        """Refuse a number of rows that the compiled code was not made for (index arithmetic in 32 bits has a limit)."""
-        if rows in self.checked_rows:
-            return
+    def broken_condition(self, rows: int) -> sympy.Basic | None:
+        """A condition that a number of rows breaks (index arithmetic in 32 bits has a limit); None when it may run."""
         for condition in self.row_conditions():
             if condition.subs(self.rows_symbol, rows) == sympy.false:
-                raise UnsupportedModelError(
-                    f"a stage was compiled for batch sizes with {condition}, and a micro-batch has {rows} rows",
-                    cure="change the number of micro-batches (RANNC_PIPELINE_NUM), so that they have other sizes.",
-                )
-        self.checked_rows.add(rows)
+                return condition
+        return None
 
 
 @dataclass(slots=True)
 class CompileCache:
     """Compiled functions by structure. One object per process, owned by the caller; `num_hits` is for tests and logs."""
 
-    functions: dict[str, StageFunctions] = field(default_factory=dict)
+    functions: dict[str, Variants[StageFunctions]] = field(default_factory=dict)
     num_hits: int = 0
 
 
@@ -111,27 +105,26 @@ class CompiledStage:
         self,
         stage: StageGraph,
         signature: StageSignature,
-        functions: StageFunctions,
+        variants: Variants[StageFunctions],
     ) -> None:
         self.inputs: tuple[StageInput, ...] = stage.inputs
         self.outputs: tuple[StageOutput, ...] = stage.outputs
         self.grad_outputs = signature.grad_outputs
         self.grad_inputs = signature.grad_inputs
-        self.grad_parameters = functions.delivered
-        self.saved_bytes = functions.saved_bytes
+        self.grad_parameters = variants.built[0].delivered
+        self.saved_bytes = variants.built[0].saved_bytes
         self._signature = signature
-        self._functions = functions
+        self._variants = variants
 
     def forward(self, args: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Any, ...]]:
         """Compute the outputs from `args` (by `inputs`), and what `backward` needs: a tuple of tensors and ints.
 
         The first saved value is the number of rows.
         """
-        functions = self._functions
-        assert functions.forward is not None, "the stage was compiled for inference only"
         with _RunMode():
             rows, values = self._signature.bound(args)
-            functions.check_rows(rows)
+            functions = self._variants.of(rows)
+            assert functions.forward is not None, "the stage was compiled for inference only"
             results = functions.forward(values)
         outputs = [results[index] for index in functions.output_index]
         return outputs, (rows, *results[functions.num_outputs :])
@@ -147,15 +140,15 @@ class CompiledStage:
 
         Returns the gradients by `grad_inputs`; zeros where none flows.
         """
-        functions, signature = self._functions, self._signature
         rows = saved[0]
+        functions, signature = self._variants.of(rows), self._signature
         values = [saved[1 + position] for position in functions.saved_order]
         if isinstance(saved, list):
             saved.clear()
         by_input: dict[int, Tensor] = {}
         with _RunMode():
             if functions.backward is not None:
-                values.extend(self._tangents(rows, grads))
+                values.extend(self._tangents(functions, rows, grads))
                 if functions.sink_in_graph:
                     values.insert(0, parameter_sink)
                     results = functions.backward(values)
@@ -173,19 +166,18 @@ class CompiledStage:
 
         Compiled with the stage if it was compiled for inference only, else at the first call.
         """
-        functions = self._functions
-        if functions.infer is None:
-            functions.infer = functions.make_infer()
-            functions.checked_rows.clear()
         with _RunMode():
             rows, values = self._signature.bound(args)
-            functions.check_rows(rows)
+            functions = self._variants.of(rows)
+            while functions.infer is None:
+                functions.infer = functions.make_infer()
+                self._variants.forget()  # what was compiled now may have conditions of its own
+                functions = self._variants.of(rows)
             results = functions.infer(values)
         return [results[index] for index in functions.output_index]
 
-    def _tangents(self, rows: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def _tangents(self, functions: StageFunctions, rows: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradient of each distinct output that takes one: the sum over the positions where it is listed."""
-        functions = self._functions
         assert len(grads) == len(self.grad_outputs), f"{len(grads)} gradients for {len(self.grad_outputs)} outputs"
         sums: dict[int, Tensor] = {}
         for position, grad in zip(self.grad_outputs, grads, strict=True):
@@ -241,6 +233,7 @@ def compile_stage(
     activation_budget: float = 1.0,
     training: bool,
     cache: CompileCache | None = None,
+    rows_hint: int | None = None,
 ) -> CompiledStage:
     """Compile one stage.
 
@@ -253,6 +246,7 @@ def compile_stage(
         activation_budget: from 0 to 1; see `compile_joint`.
         training: False compiles no backward; then only `infer` may be called.
         cache: equal stages compiled with the same cache share their functions.
+        rows_hint: the number of rows to expect. Others run too; where they need other code, it is compiled when they come.
     """
     assert compiler in COMPILERS, f"unknown compiler {compiler!r}"
     assert 0.0 <= activation_budget <= 1.0, f"activation budget {activation_budget} is not in [0, 1]"
@@ -261,13 +255,21 @@ def compile_stage(
     if cache is not None and key in cache.functions:
         cache.num_hits += 1
         logger.debug("stage %d has the structure of an earlier one", stage.index)
-        functions = cache.functions[key]
-    else:
-        builder = _Builder(stage, signature, fake_mode, compiler, activation_budget)
-        functions = builder.build(training)
-        if cache is not None:
-            cache.functions[key] = functions
-    return CompiledStage(stage, signature, functions)
+        return CompiledStage(stage, signature, cache.functions[key])
+
+    def build(rows: int | None) -> StageFunctions:
+        if rows is None:
+            return _Builder(stage, signature, fake_mode, compiler, activation_budget).build(training)
+        hinted, mode, symbol = with_hint(stage, rows_symbol, rows)
+        again = signature_of(hinted, needs_grad, requires_grad_parameters, symbol)
+        functions = _Builder(hinted, again, mode, compiler, activation_budget).build(training)
+        functions.saved_bytes = functions.saved_bytes.subs(symbol, rows_symbol)
+        return functions
+
+    variants = Variants(build, [build(rows_hint)])
+    if cache is not None:
+        cache.functions[key] = variants
+    return CompiledStage(stage, signature, variants)
 
 
 def saved_bytes_of(

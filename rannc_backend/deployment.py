@@ -27,6 +27,7 @@ from rannc_backend.runtime.buckets import BucketLayout, GradientBuckets, plan_bu
 from rannc_backend.runtime.executor import Executor
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
+from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.user_outputs import RuntimeOutput
 from rannc_backend.runtime.world import Work, World
@@ -237,18 +238,19 @@ class Deployer:
             start_reduce=start_reduce,
         )
 
-    def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str], Executor]:
+    def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str, RowTable], Executor]:
         index = self.stage_index
         if index is None:
-            return lambda kind: self._idle_executor(cut)
+            return lambda kind, rows: self._idle_executor(cut)
         graph = cut.graphs[index]
         specs = {spec.name: spec for spec in analysis.captured.inputs}
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
         updated = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
 
-        def make(kind: str) -> Executor:
-            stage = self._compile(analysis, graph, kind)
+        def make(kind: str, rows: RowTable) -> Executor:
+            start, stop = rows.interval(index, self.world.rank, 0)
+            stage = self._compile(analysis, graph, kind, stop - start)
             return Executor(
                 world=self.world,
                 stage_index=index,
@@ -278,7 +280,7 @@ class Deployer:
             limit_seconds=self.config.step_timeout_seconds,
         )
 
-    def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str) -> CompiledStage:
+    def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str, num_rows: int) -> CompiledStage:
         needs_grad = analysis.needs_grad
         if kind == "loss":
             # Row outputs get no gradient in an eager backward, unless later stages use them too.
@@ -296,6 +298,8 @@ class Deployer:
             activation_budget=self.plan.stages[graph.index].recompute,
             training=kind != "infer",
             cache=self.cache,
+            # Inductor tunes its kernels to the size that it expects; operators that run one by one do not care.
+            rows_hint=num_rows if compiler == "inductor" else None,
         )
 
     def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], Program]:

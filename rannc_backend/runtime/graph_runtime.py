@@ -69,7 +69,7 @@ class TrainingStep:
 
 @dataclass(slots=True, kw_only=True)
 class GraphRuntime:
-    """See the module docstring. ``make_executor(kind)`` compiles for "loss" (only scalars are differentiated), "all" or "infer"."""
+    """See the module docstring. ``make_executor(kind, rows)`` compiles for "loss" (only scalars are differentiated), "all" or "infer"."""
 
     label: str
     world: World
@@ -79,7 +79,7 @@ class GraphRuntime:
     outputs: tuple[RuntimeOutput, ...]
     scalars: ScalarGraphs
     buckets: GradientBuckets
-    make_executor: Callable[[str], Executor]
+    make_executor: Callable[[str, RowTable], Executor]
     make_program: Callable[[str, str, int], Program]
     loss_index: int | None
     is_random: bool
@@ -154,15 +154,15 @@ class GraphRuntime:
         limit = self.settings.step_limit_seconds
         return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
 
-    def executor(self, kind: str) -> Executor:
-        """The compiled part of this rank; all ranks compile before any goes on."""
+    def executor(self, kind: str, rows: RowTable) -> Executor:
+        """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for the slowest."""
         if kind not in self._executors:
-            self._executors[kind] = self.make_executor(kind)
+            self._executors[kind] = self.make_executor(kind, rows)
             agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
         return self._executors[kind]
 
     def _run(self, kind: str, phase: str, state: StepState) -> None:
-        executor = self.executor(kind)
+        executor = self.executor(kind, state.rows)
         key = (kind, phase, state.rows.num_micro_batches)
         if key not in self._programs:
             program = self.make_program(*key)
@@ -189,7 +189,7 @@ class GraphRuntime:
             self._run("loss", "train", state)
         else:
             self._run("all", "forward", state)
-        self.executor("loss" if eager else "all").share_buffers()
+        self.executor("loss" if eager else "all", state.rows).share_buffers()
         return self._outputs(state), TrainingStep(state, eager)
 
     @property

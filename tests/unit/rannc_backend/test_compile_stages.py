@@ -249,7 +249,7 @@ def test_equal_stages_compile_once() -> None:
     stages = rowwise.compile(rowwise.cut(4, [i + 1 for i in quarter[:-1]]), cache=cache)
     # The first stage differs in its input's kind, the last in its outputs.
     assert cache.num_hits == 1
-    assert stages[1]._functions is stages[2]._functions
+    assert stages[1]._variants is stages[2]._variants
     assert compare("perceptron", stages, SIZES) <= EXACT
     rowwise.compile(rowwise.cut(4, [i + 1 for i in quarter[:-1]]), cache=cache, activation_budget=0.5)
     assert cache.num_hits == 2, "another budget is another compilation, shared by two stages again"
@@ -402,7 +402,7 @@ def test_no_batch_size_is_assumed() -> None:
     for name in NETWORKS:
         _, _, rowwise = _captured(name)
         stages = rowwise.compile(rowwise.cut(2))
-        assert all(stage._functions.row_conditions() == () for stage in stages)
+        assert all(stage._variants.built[0].row_conditions() == () for stage in stages)
 
 
 def test_a_batch_size_that_compilation_excluded_is_refused() -> None:
@@ -432,4 +432,4 @@ def test_kernel_choice_of_a_convolution_does_not_limit_the_batch() -> None:
     network, _, rowwise = _captured("convolutions")
     (stage,) = rowwise.compile(rowwise.cut(1))
     shape_env = rowwise.fake_mode.shape_env
-    assert all("16" not in str(condition) for condition in stage._functions.row_conditions()), shape_env.guards
+    assert all("16" not in str(condition) for condition in stage._variants.built[0].row_conditions()), shape_env.guards

@@ -85,7 +85,7 @@ def test_inductor_inference_and_saved_values(
                 values[target.name] = output
     again = rowwise.compile(rowwise.cut(2), "inductor", cache=cache)
     assert cache.num_hits == 2
-    assert again[0]._functions is stages[0]._functions
+    assert again[0]._variants is stages[0]._variants
 
 
 def test_saved_values_survive_a_backward(
