@@ -190,6 +190,7 @@ def test_library_loggers(monkeypatch):
 
 
 def test_break_reasons_are_counted_from_the_restart():
+    torch._dynamo.utils.counters.clear()  # what earlier tests of this process have counted
     torch._dynamo.utils.counters["graph_break"]["old"] = 2
     restart = capture_dynamo.RestartReason("reason")
     restart.break_counts = {"old": 2}

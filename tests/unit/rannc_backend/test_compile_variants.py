@@ -80,7 +80,7 @@ def test_a_stage_over_new_fakes_gives_the_same(hint: int) -> None:
         expected.sum().backward()
         gradients: dict[str, torch.Tensor] = {}
         compiled.backward(
-            saved, [torch.ones_like(output)], lambda place, grad: gradients.update({stage.inputs[place].name: grad.clone()})
+            saved, [torch.ones_like(output)], lambda place, grad, into=gradients: into.update({stage.inputs[place].name: grad.clone()})
         )
         by_value = {id(parameter): parameter.grad for parameter in model.parameters()}
         for name, parameter in graph.parameters.items():
