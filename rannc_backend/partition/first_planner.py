@@ -232,6 +232,14 @@ class _Request:
 
     def costs(self, num_devices: int | None = None) -> StageCosts:
         cluster = self.cluster if num_devices is None else replace(self.cluster, num_devices=num_devices)
+        if self.num_stages is not None or self.stage_replicas is not None:
+            # The number of messages is given, and their latency runs beside the computing of other micro-batches: it must not
+            # keep work away from the stages in the middle, which have the most neighbours.
+            cluster = replace(
+                cluster,
+                intra_node=replace(cluster.intra_node, latency_seconds=0.0),
+                inter_node=replace(cluster.inter_node, latency_seconds=0.0),
+            )
         return StageCosts(
             graph=self.graph,
             cluster=cluster,
