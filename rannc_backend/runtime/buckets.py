@@ -115,9 +115,11 @@ class PendingGradients:
     _started: list[bool] = field(default_factory=list)
 
     def view(self, name: str) -> torch.Tensor:
-        """The parameter's gradient as a view of its bucket."""
+        """The parameter's gradient, in the memory of its bucket."""
         slot = self.layout.slots[name]
-        return self.buffers[slot.bucket][slot.offset : slot.offset + slot.numel].view(slot.shape)
+        buffer = self.buffers[slot.bucket]
+        # Not a view to autograd: Dynamo would follow p.grad to its base, and fail over the sizes that it finds there.
+        return buffer.new_empty(0).set_(buffer, slot.offset, slot.shape, slot.stride)
 
     def accumulate(self, name: str, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient; starts the bucket's all-reduce when it was the last one that is missing."""

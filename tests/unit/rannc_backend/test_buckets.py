@@ -46,6 +46,8 @@ def test_sum_over_micro_batches_then_over_ranks() -> None:
     buckets.publish(pending, 0.5, keep=False)
     assert all(torch.equal(parameter.grad, torch.full((4,), 2.0)) for parameter in buckets.parameters.values())
     assert [count for count, _ in reductions.started] == [8, 4]
+    # A base would be followed by Dynamo when it compiles the next mode of the model.
+    assert all(parameter.grad._base is None for parameter in buckets.parameters.values())
 
 
 def test_buckets_of_a_group_start_in_order_even_when_a_later_one_fills_first() -> None:
