@@ -405,7 +405,7 @@ def test_no_batch_size_is_assumed() -> None:
         assert all(stage._variants.built[0].row_conditions() == () for stage in stages)
 
 
-def test_a_batch_size_that_compilation_excluded_is_refused() -> None:
+def test_a_batch_size_that_compilation_excluded_is_compiled_for_again() -> None:
     x = torch.randn(6, 3)
     rowwise = capture(nn.Tanh(), lambda m, v: (m(v),), [x], ["rows"])
     (stage,) = rowwise.compile(rowwise.cut(1))
@@ -414,10 +414,11 @@ def test_a_batch_size_that_compilation_excluded_is_refused() -> None:
     assert size < 100
     (stage,) = rowwise.compile(rowwise.cut(1))
     stage.forward([torch.randn(99, 3)])
-    with pytest.raises(UnsupportedModelError, match="a micro-batch has 100 rows"):
-        stage.forward([torch.randn(100, 3)])
-    with pytest.raises(UnsupportedModelError, match="a micro-batch has 100 rows"):
-        stage.infer([torch.randn(100, 3)])
+    assert len(stage._variants.built) == 1
+    large = torch.randn(100, 3)
+    torch.testing.assert_close(stage.forward([large])[0][0], large.tanh())
+    torch.testing.assert_close(stage.infer([large])[0], large.tanh())
+    assert len(stage._variants.built) == 2
     assert size == 6
     with pytest.raises(UnsupportedModelError, match="one batch size only"):
         rowwise.compile(rowwise.cut(1))[0].forward([x])
