@@ -18,7 +18,7 @@ from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_st
 from rannc_backend.config import Config
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
-from rannc_backend.ir.exchange import Edge, Value
+from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
 from rannc_backend.partition.first_planner import choose_schedule
 from rannc_backend.passes.pipeline import PassError
@@ -393,8 +393,3 @@ def _placeholders(graph_module: torch.fx.GraphModule | None) -> tuple[str, ...]:
 
 def _sum_spec(name: str, fake: torch.Tensor) -> SumSpec:
     return SumSpec(name=name, dtype=fake.dtype, shape=tuple(int(size) for size in fake.shape))
-
-
-def values_of(edges: Mapping[tuple[int, int], Edge]) -> tuple[Value, ...]:
-    """All values that cross an edge, once each."""
-    return tuple({value.name: value for edge in edges.values() for value in edge.forward}.values())

@@ -12,7 +12,7 @@ other than the loss receives a gradient; that step is run again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -139,13 +139,7 @@ class GraphRuntime:
         )
         if table.global_rows < most_replicas:
             raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
-        num_micro_batches = min(settings.num_micro_batches, table.global_rows // most_replicas)
-        return RowTable(
-            local_rows=rows_by_rank,
-            num_micro_batches=num_micro_batches,
-            stage_ranks=settings.stage_ranks,
-            gather_inputs=settings.gather_inputs,
-        )
+        return replace(table, num_micro_batches=min(settings.num_micro_batches, table.global_rows // most_replicas))
 
     def _all_reduce(self) -> Callable[[torch.Tensor], None] | None:
         if self.world.size == 1:
@@ -315,9 +309,9 @@ def _digest(tensor: torch.Tensor) -> list[float]:
         return [0.0]
     values = flat.double() if not flat.is_complex() else torch.view_as_real(flat).reshape(-1).double()
     weights = torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device=values.device)
-    return [float(values.numel()), repr_finite(values[0]), repr_finite((values * weights).nan_to_num().sum())]
+    return [float(values.numel()), _finite(values[0]), _finite((values * weights).nan_to_num().sum())]
 
 
-def repr_finite(value: torch.Tensor) -> float:
+def _finite(value: torch.Tensor) -> float:
     """A float that JSON can carry: NaN and infinities become 0."""
     return float(torch.nan_to_num(value, nan=0.0, posinf=1e300, neginf=-1e300))
