@@ -34,9 +34,11 @@ class OperatorCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """`saved_bytes` are kept from forward to backward; `output_bytes` are values returned to the user, kept to the step's end;
-    `workspace_bytes`: for each operator what lies in memory while it runs (the largest counts)."""
+    `workspace_bytes`: for each operator what lies in memory while it runs (the largest counts). `structure`: a hash, equal for
+    blocks with the same operators, shapes, dtypes, parameter shapes and wiring; such blocks cost the same at any number of rows."""
 
     index: int
+    structure: str
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -83,9 +85,19 @@ class ParameterUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageConstraints:
+    """What the user asked of the stages, for the search: blocks that must be the first of a stage, ascending, and
+    (block, stage index) of blocks that must be in that stage, ascending by block."""
+
+    starts: tuple[int, ...] = ()
+    stage_of: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
     """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by name."""
 
     blocks: tuple[Block, ...]
     flows: tuple[Flow, ...]
     parameters: tuple[ParameterUse, ...]
+    constraints: StageConstraints = StageConstraints()

@@ -171,6 +171,7 @@ class _Builder:
             blocks.append(
                 Block(
                     index=index,
+                    structure=str(index),
                     nodes=tuple(node.name for node in nodes),
                     modules=tuple(dict.fromkeys(path for node in nodes if (path := _module_path(node)))),
                     parameters=tuple(sorted(parameters[index])),
