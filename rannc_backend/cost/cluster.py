@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from rannc_backend.ir.plan import ClusterAssumption, DtypeRate
+from rannc_backend.ir.plan import ClassEfficiency, ClusterAssumption, DtypeRate
+
+# How operators are told apart: by what bounds them, and how near to the device's peak such kernels come.
+OPERATOR_CLASSES = ("matmul", "attention", "convolution", "elementwise")
 
 # Multiply-adds per clock and streaming multiprocessor count two each; dense tensor cores for the half types.
 _GPU_FLOPS_PER_CLOCK_AND_SM = {"float64": 64, "float32": 256, "tf32": 1024, "bfloat16": 2048, "float16": 2048}
@@ -19,33 +22,59 @@ _GPU_EFFICIENCY = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What it takes to move bytes from one device to another."""
+    """What it takes to move bytes from one device to another.
+
+    `bytes_per_second`: what a large message reaches, in one direction; `allreduce_share`: the share of it that each step
+    of a ring all-reduce reaches (adding up costs time too; more than 1 where a ring uses wires that a pair does not have).
+    """
 
     latency_seconds: float
     bytes_per_second: float
+    allreduce_share: float = 1.0
 
     def __post_init__(self) -> None:
-        assert self.latency_seconds >= 0 and self.bytes_per_second > 0, f"not a link: {self}"
+        assert self.latency_seconds >= 0 and self.bytes_per_second > 0 and self.allreduce_share > 0, f"not a link: {self}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device. `flops_per_second`: what a large matrix product reaches, by dtype name ("float32"), sorted by name."""
+    """One device.
+
+    Attributes:
+        flops_per_second: peak by dtype name ("float32"), sorted by name.
+        memory_bytes_per_second: peak of the device's memory, read and written bytes together.
+        efficiencies: share of the peak that an operator class reaches, sorted by class: of `flops_per_second` for
+            matmul, attention and convolution, of `memory_bytes_per_second` for elementwise. 1 for a class not in it.
+        launch_seconds: per operator, however small.
+    """
 
     name: str
     memory_bytes: int
     flops_per_second: tuple[tuple[str, float], ...]
     memory_bytes_per_second: float
-    launch_seconds: float  # per operator, however small
+    launch_seconds: float
+    efficiencies: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         assert self.memory_bytes > 0 and self.memory_bytes_per_second > 0 and self.launch_seconds >= 0, f"bad {self}"
         assert self.flops_per_second and all(rate > 0 for _, rate in self.flops_per_second), f"no rates in {self}"
+        assert {name for name, _ in self.efficiencies} <= set(OPERATOR_CLASSES), f"unknown operator class in {self}"
+        assert all(share > 0 for _, share in self.efficiencies), f"an efficiency of nothing in {self}"
 
-    def rate(self, dtype: str) -> float:
-        """FLOP/s for a dtype; one that is not described (integers, bool) counts as the slowest."""
+    def efficiency(self, operator_class: str) -> float:
+        """Share of the peak that the operators of a class reach."""
+        assert operator_class in OPERATOR_CLASSES, f"no operator class is called {operator_class!r}"
+        return dict(self.efficiencies).get(operator_class, 1.0)
+
+    def rate(self, dtype: str, operator_class: str = "matmul") -> float:
+        """FLOP/s reached in a class; a dtype that is not described (integers, bool) counts as the slowest."""
         rates = dict(self.flops_per_second)
-        return rates.get(dtype, min(rates.values()))
+        return rates.get(dtype, min(rates.values())) * self.efficiency(operator_class)
+
+    def memory_rate(self, operator_class: str = "elementwise") -> float:
+        """Bytes/s reached in a class: what elementwise operators reach holds for the bytes of every class."""
+        assert operator_class in OPERATOR_CLASSES, f"no operator class is called {operator_class!r}"
+        return self.memory_bytes_per_second * self.efficiency("elementwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +109,42 @@ class Cluster:
             device_name=self.device.name,
             device_memory_bytes=self.device.memory_bytes,
             peak_flops=tuple(DtypeRate(dtype=dtype, flops_per_second=rate) for dtype, rate in self.device.flops_per_second),
+            efficiencies=tuple(ClassEfficiency(operator_class=name, share=share) for name, share in self.device.efficiencies),
             memory_bytes_per_second=self.device.memory_bytes_per_second,
             launch_seconds=self.device.launch_seconds,
             intra_node_latency_seconds=self.intra_node.latency_seconds,
             intra_node_bytes_per_second=self.intra_node.bytes_per_second,
+            intra_node_allreduce_share=self.intra_node.allreduce_share,
             inter_node_latency_seconds=self.inter_node.latency_seconds,
             inter_node_bytes_per_second=self.inter_node.bytes_per_second,
+            inter_node_allreduce_share=self.inter_node.allreduce_share,
+        )
+
+    @classmethod
+    def from_assumption(cls, assumption: ClusterAssumption, *, num_devices: int | None = None) -> Cluster:
+        """The cluster that a plan was made for, perhaps with another number of devices: what a re-plan needs."""
+        return cls(
+            name=assumption.name,
+            num_devices=num_devices or assumption.num_devices,
+            devices_per_node=assumption.devices_per_node,
+            device=Device(
+                name=assumption.device_name,
+                memory_bytes=assumption.device_memory_bytes,
+                flops_per_second=tuple((rate.dtype, rate.flops_per_second) for rate in assumption.peak_flops),
+                memory_bytes_per_second=assumption.memory_bytes_per_second,
+                launch_seconds=assumption.launch_seconds,
+                efficiencies=tuple((entry.operator_class, entry.share) for entry in assumption.efficiencies),
+            ),
+            intra_node=Link(
+                latency_seconds=assumption.intra_node_latency_seconds,
+                bytes_per_second=assumption.intra_node_bytes_per_second,
+                allreduce_share=assumption.intra_node_allreduce_share,
+            ),
+            inter_node=Link(
+                latency_seconds=assumption.inter_node_latency_seconds,
+                bytes_per_second=assumption.inter_node_bytes_per_second,
+                allreduce_share=assumption.inter_node_allreduce_share,
+            ),
         )
 
 

@@ -25,6 +25,7 @@ VIEW_OPERATORS = frozenset(
     "split_with_sizes squeeze t transpose unbind unfold unsqueeze view view_as _reshape_alias _unsafe_view".split()
 )
 MATRIX_OPERATORS = frozenset("addbmm addmm addmv baddbmm bmm convolution dot linear matmul mm mv".split())
+CONVOLUTION_OPERATORS = frozenset({"convolution"})
 ATTENTION_OPERATORS = frozenset(
     "_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention".split()
@@ -39,6 +40,15 @@ def operator_name(node: fx.Node) -> str:
     if text.startswith("<") or "." not in text:
         return getattr(node.target, "__name__", text)
     return text.split(".")[1]
+
+
+def operator_class(name: str) -> str:
+    """Which of a device's efficiencies holds for an operator, by its `operator_name`."""
+    if name in ATTENTION_OPERATORS:
+        return "attention"
+    if name in CONVOLUTION_OPERATORS:
+        return "convolution"
+    return "matmul" if name in MATRIX_OPERATORS else "elementwise"
 
 
 def operator_cost(node: fx.Node, needs_grad: Collection[str]) -> OperatorCost:
@@ -64,6 +74,7 @@ def operator_cost(node: fx.Node, needs_grad: Collection[str]) -> OperatorCost:
     return OperatorCost(
         name=node.name,
         dtype=_dtype_name(value),
+        operator_class=operator_class(name),
         forward_flops=flops,
         backward_flops=backward_flops if backward else zero,
         forward_bytes=forward_bytes,
@@ -77,14 +88,18 @@ def operator_seconds(
     operators: Sequence[OperatorCost], device: Device, rows: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Forward and backward seconds of each operator for each number of rows: two arrays [operators, rows]."""
-    rates = np.array([[device.rate(operator.dtype)] for operator in operators]).reshape(-1, 1)
+    kinds = [(operator.dtype, operator.operator_class) for operator in operators]
+    rate_of = {kind: device.rate(*kind) for kind in set(kinds)}
+    moving_rate_of = {kind: device.memory_rate(kind[1]) for kind in set(kinds)}
+    rates = np.array([rate_of[kind] for kind in kinds]).reshape(-1, 1)
+    moving_rates = np.array([moving_rate_of[kind] for kind in kinds]).reshape(-1, 1)
     results = []
     for flops, moved, launches in (
         ("forward_flops", "forward_bytes", "num_forward_launches"),
         ("backward_flops", "backward_bytes", "num_backward_launches"),
     ):
         compute = evaluate([getattr(operator, flops) for operator in operators], rows) / rates
-        memory = evaluate([getattr(operator, moved) for operator in operators], rows) / device.memory_bytes_per_second
+        memory = evaluate([getattr(operator, moved) for operator in operators], rows) / moving_rates
         counts = np.array([[getattr(operator, launches)] for operator in operators], dtype=np.float64).reshape(-1, 1)
         results.append(np.maximum(compute, memory) + counts * device.launch_seconds)
     return results[0], results[1]

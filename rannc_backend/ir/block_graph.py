@@ -19,10 +19,14 @@ INPUT_BLOCK = -1  # producer of a flow that is an input of the model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCost:
-    """FLOPs and moved bytes of one node; `dtype` is that of its arithmetic. Views cost nothing and launch nothing."""
+    """FLOPs and moved bytes of one node; `dtype` is that of its arithmetic. Views cost nothing and launch nothing.
+
+    `operator_class`: "matmul", "attention", "convolution" or "elementwise": which of a device's efficiencies holds.
+    """
 
     name: str
     dtype: str
+    operator_class: str = "elementwise"
     forward_flops: sympy.Expr
     backward_flops: sympy.Expr
     forward_bytes: sympy.Expr

@@ -72,8 +72,18 @@ class DtypeRate(_Record):
     flops_per_second: Amount
 
 
+class ClassEfficiency(_Record):
+    """Share of a device's peak that one class of operators reaches ("matmul", "elementwise", ...)."""
+
+    operator_class: Name
+    share: Amount
+
+
 class ClusterAssumption(_Record):
-    """The machines for which the plan was made. Seconds, bytes and bytes per second."""
+    """The machines for which the plan was made. Seconds, bytes and bytes per second.
+
+    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach.
+    """
 
     name: Text
     num_devices: PositiveCount
@@ -81,12 +91,15 @@ class ClusterAssumption(_Record):
     device_name: Text
     device_memory_bytes: Count
     peak_flops: tuple[DtypeRate, ...]
+    efficiencies: tuple[ClassEfficiency, ...] = ()
     memory_bytes_per_second: Amount
     launch_seconds: Amount
     intra_node_latency_seconds: Amount
     intra_node_bytes_per_second: Amount
+    intra_node_allreduce_share: Amount = 1.0
     inter_node_latency_seconds: Amount
     inter_node_bytes_per_second: Amount
+    inter_node_allreduce_share: Amount = 1.0
 
 
 class BlockPlan(_Record):
