@@ -551,7 +551,7 @@ RANNC_SUITE: tuple[Entry, ...] = (
     _outside("basic", Basic, 10, make_batch=_image),
 )
 RANNC_SPARE: tuple[Entry, ...] = (
-    _outside("nested", Nested, 3),
+    _outside("nested", Nested, 3, shared=frozenset({"inner.fc1.weight", "inner.fc2.weight"})),
     _inside(
         "tied_embedding",
         TiedEmbedding,
