@@ -35,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-PlanPath = Annotated[Path, typer.Argument(help="Plan as JSON, written through the option plan_file.", show_default=False)]
+PlanPath = Annotated[Path, typer.Argument(help="Plan as JSON, as the option save_deployment writes it.", show_default=False)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

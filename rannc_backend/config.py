@@ -68,7 +68,18 @@ class Config(BaseModel):
         7200.0, gt=0, description="Longest wait for the slowest rank to plan and compile, seconds."
     )
     bucket_mb: float = Field(25.0, gt=0, description="Size of one gradient bucket in MB (1024**2 bytes).")
-    plan_file: str = Field("", description="File to which rank 0 saves the plan as JSON; empty: not saved.")
+    save_deployment: bool = Field(False, description="Rank 0 saves the plan as JSON in deployment_file.")
+    load_deployment: bool = Field(False, description="Take the plan from deployment_file, checked, instead of planning.")
+    deployment_file: str = Field(
+        "rannc_deployment.json",
+        min_length=1,
+        json_schema_extra={"accepts": "a path, at least 1 character"},
+        description="File of save_deployment and load_deployment.",
+    )
+    report_steps: int = Field(
+        5, ge=0, description="Training steps that are measured and logged beside what was predicted, after two to warm up; 0: none."
+    )
+    run_file: str = Field("", description="File to which rank 0 writes what the measured steps took, as JSON; empty: none.")
     print_program: bool = Field(False, description="Log the program of each rank as text before the first step.")
     verbose: bool = Field(False, description="Log how the model was captured, split and compiled.")
 
@@ -86,6 +97,8 @@ class Config(BaseModel):
             raise _disagreement("stage_replicas", "as many numbers as", "partition_num")
         if counts and self.replica_num and set(counts) != {self.replica_num}:
             raise _disagreement("stage_replicas", "no other number than", "replica_num")
+        if self.run_file and not self.report_steps:
+            raise _disagreement("run_file", "empty without", "report_steps")
         return self
 
 

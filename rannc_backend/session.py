@@ -99,8 +99,8 @@ class Session:
         plan = Plan.from_json(text)
         if self.world.rank == 0:
             logger.info("%s", plan.summary())
-            if self.config.plan_file:
-                _write_atomically(Path(self.config.plan_file), text)
+            if self.config.save_deployment:
+                _write_atomically(Path(self.config.deployment_file), text)
         return plan
 
     def _plan_here(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
