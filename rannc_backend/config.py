@@ -45,6 +45,12 @@ class Config(BaseModel):
     opt_param_factor: float = Field(
         2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
     )
+    cluster: str = Field(
+        "local",
+        min_length=1,
+        json_schema_extra={"accepts": '"local", the name of a shipped description (as "a100-80gb") or the path of a TOML file'},
+        description="Cluster to plan for; local: the one at hand, measured once and remembered.",
+    )
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
         "auto", description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: inductor."
     )

@@ -191,6 +191,16 @@ class PlanError(UserInputError):
     """A plan cannot be read, or does not fit this model, world size or version."""
 
 
+class ClusterFileError(UserInputError):
+    """A description of a cluster cannot be found or read, or says what cannot be."""
+
+    def __init__(self, file: str, *, key: str = "", problem: str, cure: str) -> None:
+        self.file = file
+        self.key = key
+        where = f": {key}" if key else ""
+        super().__init__(f"cluster {_clip(file)}{where} {problem}", cure=cure)
+
+
 class InfeasiblePlanError(UserInputError):
     """No plan satisfies the limits. Says the smallest limits that would do.
 

@@ -32,6 +32,7 @@ OTHER_VALUES = {
     "mem_limit_gb": (1.5, "1.5"),
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),
+    "cluster": ("a100-80gb", "a100-80gb"),
     "stage_compiler": ("eager", "eager"),
     "schedule": ("fill_drain", "fill_drain"),
     "outputs": ("loss", "loss"),

@@ -11,6 +11,7 @@ import pytest
 from rannc_backend import errors
 from rannc_backend.errors import (
     BatchMixedError,
+    ClusterFileError,
     CommunicationError,
     DataDependentControlFlowError,
     GraphBreakError,
@@ -55,6 +56,7 @@ EXAMPLES = [
     (DataDependentControlFlowError("if x.sum() > 0", location="m.py:4"), ["x.sum()", "m.py:4", "torch.where"]),
     (RanksDifferError("models", value_by_rank=["a", "b", "a", "c"]), ["ranks 0, 2: a", "rank 1: b", "make ranks 1, 3"]),
     (PlanError("stage 1 has no ranks", cure="give it one"), ["stage 1", "give it one"]),
+    (ClusterFileError("c.toml", key="device.name", problem="is missing", cure="add it"), ["c.toml", "device.name", "missing", "add it"]),
     (InfeasiblePlanError("memory", smallest_bytes=3 * 2**30, smallest_num_devices=8), ["memory", "3.000 GB", "8 devices"]),
     (ScheduleError("nobody receives it", action="2SF0>3", rank=2), ["rank 2", "2SF0>3", "nobody"]),
     (LaunchError("no launcher found", cure="use mpirun"), ["no launcher", "mpirun"]),

@@ -1,0 +1,279 @@
+"""Descriptions of clusters as TOML: read, checked, written, and those that come with the package.
+
+In: a name or a path, and how many devices a plan is for. Out: a `Cluster`, or an error that names file, key and range.
+Terms: a *number* in a file is plain (`8`) or cited (`{ value = 8, source = "datasheet, table, row" }`); an *efficiency* is
+the share of a peak that is reached. A file is data from anywhere: nothing in it is trusted, and nothing in it runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from rannc_backend.cost.cluster import Cluster, Device, Link
+from rannc_backend.errors import ClusterFileError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FORMAT = 1
+MAX_FILE_BYTES = 1024 * 1024
+MAX_DEVICES = 1_000_000
+# Known only on the machine at hand, so a name but not a file.
+LOCAL = "local"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _number(low: float, high: float) -> Any:
+    return Annotated[float, BeforeValidator(lambda value: float(_checked(value, (int, float), "a number", low, high)))]
+
+
+def _count(low: int, high: int) -> Any:
+    return Annotated[int, BeforeValidator(lambda value: _checked(value, (int,), "a whole number", low, high))]
+
+
+def _checked(value: object, types: tuple[type, ...], words: str, low: float, high: float) -> Any:
+    """The number in a plain or cited number. One message for all that can be wrong with it: what it should be."""
+    if isinstance(value, dict) and "value" in value and set(value) <= {"value", "source"} and isinstance(value.get("source", ""), str):
+        value = value["value"]
+    # bool is an int to Python; NaN is in no range.
+    if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
+        raise PydanticCustomError("number", f"{words} from {low:g} to {high:g}")
+    return value
+
+
+_Share = _number(1e-3, 16.0)  # above 1 where a rate is that of memory and a class works out of the caches
+_Words = Annotated[str, Field(min_length=1, max_length=256)]
+_DtypeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+
+
+class _EfficiencyTable(_Table):
+    matmul: _Share = 1.0
+    attention: _Share = 1.0
+    convolution: _Share = 1.0
+    elementwise: _Share = 1.0
+
+
+class _LinkTable(_Table):
+    latency_seconds: _number(0.0, 10.0)
+    bytes_per_second: _number(1e3, 1e15)
+    message_efficiency: _Share = 1.0
+    allreduce_efficiency: _Share = 1.0
+
+    def link(self) -> Link:
+        return Link(
+            latency_seconds=self.latency_seconds,
+            bytes_per_second=self.bytes_per_second * self.message_efficiency,
+            allreduce_share=self.allreduce_efficiency / self.message_efficiency,
+        )
+
+
+class _LinksTable(_Table):
+    intra_node: _LinkTable
+    inter_node: _LinkTable
+
+
+def _some_rates(rates: dict[str, float]) -> dict[str, float]:
+    if not 1 <= len(rates) <= 32:
+        raise PydanticCustomError("rates", "rates of 1 to 32 dtypes")
+    return rates
+
+
+class _DeviceTable(_Table):
+    name: _Words
+    memory_bytes: _count(2**20, 2**50)
+    memory_bytes_per_second: _number(1e6, 1e15)
+    launch_seconds: _number(0.0, 1.0)
+    peak_flops: Annotated[dict[_DtypeName, _number(1e6, 1e20)], AfterValidator(_some_rates)]
+    efficiency: _EfficiencyTable = _EfficiencyTable()
+
+
+class _ClusterTable(_Table):
+    format: Literal[1]
+    name: _Words
+    description: Annotated[str, Field(max_length=1024)] = ""
+    nodes: _count(0, MAX_DEVICES) = 0  # 0: as many as a plan needs
+    devices_per_node: _count(1, MAX_DEVICES)
+    device: _DeviceTable
+    links: _LinksTable
+
+
+def shipped_clusters() -> tuple[str, ...]:
+    """Names of the descriptions that come with the package."""
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in _shipped().iterdir() if entry.name.endswith(".toml")))
+
+
+def load_cluster(name_or_path: str, num_devices: int, devices_per_node: int | None = None) -> Cluster:
+    """The shipped cluster of that name, or the one a TOML file describes, with `num_devices` devices.
+
+    Args:
+        devices_per_node: in place of the description's own.
+
+    Raises:
+        ClusterFileError: there is no such description, it is wrong, or it has fewer devices than that.
+    """
+    if name_or_path in shipped_clusters():
+        text, file = _shipped().joinpath(f"{name_or_path}.toml").read_text(encoding="utf-8"), name_or_path
+    elif name_or_path == LOCAL:
+        raise ClusterFileError(
+            LOCAL, problem="is measured by the ranks of a job and stands in no file", cure=f"name one of {', '.join(shipped_clusters())}."
+        )
+    else:
+        text, file = _read(name_or_path), name_or_path
+    return parse_cluster(text, file=file, num_devices=num_devices, devices_per_node=devices_per_node)
+
+
+def parse_cluster(text: str, *, file: str, num_devices: int, devices_per_node: int | None = None) -> Cluster:
+    """A cluster from TOML text. `file`: what an error calls it.
+
+    Raises:
+        ClusterFileError: see `load_cluster`.
+    """
+    table = _table(text, file)
+    cluster = Cluster(
+        name=table.name,
+        num_devices=num_devices,
+        devices_per_node=devices_per_node or table.devices_per_node,
+        device=Device(
+            name=table.device.name,
+            memory_bytes=table.device.memory_bytes,
+            flops_per_second=tuple(sorted(table.device.peak_flops.items())),
+            memory_bytes_per_second=table.device.memory_bytes_per_second,
+            launch_seconds=table.device.launch_seconds,
+            efficiencies=tuple(sorted(table.device.efficiency.model_dump().items())),
+        ),
+        intra_node=table.links.intra_node.link(),
+        inter_node=table.links.inter_node.link(),
+    )
+    if table.nodes and num_devices > table.nodes * cluster.devices_per_node:
+        raise ClusterFileError(
+            file,
+            key="nodes",
+            problem=f"{table.nodes} node(s) of {cluster.devices_per_node} device(s) are fewer than the {num_devices} devices asked for",
+            cure="plan for fewer devices, or leave nodes out of the description for as many as are needed.",
+        )
+    return cluster
+
+
+def cluster_toml(cluster: Cluster, *, description: str = "", source: str = "") -> str:
+    """A cluster as TOML that `parse_cluster` reads back as the same one. `source`: where all of the numbers are from."""
+
+    def number(value: float) -> str:
+        return f"{{ value = {value!r}, source = {json.dumps(source)} }}" if source else repr(value)
+
+    device = cluster.device
+    lines = [
+        f"format = {FORMAT}",
+        f"name = {json.dumps(cluster.name)}",
+        f"description = {json.dumps(description)}",
+        f"devices_per_node = {cluster.devices_per_node}",
+        "",
+        "[device]",
+        f"name = {json.dumps(device.name)}",
+        f"memory_bytes = {number(device.memory_bytes)}",
+        f"memory_bytes_per_second = {number(device.memory_bytes_per_second)}",
+        f"launch_seconds = {number(device.launch_seconds)}",
+        "",
+        "[device.peak_flops]",
+        *(f"{dtype} = {number(rate)}" for dtype, rate in device.flops_per_second),
+        "",
+        "[device.efficiency]",
+        *(f"{name} = {number(share)}" for name, share in device.efficiencies),
+    ]
+    for name, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):
+        lines += [
+            "",
+            f"[links.{name}]",
+            f"latency_seconds = {number(link.latency_seconds)}",
+            f"bytes_per_second = {number(link.bytes_per_second)}",
+            f"allreduce_efficiency = {number(link.allreduce_share)}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _shipped() -> Any:
+    return resources.files("rannc_backend.cost").joinpath("clusters")
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        looks_like_name = os.sep not in path and not path.endswith(".toml")
+        near = difflib.get_close_matches(path, shipped_clusters(), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near and looks_like_name else ""
+        raise ClusterFileError(
+            path,
+            problem=f"is neither a shipped cluster nor a file that can be read ({getattr(error, 'strerror', None) or error})",
+            cure=f"{hint}Shipped are {', '.join(shipped_clusters())}; {LOCAL} is measured; or give the path of a TOML file.",
+        ) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ClusterFileError(path, problem=f"has more than {MAX_FILE_BYTES} bytes", cure="give a description of a cluster.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ClusterFileError(path, problem=f"is not UTF-8 text ({error.reason})", cure="save it as UTF-8.") from None
+
+
+def _table(text: str, file: str) -> _ClusterTable:
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, and so are too many digits
+        raise ClusterFileError(file, problem=f"is not TOML: {error}", cure="see docs/planning.md for an example.") from None
+    try:
+        return _ClusterTable.model_validate(values)
+    except (ValidationError, RecursionError) as error:
+        if isinstance(error, RecursionError):
+            raise ClusterFileError(file, problem="is nested too deeply", cure="see docs/planning.md for an example.") from None
+        raise _file_error(file, values, error.errors(include_url=False)) from None
+
+
+def _file_error(file: str, values: Mapping[str, Any], errors: Sequence[Any]) -> ClusterFileError:
+    # The order of pydantic's errors is that of the fields; the first is as good as any, and one is enough to act on.
+    first = errors[0]
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if first["type"] == "extra_forbidden":
+        cure = f"leave it out; {_keys_at(first['loc'][:-1])}."
+        return ClusterFileError(file, key=key, problem="is not a key of a description", cure=cure)
+    if first["type"] == "missing":
+        return ClusterFileError(file, key=key, problem="is missing", cure="add it; docs/planning.md lists the keys.")
+    value = repr(first["input"])
+    shown = value if len(value) <= 60 else f"{value[:57]}..."
+    return ClusterFileError(file, key=key, problem=f"has the bad value {shown}", cure=f"give {_expected(first)}.")
+
+
+def _expected(error: Any) -> str:
+    if error["type"] == "string_pattern_mismatch":
+        return "the name of a dtype, as bfloat16"
+    text: str = error["msg"].removeprefix("Input should be ").removeprefix("Input should ")
+    return f"{text[:1].lower()}{text[1:]}"
+
+
+def _keys_at(location: Sequence[Any]) -> str:
+    model: Any = _ClusterTable
+    for part in location:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        model = field.annotation if field is not None else None
+    if not hasattr(model, "model_fields"):
+        return "a number is plain or { value = ..., source = ... }"
+    return f"the keys here are {', '.join(model.model_fields)}"
+
+
+def read_cluster(path: Path, num_devices: int) -> Cluster:
+    """The cluster that a file describes, as `cluster_toml` wrote it."""
+    return parse_cluster(_read(str(path)), file=str(path), num_devices=num_devices)
