@@ -1,0 +1,115 @@
+"""What a block costs at given numbers of rows: the prices that the stage search adds up.
+
+In: `Block`s, a `Device`, and where they were made the blocks' partitions into forward and backward graphs. Out: `BlockPrices`.
+
+Terms. The *activation budget* is the part of the saved values that may be saved; 1.0 saves what makes backward fastest, less
+makes backward compute the rest again. A block's *saved bytes* are those of values made in it that are kept from forward to
+backward, be it by its own backward or by that of a later block; what a stage receives from others is not among them.
+*Workspace* is what lies in memory beside that, and beside parameters, while the block runs forward or backward.
+Backward seconds do not contain adding parameter gradients up over micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from rannc_backend.cost.cluster import Device
+from rannc_backend.cost.compute import operator_seconds
+from rannc_backend.cost.expressions import evaluate
+from rannc_backend.ir.block_graph import Block, OperatorCost
+
+Floats = NDArray[np.float64]
+
+BUDGETS = (1.0, 0.75, 0.5, 0.25)
+"""The activation budgets at which blocks are partitioned; 0.0 is priced for whole stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockPrices:
+    """One block at one activation budget; every array is [len(rows)]. `inf` seconds: it does not fit at so many rows."""
+
+    forward_seconds: Floats
+    backward_seconds: Floats
+    saved_bytes: Floats
+    workspace_bytes: Floats
+
+
+class BlockPricer(Protocol):
+    """Prices of blocks; asked often, so implementations remember what they have computed."""
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """Activation budgets that it can price, 1.0 first, descending."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Where the prices come from, for people: "analytic" or "measured ..."."""
+        ...
+
+    def prices(self, block: Block, rows: Sequence[int], budget: float) -> BlockPrices:
+        """What `block` costs at each number of rows. AssertionError: `budget` is not one of `budgets`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPartition:
+    """A block's forward and backward graphs at one activation budget, as far as they cost something.
+
+    `forward` and `backward` are the graphs' operators, what backward computes again among them; their `forward_...` members
+    hold. `saved_bytes` as above; `workspace_bytes`: its largest element counts.
+    """
+
+    forward: tuple[OperatorCost, ...]
+    backward: tuple[OperatorCost, ...]
+    saved_bytes: sympy.Expr
+    workspace_bytes: tuple[sympy.Expr, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AnalyticPricer:
+    """Roofline of each operator on `device`.
+
+    `partitions` gives each block's partition by its index, for each budget of `budgets`. A block without partitions is
+    priced by its own operators and by the rules of cost/memory.py, equally at all budgets.
+    """
+
+    device: Device
+    partitions: Mapping[int, Mapping[float, BlockPartition]] = field(default_factory=dict)
+    budgets: tuple[float, ...] = (1.0,)
+    source: str = "analytic"
+    _known: dict[tuple[int, tuple[int, ...], float], BlockPrices] = field(init=False, default_factory=dict)
+
+    def prices(self, block: Block, rows: Sequence[int], budget: float) -> BlockPrices:
+        """See `BlockPricer`."""
+        assert budget in self.budgets, f"no prices at the activation budget {budget}"
+        key = (block.index, tuple(rows), budget)
+        if key not in self._known:
+            partition = self.partitions.get(block.index, {}).get(budget)
+            self._known[key] = self._by_rules(block, rows) if partition is None else self._by_partition(partition, rows)
+        return self._known[key]
+
+    def _by_rules(self, block: Block, rows: Sequence[int]) -> BlockPrices:
+        forward, backward = operator_seconds(block.operators, self.device, rows)
+        return BlockPrices(
+            forward_seconds=forward.sum(axis=0),
+            backward_seconds=backward.sum(axis=0),
+            saved_bytes=evaluate([block.saved_bytes], rows)[0],
+            workspace_bytes=evaluate(block.workspace_bytes, rows).max(axis=0, initial=0.0),
+        )
+
+    def _by_partition(self, partition: BlockPartition, rows: Sequence[int]) -> BlockPrices:
+        forward, _ = operator_seconds(partition.forward, self.device, rows)
+        backward, _ = operator_seconds(partition.backward, self.device, rows)
+        return BlockPrices(
+            forward_seconds=forward.sum(axis=0),
+            backward_seconds=backward.sum(axis=0),
+            saved_bytes=evaluate([partition.saved_bytes], rows)[0],
+            workspace_bytes=evaluate(partition.workspace_bytes, rows).max(axis=0, initial=0.0),
+        )
