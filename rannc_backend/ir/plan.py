@@ -13,20 +13,18 @@ Floats are kept to `SIGNIFICANT_DIGITS` digits from the start, so a plan equals 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rannc_backend.errors import PlanError
+from rannc_backend.ir.plan_checks import check_parts_agree
+from rannc_backend.ir.plan_text import check_shape_of_text, describe_findings, first_repeated
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SIGNIFICANT_DIGITS = 6
-MAX_PLAN_CHARACTERS = 64 * 1024 * 1024
-MAX_PLAN_DEPTH = 12  # a plan itself is 5 deep
 _MAX_INTEGER = 2**63 - 1
-_SHOWN_ERRORS = 3
 
 
 def _round_float(value: float) -> float:
@@ -36,17 +34,8 @@ def _round_float(value: float) -> float:
 
 def _sorted_unique(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) != len(names):
-        raise ValueError(f"{_first_repeated(names)!r} is listed twice")
+        raise ValueError(f"{first_repeated(names)!r} is listed twice")
     return tuple(sorted(names))
-
-
-def _first_repeated(items: Iterable[Any]) -> Any:
-    seen: set[Any] = set()
-    for item in items:
-        if item in seen:
-            return item
-        seen.add(item)
-    return None
 
 
 def _seconds(value: float) -> str:
@@ -55,9 +44,11 @@ def _seconds(value: float) -> str:
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_round_float)]
 Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Text = Annotated[str, Field(max_length=4096)]
+Schedule = Literal["1f1b", "fill_drain"]
 NameSet = Annotated[tuple[Name, ...], AfterValidator(_sorted_unique)]
 
 
@@ -103,9 +94,13 @@ class ClusterAssumption(_Record):
 
 
 class BlockPlan(_Record):
-    """A run of nodes that is never cut. FLOPs and activation bytes are of the whole batch (`Plan.batch_rows` rows)."""
+    """A run of nodes that is never cut. FLOPs and activation bytes are of the whole batch (`Plan.batch_rows` rows).
+
+    `structure`: a hash, equal for blocks that compute the same on parameters of the same shapes.
+    """
 
     index: Count
+    structure: Name
     nodes: Annotated[tuple[Name, ...], Field(min_length=1)]
     modules: tuple[Text, ...]
     parameters: NameSet
@@ -119,8 +114,10 @@ class BlockPlan(_Record):
 class StageCost(_Record):
     """Predicted cost of one stage on one of its ranks.
 
-    Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step. Bytes are the
-    most that lies in memory at one time: activations of all micro-batches in flight, buffers for messages in `buffer_bytes`.
+    Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step. `idle_share`: part
+    of the predicted step in which the rank computes nothing. Bytes are the most that lies in memory at one time: activations
+    of all micro-batches in flight, messages and returned outputs in `buffer_bytes`, what operators need only while they run
+    in `workspace_bytes`; `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
@@ -132,7 +129,19 @@ class StageCost(_Record):
     optimizer_bytes: Count
     activation_bytes: Count
     buffer_bytes: Count
+    workspace_bytes: Count
     peak_bytes: Count
+    idle_share: Share
+
+
+class RowCost(_Record):
+    """What a replica pays for one micro-batch of `rows` of its own rows; `activation_bytes` are kept from forward to backward."""
+
+    rows: PositiveCount
+    forward_seconds: Amount
+    backward_seconds: Amount
+    activation_bytes: Count
+    workspace_bytes: Count
 
 
 class StagePlan(_Record):
@@ -140,7 +149,10 @@ class StagePlan(_Record):
 
     `nodes`: non-constant node names in topological order. `modules`: paths of the user's modules, in order of first use.
     `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers whose new value
-    is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what the partitioner likes to keep).
+    is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what the partitioner likes to keep, 0.0
+    only what the stage receives). `at_rows`: costs at the numbers of rows that other numbers of micro-batches would give a
+    replica, ascending. `received_bytes_per_row`, `gradient_bytes_per_row`: the message from the stage before, and the gradients
+    that go back to it. `num_buckets`: messages in which the gradients are all-reduced.
     """
 
     index: Count
@@ -150,8 +162,12 @@ class StagePlan(_Record):
     parameters: NameSet
     updated_buffers: NameSet
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
-    recompute: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)]
+    recompute: Share
     predicted: StageCost
+    at_rows: Annotated[tuple[RowCost, ...], Field(min_length=1)]
+    received_bytes_per_row: Amount
+    gradient_bytes_per_row: Amount
+    num_buckets: PositiveCount
 
     @property
     def num_replicas(self) -> int:
@@ -164,27 +180,60 @@ class Alternative(_Record):
     num_stages: PositiveCount
     stage_replicas: Annotated[tuple[PositiveCount, ...], Field(min_length=1)]
     num_micro_batches: PositiveCount
+    schedule: Schedule
+    recompute: Annotated[tuple[Share, ...], Field(min_length=1)]
     predicted_step_seconds: Amount | None
     reason: Text
 
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Alternative:
+        for name, values in (("stage_replicas", self.stage_replicas), ("recompute", self.recompute)):
+            if len(values) != self.num_stages:
+                raise ValueError(f"{name} has {len(values)} entries for {self.num_stages} stages")
+        return self
+
+
+class WhatIf(_Record):
+    """The best plan if one thing were different: `change` says what. `predicted_step_seconds` is None where none would fit."""
+
+    change: Text
+    predicted_step_seconds: Amount | None
+    num_stages: PositiveCount
+    stage_replicas: Annotated[tuple[PositiveCount, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> WhatIf:
+        if len(self.stage_replicas) != self.num_stages:
+            raise ValueError(f"stage_replicas has {len(self.stage_replicas)} entries for {self.num_stages} stages")
+        return self
+
 
 class Plan(_Record):
-    """The whole decision for one model on one number of ranks. Immutable; all parts are checked against each other."""
+    """The whole decision for one model on one number of ranks. Immutable; all parts are checked against each other.
 
-    schema_version: Literal[1]
+    `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was not looked at could
+    be faster; 0 for a proven optimum. `equal_split_seconds`: predicted step of the best plan with equally many blocks and
+    replicas in every stage; None where there is none.
+    """
+
+    schema_version: Literal[2]
     fingerprint: Name
     model_name: Text
     cluster: ClusterAssumption
     world_size: PositiveCount
     batch_rows: PositiveCount
     num_micro_batches: PositiveCount
-    schedule: Literal["1f1b", "fill_drain"]
+    schedule: Schedule
     memory_limit_bytes: Count
     blocks: tuple[BlockPlan, ...]
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     predicted_step_seconds: Amount
+    equal_split_seconds: Amount | None
+    proven_gap: Share
+    costs_from: Text
     binding: Text
     alternatives: tuple[Alternative, ...]
+    what_if: tuple[WhatIf, ...]
 
     @property
     def num_stages(self) -> int:
@@ -227,19 +276,15 @@ class Plan(_Record):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read and check a plan. Raises `PlanError` that names the place and what is wrong; runs nothing from the text."""
-        _check_shape_of_text(text)
+        check_shape_of_text(text, SCHEMA_VERSION)
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise PlanError(_describe(error), cure="correct the file, or let the planner write it again.") from None
+            raise PlanError(describe_findings(error), cure="correct the file, or let the planner write it again.") from None
 
     @model_validator(mode="after")
     def _check_parts_agree(self) -> Plan:
-        _check_indexes(self.blocks, "blocks")
-        _check_indexes(self.stages, "stages")
-        _check_blocks(self)
-        _check_stages(self)
-        _check_ranks(self)
+        check_parts_agree(self)
         return self
 
 
@@ -280,100 +325,3 @@ def check_against(
                 f"stage {worst.index} of the plan needs {worst.predicted.peak_bytes} bytes and a device of this run has "
                 f"{device_memory_bytes}; plan again for these devices"
             )
-
-
-def _check_indexes(items: tuple[BlockPlan, ...] | tuple[StagePlan, ...], what: str) -> None:
-    for position, item in enumerate(items):
-        if item.index != position:
-            raise ValueError(f"{what}[{position}].index is {item.index}; indexes must count 0, 1, 2, ... in order")
-
-
-def _check_blocks(plan: Plan) -> None:
-    repeated = _first_repeated(name for block in plan.blocks for name in block.nodes)
-    if repeated is not None:
-        raise ValueError(f"node {repeated!r} is in two blocks (or twice in one)")
-    listed = [index for stage in plan.stages for index in stage.blocks]
-    repeated = _first_repeated(listed)
-    if repeated is not None:
-        raise ValueError(f"block {repeated} is in two stages (or twice in one)")
-    if unknown := sorted(set(listed) - set(range(len(plan.blocks)))):
-        raise ValueError(f"block {unknown[0]} is in a stage, but there are only {len(plan.blocks)} blocks")
-    if missing := sorted(set(range(len(plan.blocks))) - set(listed)):
-        raise ValueError(f"block {missing[0]} is in no stage")
-
-
-def _check_stages(plan: Plan) -> None:
-    repeated = _first_repeated(name for stage in plan.stages for name in stage.nodes)
-    if repeated is not None:
-        raise ValueError(f"node {repeated!r} is in two stages (or twice in one)")
-    for stage in plan.stages:
-        where = f"stages[{stage.index}]"
-        for what, listed, of_blocks in (
-            ("node", set(stage.nodes), {name for index in stage.blocks for name in plan.blocks[index].nodes}),
-            ("parameter", set(stage.parameters), {name for index in stage.blocks for name in plan.blocks[index].parameters}),
-        ):
-            if extra := sorted(listed - of_blocks):
-                raise ValueError(f"{where} lists {what} {extra[0]!r}, which none of its blocks {list(stage.blocks)} has")
-            if absent := sorted(of_blocks - listed):
-                raise ValueError(f"{where} lacks {what} {absent[0]!r}, which its blocks {list(stage.blocks)} have")
-
-
-def _check_ranks(plan: Plan) -> None:
-    ranks = [rank for stage in plan.stages for rank in stage.ranks]
-    repeated = _first_repeated(ranks)
-    if repeated is not None:
-        raise ValueError(f"rank {repeated} is in two stages (or twice in one)")
-    if outside := sorted(rank for rank in ranks if rank >= plan.world_size):
-        raise ValueError(f"rank {outside[0]} is in a stage, but the plan is for ranks 0 to {plan.world_size - 1}")
-
-
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-
-
-def _check_shape_of_text(text: str) -> None:
-    """Refuse what no plan looks like before a parser builds it: too long, too deep, a key given twice, NaN."""
-    if not isinstance(text, str):
-        raise PlanError(f"a plan is text, not {type(text).__name__}")
-    if len(text) > MAX_PLAN_CHARACTERS:
-        raise PlanError(f"the plan has {len(text)} characters; at most {MAX_PLAN_CHARACTERS} are read")
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(text):
-        token = match.group()
-        depth += 1 if token in "[{" else -1 if token in "]}" else 0
-        if depth > MAX_PLAN_DEPTH:
-            raise PlanError(f"the plan is nested deeper than {MAX_PLAN_DEPTH} levels at character {match.start()}")
-    try:
-        value = json.loads(text, object_pairs_hook=_object_without_repeated_keys, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"the plan is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"the plan is not valid: {error}") from None
-    if not isinstance(value, dict):
-        raise PlanError(f"a plan is a JSON object, not {type(value).__name__}")
-    version = value.get("schema_version")
-    if version != SCHEMA_VERSION or isinstance(version, bool):
-        raise PlanError(f"the plan has schema version {version!r}; this release reads version {SCHEMA_VERSION}")
-
-
-def _object_without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    repeated = _first_repeated(key for key, _ in pairs)
-    if repeated is not None:
-        raise ValueError(f"key {repeated!r} is given twice in one object")
-    return dict(pairs)
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a number a plan may hold")
-
-
-def _describe(error: ValidationError) -> str:
-    """`stages[1].ranks[0]: what is wrong` for the first few findings of pydantic."""
-    findings = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = []
-    for finding in findings[:_SHOWN_ERRORS]:
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in finding["loc"]).lstrip(".")
-        message = finding["msg"].removeprefix("Value error, ")
-        lines.append(f"{place}: {message}" if place else message)
-    if len(findings) > _SHOWN_ERRORS:
-        lines.append(f"and {len(findings) - _SHOWN_ERRORS} more")
-    return "the plan is not valid: " + "; ".join(lines)

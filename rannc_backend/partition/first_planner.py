@@ -10,6 +10,7 @@ ranks or the memory forbids are an `InfeasiblePlanError`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,7 +23,7 @@ from rannc_backend.cost.cluster import Cluster, generic_gpu, local_cpu
 from rannc_backend.cost.expressions import evaluate
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import SCHEMA_VERSION, Alternative, BlockPlan, Plan, StageCost, StagePlan
+from rannc_backend.ir.plan import SCHEMA_VERSION, Alternative, BlockPlan, Plan, RowCost, StageCost, StagePlan
 from rannc_backend.partition.blocks import build_block_graph
 from rannc_backend.partition.stage_costs import StageCosts, useful_micro_batches
 from rannc_backend.partition.stage_search import (
@@ -136,7 +137,7 @@ def plan_blocks(
     """`plan_stages` from the block graph on. Raises as it does."""
     request = _Request.of(graph, config, cluster, batch_rows, schedule, stage_replicas)
     if not graph.blocks:
-        return _plan_without_blocks(request, fingerprint, model_name)
+        return _plan_without_blocks(request, config, fingerprint, model_name)
     costs = request.costs()
     problem = request.problem(costs)
     solution = search(problem)
@@ -147,7 +148,15 @@ def plan_blocks(
     for index, replicas in enumerate(solution.replicas):
         begin, end = bounds[index], bounds[index + 1]
         predicted = costs.stage_cost(begin, end, replicas, solution.num_micro_batches, solution.num_stages - index)
-        stages.append(_stage_plan(graph, index, range(begin, end), range(first_rank, first_rank + replicas), predicted))
+        busy = solution.num_micro_batches * (predicted.forward_seconds + predicted.backward_seconds)
+        idle = min(max(1 - busy / max(solution.step_seconds, 1e-30), 0.0), 1.0)
+        predicted = StageCost(**{**predicted.model_dump(), "idle_share": idle})
+        ranks, received = range(first_rank, first_rank + replicas), costs.bytes_per_row(begin, end)
+        stages.append(
+            _stage_plan(
+                graph, index, range(begin, end), ranks, predicted, costs.row_costs(begin, end, replicas), received, config
+            )
+        )
         first_rank += replicas
     return Plan(
         schema_version=SCHEMA_VERSION,
@@ -162,8 +171,12 @@ def plan_blocks(
         blocks=_block_plans(graph, batch_rows),
         stages=tuple(stages),
         predicted_step_seconds=solution.step_seconds,
+        equal_split_seconds=None,
+        proven_gap=0.0,
+        costs_from="analytic",
         binding=_binding(problem, solution, stages),
         alternatives=_alternatives(problem, solution),
+        what_if=(),
     )
 
 
@@ -307,7 +320,16 @@ def _smallest_num_devices(request: _Request) -> int | None:
     return high
 
 
-def _stage_plan(graph: BlockGraph, index: int, blocks: range, ranks: range, predicted: StageCost) -> StagePlan:
+def _stage_plan(
+    graph: BlockGraph,
+    index: int,
+    blocks: range,
+    ranks: range,
+    predicted: StageCost,
+    at_rows: tuple[RowCost, ...],
+    bytes_per_row: tuple[float, float],
+    config: Config,
+) -> StagePlan:
     own = [graph.blocks[block] for block in blocks]
     return StagePlan(
         index=index,
@@ -319,6 +341,10 @@ def _stage_plan(graph: BlockGraph, index: int, blocks: range, ranks: range, pred
         ranks=tuple(ranks),
         recompute=1.0,
         predicted=predicted,
+        at_rows=at_rows,
+        received_bytes_per_row=bytes_per_row[0],
+        gradient_bytes_per_row=bytes_per_row[1],
+        num_buckets=max(1, math.ceil(predicted.gradient_bytes / (config.bucket_mb * 2**20))),
     )
 
 
@@ -331,6 +357,7 @@ def _block_plans(graph: BlockGraph, batch_rows: int) -> tuple[BlockPlan, ...]:
         plans.append(
             BlockPlan(
                 index=block.index,
+                structure=block.structure,
                 nodes=block.nodes,
                 modules=block.modules,
                 parameters=block.parameters,
@@ -399,6 +426,8 @@ def _alternative(problem: SearchProblem, chosen: Solution) -> Alternative:
             num_stages=count,
             stage_replicas=found.replicas,
             num_micro_batches=found.num_micro_batches,
+            schedule=problem.schedule,
+            recompute=(1.0,) * count,
             predicted_step_seconds=found.step_seconds,
             reason=reason,
         )
@@ -411,13 +440,22 @@ def _alternative(problem: SearchProblem, chosen: Solution) -> Alternative:
         reason = f"it does not fit: its fastest cut needs {least} on one device, and plans may use {_size(problem.memory_bytes)}"
         replicas, number = unlimited.replicas, unlimited.num_micro_batches
     return Alternative(
-        num_stages=count, stage_replicas=replicas, num_micro_batches=number, predicted_step_seconds=None, reason=reason
+        num_stages=count,
+        stage_replicas=replicas,
+        num_micro_batches=number,
+        schedule=problem.schedule,
+        recompute=(1.0,) * count,
+        predicted_step_seconds=None,
+        reason=reason,
     )
 
 
-def _plan_without_blocks(request: _Request, fingerprint: str, model_name: str) -> Plan:
+def _plan_without_blocks(request: _Request, config: Config, fingerprint: str, model_name: str) -> Plan:
     """A model that computes nothing from its batch: one stage without nodes on all ranks."""
     nothing = StageCost(**{name: 0 for name in StageCost.model_fields})
+    at_rows = (RowCost(rows=1, **{name: 0 for name in RowCost.model_fields if name != "rows"}),)
+    ranks = range(request.cluster.num_devices)
+    stage = _stage_plan(request.graph, 0, range(0), ranks, nothing, at_rows, (0.0, 0.0), config)
     return Plan(
         schema_version=SCHEMA_VERSION,
         fingerprint=fingerprint,
@@ -429,8 +467,12 @@ def _plan_without_blocks(request: _Request, fingerprint: str, model_name: str) -
         schedule=request.schedule,
         memory_limit_bytes=int(request.memory_bytes),
         blocks=(),
-        stages=(_stage_plan(request.graph, 0, range(0), range(request.cluster.num_devices), nothing),),
+        stages=(stage,),
         predicted_step_seconds=0.0,
+        equal_split_seconds=None,
+        proven_gap=0.0,
+        costs_from="analytic",
         binding="nothing: the model computes nothing from its batch",
         alternatives=(),
+        what_if=(),
     )

@@ -27,7 +27,7 @@ from rannc_backend.cost.expressions import evaluate
 from rannc_backend.cost.memory import num_in_flight
 from rannc_backend.cost.transfer import allreduce_seconds, message_seconds
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import StageCost
+from rannc_backend.ir.plan import RowCost, StageCost
 from rannc_backend.partition.stage_search import MicroBatchTables, SearchProblem
 
 Floats = NDArray[np.float64]
@@ -90,25 +90,48 @@ class StageCosts:
         """The parts of what the search compared for one stage, `stages_to_end` counting it and those after it."""
         column = self._column(num_micro_batches, replicas)
         place = (begin, end, column)
-        tables = self.tables(num_micro_batches)
+        at_rows = self._row_cost(begin, end, column)
         in_flight = num_in_flight(self.schedule, num_micro_batches, stages_to_end)
-        trainable = float(self.trainable_bytes[begin, end])
-        forward = float(self.forward[end, column] - self.forward[begin, column])
-        backward = float(self.backward[end, column] - self.backward[begin, column])
-        activations = in_flight * float(tables.flight_bytes[begin, end, replicas])
+        trainable = int(self.trainable_bytes[begin, end])
         returned = num_micro_batches * float(self.returned[end, column] - self.returned[begin, column])
-        peak = float(tables.fixed_bytes[begin, end, replicas]) + activations
+        parts = {
+            "parameter_bytes": int(self.parameter_bytes[begin, end]),
+            "gradient_bytes": trainable,
+            "optimizer_bytes": math.ceil(self.optimizer_factor * trainable),
+            "activation_bytes": in_flight * at_rows.activation_bytes,
+            "buffer_bytes": math.ceil(float(self._message_bytes()[place]) + returned),
+            "workspace_bytes": at_rows.workspace_bytes,
+        }
         return StageCost(
-            forward_seconds=max(forward, 0.0),
-            backward_seconds=max(backward, 0.0),
+            forward_seconds=at_rows.forward_seconds,
+            backward_seconds=at_rows.backward_seconds,
             transfer_seconds=float(self._transfer_seconds()[place]),
             allreduce_seconds=float(self._allreduce_seconds()[begin, end, replicas]),
-            parameter_bytes=int(self.parameter_bytes[begin, end]),
-            gradient_bytes=int(trainable),
-            optimizer_bytes=int(self.optimizer_factor * trainable),
-            activation_bytes=int(activations),
-            buffer_bytes=int(self._buffer_bytes()[place] + returned),
-            peak_bytes=int(np.ceil(peak)),
+            **parts,
+            peak_bytes=sum(parts.values()),
+            idle_share=0.0,
+        )
+
+    def row_costs(self, begin: int, end: int, replicas: int) -> tuple[RowCost, ...]:
+        """One micro-batch at all numbers of rows that the numbers of micro-batches give a replica, ascending."""
+        columns = sorted({self._column(number, replicas) for number in self.micro_batches})
+        return tuple(self._row_cost(begin, end, column) for column in columns)
+
+    def bytes_per_row(self, begin: int, end: int) -> tuple[float, float]:
+        """Received per row, and sent back as gradients of it (of the most rows that occur)."""
+        rows = float(self.rows[-1])
+        return float(self.received[begin, end, -1]) / rows, float(self.received_gradients[begin, end, -1]) / rows
+
+    def _row_cost(self, begin: int, end: int, column: int) -> RowCost:
+        forward = float(self.forward[end, column] - self.forward[begin, column])
+        backward = float(self.backward[end, column] - self.backward[begin, column])
+        saved = float(self.saved[end, column] - self.saved[begin, column])
+        return RowCost(
+            rows=int(self.rows[column]),
+            forward_seconds=max(forward, 0.0),
+            backward_seconds=max(backward, 0.0),
+            activation_bytes=math.ceil(max(saved + float(self.received[begin, end, column]), 0.0)),
+            workspace_bytes=math.ceil(float(self.workspace[begin, end, column])),
         )
 
     def _replica_rows(self, num_micro_batches: int, replicas: int) -> int:
@@ -191,10 +214,9 @@ class StageCosts:
         returned = self.returned[None, :, :] - self.returned[:-1, None, :]
         return sum(message_seconds(link, amount) for amount in (self.received, self.received_gradients, returned))
 
-    def _buffer_bytes(self) -> Floats:
-        """[begin, end, rows]: messages on their way (received values themselves count per micro-batch) and workspace."""
-        messages = 0.0 if self.cluster.num_devices == 1 else 2 * self.sent + self.received_gradients
-        return messages + self.workspace
+    def _message_bytes(self) -> Floats:
+        """[begin, end, rows]: messages on their way (received values themselves count per micro-batch)."""
+        return np.zeros_like(self.sent) if self.cluster.num_devices == 1 else 2 * self.sent + self.received_gradients
 
     def _build_tables(self, num_micro_batches: int) -> MicroBatchTables:
         counts = np.arange(self.cluster.num_devices + 1)
@@ -208,7 +230,7 @@ class StageCosts:
         saved = self.saved[None, :, columns] - self.saved[:-1, None, columns]
         return MicroBatchTables(
             seconds=np.maximum(seconds, 0.0),
-            fixed_bytes=np.maximum(states[:, :, None] + returned + self._buffer_bytes()[:, :, columns], 0.0),
+            fixed_bytes=np.maximum(states[:, :, None] + returned + (self._message_bytes() + self.workspace)[:, :, columns], 0.0),
             flight_bytes=np.maximum(saved + self.received[:, :, columns], 0.0),
         )
 

@@ -207,9 +207,8 @@ def test_the_parts_of_a_stage_add_up_to_what_the_search_compares() -> None:
         assert total == pytest.approx(tables.seconds[place], rel=1e-4)
         assert parts.allreduce_seconds == pytest.approx(problem.allreduce_seconds[place], rel=1e-4)
         in_flight = min(number, to_end)
-        assert parts.peak_bytes == int(np.ceil(tables.fixed_bytes[place] + in_flight * tables.flight_bytes[place]))
-        listed = parts.parameter_bytes + parts.gradient_bytes + parts.optimizer_bytes + parts.activation_bytes + parts.buffer_bytes
-        assert abs(listed - parts.peak_bytes) <= 5
+        compared = tables.fixed_bytes[place] + in_flight * tables.flight_bytes[place]
+        assert 0 <= parts.peak_bytes - compared <= 5 + in_flight  # each part is rounded up, and none is left out
 
 
 def test_only_useful_numbers_of_micro_batches_are_tried() -> None:

@@ -13,7 +13,7 @@ import rannc_backend
 from rannc_backend.cli import configuration_markdown, main
 from rannc_backend.config import Config
 from rannc_backend.ir.action import parse_programs
-from rannc_backend.ir.plan import Alternative, BlockPlan, ClusterAssumption, Plan, StageCost, StagePlan
+from rannc_backend.ir.plan import Alternative, BlockPlan, ClusterAssumption, Plan, RowCost, StageCost, StagePlan
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -51,11 +51,14 @@ def plan() -> Plan:
         optimizer_bytes=6 * 2**20,
         activation_bytes=5 * 2**30,
         buffer_bytes=0,
-        peak_bytes=6 * 2**30,
+        workspace_bytes=0,
+        peak_bytes=12 * 2**20 + 5 * 2**30,
+        idle_share=0.25,
     )
+    at_rows = RowCost(rows=1, forward_seconds=0.0123, backward_seconds=0.0246, activation_bytes=5 * 2**29, workspace_bytes=0)
     counts = {name: 1 for name in BlockPlan.model_fields if name.endswith(("_flops", "_bytes"))}
     blocks = tuple(
-        BlockPlan(index=i, nodes=(f"mm_{i}",), modules=(f"layer{i}",), parameters=(f"w{i}",), **counts) for i in range(2)
+        BlockPlan(index=i, structure="s", nodes=(f"mm_{i}",), modules=(f"layer{i}",), parameters=(f"w{i}",), **counts) for i in range(2)
     )
     stages = tuple(
         StagePlan(
@@ -68,14 +71,24 @@ def plan() -> Plan:
             ranks=ranks,
             recompute=1.0,
             predicted=cost,
+            at_rows=(at_rows,),
+            received_bytes_per_row=4.0,
+            gradient_bytes_per_row=4.0,
+            num_buckets=1,
         )
         for i, ranks in enumerate([(0, 1), (2,)])
     )
     lost = Alternative(
-        num_stages=1, stage_replicas=(4,), num_micro_batches=1, predicted_step_seconds=None, reason="needs 9 GB [of 1]"
+        num_stages=1,
+        stage_replicas=(4,),
+        num_micro_batches=1,
+        schedule="1f1b",
+        recompute=(1.0,),
+        predicted_step_seconds=None,
+        reason="needs 9 GB [of 1]",
     )
     return Plan(
-        schema_version=1,
+        schema_version=2,
         fingerprint="f" * 64,
         model_name="Toy",
         cluster=cluster,
@@ -87,8 +100,12 @@ def plan() -> Plan:
         blocks=blocks,
         stages=stages,
         predicted_step_seconds=0.2,
+        equal_split_seconds=0.3,
+        proven_gap=0.0,
+        costs_from="analytic",
         binding="stage 0 (compute)",
         alternatives=(lost,),
+        what_if=(),
     )
 
 
@@ -127,7 +144,7 @@ def test_config_markdown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show(capsys: pytest.CaptureFixture[str], plan_path: str) -> None:
     assert run("show", plan_path) == 0
     out = capsys.readouterr().out
-    for text in ("Toy: 2 stage(s) on 4 rank(s)", "a [small] cluster", "layer0", "12.3 ms", "24.6 ms", "3.00 MB", "6.00 GB"):
+    for text in ("Toy: 2 stage(s) on 4 rank(s)", "a [small] cluster", "layer0", "12.3 ms", "24.6 ms", "3.00 MB", "5.01 GB"):
         assert text in out
     assert "predicted step: 200 ms; bound by: stage 0 (compute)" in out
     assert "needs 9 GB [of 1]" in out

@@ -11,27 +11,50 @@ from hypothesis import strategies as st
 
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.plan import (
-    MAX_PLAN_CHARACTERS,
     SCHEMA_VERSION,
     Alternative,
     BlockPlan,
     ClusterAssumption,
     DtypeRate,
     Plan,
+    RowCost,
     StageCost,
     StagePlan,
+    WhatIf,
     check_against,
 )
+from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
 
 AMOUNTS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(min_value=0, max_value=2**63 - 1)
+SECONDS_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_seconds")]
+BYTES_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_bytes") and name != "peak_bytes"]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 @st.composite
 def costs(draw: st.DrawFn) -> StageCost:
+    parts = {name: draw(st.integers(0, 2**60)) for name in BYTES_OF_STAGE}
     return StageCost(
-        **{name: draw(AMOUNTS if name.endswith("_seconds") else COUNTS) for name in sorted(StageCost.model_fields)}
+        **{name: draw(AMOUNTS) for name in SECONDS_OF_STAGE},
+        **parts,
+        peak_bytes=sum(parts.values()),
+        idle_share=draw(st.floats(0, 1)),
+    )
+
+
+@st.composite
+def costs_at_rows(draw: st.DrawFn) -> tuple[RowCost, ...]:
+    numbers = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=3)))
+    return tuple(
+        RowCost(
+            rows=rows,
+            forward_seconds=draw(AMOUNTS),
+            backward_seconds=draw(AMOUNTS),
+            activation_bytes=draw(COUNTS),
+            workspace_bytes=draw(COUNTS),
+        )
+        for rows in numbers
     )
 
 
@@ -44,7 +67,9 @@ def plans(draw: st.DrawFn) -> Plan:
         parameters = draw(st.lists(st.sampled_from(["tied", f"w{index}", f"b{index}"]), unique=True))
         counts = {name: draw(COUNTS) for name in BlockPlan.model_fields if name.endswith(("_flops", "_bytes"))}
         blocks.append(
-            BlockPlan(index=index, nodes=nodes, modules=(draw(TEXTS),), parameters=tuple(parameters), **counts)
+            BlockPlan(
+                index=index, structure="s", nodes=nodes, modules=(draw(TEXTS),), parameters=tuple(parameters), **counts
+            )
         )
     cuts = sorted(draw(st.sets(st.integers(1, num_blocks - 1)))) if num_blocks > 1 else []
     bounds = [0, *cuts, num_blocks]
@@ -63,6 +88,10 @@ def plans(draw: st.DrawFn) -> Plan:
                 ranks=tuple(range(first_rank, first_rank + num_replicas)),
                 recompute=draw(st.floats(0, 1)),
                 predicted=draw(costs()),
+                at_rows=draw(costs_at_rows()),
+                received_bytes_per_row=draw(AMOUNTS),
+                gradient_bytes_per_row=draw(AMOUNTS),
+                num_buckets=draw(st.integers(1, 4)),
             )
         )
         first_rank += num_replicas
@@ -70,8 +99,13 @@ def plans(draw: st.DrawFn) -> Plan:
         num_stages=1,
         stage_replicas=(1,),
         num_micro_batches=2,
+        schedule=draw(st.sampled_from(["1f1b", "fill_drain"])),
+        recompute=(draw(st.floats(0, 1)),),
         predicted_step_seconds=draw(st.none() | AMOUNTS),
         reason=draw(TEXTS),
+    )
+    what_if = WhatIf(
+        change=draw(TEXTS), predicted_step_seconds=draw(st.none() | AMOUNTS), num_stages=2, stage_replicas=(1, 3)
     )
     return Plan(
         schema_version=SCHEMA_VERSION,
@@ -86,8 +120,12 @@ def plans(draw: st.DrawFn) -> Plan:
         blocks=tuple(blocks),
         stages=tuple(stages),
         predicted_step_seconds=draw(AMOUNTS),
+        equal_split_seconds=draw(st.none() | AMOUNTS),
+        proven_gap=draw(st.floats(0, 1)),
+        costs_from=draw(TEXTS),
         binding=draw(TEXTS),
         alternatives=draw(st.sampled_from([(), (alternative,)])),
+        what_if=draw(st.sampled_from([(), (what_if,)])),
     )
 
 
@@ -110,26 +148,40 @@ def make_cluster(launch_seconds: float = 1e-6) -> ClusterAssumption:
 
 def make_plan() -> Plan:
     """Two stages on three ranks; block 1 and 2 share the parameter `tied`."""
-    cost = StageCost(**{name: 1.0 if name.endswith("_seconds") else 10 for name in StageCost.model_fields})
+    seconds, sizes = dict.fromkeys(SECONDS_OF_STAGE, 1.0), dict.fromkeys(BYTES_OF_STAGE, 10)
+    cost = StageCost(**seconds, **sizes, peak_bytes=60, idle_share=0.25)
+    at_rows = tuple(
+        RowCost(rows=rows, forward_seconds=rows / 2, backward_seconds=rows / 2, activation_bytes=5 * rows, workspace_bytes=10)
+        for rows in (1, 2)
+    )
+    traffic = {"received_bytes_per_row": 4.0, "gradient_bytes_per_row": 4.0, "num_buckets": 1}
     counts = {name: 5 for name in BlockPlan.model_fields if name.endswith(("_flops", "_bytes"))}
     blocks = tuple(
-        BlockPlan(index=index, nodes=(f"node{index}",), modules=("layer",), parameters=names, **counts)
+        BlockPlan(index=index, structure="s", nodes=(f"node{index}",), modules=("layer",), parameters=names, **counts)
         for index, names in enumerate([("w0",), ("tied",), ("tied", "w2")])
     )
     stages = (
         StagePlan(
             index=0, blocks=(0, 1), nodes=("node0", "node1"), modules=("layer",), parameters=("tied", "w0"),
-            updated_buffers=(), ranks=(0,), recompute=1.0, predicted=cost,
+            updated_buffers=(), ranks=(0,), recompute=1.0, predicted=cost, at_rows=at_rows, **traffic,
         ),
         StagePlan(
             index=1, blocks=(2,), nodes=("node2",), modules=("layer",), parameters=("tied", "w2"),
-            updated_buffers=(), ranks=(1, 2), recompute=1.0, predicted=cost,
+            updated_buffers=(), ranks=(1, 2), recompute=1.0, predicted=cost, at_rows=at_rows, **traffic,
         ),
     )  # fmt: skip
     return Plan(
         schema_version=SCHEMA_VERSION, fingerprint="f" * 64, model_name="Net", cluster=make_cluster(), world_size=3,
         batch_rows=8, num_micro_batches=4, schedule="1f1b", memory_limit_bytes=10**9, blocks=blocks, stages=stages,
-        predicted_step_seconds=1 / 3, binding="compute of stage 0", alternatives=(),
+        predicted_step_seconds=1 / 3, equal_split_seconds=0.5, proven_gap=0.0, costs_from="analytic",
+        binding="compute of stage 0",
+        alternatives=(
+            Alternative(
+                num_stages=1, stage_replicas=(3,), num_micro_batches=2, schedule="1f1b", recompute=(1.0,),
+                predicted_step_seconds=None, reason="does not fit",
+            ),
+        ),
+        what_if=(WhatIf(change="twice the memory", predicted_step_seconds=0.3, num_stages=1, stage_replicas=(3,)),),
     )  # fmt: skip
 
 
@@ -191,7 +243,20 @@ WRONG_EDITS = [
     (["blocks", 2, "index"], 0, "blocks[2].index is 0"),
     (["blocks", 2, "nodes"], ["node1"], "node 'node1' is in two blocks"),
     (["schedule"], "magic", "schedule"),
-    (["schema_version"], 2, "schema version 2"),
+    (["stages", 0, "predicted", "peak_bytes"], 61, "peak_bytes is 61, and its parts sum up to 60"),
+    (["stages", 0, "predicted", "idle_share"], 1.5, "stages[0].predicted.idle_share"),
+    (["stages", 1, "recompute"], -0.1, "stages[1].recompute"),
+    (["stages", 1, "at_rows"], [], "stages[1].at_rows"),
+    (["stages", 1, "at_rows", 0, "rows"], 0, "stages[1].at_rows[0].rows"),
+    (["stages", 1, "at_rows", 0, "rows"], 2, "stages[1].at_rows must be ascending"),
+    (["stages", 1, "at_rows", 0, "forward_seconds"], "fast", "stages[1].at_rows[0].forward_seconds"),
+    (["stages", 0, "num_buckets"], 0, "stages[0].num_buckets"),
+    (["alternatives", 0, "stage_replicas"], [2, 1], "alternatives[0]: stage_replicas has 2 entries for 1 stages"),
+    (["alternatives", 0, "recompute"], [], "alternatives[0].recompute"),
+    (["alternatives", 0, "recompute"], [1.0, 0.5], "alternatives[0]: recompute has 2 entries for 1 stages"),
+    (["what_if", 0, "stage_replicas"], [2, 1], "what_if[0]: stage_replicas has 2 entries for 1 stages"),
+    (["proven_gap"], 2.0, "proven_gap"),
+    (["schema_version"], 1, "schema version 1; this release reads version 2"),
     (["schema_version"], True, "schema version True"),
     (["predicted_step_seconds"], -1.0, "predicted_step_seconds"),
     (["predicted_step_seconds"], "1", "predicted_step_seconds"),
@@ -224,7 +289,7 @@ def test_hand_edits_that_do_not_agree_are_named(path: list, value: object, messa
         ('{"schema_version": NaN}', "NaN"),
         ('{"schema_version": ' + "9" * 10_000 + "}", "not valid"),
         (" " * (MAX_PLAN_CHARACTERS + 1), "characters"),
-        ('{"schema_version": 1, "model_name": "\\ud800"}', "not valid"),
+        ('{"schema_version": 2, "model_name": "\\ud800"}', "not valid"),
     ],
     ids=lambda item: item[:20],
 )  # fmt: skip
@@ -284,13 +349,13 @@ def check_outcome(text: str) -> None:
 def test_check_against_names_the_difference() -> None:
     plan = make_plan()
     same = {"fingerprint": "f" * 64, "world_size": 3}
-    check_against(plan, **same, parameters=["tied", "w0", "w2"], device_memory_bytes=10)
+    check_against(plan, **same, parameters=["tied", "w0", "w2"], device_memory_bytes=60)
     for change, message in [
         ({"world_size": 4}, "for 3 ranks and this run has 4"),
         ({"fingerprint": "e" * 64}, "another graph"),
         ({"parameters": ["tied", "w0"]}, "'w2', which the model does not use"),
         ({"parameters": ["tied", "w0", "w2", "w3"]}, "'w3' on no stage"),
-        ({"device_memory_bytes": 9}, "needs 10 bytes"),
+        ({"device_memory_bytes": 59}, "needs 60 bytes"),
     ]:
         with pytest.raises(PlanError) as caught:
             check_against(plan, **{**same, **change})
