@@ -259,10 +259,10 @@ def compile_stage(
 
     def build(rows: int | None) -> StageFunctions:
         if rows is None:
-            return _Builder(stage, signature, fake_mode, compiler, activation_budget).build(training)
+            return StageBuilder(stage, signature, fake_mode, compiler, activation_budget).build(training)
         hinted, mode, symbol = with_hint(stage, rows_symbol, rows)
         again = signature_of(hinted, needs_grad, requires_grad_parameters, symbol)
-        functions = _Builder(hinted, again, mode, compiler, activation_budget).build(training)
+        functions = StageBuilder(hinted, again, mode, compiler, activation_budget).build(training)
         functions.saved_bytes = functions.saved_bytes.subs(symbol, rows_symbol)
         return functions
 
@@ -272,24 +272,21 @@ def compile_stage(
     return CompiledStage(stage, signature, variants)
 
 
-def saved_bytes_of(
-    stage: StageGraph,
-    *,
-    needs_grad: frozenset[str],
-    requires_grad_parameters: frozenset[str],
-    fake_mode: FakeTensorMode,
-    rows_symbol: sympy.Symbol,
-    compiler: str,
-    activation_budget: float = 1.0,
-) -> sympy.Expr:
-    """Bytes that one forward of the stage would save, as an expression in the batch size; traces, compiles nothing."""
-    signature = signature_of(stage, needs_grad, requires_grad_parameters, rows_symbol)
-    builder = _Builder(stage, signature, fake_mode, compiler, activation_budget)
-    traced = builder.trace()
-    return builder.saved_bytes(traced, builder.split(traced)) if traced.tangent_of else sympy.Integer(0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """What the outputs of a backward graph are: gradients of the stage's inputs, by place among the outputs."""
+
+    parameters: Mapping[int, int]
+    returned: Mapping[int, int]
+    borrowed: frozenset[int]
+
+    @property
+    def num_gradients(self) -> int:
+        """Outputs of the backward graph."""
+        return len(self.parameters) + len(self.returned)
 
 
-class _Builder:
+class StageBuilder:
     """Compiles one stage; holds what the steps share."""
 
     def __init__(
@@ -312,6 +309,7 @@ class _Builder:
         self.needs_grad = [index in needs for index in range(self.num_outputs)]
 
     def build(self, training: bool) -> StageFunctions:
+        """Compile the stage, forward and backward or inference alone."""
         functions = StageFunctions(
             make_infer=self.make_infer,
             num_outputs=self.num_outputs,
@@ -331,6 +329,7 @@ class _Builder:
         return functions
 
     def trace(self) -> TracedStage:
+        """The joint graph."""
         with self.fake_mode:
             fakes = self.signature.fakes(requires_grad=True)
         # Refuses a stage that fits one batch size only, before anything else meets its numbers in place of symbols.
@@ -339,7 +338,7 @@ class _Builder:
         row_conditions(self.fake_mode, self.signature.rows_symbol)
         return traced
 
-    def split(self, traced: TracedStage) -> SplitStage:
+    def _split(self, traced: TracedStage) -> SplitStage:
         if self.inductor:
             from rannc_backend.compile_inductor import simplify_joint
 
@@ -350,9 +349,10 @@ class _Builder:
             long_lived=self.signature.long_lived,
         )
 
-    def saved_bytes(self, traced: TracedStage, split: SplitStage) -> sympy.Expr:
-        names = [node.name for node in split.forward.graph.find_nodes(op="placeholder")]
-        return saved_bytes(split.forward, traced.num_outputs, {names[index] for index in self.signature.long_lived})
+    def kept_anyway(self, forward: fx.GraphModule) -> frozenset[str]:
+        """Names of the placeholders of a joint or forward graph that live as long as the stage."""
+        names = [node.name for node in forward.graph.find_nodes(op="placeholder")]
+        return frozenset(names[index] for index in self.signature.long_lived)
 
     def make_infer(self) -> BoxedCallable:
         """Compile the graph without backward."""
@@ -375,28 +375,34 @@ class _Builder:
 
         return inductor_decompositions()
 
-    def _add_training(self, functions: StageFunctions, traced: TracedStage) -> None:
+    def split_safely(self, traced: TracedStage) -> tuple[SplitStage, Gradients]:
+        """The two graphs, with gradients that are safe to hand on, and what those are."""
         # Input 0 of the joint graph is the batch size.
         positions = [index - 1 for index in traced.gradient_of]
         parameters = {i: p for i, p in enumerate(positions) if p in self.signature.trained}
-        split = self.split(traced)
-        functions.saved_bytes = self.saved_bytes(traced, split)
+        returned = {i: p for i, p in enumerate(positions) if i not in parameters}
+        split = self._split(traced)
+        borrowed = frozenset(positions[i] for i in _make_safe(split.backward, list(returned)))
+        return split, Gradients(parameters=parameters, returned=returned, borrowed=borrowed)
+
+    def _add_training(self, functions: StageFunctions, traced: TracedStage) -> None:
+        split, gradients = self.split_safely(traced)
+        functions.saved_bytes = saved_bytes(split.forward, traced.num_outputs, self.kept_anyway(split.forward))
         functions.tangent_of = traced.tangent_of
         positions_of = {index: self.output_index.index(index) for index in traced.tangent_of}
         functions.tangent_dtypes = {i: self.signature.output_values[p].dtype for i, p in positions_of.items()}
         functions.saved_order = split.saved_order
-        functions.delivered = tuple(parameters.values())
-        functions.returned = tuple(p for i, p in enumerate(positions) if i not in parameters)
-        returned_index = [i for i in range(len(positions)) if i not in parameters]
-        functions.borrowed = frozenset(positions[i] for i in _make_safe(split.backward, returned_index))
+        functions.delivered = tuple(gradients.parameters.values())
+        functions.returned = tuple(gradients.returned.values())
+        functions.borrowed = gradients.borrowed
         if not self.inductor:
             functions.forward = boxed(split.forward)
-            functions.backward = boxed(deliver_early(split.backward, parameters, len(positions)))
+            functions.backward = boxed(deliver_early(split.backward, gradients.parameters, gradients.num_gradients))
             functions.sink_in_graph = True
             return
         from rannc_backend.compile_inductor import compile_pair
 
-        _reorder_outputs(split.backward, [*parameters, *returned_index])
+        _reorder_outputs(split.backward, [*gradients.parameters, *gradients.returned])
         functions.forward, functions.backward = compile_pair(
             split.forward,
             split.backward,

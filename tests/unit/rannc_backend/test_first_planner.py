@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend.compile_stages import saved_bytes_of
+from rannc_backend.compile_partitions import partitions_of
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster, generic_gpu, local_cpu
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
@@ -290,15 +290,14 @@ def test_activations_are_estimated_near_what_the_compiled_stage_saves(name: str,
     batch = next(node for node in item.split.rowwise.graph.find_nodes(op="placeholder") if node.name == item.inputs[-1].name)
     symbol = next(iter(batch.meta["val"].shape[0].node.expr.free_symbols))
     for stage, graph in zip(plan.stages, cut(name, plan), strict=True):
-        exact = saved_bytes_of(
+        (exact,) = partitions_of(
             graph,
             needs_grad=item.needs_grad,
             requires_grad_parameters=frozenset(spec.name for spec in item.inputs if spec.requires_grad),
-            fake_mode=batch.meta["val"].fake_mode,
             rows_symbol=symbol,
             compiler="eager",
         )
-        ratio = stage.predicted.activation_bytes / float(exact.subs(symbol, rows))
+        ratio = stage.predicted.activation_bytes / float(exact.saved_bytes.subs(exact.rows_symbol, rows))
         assert 0.97 <= ratio <= most, f"stage {stage.index}: {ratio}"
 
 

@@ -1,0 +1,90 @@
+"""The forward and backward graphs of a stage at several activation budgets, to be looked at: nothing is compiled, nothing runs.
+
+In: a `StageGraph` on fake tensors, the compiler that it is meant for. Out: a `StagePartition` per budget.
+Terms as in compile_joint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from rannc_backend.compile_joint import TracedStage
+from rannc_backend.compile_signature import StageSignature, signature_of
+from rannc_backend.compile_stages import StageBuilder
+from rannc_backend.compile_variants import with_hint
+from rannc_backend.passes.partition_backward import deliver_early
+from rannc_backend.passes.recompute import saved_bytes
+from rannc_backend.passes.split_stages import StageGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePartition:
+    """A stage's graphs at one activation budget, as they would be compiled; `backward` is None where nothing is trained.
+
+    forward: (batch size, *inputs, *constants) to (*`num_outputs` outputs, *saved). backward: (sink, *saved, *tangents) to the
+    gradients of inputs; parameter gradients go to the sink as they are made, unless `gradients_at_end`: then it takes no sink and
+    returns them too. `kept_anyway` are the names of forward's placeholders that live as long as the stage. All sizes are over
+    `rows_symbol`; `saved_bytes`: see `passes.recompute`. `output_index[i]` is where output i of the stage is found among the outputs.
+    """
+
+    budget: float
+    signature: StageSignature
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+    output_index: tuple[int, ...]
+    kept_anyway: frozenset[str]
+    gradients_at_end: bool
+    saved_bytes: sympy.Expr
+    rows_symbol: sympy.Symbol
+
+
+def partitions_of(
+    stage: StageGraph,
+    *,
+    needs_grad: frozenset[str],
+    requires_grad_parameters: frozenset[str],
+    rows_symbol: sympy.Symbol,
+    compiler: str,
+    budgets: Sequence[float] = (1.0,),
+    rows_hint: int = 2,
+) -> tuple[StagePartition, ...]:
+    """Split a stage into forward and backward at each activation budget; traces once. Arguments as for `compile_stage`.
+
+    The stage is traced over fakes of its own, so that what torch assumes of the batch size there binds nothing else; their
+    symbol for the batch size is each result's `rows_symbol`.
+    """
+    hinted, fake_mode, symbol = with_hint(stage, rows_symbol, rows_hint)
+    signature = signature_of(hinted, needs_grad, requires_grad_parameters, symbol)
+    traced, found = None, []
+    for budget in budgets:
+        builder = StageBuilder(hinted, signature, fake_mode, compiler, budget)
+        traced = builder.trace() if traced is None else traced
+        found.append(_partition(builder, traced))
+    return tuple(found)
+
+
+def _partition(builder: StageBuilder, traced: TracedStage) -> StagePartition:
+    forward, backward, saved = traced.joint, None, sympy.Integer(0)
+    if traced.tangent_of:
+        split, gradients = builder.split_safely(traced)
+        forward, backward = split.forward, split.backward
+        saved = saved_bytes(forward, traced.num_outputs, builder.kept_anyway(forward))
+        if not builder.inductor:
+            backward = deliver_early(backward, gradients.parameters, gradients.num_gradients)
+    return StagePartition(
+        budget=builder.activation_budget,
+        signature=builder.signature,
+        forward=forward,
+        backward=backward,
+        num_outputs=traced.num_outputs,
+        output_index=builder.output_index,
+        kept_anyway=builder.kept_anyway(forward),
+        gradients_at_end=builder.inductor,
+        saved_bytes=saved,
+        rows_symbol=builder.signature.rows_symbol,
+    )
