@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
@@ -22,6 +22,10 @@ ENVIRONMENT_PREFIX = "RANNC_"
 ENVIRONMENT_ONLY: Mapping[str, str] = {
     "RANNC_LOG_LEVEL": "Level of the logger `rannc_backend`: debug, info, warning or error. Default: info.",
 }
+
+
+_NAME = r"[^\s,=]+"
+_NAMES = rf"^({_NAME}(,{_NAME})*)?$"
 
 
 class Config(BaseModel):
@@ -36,6 +40,27 @@ class Config(BaseModel):
         pattern=r"^([1-9][0-9]*(,[1-9][0-9]*)*)?$",
         json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
         description="Number of replicas of each stage, first stage first; empty: the planner decides.",
+    )
+    max_partition_num: int = Field(
+        160, ge=1, description="Largest number of blocks into which the planner cuts the model before it forms stages."
+    )
+    stage_starts: str = Field(
+        "",
+        pattern=_NAMES,
+        json_schema_extra={"accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), or ""'},
+        description="Modules that must start a stage, by dotted name.",
+    )
+    keep_together: str = Field(
+        "",
+        pattern=_NAMES,
+        json_schema_extra={"accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), or ""'},
+        description="Modules that must each stay in one stage, by dotted name.",
+    )
+    stage_pins: str = Field(
+        "",
+        pattern=rf"^({_NAME}=[0-9]+(,{_NAME}=[0-9]+)*)?$",
+        json_schema_extra={"accepts": 'module=stage with commas between, as "encoder=0,decoder=1" (a dict in options), or ""'},
+        description="Stages of modules, counted from 0: module=stage, by dotted name.",
     )
     pipeline_num: int = Field(0, ge=0, description="Number of micro-batches of a step; 0: the planner decides.")
     min_pipeline: int = Field(1, ge=1, description="Smallest number of micro-batches that the planner may choose.")
@@ -93,6 +118,15 @@ class Config(BaseModel):
     def stage_replica_counts(self) -> tuple[int, ...]:
         """`stage_replicas` as numbers; () when the planner decides."""
         return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
+
+    @field_validator("stage_starts", "keep_together", "stage_pins", mode="before")
+    @classmethod
+    def _join_names(cls, value: object, info: ValidationInfo) -> object:
+        if info.field_name == "stage_pins" and isinstance(value, Mapping):
+            return ",".join(f"{name}={stage}" for name, stage in value.items())
+        if info.field_name != "stage_pins" and isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+            return ",".join(value)
+        return value
 
     @model_validator(mode="after")
     def _check_items_agree(self) -> Config:

@@ -187,6 +187,25 @@ class RanksDifferError(UserInputError):
 
 
 
+class UnknownModuleError(UserInputError):
+    """An option names a module that has no operator in the model's graph."""
+
+    def __init__(self, name: str, *, valid: Iterable[str], option: str) -> None:
+        choices = sorted(valid)
+        self.name = name
+        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.0)
+        self.nearest = near[0] if near else None
+        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
+        super().__init__(
+            f"option {option!r} names {name!r}, but no module of that name computes anything from the batch",
+            cure=f"{hint}Names are as model.named_modules() gives them.",
+        )
+
+
+class StagePinError(UserInputError):
+    """What the options stage_starts, keep_together and stage_pins ask for cannot be had together."""
+
+
 class PlanError(UserInputError):
     """A plan cannot be read, or does not fit this model, world size or version."""
 

@@ -26,6 +26,10 @@ OTHER_VALUES = {
     "partition_num": (2, "2"),
     "replica_num": (2, "2"),
     "stage_replicas": ("2,1", "2,1"),
+    "max_partition_num": (64, "64"),
+    "stage_starts": ("encoder.1,head", "encoder.1,head"),
+    "keep_together": ("encoder.1", "encoder.1"),
+    "stage_pins": ("encoder=0,head=1", "encoder=0,head=1"),
     "pipeline_num": (4, "4"),
     "min_pipeline": (2, "2"),
     "max_pipeline": (8, "8"),
@@ -99,6 +103,16 @@ def test_one_wrong_letter_is_corrected(item: str, data: st.DataObject) -> None:
     assert caught.value.nearest is not None and caught.value.nearest.startswith("RANNC_")
 
 
+def test_module_names_may_be_lists_and_dicts() -> None:
+    config = resolve_config({"stage_starts": ["a.1", "b"], "keep_together": ("c",), "stage_pins": {"a": 0, "b": 1}}, {})
+    assert (config.stage_starts, config.keep_together, config.stage_pins) == ("a.1,b", "c", "a=0,b=1")
+    for item, value in [("stage_pins", {"a": "x"}), ("stage_pins", {"a": -1}), ("stage_pins", ["a=0"]), ("stage_starts", [1]), ("stage_starts", {"a": 0}),
+                        ("keep_together", ["a b"]), ("stage_starts", "a,,b")]:  # fmt: skip
+        with pytest.raises(OptionValueError) as caught:
+            resolve_config({item: value}, {})
+        assert caught.value.item == item
+
+
 @given(st.sampled_from(ITEMS), ANY_VALUE)
 def test_any_value_gives_a_config_or_an_error_that_names_the_item(item: str, value: object) -> None:
     try:
@@ -109,7 +123,8 @@ def test_any_value_gives_a_config_or_an_error_that_names_the_item(item: str, val
         assert "from options" in str(error)
     else:
         taken = getattr(config, item)
-        assert taken == value
+        # No names at all may be an empty list or dict.
+        assert taken == (value if value or isinstance(value, str | int | float) else "")
         assert isinstance(taken, bool) == isinstance(value, bool), "True must not pass as 1"
         assert not isinstance(taken, float) or math.isfinite(taken)
 
