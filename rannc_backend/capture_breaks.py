@@ -16,6 +16,7 @@ from rannc_backend.capture_dynamo import DynamoCall, RestartReason, break_reason
 from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, user_location
 
 _LOGGING = "logging.Logger method not supported"
+_RAISED = "Developer debug context: raised exception "
 _DATA_DEPENDENT = (
     "generic_jump",
     "data-dependent",
@@ -42,7 +43,7 @@ def refuse_resumed_frame(call: DynamoCall) -> None:
         return
     known = break_reasons_since(None)
     where = call.skipped_functions[0] if call.skipped_functions else f"{call.code.co_filename}:{call.code.co_firstlineno}"
-    raise _error(known[-1] if known else "Dynamo could not trace the whole function", where)
+    raise graph_break_error(known[-1] if known else "Dynamo could not trace the whole function", where)
 
 
 def refuse_graph_break(graph_module: fx.GraphModule, restart: RestartReason | None) -> None:
@@ -50,7 +51,7 @@ def refuse_graph_break(graph_module: fx.GraphModule, restart: RestartReason | No
     reason = _break_of(graph_module)
     if reason is not None:
         location = user_location("".join(traceback.format_list(list(reason.user_stack))))
-        raise _error(_reasons(graph_module, restart)[-1], location)
+        raise graph_break_error(_reasons(graph_module, restart)[-1], location)
 
 
 def _break_of(graph_module: fx.GraphModule) -> Any | None:
@@ -68,7 +69,8 @@ def _reasons(graph_module: fx.GraphModule, restart: RestartReason | None) -> tup
     return break_reasons_since(restart) or (reason.reason,)
 
 
-def _error(reason: str, location: str) -> GraphBreakError:
+def graph_break_error(reason: str, location: str) -> GraphBreakError:
+    """The user's error for Dynamo's reason of a break and the user's line, "" if unknown."""
     text = _shortened(reason)
     if any(sign in reason.lower() for sign in _DATA_DEPENDENT):
         return DataDependentControlFlowError(text, location=location)
@@ -86,5 +88,8 @@ def _error(reason: str, location: str) -> GraphBreakError:
 def _shortened(reason: str) -> str:
     """The headline and the explanation of Dynamo's long texts, without hints that hold for other backends only."""
     lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
+    raised = [line for line in lines if line.startswith(_RAISED)]
+    if raised:
+        return "the model raises " + raised[0].removeprefix(_RAISED).strip()
     kept = [line for line in lines if not line.startswith(("Hint:", "Developer debug context:", "For more details"))]
     return " ".join(kept[:2]) or "unknown reason"

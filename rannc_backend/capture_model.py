@@ -1,0 +1,60 @@
+"""Captures a model by calling it once under Dynamo, without computing anything: also a model that has no memory (device "meta").
+
+In: the model, the arguments of one call, and the device that the trace is to take the model for. Out: the `CapturedGraph` that a real
+call with such arguments gives there. Terms: to *call off* the call is to end it from within the backend, once the graph is known.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import Unsupported
+
+from rannc_backend.capture import CapturedGraph, capture_or_restart, skip_library_loggers
+from rannc_backend.capture_breaks import graph_break_error
+from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
+
+
+class _CalledOff(BaseException):
+    """Not an Exception, so that neither Dynamo nor the model takes it for a failure that could be dealt with."""
+
+    def __init__(self, result: CapturedGraph | RanncError) -> None:
+        super().__init__()
+        self.result = result
+
+
+def capture_model(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device | None = None
+) -> CapturedGraph:
+    """The graph of ``model(*args, **kwargs)`` with gradients enabled, as if all of it were on ``device`` (None: where it is).
+
+    Raises:
+        RanncError: whatever capture refuses; UnsupportedModelError when the model does nothing that Dynamo can capture.
+        Exception: what the model itself raises.
+    """
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
+        try:
+            captured = capture_or_restart(graph_module, example_inputs, device=device)
+        except RanncError as error:
+            raise _CalledOff(error) from error
+        raise _CalledOff(captured)
+
+    skip_library_loggers()
+    try:
+        with torch.enable_grad():
+            torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
+    except _CalledOff as end:
+        if isinstance(end.result, RanncError):
+            raise end.result from None
+        return end.result
+    except Unsupported as error:
+        raise graph_break_error(str(error), user_location("".join(traceback.format_list(list(error.real_stack))))) from None
+    raise UnsupportedModelError(
+        f"{type(model).__name__} was called without computing anything that Dynamo captures",
+        cure="pass at least one tensor with a batch dimension, and a model that is not compiled already.",
+    )
