@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +22,17 @@ from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
 from rannc_backend.deployment import Deployer, cut_stages
+from rannc_backend.deployment_file import write_text
 from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, rebuild_error
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
+from rannc_backend.measured import report_of
 from rannc_backend.partition.first_planner import plan_stages
 from rannc_backend.partition.projection import project_plan, stage_of_plan
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
+from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.world import StartOptions, World
 from rannc_backend.torch_version import mention_untried_torch
@@ -76,7 +80,10 @@ class Session:
         cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
         if self.table is None:
             moved = self._take_ownership(self.plan)
-        self.runtimes[key] = self._deployer().deploy(analysis, cut, label=f"graph {len(self.runtimes)}")
+        runtime = self._deployer().deploy(analysis, cut, label=f"graph {len(self.runtimes)}")
+        if not any(other.meter for other in self.runtimes.values()) and any(output.differentiable for output in runtime.outputs):
+            runtime.meter = self._meter(runtime)
+        self.runtimes[key] = runtime
         self._report_outputs(analysis, rows)
         return self.runtimes[key], moved
 
@@ -100,7 +107,7 @@ class Session:
         if self.world.rank == 0:
             logger.info("%s", plan.summary())
             if self.config.save_deployment:
-                _write_atomically(Path(self.config.deployment_file), text)
+                write_text(Path(self.config.deployment_file), text, what="plan")
         return plan
 
     def _plan_here(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
@@ -149,6 +156,29 @@ class Session:
             cache=self.cache,
         )
 
+    def _meter(self, runtime: GraphRuntime) -> StepMeter | None:
+        root = self.root()
+        if not self.config.report_steps or root is None or self.plan is None:
+            return None
+        return StepMeter(
+            device=self.world.device,
+            stage_index=self.plan.stage_of_rank(self.world.rank),
+            num_steps=self.config.report_steps,
+            expected_rows=self.plan.batch_rows,
+            model_tensors=tuple(named_tensors(root).values()),
+            gradient_tensors=runtime.buckets.tensors,
+            deliver=self._report_measured,
+        )
+
+    def _report_measured(self, records: list[dict[str, Any]]) -> None:
+        assert self.plan is not None, "measured before planned"
+        report = report_of(self.plan, records) if self.world.rank == 0 else None
+        if report is None:
+            return
+        logger.info("%s", report.table())
+        if self.config.run_file:
+            write_text(Path(self.config.run_file), report.to_json(), what="measured steps")
+
     def _report_outputs(self, analysis: GraphAnalysis, rows: list[int]) -> None:
         names = [output.name for output in analysis.split.user_outputs if output.kind == "rows"]
         scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
@@ -173,12 +203,6 @@ def _check_same(answers: list[dict[str, object]]) -> None:
         values = [str(answer[item])[:16] for answer in answers]
         if len(set(values)) > 1:
             raise RanksDifferError(what, value_by_rank=values)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 @dataclass(slots=True)

@@ -186,6 +186,10 @@ class GradientBuckets:
         """Empty gradients for one step."""
         return PendingGradients(layout=self.layout, buffers=self._free_buffers(), start_reduce=self.start_reduce)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer that has been made so far."""
+        return [buffer for buffers in self._pool for buffer in buffers]
+
     def _free_buffers(self) -> list[torch.Tensor]:
         for buffers in self._pool:
             if all(num_storage_users(buffer) == 1 for buffer in buffers):

@@ -15,6 +15,7 @@ import torch
 from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.runtime.messages import assemble, make_incoming, make_message, slice_rows
+from rannc_backend.runtime.meter import StepRecord
 from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.world import World
 
@@ -92,9 +93,24 @@ class Executor:
         """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor."""
         prefix = f"step {state.number}, " + (f"stage {self.stage_index}, " if self.stage is not None else "no stage, ")
         with torch.no_grad():
+            if state.record is not None:
+                self._run_measured(program, phases, state, prefix, state.record)
+                return
             for action, phase in zip(program, phases, strict=True):
                 self.world.monitor.phase(prefix + phase)
                 self._handlers[action.kind](action, state)
+
+    def _run_measured(self, program: Program, phases: Sequence[str], state: StepState, prefix: str, record: StepRecord) -> None:
+        mark, marks = record.mark, record.marks_of(program)
+        with record.following():
+            marks.append(mark())
+            for action, phase in zip(program, phases, strict=True):
+                self.world.monitor.phase(prefix + phase)
+                self._handlers[action.kind](action, state)
+                marks.append(mark())
+                if record.tracker is not None and action.kind is ActionKind.FORWARD:
+                    # Compiled kernels allocate what they return themselves.
+                    record.tracker.add([*state.saved.get(action.micro_batch, ()), *state.values.values()])
 
     def share_buffers(self) -> None:
         """Give the first replica's running statistics to the others, so that all replicas evaluate alike."""

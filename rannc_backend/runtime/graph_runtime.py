@@ -22,6 +22,7 @@ from rannc_backend.ir.action import INPUT, OUTPUT, Program
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
 from rannc_backend.runtime.executor import Executor, describe
+from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.step_state import StepState
@@ -83,6 +84,7 @@ class GraphRuntime:
     make_program: Callable[[str, str, int], Program]
     loss_index: int | None
     is_random: bool
+    meter: StepMeter | None = None
     _executors: dict[str, Executor] = field(default_factory=dict)
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
@@ -98,10 +100,13 @@ class GraphRuntime:
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
         seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
         kind = "training step" if training else "inference step"
-        answers = agree(self.world, f"{kind} of {self.label}", [local_rows, seed, digests])
+        answers = self._agree_with_measured(f"{kind} of {self.label}", [local_rows, seed, digests])
         self._check_replicated([answer[2] for answer in answers])
         rows_by_rank = tuple(answer[0] for answer in answers)
         rows = self._row_table(rows_by_rank)
+        record = None
+        if training and self.meter is not None:
+            record = self.meter.begin(rows.global_rows, rows.num_micro_batches, tensors.values())
         device = self.world.device
         scalars = {
             "rng_seed": torch.tensor(answers[0][1], dtype=torch.int64, device=device),
@@ -110,7 +115,17 @@ class GraphRuntime:
         counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
         scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
         self.counter.number += 1
-        return StepState(number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training)
+        return StepState(
+            number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training, record=record
+        )
+
+    def _agree_with_measured(self, what: str, payload: list[Any]) -> list[Any]:
+        """`agree`, which also carries what was measured when that is due: at the same time on all ranks."""
+        measured = self.meter.measured() if self.meter is not None else None
+        answers = agree(self.world, what, [*payload, measured])
+        if self.meter is not None and measured is not None:
+            self.meter.deliver([answer[-1] for answer in answers])
+        return answers
 
     def _local_rows(self, tensors: Mapping[str, torch.Tensor]) -> int:
         sizes = {spec.name: tensors[spec.name].shape[0] for spec in self.inputs if spec.kind == "batch"}
@@ -184,7 +199,10 @@ class GraphRuntime:
         else:
             self._run("all", "forward", state)
         self.executor("loss" if eager else "all", state.rows).share_buffers()
-        return self._outputs(state), TrainingStep(state, eager)
+        outputs = self._outputs(state)
+        if state.record is not None:
+            state.record.stop(complete=eager)
+        return outputs, TrainingStep(state, eager)
 
     @property
     def uses_eager_backward(self) -> bool:
@@ -215,7 +233,7 @@ class GraphRuntime:
         """
         kinds = [None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)]
         tangents = [float(grad) if kind == "scalar" and grad is not None else 0.0 for grad, kind in zip(grads, kinds, strict=True)]
-        answers = agree(self.world, f"backward of {self.label}", [[kind is not None for kind in kinds], tangents])
+        answers = self._agree_with_measured(f"backward of {self.label}", [[kind is not None for kind in kinds], tangents])
         size = len(answers)
         flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
         means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
@@ -239,6 +257,8 @@ class GraphRuntime:
     def _run_again(self, state: StepState) -> StepState:
         """The step's forward once more, now keeping what backward needs; running statistics are not advanced again."""
         self._deferred = True
+        if state.record is not None:
+            state.record.spoiled = True
         again = StepState(
             number=state.number,
             rows=state.rows,
@@ -260,6 +280,10 @@ class GraphRuntime:
         keep: bool,
     ) -> list[torch.Tensor | None]:
         state.keep_saved = keep
+        if state.record is not None and state.record.complete:
+            state.record = None  # a second backward of the same forward
+        if state.record is not None:
+            state.record.start()
         state.pending = self.buckets.pending()
         scalar_tangents = [0.0] * self._num_scalars
         for output, mean in zip(self.outputs, means, strict=True):
@@ -278,6 +302,8 @@ class GraphRuntime:
         self._run("all", "backward", state)
         self.buckets.publish(state.pending, 1.0, keep=False)
         state.pending = None
+        if state.record is not None:
+            state.record.stop(complete=True)
         only_rows = not any(flag and output.kind == "scalar" for flag, output in zip(flagged, self.outputs, strict=True))
         return self._user_gradients(state, 1.0 / share if only_rows else 1.0)
 

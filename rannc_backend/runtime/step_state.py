@@ -15,6 +15,7 @@ import torch
 from rannc_backend.ir.action import Channel
 from rannc_backend.runtime.buckets import PendingGradients
 from rannc_backend.runtime.messages import Incoming, RowsTensors
+from rannc_backend.runtime.meter import StepRecord
 from rannc_backend.runtime.rows import Piece, RowTable
 
 ValueKey = tuple[str, int]
@@ -36,6 +37,7 @@ class StepState:
     seeds: dict[str, torch.Tensor] = field(default_factory=dict)  # gradient of each partial sum
     tangents: dict[str, torch.Tensor] = field(default_factory=dict)  # gradient of each row output, this rank's rows
     keep_saved: bool = False
+    record: StepRecord | None = None  # in steps that are measured
 
     values: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # made here, not yet sent everywhere
     readers: dict[ValueKey, int] = field(default_factory=dict)

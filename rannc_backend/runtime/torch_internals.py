@@ -1,11 +1,16 @@
-"""The private torch functions that the runtime needs, one Python function each.
+"""The private torch functions that the runtime needs, one Python function or class each.
 
 In: tensors, or nothing. Out: facts that torch has no public name for. Seen on torch 2.13.0; the test beside says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:
@@ -17,3 +22,27 @@ def num_storage_users(tensor: torch.Tensor) -> int:
 def backward_keeps_graph() -> bool:
     """True inside a backward that was called with ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class NewTensors(TorchDispatchMode):
+    """Context manager that calls ``made`` with each tensor that an ATen operator returns in memory of its own."""
+
+    def __init__(self, made: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._made = made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            # A view or an in-place result is no new memory.
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
+                self._made(leaf)
+        return result
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors share while they share memory."""
+    return tensor.untyped_storage()._cdata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rannc_backend.runtime.torch_internals import backward_keeps_graph, num_storage_users
+from rannc_backend.runtime.torch_internals import NewTensors, backward_keeps_graph, num_storage_users, storage_key
 
 
 def test_storage_users_are_counted_without_the_question() -> None:
@@ -36,3 +36,16 @@ def test_backward_knows_whether_its_graph_is_kept() -> None:
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [True, False]
+
+
+def test_new_tensors_are_told_and_views_and_in_place_results_are_not() -> None:
+    made: list[int] = []
+    x = torch.ones(4)
+    with torch.no_grad(), NewTensors(lambda tensor: made.append(storage_key(tensor))):
+        y = x + 1
+        y.view(2, 2).add_(1)
+        torch.add(x, 1, out=y)
+        parts = torch.split(y, 2)
+        z = torch.empty(3)
+    assert made == [storage_key(y), storage_key(z)]
+    assert storage_key(parts[0]) == storage_key(y) != storage_key(x)
