@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rannc_backend.passes.graph_queries import placeholders
+
 from .tracing import symbolic_sizes
 
 
@@ -25,7 +27,7 @@ def values_needing_grad(
     `fake_mode`: the mode of the graph's values; found in them if not given.
     """
     interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
-    inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in placeholders(graph_module.graph)]
     with fake_mode or contextlib.nullcontext(), symbolic_sizes(inputs), torch.enable_grad():
         interpreter.run(*inputs)
     return frozenset(interpreter.found)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rannc_backend.passes.graph_queries import nodes_behind, output_values
+
 from .tracing import inline_value, trace_function
 
 
@@ -33,7 +35,7 @@ class GraphBuilder:
                 builder.placeholder(node)
             elif node.op != "output":
                 builder.copy(node)
-        outputs = source.graph.output_node().args[0]
+        outputs = output_values(source.graph)
         return builder.finish([builder.find(item) if isinstance(item, fx.Node) else item for item in outputs])
 
     def find(self, node: fx.Node) -> fx.Node | None:
@@ -83,16 +85,7 @@ class GraphBuilder:
 
 def depends_on_inputs(node: fx.Node) -> bool:
     """Whether a value depends on any placeholder."""
-    seen: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        item = pending.pop()
-        if item.op == "placeholder":
-            return True
-        if item not in seen:
-            seen.add(item)
-            pending.extend(item.all_input_nodes)
-    return False
+    return any(item.op == "placeholder" for item in nodes_behind([node]))
 
 
 def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:

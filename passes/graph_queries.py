@@ -1,52 +1,56 @@
 """Read-only questions about a graph that several passes ask.
 
-In: an `fx.GraphModule` or its nodes. Out: tuples and sets of nodes, strings. Nothing here changes a graph.
+In: an `fx.Graph` or its nodes. Out: nodes. Nothing here changes a graph. Term: a node lies *behind* another when the other's
+value is computed from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
 
 
-def placeholders(graph_module: fx.GraphModule) -> tuple[fx.Node, ...]:
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """The inputs in order."""
-    return tuple(graph_module.graph.find_nodes(op="placeholder"))
+    return list(graph.find_nodes(op="placeholder"))
 
 
-def output_values(graph_module: fx.GraphModule) -> tuple[Any, ...]:
+def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     """The flat tuple that a captured graph gives back: nodes, None or numbers."""
-    values = graph_module.graph.output_node().args[0]
+    values = graph.output_node().args[0]
     assert isinstance(values, (tuple, list)), "the output of a captured graph is one flat tuple"
     return tuple(values)
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The given nodes and all that they are computed from."""
+def nodes_behind(nodes: Iterable[fx.Node], *, stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """The given nodes and all that lie behind them; nothing that lies only behind nodes of which `stop` is true."""
     found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
         if node not in found:
             found.add(node)
-            waiting.extend(node.all_input_nodes)
+            if not stop(node):
+                pending.extend(node.all_input_nodes)
     return found
 
 
-def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The given nodes and all that is computed from them."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.users)
-    return found
-
-
-def module_of(node: fx.Node) -> str:
-    """Dotted path of the user's module that a node belongs to, "" if none."""
-    return node.meta.get("module_path", "")
+def nearest_node(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """The wanted node that belongs closest to `node`: the first of the same module of the user's, else the one with the
+    fewest edges between them, in either direction; None where no path leads to one."""
+    path = node.meta.get("module_path", "")
+    if path and node.op != "placeholder":
+        for other in node.graph.nodes:
+            if other.meta.get("module_path", "") == path and wanted(other):
+                return other
+    seen, pending = {node}, [node]
+    for current in pending:
+        for neighbour in [*current.all_input_nodes, *current.users]:
+            if wanted(neighbour):
+                return neighbour
+            if neighbour not in seen and neighbour.op != "output":
+                seen.add(neighbour)
+                pending.append(neighbour)
+    return None

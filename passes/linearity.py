@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rannc_backend.passes.graph_queries import nodes_behind, placeholders
+
 from .operator_call import operator_name
 from .tracing import symbolic_sizes
 
@@ -22,11 +24,11 @@ SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros",
 
 def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partials: Collection[str]) -> bool:
     """Trace d(outputs)/d(differentiated partials) and look whether any of it reads a partial."""
-    placeholders = [node for node in epilogue.graph.nodes if node.op == "placeholder"]
-    values = [node.meta["val"] for node in placeholders]
+    inputs = placeholders(epilogue.graph)
+    values = [node.meta["val"] for node in inputs]
     wanted = [
         place
-        for place, node in enumerate(placeholders)
+        for place, node in enumerate(inputs)
         if node.name in differentiated and (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())
     ]
     if not wanted:
@@ -46,25 +48,11 @@ def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partial
 
     with symbolic_sizes(values):
         traced = make_fx(gradients)(*values)
-    by_name = {node.name: inner for node, inner in zip(placeholders, _placeholders(traced))}
+    by_name = {node.name: inner for node, inner in zip(inputs, placeholders(traced.graph))}
     forbidden = {by_name[name] for name in partials}
-    return not any(_reads(node, forbidden) for node in traced.graph.output_node().all_input_nodes)
+    read = nodes_behind(traced.graph.output_node().all_input_nodes, stop=_reads_no_values)
+    return not read & forbidden
 
 
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def _reads(node: fx.Node, forbidden: Collection[fx.Node]) -> bool:
-    """Whether the value of `node` depends on the values of `forbidden`."""
-    seen: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        item = pending.pop()
-        if item in forbidden:
-            return True
-        if item in seen or operator_name(item.target).removeprefix("aten.") in SHAPE_ONLY:
-            continue
-        seen.add(item)
-        pending.extend(item.all_input_nodes)
-    return False
+def _reads_no_values(node: fx.Node) -> bool:
+    return operator_name(node.target).removeprefix("aten.") in SHAPE_ONLY

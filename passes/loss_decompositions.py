@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
 
+from rannc_backend.passes.graph_queries import placeholders
+
 from .batch_split import GLOBAL_ROWS
 from .operator_call import Call, has_rows, operator_name, rows_dims, rows_multiple, wrap_dims
 from .pipeline import PassError
@@ -55,12 +57,12 @@ def decompose_batch_reductions(graph_module: fx.GraphModule, rows_symbol: sympy.
 
 
 def _read_sizes_from_inputs(graph: fx.Graph, symbol: sympy.Symbol) -> None:
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    sources = [node for node in placeholders if rows_dims(node.meta["val"], symbol) == [0]]
+    inputs = placeholders(graph)
+    sources = [node for node in inputs if rows_dims(node.meta["val"], symbol) == [0]]
     if not sources or rows_multiple(sources[0].meta["val"].shape[0], symbol) != 1:
         return
     sizes: dict[int, fx.Node] = {}
-    place = placeholders[-1]
+    place = inputs[-1]
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.SymInt):
             continue
@@ -335,13 +337,13 @@ class _RowNumbers:
         return inline_value(marker, inner)
 
     def _global_rows(self, like: Any) -> fx.Node:
-        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        for node in placeholders:
+        inputs = placeholders(self.graph)
+        for node in inputs:
             if node.name == GLOBAL_ROWS:
                 return node
-        with self.graph.inserting_after(placeholders[-1]):
+        with self.graph.inserting_after(inputs[-1]):
             node = self.graph.placeholder(GLOBAL_ROWS)
-        mode = next(item.meta["val"].fake_mode for item in placeholders if isinstance(item.meta["val"], Tensor))
+        mode = next(item.meta["val"].fake_mode for item in inputs if isinstance(item.meta["val"], Tensor))
         with mode:
             device = "cpu"
             node.meta["val"] = torch.empty((), dtype=torch.int64, device=device)

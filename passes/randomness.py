@@ -23,6 +23,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from rannc_backend.passes.graph_queries import placeholders
+
 from .batch_axis import extend_analysis, is_random
 from .batch_split import FIRST_ROW, RNG_SEED
 from .layouts import Constant, Layout, RowCount, RowIndex, Rows, Several
@@ -176,8 +178,8 @@ class _Rewriter:
 
     def _num_rows(self) -> fx.Node:
         if "num_rows" not in self.shared:
-            source = next(node for node in self._placeholders() if isinstance(self.layouts[node.name], Rows))
-            last = self._placeholders()[-1]
+            source = next(node for node in placeholders(self.graph) if isinstance(self.layouts[node.name], Rows))
+            last = placeholders(self.graph)[-1]
             with self.graph.inserting_after(last):
                 size = self.graph.call_function(torch.ops.aten.sym_size.int, (source, 0))
             size.meta["val"] = source.meta["val"].shape[0]
@@ -194,7 +196,7 @@ class _Rewriter:
         """New nodes right after what they need, so that every operator may use them."""
         order = {node: place for place, node in enumerate(self.graph.nodes)}
         needed = [item for item in args if isinstance(item, fx.Node)]
-        last = max([*needed, self._placeholders()[-1]], key=order.__getitem__)
+        last = max([*needed, placeholders(self.graph)[-1]], key=order.__getitem__)
         inner = trace_function(function, args, {})
         before = set(self.graph.nodes)
         with self.graph.inserting_after(last):
@@ -209,11 +211,8 @@ class _Rewriter:
                     self.row_numbers.add(node.name)
         return result
 
-    def _placeholders(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
-
     def _placeholder(self, name: str) -> fx.Node:
-        existing = self._placeholders()
+        existing = placeholders(self.graph)
         for node in existing:
             if node.name == name:
                 return node

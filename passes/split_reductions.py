@@ -20,6 +20,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from rannc_backend.passes.graph_queries import nodes_behind, output_values, placeholders
+
 from .batch_axis import analyze_batch_axis
 from .batch_split import FIRST_ROW, GLOBAL_ROWS, RNG_SEED, BatchSplit, RowwiseOutput, UserOutput
 from .differentiability import values_reached_by_grad
@@ -95,7 +97,7 @@ class _Splitter:
         return self.layouts[node.name]
 
     def split(self, num_user_outputs: int, buffer_updates: Sequence[str]) -> BatchSplit:
-        leaves = list(self.graph_module.graph.output_node().args[0])
+        leaves = list(output_values(self.graph_module.graph))
         buffers = leaves[num_user_outputs:]
         assert len(buffers) == len(buffer_updates), f"{len(buffers)} outputs after the user's, {len(buffer_updates)} buffers"
         user_outputs = tuple(self._user_output(leaf) for leaf in leaves[:num_user_outputs])
@@ -119,7 +121,7 @@ class _Splitter:
 
     def _differentiated(self, rowwise: fx.GraphModule, partial_names: Sequence[str]) -> list[str]:
         """Partials through which gradients go back into the row-wise part; some were made after `needs_grad` was."""
-        inputs = [node.name for node in rowwise.graph.nodes if node.op == "placeholder" and node.name in self.needs_grad]
+        inputs = [node.name for node in placeholders(rowwise.graph) if node.name in self.needs_grad]
         found = values_reached_by_grad(rowwise, inputs)
         return [name for name in partial_names if name in found]
 
@@ -215,7 +217,7 @@ class _Splitter:
         for node in graph.nodes:
             if node.target is torch.ops.aten.sym_size.int and rows_multiple(node.meta["val"], self.symbol) == 1:
                 return node
-        source = next(node for node in graph.nodes if isinstance(self.layouts.get(node.name), Rows) and node.op == "placeholder")
+        source = next(node for node in placeholders(graph) if isinstance(self.layouts.get(node.name), Rows))
         with graph.inserting_before(graph.output_node()):
             size = graph.call_function(torch.ops.aten.sym_size.int, (source, 0))
         size.meta["val"] = source.meta["val"].shape[0]
@@ -233,8 +235,8 @@ class _Splitter:
         builder = GraphBuilder(self.graph_module)
         by_name = {node.name: node for node in self.graph_module.graph.nodes}
         wanted = [by_name[item.name] for item in outputs]
-        needed = self._needed(wanted, stop_at_prologue=True)
-        fed_back = [node for node in needed if self._is_prologue_sum(node)]
+        needed = nodes_behind(wanted, stop=self._is_prologue_sum)
+        fed_back = [node for node in self.graph_module.graph.nodes if node in needed and self._is_prologue_sum(node)]
         for node in self.graph_module.graph.nodes:
             added = node.name in (GLOBAL_ROWS, RNG_SEED, FIRST_ROW)
             if node.op == "placeholder" and (not added or node in needed):
@@ -251,23 +253,11 @@ class _Splitter:
         layout = self.layouts.get(node.name)
         return isinstance(layout, PartialSum) and layout.input_only
 
-    def _needed(self, wanted: Sequence[fx.Node], *, stop_at_prologue: bool) -> dict[fx.Node, None]:
-        needed: dict[fx.Node, None] = {}
-        pending = list(wanted)
-        while pending:
-            node = pending.pop()
-            if node in needed:
-                continue
-            needed[node] = None
-            if not (stop_at_prologue and self._is_prologue_sum(node)):
-                pending.extend(node.all_input_nodes)
-        return needed
-
     def _prologue(self) -> fx.GraphModule | None:
         if not self.prologue_sums:
             return None
         builder = GraphBuilder(self.graph_module)
-        needed = self._needed(list(self.prologue_sums), stop_at_prologue=False)
+        needed = nodes_behind(self.prologue_sums)
         for node in self.graph_module.graph.nodes:
             if node in needed:
                 builder.placeholder(node) if node.op == "placeholder" else builder.copy(node)

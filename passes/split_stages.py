@@ -23,6 +23,7 @@ import sympy
 import torch
 from torch import fx
 
+from rannc_backend.passes.graph_queries import nearest_node, output_values
 from rannc_backend.passes.layouts import Layout, RowIndex, Rows
 from rannc_backend.passes.pipeline import PassError
 
@@ -201,42 +202,22 @@ def _place_outputs(
     by_stage: list[list[tuple[fx.Node, StageOutput]]],
 ) -> None:
     """Append each output of the row-wise graph to the stage that makes it."""
-    values = _output_nodes(assignment.rowwise)
+    values = output_values(assignment.rowwise.graph)
     assert len(values) == len(outputs), f"{len(values)} outputs, {len(outputs)} descriptions"
     for node, output in zip(values, outputs, strict=True):
-        if node is None:
+        if not isinstance(node, fx.Node):
             continue
         stage_output = StageOutput(name=node.name, kind=output.kind, fqn=output.fqn if output.kind == "buffer" else None)
         by_stage[_home_stage(assignment, node)].append((node, stage_output))
-
-
-def _output_nodes(rowwise: fx.GraphModule) -> list[fx.Node | None]:
-    (output,) = rowwise.graph.find_nodes(op="output")
-    return [value if isinstance(value, fx.Node) else None for value in output.args[0]]
 
 
 def _home_stage(assignment: _Assignment, node: fx.Node) -> int:
     """The stage that returns an output: where it is made, or for a cloned one where its inputs are used anyway."""
     if node in assignment.staged:
         return assignment.staged[node]
-    stage_of = assignment.stage_of
     # The new value of a counter such as BatchNorm's num_batches_tracked belongs where its module computes.
-    module_path = node.meta.get("module_path", "")
-    if module_path and node.op != "placeholder":
-        for other in assignment.rowwise.graph.nodes:
-            if other.name in stage_of and other.meta.get("module_path", "") == module_path:
-                return stage_of[other.name]
-    seen = {node}
-    pending = [node]
-    while pending:
-        current = pending.pop(0)
-        for neighbour in [*current.all_input_nodes, *current.users]:
-            if neighbour.name in stage_of:
-                return stage_of[neighbour.name]
-            if neighbour not in seen and neighbour.op != "output":
-                seen.add(neighbour)
-                pending.append(neighbour)
-    return 0
+    nearest = nearest_node(node, lambda other: other.name in assignment.stage_of)
+    return 0 if nearest is None else assignment.stage_of[nearest.name]
 
 
 class _StageBuilder:

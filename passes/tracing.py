@@ -18,6 +18,8 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rannc_backend.passes.graph_queries import placeholders
+
 
 @dataclass(frozen=True, slots=True)
 class InnerGraph:
@@ -51,8 +53,7 @@ def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str,
         module = make_fx(run)(*values)
     output = module.graph.output_node().args[0]
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-    placeholders = tuple(node for node in module.graph.nodes if node.op == "placeholder")
-    return InnerGraph(module, placeholders, nodes, outputs)
+    return InnerGraph(module, tuple(placeholders(module.graph)), nodes, outputs)
 
 
 @contextlib.contextmanager

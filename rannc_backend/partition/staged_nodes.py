@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import fx
 
+from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values
 from rannc_backend.passes.layouts import Constant, Layout, Reduced, RowCount, RowIndex, Rows, Several
 from rannc_backend.passes.split_stages import free_nodes, is_size
 
@@ -109,8 +110,7 @@ def _is_cloned(layout: Layout) -> bool:
 
 def output_nodes(rowwise: fx.GraphModule) -> list[fx.Node]:
     """The nodes in the flat output tuple, in order."""
-    (output,) = rowwise.graph.find_nodes(op="output")
-    return [value for value in output.args[0] if isinstance(value, fx.Node)]
+    return [value for value in output_values(rowwise.graph) if isinstance(value, fx.Node)]
 
 
 def home_of_cloned(staged: StagedGraph, node: fx.Node) -> fx.Node | None:
@@ -118,29 +118,9 @@ def home_of_cloned(staged: StagedGraph, node: fx.Node) -> fx.Node | None:
 
     The rule of passes/split_stages.py, which must find the parameters behind the output where this says.
     """
-    path = node.meta.get("module_path", "")
-    if path and node.op != "placeholder":
-        for other in staged.reads:
-            if other.meta.get("module_path", "") == path:
-                return other
-    seen, pending = {node}, [node]
-    while pending:
-        current = pending.pop(0)
-        for neighbour in [*current.all_input_nodes, *current.users]:
-            if neighbour in staged.reads:
-                return neighbour
-            if neighbour not in seen and neighbour.op != "output":
-                seen.add(neighbour)
-                pending.append(neighbour)
-    return None
+    return nearest_node(node, lambda other: other in staged.reads)
 
 
 def placeholders_behind(node: fx.Node) -> set[fx.Node]:
     """Placeholders that reach `node`, itself included."""
-    seen, pending = {node}, [node]
-    while pending:
-        for argument in pending.pop().all_input_nodes:
-            if argument not in seen:
-                seen.add(argument)
-                pending.append(argument)
-    return {item for item in seen if item.op == "placeholder"}
+    return {item for item in nodes_behind([node]) if item.op == "placeholder"}

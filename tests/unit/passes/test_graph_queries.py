@@ -5,18 +5,33 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rannc_backend.passes.graph_queries import ancestors, descendants, module_of, output_values, placeholders
+from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values, placeholders
+
+
+def _names(nodes):
+    return {node.name for node in nodes}
 
 
 def test_questions():
-    graph = fx.symbolic_trace(lambda x, y: (torch.relu(x), torch.relu(x) + y, None))
-    names = lambda nodes: {node.name for node in nodes}  # noqa: E731
+    graph = fx.symbolic_trace(lambda x, y: (torch.relu(x), torch.relu(x) + y, None)).graph
     x, y = placeholders(graph)
     first, total, nothing = output_values(graph)
     assert (x.name, y.name, nothing) == ("x", "y", None)
-    assert names(ancestors([total])) == {"x", "y", "relu_1", "add"}
-    assert names(descendants([first])) == {"relu", "output"}
-    assert names(ancestors([])) == set()
-    assert module_of(first) == ""
-    first.meta["module_path"] = "h.0"
-    assert module_of(first) == "h.0"
+    assert _names(nodes_behind([total])) == {"x", "y", "relu_1", "add"}
+    assert _names(nodes_behind([total, first], stop=lambda node: node.name == "relu_1")) == {"y", "relu_1", "add", "relu", "x"}
+    assert _names(nodes_behind([total], stop=lambda node: node.name == "relu_1")) == {"y", "relu_1", "add"}
+    assert _names(nodes_behind([])) == set()
+
+
+def test_the_nearest_node_is_of_the_same_module_or_fewest_edges_away():
+    graph = fx.symbolic_trace(lambda x: (torch.relu(x) + 1) * 2).graph
+    x, relu, add, mul, _ = graph.nodes
+    relu.meta["module_path"] = mul.meta["module_path"] = "h.0"
+    assert nearest_node(mul, lambda node: node in (add, relu)) is relu
+    assert nearest_node(x, lambda node: node in (add, mul)) is add
+    assert nearest_node(mul, lambda node: node is x) is x
+    assert nearest_node(mul, lambda node: False) is None
+    # The output node is no way from one value to another.
+    pair = fx.symbolic_trace(lambda x, y: (torch.relu(x), torch.relu(y))).graph
+    left, right = output_values(pair)
+    assert nearest_node(left, lambda node: node is right) is None
