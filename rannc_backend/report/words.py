@@ -1,0 +1,106 @@
+"""Numbers and names as short text.
+
+In: seconds, bytes, shares, ranks, names. Out: text for tables and for the page, all printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rannc_backend.errors import BYTES_PER_GB
+
+BYTES_PER_MB = 1024**2
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits with the unit that suits: "1.23 s", "45.6 ms", "7.89 us"."""
+    if seconds == 0:
+        return "0"
+    # The unit is that of the rounded number: 0.9996 s is "1 s", not "1e+03 ms".
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if float(f"{seconds * factor:.3g}") >= 1 or unit == "us":
+            value = seconds * factor
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}".replace(",", " ")
+    raise AssertionError("microseconds take what is left")
+
+
+def size_text(num_bytes: float) -> str:
+    """Three digits in GB, MB or KB (1024 of each other): "12.3 GB"."""
+    if num_bytes == 0:
+        return "0"
+    for factor, unit in ((BYTES_PER_GB, "GB"), (BYTES_PER_MB, "MB")):
+        if num_bytes >= 0.9995 * factor:
+            value = num_bytes / factor
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}".replace(",", " ")
+    return f"{num_bytes / 1024:.3g} KB"
+
+
+def percent_text(share: float) -> str:
+    """"23 %"; one digit after the point below 10 %."""
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"
+
+
+def change_text(before: float, after: float) -> str:
+    """How `after` differs from `before`: "+12 %", "-3.4 %", "same"; "2.3 x" and more as a factor."""
+    if before == after:
+        return "same"
+    if before <= 0:
+        return "new"
+    change = after / before - 1
+    if change >= 1:
+        return f"{after / before:.3g} x"
+    if abs(change) < 0.0005:
+        return "same"
+    return f"{'+' if change > 0 else '-'}{percent_text(abs(change))}"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Numbers with runs drawn together: "0-3, 8, 10-11"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def replicas_text(replicas: Sequence[int]) -> str:
+    """Replicas by stage with equal neighbours counted: "8" for one stage, "4 x 8" for four, "2, 3 x 1"."""
+    runs: list[list[int]] = []
+    for count in replicas:
+        if runs and runs[-1][1] == count:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, count])
+    return ", ".join(str(count) if number == 1 else f"{number} x {count}" for number, count in runs)
+
+
+def kept_text(recompute: Sequence[float]) -> str:
+    """Shares of the activations that are kept: "all", "50 %", "none"; from-to where stages differ."""
+    low, high = min(recompute), max(recompute)
+    if low == high:
+        return "all" if low == 1 else "none" if low == 0 else percent_text(low)
+    return f"{percent_text(low)} to {percent_text(high)}"
+
+
+def count_text(number: int, singular: str, plural: str | None = None) -> str:
+    """"1 stage", "2 stages"."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def printable(text: str) -> str:
+    """`text` with every character that a terminal or a page might act on written as its code."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for character in text
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` in at most `most` characters, the middle left out."""
+    if len(text) <= most:
+        return text
+    begin = (most - 1) // 2
+    return f"{text[:begin]}…{text[len(text) - (most - 1 - begin):]}"

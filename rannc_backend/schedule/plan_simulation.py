@@ -1,0 +1,275 @@
+"""A plan run in simulated time, as planned or with another schedule or number of micro-batches.
+
+In: a `Plan`; nothing else is known here, so costs at numbers of rows that the plan does not list are interpolated. Out: a
+`PlanSimulation`: the step, what every stage does when, its share of idle time and its peak memory.
+
+Terms. Chain: the model of communication that the planner minimises. Each stage waits for one message from the stage before
+it (forward) and one from the stage after it (gradients) per micro-batch, whatever values those carry. Span: a forward or
+backward of one micro-batch on one stage, or what is left of the all-reduce when its last backward has ended.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
+from rannc_backend.ir.plan import ClusterAssumption, Plan, RowCost, StagePlan
+from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import ScheduleName, build_order
+from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
+
+SpanKind = Literal["forward", "backward", "allreduce"]
+_SPAN_KINDS: dict[ActionKind, SpanKind] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WAIT_REDUCTIONS: "allreduce",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Seconds since the step began; `micro_batch` is NO_MICRO_BATCH for an all-reduce."""
+
+    kind: SpanKind
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSimulation:
+    """One stage in the simulated step; each of its ranks does the same.
+
+    Seconds of forward, backward and messages are of one micro-batch. `idle_share`: part of the step without computing.
+    `is_listed`: the plan lists costs at this number of rows, or between two such numbers; else they are a guess.
+    """
+
+    index: int
+    rows: int
+    num_in_flight: int
+    forward_seconds: float
+    backward_seconds: float
+    receive_seconds: float
+    gradient_seconds: float
+    allreduce_seconds: float
+    busy_seconds: float
+    idle_share: float
+    peak_bytes: int
+    is_listed: bool
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSimulation:
+    """The simulated step of a plan under one schedule. `idle_share`: mean over the ranks that have a stage."""
+
+    schedule: ScheduleName
+    num_micro_batches: int
+    step_seconds: float
+    idle_share: float
+    stages: tuple[StageSimulation, ...]
+
+    def fits(self, memory_bytes: int) -> bool:
+        """Whether no stage needs more."""
+        return all(stage.peak_bytes <= memory_bytes for stage in self.stages)
+
+
+def simulate_plan(
+    plan: Plan, schedule: ScheduleName | None = None, num_micro_batches: int | None = None
+) -> PlanSimulation:
+    """Simulate one training step of `plan`; None takes the plan's own setting.
+
+    Raises:
+        ValueError: an unknown schedule, or a number of micro-batches below 1.
+    """
+    schedule = plan.schedule if schedule is None else schedule
+    count = plan.num_micro_batches if num_micro_batches is None else num_micro_batches
+    order = build_order(schedule, plan.num_stages, count)
+    costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
+    edges, messages = [], {}
+    for index in range(1, plan.num_stages):
+        edges.append(EdgeSpec(src=index - 1, dst=index, num_forward_values=1, num_gradient_values=1))
+        messages[Channel(index - 1, index, FORWARD_VALUES)] = costs[index].receive_seconds
+        messages[Channel(index, index - 1, GRADIENTS)] = costs[index].gradient_seconds
+    step = simulate(lower(order, edges, "train", count), [cost.seconds for cost in costs], messages)
+    spans = _spans(step, plan.num_stages)
+    stages = tuple(
+        _stage_simulation(plan, stage, costs[stage.index], schedule, count, step, spans[stage.index])
+        for stage in plan.stages
+    )
+    num_ranks = sum(plan.stage_replicas)
+    return PlanSimulation(
+        schedule=schedule,
+        num_micro_batches=count,
+        step_seconds=step.makespan_seconds,
+        idle_share=sum(stage.idle_share * len(plan.stages[stage.index].ranks) for stage in stages) / num_ranks,
+        stages=stages,
+    )
+
+
+def most_micro_batches(plan: Plan) -> int:
+    """The largest number of micro-batches in which every replica of every stage gets a row."""
+    return max(1, plan.batch_rows // max(plan.stage_replicas))
+
+
+def replica_rows(plan: Plan, num_replicas: int, num_micro_batches: int) -> int:
+    """Rows of the largest part that a replica gets of the largest micro-batch."""
+    return math.ceil(math.ceil(plan.batch_rows / num_micro_batches) / num_replicas)
+
+
+def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
+    """Costs of one micro-batch of `rows` rows on a replica, and whether the plan lists numbers of rows on both sides.
+
+    On the line through the two nearest listed numbers of rows; in proportion to the rows where only one is listed.
+    """
+    listed = stage.at_rows
+    place = bisect.bisect_left([entry.rows for entry in listed], rows)
+    if place < len(listed) and listed[place].rows == rows:
+        return listed[place], True
+    if len(listed) == 1:
+        share = rows / listed[0].rows
+        low, high, position = listed[0], listed[0], 0.0
+    else:
+        share = 1.0
+        first = min(max(place - 1, 0), len(listed) - 2)
+        low, high = listed[first], listed[first + 1]
+        position = (rows - low.rows) / (high.rows - low.rows)
+
+    def value(name: str) -> float:
+        begin, end = getattr(low, name), getattr(high, name)
+        return max(share * (begin + (end - begin) * position), 0.0)
+
+    cost = RowCost(
+        rows=rows,
+        forward_seconds=value("forward_seconds"),
+        backward_seconds=value("backward_seconds"),
+        activation_bytes=math.ceil(value("activation_bytes")),
+        workspace_bytes=math.ceil(value("workspace_bytes")),
+    )
+    return cost, 0 < place < len(listed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageCost:
+    seconds: StageSeconds
+    at_rows: RowCost
+    is_listed: bool
+    receive_seconds: float
+    gradient_seconds: float
+
+
+def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageCost:
+    own_rows = replica_rows(plan, stage.num_replicas, plan.num_micro_batches)
+    rows = replica_rows(plan, stage.num_replicas, num_micro_batches)
+    cost, is_listed = cost_at(stage, rows)
+    if rows == own_rows:
+        update = {"forward_seconds": stage.predicted.forward_seconds, "backward_seconds": stage.predicted.backward_seconds}
+        cost = cost.model_copy(update=update)
+    receive, gradient = _message_seconds(plan, stage, rows)
+    planned = sum(_message_seconds(plan, stage, own_rows))
+    # What the planner charged for its own number of rows is known; the links of the cluster say how it grows.
+    correction = stage.predicted.transfer_seconds / planned if planned else 0.0
+    return _StageCost(
+        seconds=StageSeconds(
+            forward=cost.forward_seconds,
+            backward=cost.backward_seconds,
+            allreduce=stage.predicted.allreduce_seconds,
+            num_buckets=stage.num_buckets,
+            activation_bytes=cost.activation_bytes,
+        ),
+        at_rows=cost,
+        is_listed=is_listed,
+        receive_seconds=receive * correction,
+        gradient_seconds=gradient * correction,
+    )
+
+
+def _message_seconds(plan: Plan, stage: StagePlan, rows: int) -> tuple[float, float]:
+    """Forward message from the stage before, and the gradients that go back, by the slowest link between the two."""
+    if stage.index == 0:
+        return 0.0, 0.0
+    cluster = plan.cluster
+    latency, rate = _link(cluster, (*plan.stages[stage.index - 1].ranks, *stage.ranks))
+    if not rate:
+        return 0.0, 0.0
+    forward, backward = (
+        latency + rows * amount / rate if amount else 0.0
+        for amount in (stage.received_bytes_per_row, stage.gradient_bytes_per_row)
+    )
+    return forward, backward
+
+
+def _link(cluster: ClusterAssumption, ranks: Sequence[int]) -> tuple[float, float]:
+    """Latency and bytes per second of the slowest link among `ranks`."""
+    if len({rank // cluster.devices_per_node for rank in ranks}) <= 1:
+        return cluster.intra_node_latency_seconds, cluster.intra_node_bytes_per_second
+    return cluster.inter_node_latency_seconds, cluster.inter_node_bytes_per_second
+
+
+def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
+    """Per stage its spans in the order of time."""
+    spans: list[list[Span]] = [[] for _ in range(num_stages)]
+    for timed in step.timeline:
+        kind = _SPAN_KINDS.get(timed.action.kind)
+        if kind is not None and (kind != "allreduce" or timed.end > timed.start):
+            micro_batch = NO_MICRO_BATCH if kind == "allreduce" else timed.action.micro_batch
+            spans[timed.action.stage].append(Span(kind=kind, micro_batch=micro_batch, start=timed.start, end=timed.end))
+    return [sorted(of_stage, key=lambda span: (span.start, span.end)) for of_stage in spans]
+
+
+def _stage_simulation(
+    plan: Plan,
+    stage: StagePlan,
+    cost: _StageCost,
+    schedule: ScheduleName,
+    num_micro_batches: int,
+    step: SimulatedStep,
+    spans: list[Span],
+) -> StageSimulation:
+    busy = sum(span.end - span.start for span in spans if span.kind != "allreduce")
+    in_flight = _num_in_flight(plan, stage, schedule, num_micro_batches)
+    return StageSimulation(
+        index=stage.index,
+        rows=cost.at_rows.rows,
+        num_in_flight=in_flight,
+        forward_seconds=cost.seconds.forward,
+        backward_seconds=cost.seconds.backward,
+        receive_seconds=cost.receive_seconds,
+        gradient_seconds=cost.gradient_seconds,
+        allreduce_seconds=cost.seconds.allreduce,
+        busy_seconds=busy,
+        idle_share=max(0.0, 1.0 - busy / step.makespan_seconds) if step.makespan_seconds else 0.0,
+        peak_bytes=_peak_bytes(plan, stage, cost.at_rows, in_flight),
+        is_listed=cost.is_listed,
+        spans=tuple(spans),
+    )
+
+
+def _num_in_flight(plan: Plan, stage: StagePlan, schedule: ScheduleName, num_micro_batches: int) -> int:
+    return num_micro_batches if schedule == "fill_drain" else min(num_micro_batches, plan.num_stages - stage.index)
+
+
+def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, in_flight: int) -> int:
+    """As predicted where rows and micro-batches in flight are the plan's own; what moves with them moves in proportion."""
+    planned = stage.predicted
+    own_in_flight = _num_in_flight(plan, stage, plan.schedule, plan.num_micro_batches)
+    own = cost_at(stage, replica_rows(plan, stage.num_replicas, plan.num_micro_batches))[0]
+    if (cost.rows, in_flight) == (own.rows, own_in_flight):
+        return planned.peak_bytes
+    own_activations = own_in_flight * own.activation_bytes
+    correction = planned.activation_bytes / own_activations if own_activations else 1.0
+    # Outputs that are kept to the end of the step do not shrink with the micro-batch, messages do: never less than planned.
+    buffers = planned.buffer_bytes * max(1.0, cost.rows / own.rows)
+    return math.ceil(
+        planned.parameter_bytes
+        + planned.gradient_bytes
+        + planned.optimizer_bytes
+        + buffers
+        + max(cost.workspace_bytes, 0)
+        + correction * in_flight * cost.activation_bytes
+    )
