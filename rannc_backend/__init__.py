@@ -17,9 +17,21 @@ _HOMES = {
     "clip_grad_norm_": "rannc_backend.module",
     "get_rank": "rannc_backend.module",
     "get_world_size": "rannc_backend.module",
+    "load_deployment": "rannc_backend.module",
+    "save_deployment": "rannc_backend.module",
 }
 
-__all__ = ["Config", "RanncError", "__version__", "barrier", "clip_grad_norm_", "get_rank", "get_world_size"]
+__all__ = [
+    "Config",
+    "RanncError",
+    "__version__",
+    "barrier",
+    "clip_grad_norm_",
+    "get_rank",
+    "get_world_size",
+    "load_deployment",
+    "save_deployment",
+]
 
 
 def __getattr__(name: str) -> object:

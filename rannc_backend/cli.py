@@ -18,7 +18,8 @@ from rich.table import Table
 
 import rannc_backend
 from rannc_backend.config import ENVIRONMENT_ONLY, Config, accepted_values, environment_name, resolve_with_sources
-from rannc_backend.errors import BYTES_PER_GB, OptionValueError, PlanError, RanncError
+from rannc_backend.deployment_file import read_plan
+from rannc_backend.errors import BYTES_PER_GB, OptionValueError, RanncError
 from rannc_backend.ir.action import INPUT, format_programs
 from rannc_backend.ir.plan import Plan, StagePlan
 from rannc_backend.schedule.edges import EdgeSpec, Phase
@@ -73,7 +74,7 @@ def config(
 @app.command()
 def show(plan: PlanPath) -> None:
     """Print a plan: its stages, what they cost, what binds it, and the alternatives that lost."""
-    loaded = _read_plan(plan)
+    loaded = read_plan(plan)
     console = _console()
     console.print(
         f"{escape(loaded.model_name)}: {loaded.num_stages} stage(s) on {loaded.world_size} rank(s), "
@@ -98,7 +99,7 @@ def program(
     phase: Annotated[Phase, typer.Option("--phase", help="What one call does.")] = "train",
 ) -> None:
     """Print the actions of one rank in one call, as the plan alone determines them."""
-    loaded = _read_plan(plan)
+    loaded = read_plan(plan)
     if not 0 <= rank < loaded.world_size:
         expected = f"an integer from 0 to {loaded.world_size - 1}, the ranks of this plan"
         raise OptionValueError("--rank", value=rank, source="command line", expected=expected)
@@ -139,15 +140,6 @@ def _chain(num_stages: int) -> list[EdgeSpec]:
     edges = [EdgeSpec(src=INPUT, dst=0, num_forward_values=1)]
     edges += [EdgeSpec(src=i, dst=i + 1, num_forward_values=1, num_gradient_values=1) for i in range(num_stages - 1)]
     return edges
-
-
-def _read_plan(path: Path) -> Plan:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise PlanError(f"cannot read the plan {str(path)!r}: {reason}", cure="give the path of a plan file.") from None
-    return Plan.from_json(text)
 
 
 def _console() -> Console:

@@ -5,12 +5,16 @@ In: the user's model or its parameters. Out: results that take all ranks into ac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from rannc_backend.backend import REGISTRY
+from rannc_backend.deployment_file import read_plan, write_text
+from rannc_backend.errors import UserInputError
+from rannc_backend.ir.plan import Plan
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.clipping import clip_gradients
 
@@ -40,6 +44,30 @@ def clip_grad_norm_(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     return clip_gradients(parameters, REGISTRY.tables(), max_norm, norm_type, error_if_nonfinite)
+
+
+def save_deployment(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the plan of a model, compiled or not, as JSON: rank 0 writes, the others do nothing.
+
+    Raises:
+        UserInputError: no call of the compiled model has been planned yet, or the file cannot be written.
+    """
+    plan = REGISTRY.plan_of(model)
+    if plan is None:
+        raise UserInputError(
+            "the model has no deployment yet", cure="call the compiled model once before save_deployment."
+        )
+    if bootstrap.start().rank == 0:
+        write_text(path, plan.to_json(), what="plan")
+
+
+def load_deployment(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file, to look at. options={"load_deployment": True, "deployment_file": path} runs a model under it.
+
+    Raises:
+        PlanError: the file cannot be read, or holds no plan whose parts agree with each other.
+    """
+    return read_plan(path)
 
 
 def get_rank() -> int:

@@ -22,13 +22,14 @@ from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
 from rannc_backend.deployment import Deployer, cut_stages
-from rannc_backend.deployment_file import write_text
+from rannc_backend.deployment_file import read_plan_text, write_text
 from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, rebuild_error
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.measured import report_of
-from rannc_backend.partition.first_planner import plan_stages
-from rannc_backend.partition.projection import project_plan, stage_of_plan
+from rannc_backend.partition.first_planner import describe_cluster, plan_stages
+from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
+from rannc_backend.partition.projection import project_plan
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
@@ -50,6 +51,7 @@ class Session:
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
     plan: Plan | None = None
+    deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
     table: ParameterTable | None = None
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
 
@@ -73,8 +75,10 @@ class Session:
         analysis = analyze(captured)
         moved = False
         if self.plan is None:
-            self.plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
-            stage_of = stage_of_plan(self.plan, analysis.split.rowwise, analysis.split.layouts, captured.inputs)
+            plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
+            stage_of = self._check_plan(plan, analysis)
+            self.plan = plan
+            self.deferred = plan.schedule == "fill_drain" and "1f1b" in exact_schedules(analysis.split, analysis.needs_grad)
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
         cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
@@ -92,7 +96,7 @@ class Session:
         text, failure = "", None
         if self.world.rank == 0:
             try:
-                text = self._plan_here(analysis, batch_rows).to_json()
+                text = self._plan_text(analysis, batch_rows)
             except RanncError as error:
                 failure = error
         words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
@@ -106,9 +110,33 @@ class Session:
         plan = Plan.from_json(text)
         if self.world.rank == 0:
             logger.info("%s", plan.summary())
-            if self.config.save_deployment:
-                write_text(Path(self.config.deployment_file), text, what="plan")
         return plan
+
+    def _plan_text(self, analysis: GraphAnalysis, batch_rows: int) -> str:
+        """The plan of this run, loaded or made here."""
+        config = self.config
+        if config.load_deployment:
+            text = read_plan_text(config.deployment_file)
+            check_options(Plan.from_json(text), config)
+            logger.info("plan loaded from %s", config.deployment_file)
+            return text
+        text = self._plan_here(analysis, batch_rows).to_json()
+        if config.save_deployment:
+            write_text(config.deployment_file, text, what="plan")
+        return text
+
+    def _check_plan(self, plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
+        """The stage of every node, on each rank for itself: a plan that was loaded is not trusted, and one that was made is the same."""
+        return check_plan(
+            plan,
+            analysis.split,
+            analysis.captured.inputs,
+            config=self.config,
+            fingerprint=analysis.captured.fingerprint,
+            world_size=self.world.size,
+            device_memory_bytes=describe_cluster(self.world.size, self.world.device).device.memory_bytes,
+            possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
+        )
 
     def _plan_here(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
         return plan_stages(
@@ -148,7 +176,7 @@ class Session:
         assert root is not None and self.plan is not None and self.table is not None, "not planned yet"
         return Deployer(
             world=self.world,
-            config=self.config,
+            config=self.config.model_copy(update={"schedule": "fill_drain"}) if self.deferred else self.config,
             plan=self.plan,
             table=self.table,
             tensors=named_tensors(root),
@@ -233,6 +261,11 @@ class SessionRegistry:
                 expected=f"{getattr(session.config, changed[0])!r}, as when this model was planned",
             )
         return session
+
+    def plan_of(self, model: nn.Module) -> Plan | None:
+        """The plan of a model, compiled or not; None before its first call."""
+        session = self.sessions.get(getattr(model, "_orig_mod", model))
+        return None if session is None else session.plan
 
     def strides_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Strides of a parameter where it lives, also on a rank that has given its memory back."""

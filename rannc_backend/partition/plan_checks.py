@@ -1,0 +1,143 @@
+"""Whether a plan may be deployed: a file that somebody edited is checked as strictly as a plan that was just computed.
+
+In: a plan (whose parts agree with each other, see ir/plan_checks.py), the graph, the options and the memory of a device. Out: nothing, or
+a `PlanError` that names the difference and what to change. `projection.stage_of_plan` checks where the nodes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import torch
+from torch import fx
+
+from rannc_backend.config import Config
+from rannc_backend.errors import BYTES_PER_GB, PlanError
+from rannc_backend.ir.plan import Plan, StagePlan, check_against
+from rannc_backend.partition.projection import stage_of_plan
+from rannc_backend.partition.staged_nodes import Input, find_staged_nodes, home_of_cloned
+from rannc_backend.passes.batch_split import BatchSplit
+
+_CURE = "correct the plan, or let the planner write it again."
+
+
+def check_plan(
+    plan: Plan,
+    split: BatchSplit,
+    inputs: Sequence[Input],
+    *,
+    config: Config,
+    fingerprint: str,
+    world_size: int,
+    device_memory_bytes: int,
+    possible_schedules: Collection[str],
+) -> dict[str, int]:
+    """The stage of every staged node, if the plan fits this graph, these options and these devices.
+
+    Args:
+        device_memory_bytes: what one device of this run has; the option mem_limit_gb comes before it.
+        possible_schedules: those that give exact results for this graph.
+
+    Raises:
+        PlanError: see the module docstring.
+    """
+    memory = (config.mem_limit_gb * BYTES_PER_GB or device_memory_bytes) * (1 - config.mem_margin)
+    check_against(plan, fingerprint=fingerprint, world_size=world_size)
+    _check_ranks(plan)
+    _check_rows(plan)
+    if plan.schedule not in possible_schedules:
+        raise PlanError(
+            f"the plan's schedule is {plan.schedule}, which does not give exact results for this model",
+            cure=f"use {' or '.join(sorted(possible_schedules))}, or let the planner write the plan again.",
+        )
+    stage_of = stage_of_plan(plan, split.rowwise, split.layouts, inputs)
+    _check_buffers(plan, split, inputs, stage_of)
+    for stage in plan.stages:
+        _check_memory(stage, split.rowwise, inputs, memory, config.opt_param_factor)
+    return stage_of
+
+
+def check_options(plan: Plan, config: Config) -> None:
+    """That a loaded plan is what the options ask for; raises `PlanError`."""
+    asked: tuple[tuple[str, object, object], ...] = (
+        ("partition_num", config.partition_num, plan.num_stages),
+        ("schedule", "" if config.schedule == "auto" else config.schedule, plan.schedule),
+        ("pipeline_num", config.pipeline_num, plan.num_micro_batches),
+        ("stage_replicas", config.stage_replicas, ",".join(map(str, plan.stage_replicas))),
+    )
+    if config.replica_num and set(plan.stage_replicas) != {config.replica_num}:
+        asked += (("replica_num", config.replica_num, ",".join(map(str, plan.stage_replicas))),)
+    for item, wanted, found in asked:
+        if wanted and wanted != found:
+            raise PlanError(
+                f"the option {item} asks for {wanted}, and the plan in {config.deployment_file!r} has {found}",
+                cure=f"leave {item} out when a deployment is loaded, or plan again.",
+            )
+
+
+def _check_ranks(plan: Plan) -> None:
+    for stage in plan.stages:
+        if list(stage.ranks) != sorted(stage.ranks):
+            raise PlanError(f"the ranks of stage {stage.index} are {list(stage.ranks)}, not in ascending order", cure=_CURE)
+        if not stage.nodes and plan.num_stages > 1:
+            raise PlanError(f"stage {stage.index} of {plan.num_stages} has no nodes", cure=_CURE)
+
+
+def _check_rows(plan: Plan) -> None:
+    most = max(plan.stages, key=lambda stage: stage.num_replicas)
+    if most.num_replicas > plan.batch_rows:
+        raise PlanError(
+            f"stage {most.index} has {most.num_replicas} replicas, and the batch that the plan is for has {plan.batch_rows} rows",
+            cure="give the stage fewer ranks, or plan for a larger batch.",
+        )
+    if plan.num_micro_batches * most.num_replicas > plan.batch_rows:
+        raise PlanError(
+            f"{plan.num_micro_batches} micro-batches of {plan.batch_rows} rows do not have a row for each of the "
+            f"{most.num_replicas} replicas of stage {most.index}",
+            cure=f"use at most {plan.batch_rows // most.num_replicas} micro-batches, or fewer replicas.",
+        )
+
+
+def _check_buffers(plan: Plan, split: BatchSplit, inputs: Sequence[Input], stage_of: dict[str, int]) -> None:
+    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    nodes = {node.name: node for node in split.rowwise.graph.nodes}
+    updated: list[set[str]] = [set() for _ in plan.stages]
+    for output in split.outputs:
+        if output.kind == "buffer" and output.fqn is not None:
+            home: fx.Node | None = nodes[output.name]
+            if output.name not in stage_of:
+                home = home_of_cloned(staged, nodes[output.name])
+            updated[stage_of[home.name] if home is not None else 0].add(output.fqn)
+    for stage, wanted in zip(plan.stages, updated, strict=True):
+        if extra := sorted(set(stage.updated_buffers) - wanted):
+            raise PlanError(f"stage {stage.index} lists buffer {extra[0]!r}, whose new value is not computed there", cure=_CURE)
+        if absent := sorted(wanted - set(stage.updated_buffers)):
+            raise PlanError(f"stage {stage.index} does not list buffer {absent[0]!r}, whose new value it computes", cure=_CURE)
+
+
+def _check_memory(
+    stage: StagePlan, rowwise: fx.GraphModule, inputs: Sequence[Input], limit_bytes: float, optimizer_factor: float
+) -> None:
+    """By the plan's own figure, and by what its parameters need at least, whatever the plan says."""
+    values = {node.name: node.meta.get("val") for node in rowwise.graph.find_nodes(op="placeholder")}
+    own = set(stage.parameters)
+    least = 0.0
+    for item in inputs:
+        value = values.get(item.name)
+        if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
+            num_bytes = int(value.numel()) * value.element_size()
+            least += num_bytes * (2 + optimizer_factor if item.requires_grad else 1)
+    needed = max(least, float(stage.predicted.peak_bytes))
+    if needed > limit_bytes:
+        raise PlanError(
+            f"stage {stage.index} needs {needed / BYTES_PER_GB:.3f} GB on each of its ranks, and plans may use "
+            f"{limit_bytes / BYTES_PER_GB:.3f} GB",
+            cure="give the stage fewer blocks, raise mem_limit_gb, or plan again for these devices.",
+        )
+
+
+def exact_schedules(split: BatchSplit, needs_grad: Collection[str]) -> tuple[Literal["1f1b", "fill_drain"], ...]:
+    """Schedules that give exact results: 1F1B where a loss inside of the model is linear in its sums over rows."""
+    has_loss = any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)
+    return ("1f1b", "fill_drain") if has_loss and split.linear else ("fill_drain",)
