@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import rannc_backend
+from rannc_backend import cli_plan
 from rannc_backend.config import ENVIRONMENT_ONLY, Config, accepted_values, environment_name, resolve_with_sources
 from rannc_backend.deployment_file import read_plan
 from rannc_backend.errors import BYTES_PER_GB, OptionValueError, RanncError
@@ -37,6 +38,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 PlanPath = Annotated[Path, typer.Argument(help="Plan as JSON, as the option save_deployment writes it.", show_default=False)]
+
+
+app.command("plan")(cli_plan.plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -186,6 +186,21 @@ def resolve_with_sources(
         raise OptionValueError(item, value=value, source=sources[item], expected=expected) from None
 
 
+def option_from_text(text: str) -> tuple[str, object]:
+    """An item and its value, for `resolve_config`, from "pipeline_num=4" as the command line gives it.
+
+    Raises:
+        UnknownOptionError, OptionValueError: there is no such item, or its value has another type.
+    """
+    item, equals, value = text.partition("=")
+    item = item.strip()
+    if item not in Config.model_fields:
+        raise UnknownOptionError(item, valid=Config.model_fields, source="command line")
+    if not equals:
+        raise OptionValueError(item, value=text, source="command line", expected=f"{item}=value; the value: {accepted_values(item)}")
+    return item, _from_text(item, value, "command line")
+
+
 def environment_name(item: str) -> str:
     """The environment variable of an item: "pipeline_num" gives "RANNC_PIPELINE_NUM"."""
     return ENVIRONMENT_PREFIX + item.upper()

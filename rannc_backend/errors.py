@@ -206,6 +206,10 @@ class StagePinError(UserInputError):
     """What the options stage_starts, keep_together and stage_pins ask for cannot be had together."""
 
 
+class FactoryError(UserInputError):
+    """The function that makes a model to plan cannot be found, fails, or returns something else."""
+
+
 class PlanError(UserInputError):
     """A plan cannot be read, or does not fit this model, world size or version."""
 

@@ -1,0 +1,185 @@
+"""Plans a model without process groups or ranks, wherever it is: on the CPU, on a GPU, or on "meta", where it has no memory.
+
+In: a model and the arguments of one call, or an analysed graph; the options, the cluster and the number of devices to plan for. Out: a
+`Plan`. A session plans with the same functions as the command line, so that a plan made without ranks is the plan of the ranks.
+
+Terms. Step: one of capture, analysis, blocks, prices, search; each is told when it is done, with its seconds. Rows to plan for:
+those of one training step, of all replicas together; the example batch may have any number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rannc_backend.analysis import GraphAnalysis, analyze
+from rannc_backend.capture_model import capture_model
+from rannc_backend.config import Config
+from rannc_backend.cost.cluster import Cluster
+from rannc_backend.ir.plan import Plan
+from rannc_backend.partition.first_planner import plan_stages
+from rannc_backend.progress import Progress
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of planning that is done: what came out of it, in words, and how long it took."""
+
+    name: str
+    detail: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}, {self.seconds:.1f} s" if self.detail else f"{self.name}: {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Narrator:
+    """Shows which step of planning runs, for as long as the context that `show` gives, and tells of each that is done."""
+
+    tell: Callable[[Step], None] = lambda step: None
+    show: Callable[[str], AbstractContextManager[object]] = nullcontext
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[list[str]]:
+        """Run a step; what is put into the list becomes its detail."""
+        details: list[str] = []
+        started = time.monotonic()
+        with self.show(name):
+            yield details
+        self.tell(Step(name=name, detail=", ".join(details), seconds=time.monotonic() - started))
+
+
+def plan_model(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    config: Config,
+    num_devices: int,
+    cluster: Cluster,
+    batch_rows: int,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    narrator: Narrator | None = None,
+) -> Plan:
+    """Plan training ``model``, called with such arguments, for steps of ``batch_rows`` rows on ``num_devices`` devices of ``cluster``.
+
+    A model with any part on "meta" goes there as a whole. ``dtype`` is given to all its floating-point parameters, buffers and inputs.
+    Nothing is computed.
+
+    Raises:
+        RanncError: whatever capture, analysis or search refuse; InfeasiblePlanError says the smallest memory or number of devices.
+    """
+    narrator = narrator or Narrator()
+    analysis = analyze_model(model, args, kwargs, cluster=cluster, dtype=dtype, narrator=narrator)
+    return plan_analysis(
+        analysis,
+        config=config,
+        num_devices=num_devices,
+        cluster=cluster,
+        batch_rows=batch_rows,
+        progress=progress,
+        narrator=narrator,
+    )
+
+
+def analyze_model(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    cluster: Cluster,
+    dtype: torch.dtype | None = None,
+    narrator: Narrator | None = None,
+) -> GraphAnalysis:
+    """Capture and analyse, as `plan_model` does first."""
+    narrator = narrator or Narrator()
+    call_args, call_kwargs = tuple(args), dict(kwargs)
+    tensors = [*model.parameters(), *model.buffers(), *_tensors((call_args, call_kwargs))]
+    nowhere = any(tensor.device == _META for tensor in tensors)
+    if nowhere or dtype is not None:
+        convert_model(model, device=_META if nowhere else None, dtype=dtype)
+        call_args, call_kwargs = _converted((call_args, call_kwargs), _META if nowhere else None, dtype)
+    with narrator.step("capture") as details:
+        captured = capture_model(model, call_args, call_kwargs, device=trace_device(cluster) if nowhere else None)
+        details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+    with narrator.step("analysis") as details:
+        analysis = analyze(captured)
+        details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes with rows")
+    return analysis
+
+
+def plan_analysis(
+    analysis: GraphAnalysis,
+    *,
+    config: Config,
+    num_devices: int,
+    cluster: Cluster,
+    batch_rows: int,
+    progress: Progress | None = None,
+    narrator: Narrator | None = None,
+) -> Plan:
+    """Plan an analysed graph; see `plan_model`."""
+    narrator = narrator or Narrator()
+    with narrator.step("search") as details:
+        plan = plan_stages(
+            analysis.split,
+            inputs=analysis.captured.inputs,
+            needs_grad=analysis.needs_grad,
+            config=config,
+            world_size=num_devices,
+            batch_rows=batch_rows,
+            fingerprint=analysis.captured.fingerprint,
+            cluster=replace(cluster, num_devices=num_devices),
+            rows_symbol=analysis.captured.rows_symbol,
+            model_name=type(analysis.captured.root_module).__name__,
+        )
+        details.append(f"{plan.num_stages} stages of {len(plan.blocks)} blocks")
+    return plan
+
+
+def trace_device(cluster: Cluster) -> torch.device:
+    """The device to take a model on "meta" for: the cluster's kind, where this torch can trace for it."""
+    # Without CUDA torch aborts the process as soon as autograd asks for the device of a tensor.
+    is_gpu = cluster.device.name != "cpu"
+    return torch.device("cuda", 0) if is_gpu and torch.cuda.is_available() else torch.device("cpu")
+
+
+def convert_model(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    """Give the model's tensors, in place, another device, and its floating-point ones another dtype; tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            other = _converted(tensor.detach(), device, dtype)
+            if isinstance(tensor, nn.Parameter):
+                other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = tensor if other.device == tensor.device and other.dtype == tensor.dtype else other
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = converted(tensor)
+
+
+def _converted(values: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    return pytree.tree_map_only(torch.Tensor, convert, values)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
