@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 aten = torch.ops.aten
@@ -33,7 +34,9 @@ def secure_outputs(graph_module: fx.GraphModule, fakes: Sequence[Any], fake_mode
     unique = list(dict.fromkeys(results))
     graph.output(tuple(unique))
     secured = fx.GraphModule(graph_module, graph)
-    FakeTensorProp(secured, fake_mode).propagate_dont_convert_inputs(*fakes)
+    # Without it some operators (constant_pad_nd) run as written in C++, which takes the batch size for a number.
+    with enable_python_dispatcher():
+        FakeTensorProp(secured, fake_mode).propagate_dont_convert_inputs(*fakes)
     inputs = {_storage(node) for node in graph.find_nodes(op="placeholder") if _is_tensor(node)}
     shared = Counter(_storage(node) for node in unique if _is_tensor(node))
     (output,) = graph.find_nodes(op="output")

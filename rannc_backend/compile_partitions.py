@@ -51,7 +51,7 @@ def partitions_of(
     rows_symbol: sympy.Symbol,
     compiler: str,
     budgets: Sequence[float] = (1.0,),
-    rows_hint: int = 2,
+    rows_hint: int = 61,
 ) -> tuple[StagePartition, ...]:
     """Split a stage into forward and backward at each activation budget; traces once. Arguments as for `compile_stage`.
 
