@@ -57,7 +57,7 @@ def operator_cost(node: fx.Node, needs_grad: Collection[str]) -> OperatorCost:
     value = node.meta.get("val")
     zero = sympy.Integer(0)
     free = name in VIEW_OPERATORS or value is None
-    backward = not free and node.name in needs_grad | _getitem_names(node)
+    backward = not free and (node.name in needs_grad or any(taken in needs_grad for taken in _getitem_names(node)))
     flops = _forward_flops(name, node)
     forward_bytes = zero if free else _forward_bytes(name, node)
     operands = [argument for argument in node.all_input_nodes if argument.name in needs_grad]
@@ -128,10 +128,10 @@ def _forward_bytes(name: str, node: fx.Node) -> sympy.Expr:
     result = value_bytes(node.meta.get("val"))
     if name in LOOKUP_OPERATORS:
         return 2 * result
-    return result + sympy.Add(*(value_bytes(_before_expand(argument).meta.get("val")) for argument in node.all_input_nodes))
+    return result + sympy.Add(*(value_bytes(before_expand(argument).meta.get("val")) for argument in node.all_input_nodes))
 
 
-def _before_expand(node: fx.Node) -> fx.Node:
+def before_expand(node: fx.Node) -> fx.Node:
     """The node whose memory is really read: expand repeats it without a copy."""
     while operator_name(node) == "expand" and isinstance(node.args[0], fx.Node):
         node = node.args[0]

@@ -6,6 +6,7 @@ arrays once the rows are given. Terms: *rows* is the number of samples that one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -27,16 +28,22 @@ def shape_of(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
 
 
 def numel(value: torch.Tensor) -> sympy.Expr:
-    return sympy.Mul(*shape_of(value))
+    return _product(shape_of(value))
 
 
 def value_bytes(value: object) -> sympy.Expr:
     """Bytes of a tensor or of all tensors in a tuple or list; 0 for anything else (None, numbers, SymInts)."""
     if isinstance(value, torch.Tensor):
-        return numel(value) * value.element_size()
+        return _product((*shape_of(value), sympy.Integer(value.element_size())))
     if isinstance(value, list | tuple):
         return sympy.Add(*(value_bytes(item) for item in value))
     return sympy.Integer(0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(factors: tuple[sympy.Expr, ...]) -> sympy.Expr:
+    # A graph has thousands of values and a few dozen shapes.
+    return sympy.Mul(*factors)
 
 
 def evaluate(expressions: Sequence[sympy.Expr], rows: Sequence[int]) -> NDArray[np.float64]:
@@ -44,7 +51,7 @@ def evaluate(expressions: Sequence[sympy.Expr], rows: Sequence[int]) -> NDArray[
 
     All expressions are over the same one symbol (or none); equal expressions are computed once.
     """
-    symbol = rows_symbol(expressions)
+    symbol = rows_symbol(dict.fromkeys(expressions))
     points = np.asarray(rows, dtype=np.float64)
     known: dict[sympy.Expr, NDArray[np.float64]] = {}
     result = np.empty((len(expressions), len(points)))

@@ -1,26 +1,29 @@
-"""From a row-wise graph to at most k blocks in a line, cut where little crosses and so that blocks cost about the same.
+"""From a row-wise graph to at most k blocks in a line, of which every run of neighbours is a legal stage.
 
-In: the staged nodes of a row-wise graph, what its outputs are, which values need gradients. Out: a `BlockGraph`.
-Terms: an *atom* is a staged node with the getitems that take from it; a *cut* is a place between two atoms; what *crosses*
-a cut is made before and read after it. A cut is forbidden where something crosses that is not row-wise (a sum, a batch
-statistic). Blocks are found by an exact dynamic programme over the allowed cuts.
+In: the staged nodes of a row-wise graph, what its outputs are, which values need gradients, what the user pinned. Out: a `BlockGraph`.
+Terms: an *atom* is a staged node with the getitems that take from it. Steps: atoms that must stay together become *items*
+(atom_graph.py), the items a line (the order of the graph, or coarsening.py's where that is clearly better), the line is cut
+(line_cuts.py), alike in equal layers (repeats.py). Nodes of one kind (structures.py) are priced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import sympy
-from numpy.typing import NDArray
 from torch import fx
 
 from rannc_backend.cost.cluster import Device
 from rannc_backend.cost.compute import operator_cost, operator_seconds
 from rannc_backend.cost.expressions import evaluate, value_bytes
 from rannc_backend.cost.memory import saved_values
-from rannc_backend.ir.block_graph import INPUT_BLOCK, Block, BlockGraph, Flow, OperatorCost, ParameterUse
+from rannc_backend.ir.block_graph import INPUT_BLOCK, Block, BlockGraph, Flow, OperatorCost, ParameterUse, StageConstraints
+from rannc_backend.partition.atom_graph import AtomGraph, AtomValue, contract, reorder
+from rannc_backend.partition.coarsening import line_order
+from rannc_backend.partition.line_cuts import crossing_bytes, cut_line, good_crossing
+from rannc_backend.partition.pins import FoundPins, StagePins, find_pins
 from rannc_backend.partition.staged_nodes import (
     Input,
     Output,
@@ -29,12 +32,18 @@ from rannc_backend.partition.staged_nodes import (
     output_nodes,
     placeholders_behind,
 )
+from rannc_backend.partition.structures import Kinds, block_structure
 
-DEFAULT_MAX_BLOCKS = 64
-_MAX_CUTS = 400  # the programme is quadratic in it
-_CROSSING_WEIGHT = 0.5  # cost, in mean blocks, of a cut that twice as much crosses as crosses a good one
-_MAX_CROSSING_RATIO = 8.0
-_IN_MODULE_WEIGHT = 0.1  # cost, in mean blocks, of a cut inside of a module
+DEFAULT_MAX_BLOCKS = 160
+_BETTER = 0.95  # what another order may have of the bytes and the price at most: the model's own keeps equal layers equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLine:
+    """`atoms`: of each block the numbers of its atoms. Blocks are in a topological order."""
+
+    atoms: tuple[tuple[int, ...], ...]
+    constraints: StageConstraints
 
 
 def build_block_graph(
@@ -46,101 +55,96 @@ def build_block_graph(
     device: Device,
     rows: int,
     max_blocks: int = DEFAULT_MAX_BLOCKS,
+    pins: StagePins | None = None,
     keep_rows_outputs: bool = True,
 ) -> BlockGraph:
-    """Cut the graph into at most `max_blocks` blocks. A graph with no more allowed cuts than that is cut at all of them.
+    """Cut the graph into at most `max_blocks` blocks. A graph with no more possible cuts than that is cut at all of them.
 
     Args:
         device, rows: on which, and at how many rows, operators are priced to balance the blocks.
+        pins: what the user asked of the stages; more of them than `max_blocks` allows give more blocks.
         keep_rows_outputs: whether outputs with rows are returned to the user.
+
+    Raises UnknownModuleError, StagePinError.
     """
-    atoms = staged.atoms
-    assert atoms, "a graph without a node that depends on the batch has no blocks"
-    costs = _atom_costs(staged, needs_grad)
-    operators = [operator for atom in costs for operator in atom]
-    forward, backward = operator_seconds(operators, device, [rows])
-    owner = np.repeat(np.arange(len(atoms)), [len(atom) for atom in costs])
-    seconds = np.bincount(owner, weights=(forward + backward)[:, 0], minlength=len(atoms))
-    bounds = choose_cuts(seconds, *_cut_costs(staged, rows), max_blocks=max_blocks)
-    return _Builder(staged, inputs, outputs, needs_grad, keep_rows_outputs).build(bounds, costs)
+    assert staged.atoms, "a graph without a node that depends on the batch has no blocks"
+    kinds = Kinds(needs_grad)
+    costs = _atom_costs(staged, kinds, needs_grad)
+    atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
+    found = find_pins(pins or StagePins(), atoms.modules)
+    line = choose_blocks(atoms, fixed_groups, found, max_blocks=max_blocks)
+    return _Builder(staged, inputs, outputs, needs_grad, keep_rows_outputs, kinds).build(line, costs)
 
 
-def choose_cuts(
-    seconds: NDArray[np.float64],
-    crossing_bytes: NDArray[np.float64],
-    in_module: NDArray[np.bool_],
-    allowed: NDArray[np.bool_],
-    *,
-    max_blocks: int,
-) -> list[int]:
-    """Bounds [0, ..., number of atoms] of the blocks: as many as allowed, balanced, and cut where little crosses.
-
-    Args:
-        seconds: cost of each atom. The rest is per cut; cut c is before atom c, cut 0 is not used.
-    """
-    num_atoms = len(seconds)
-    cuts = np.flatnonzero(allowed)
-    cuts = cuts[cuts > 0]
-    if len(cuts) < max_blocks:
-        return [0, *cuts.tolist(), num_atoms]
-    positive = crossing_bytes[cuts][crossing_bytes[cuts] > 0]
-    good = float(np.quantile(positive, 0.1)) if len(positive) else 1.0
-    penalty = _CROSSING_WEIGHT * np.minimum(crossing_bytes / good, _MAX_CROSSING_RATIO) + _IN_MODULE_WEIGHT * in_module
-    if len(cuts) > _MAX_CUTS:
-        windows = np.array_split(cuts, _MAX_CUTS)
-        cuts = np.array([int(window[np.argmin(penalty[window])]) for window in windows])
-    places = np.array([0, *cuts.tolist(), num_atoms])
-    done = np.concatenate([[0.0], np.cumsum(seconds)])[places]
-    mean = max(done[-1] / max_blocks, 1e-30)
-    weights = (done[None, :] - done[:, None]) / mean
-    price = weights**2 + np.append(penalty[places[:-1]], 0.0)[None, :]
-    price[np.tril_indices(len(places))] = np.inf
-    best = price[0].copy()
-    choices = []
-    for _ in range(max_blocks - 1):
-        total = best[:, None] + price
-        choices.append(np.argmin(total, axis=0))
-        best = np.min(total, axis=0)
-    bounds = [len(places) - 1]
-    for choice in reversed(choices):
-        bounds.append(int(choice[bounds[-1]]))
-    return [0, *(int(places[bound]) for bound in reversed(bounds))]
+def choose_blocks(
+    atoms: AtomGraph, fixed_groups: Sequence[Sequence[int]], pins: FoundPins, *, max_blocks: int
+) -> BlockLine:
+    """The blocks of a graph of atoms. `fixed_groups`: atoms that must not be parted. Raises StagePinError."""
+    items = contract(atoms, [*fixed_groups, *pins.groups()])
+    floors = pins.stage_floors(items)
+    own, other = (
+        reorder(items, sorted(order, key=floors.__getitem__))
+        for order in (range(items.num_atoms), line_order(items, num_clusters=2 * max_blocks))
+    )
+    good_bytes = min(good_crossing(own), good_crossing(other))
+    line, (bounds, price) = own, cut_line(own, pins.cuts(own), max_blocks=max_blocks, good_bytes=good_bytes)
+    if crossing_bytes(other).sum() < _BETTER * crossing_bytes(own).sum():
+        other_bounds, other_price = cut_line(other, pins.cuts(other), max_blocks=max_blocks, good_bytes=good_bytes)
+        if other_price < _BETTER * price:
+            line, bounds = other, other_bounds
+    pairs = zip(bounds, bounds[1:], strict=False)
+    return BlockLine(
+        atoms=tuple(tuple(sorted(atom for members in line.members[a:b] for atom in members)) for a, b in pairs),
+        constraints=pins.constraints(line, bounds),
+    )
 
 
-def _atom_costs(staged: StagedGraph, needs_grad: Collection[str]) -> list[list[OperatorCost]]:
+def _atom_costs(staged: StagedGraph, kinds: Kinds, needs_grad: Collection[str]) -> list[list[OperatorCost]]:
     """Costs of the nodes of each atom; cloned nodes are counted with the first atom that uses them."""
     counted: set[fx.Node] = set()
+    known: dict[int, OperatorCost] = {}
     costs: list[list[OperatorCost]] = []
     for atom in staged.atoms:
         cloned = dict.fromkeys(item for node in atom for item in staged.cloned[node] if item not in counted)
         counted.update(cloned)
-        costs.append([operator_cost(node, needs_grad) for node in [*cloned, *atom]])
+        costs.append([])
+        for node in [*cloned, *atom]:
+            kind = kinds.of(node)
+            if kind not in known:
+                known[kind] = operator_cost(node, needs_grad)
+            costs[-1].append(replace(known[kind], name=node.name))
     return costs
 
 
-def _cut_costs(
-    staged: StagedGraph, rows: int
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Per cut: bytes that cross it, whether it is inside a module, whether it is allowed."""
-    num_atoms = len(staged.atoms)
+def _atom_graph(
+    staged: StagedGraph, kinds: Kinds, costs: Sequence[Sequence[OperatorCost]], device: Device, rows: int
+) -> tuple[AtomGraph, list[list[int]]]:
+    """The atoms, and groups of them that must not be parted because a value that is not one per row would cross."""
+    operators = [operator for atom in costs for operator in atom]
+    forward, backward = operator_seconds(operators, device, [rows])
+    owner = np.repeat(np.arange(len(costs)), [len(atom) for atom in costs])
     atom_of = {node: index for index, atom in enumerate(staged.atoms) for node in atom}
-    spans = []
-    for node, first in atom_of.items():
-        last = max((atom_of[user] for user in node.users if user in atom_of), default=first)
-        if last > first:
-            spans.append((node, first, last))
-    sizes = evaluate([value_bytes(node.meta.get("val")) for node, _, _ in spans], [rows])[:, 0] if spans else []
-    change = np.zeros(num_atoms + 1)
-    forbidden = np.zeros(num_atoms + 1)
-    for (node, first, last), size in zip(spans, sizes, strict=True):
-        change[first + 1] += size
-        change[last + 1] -= size
-        if node in staged.fixed:
-            forbidden[first + 1] += 1
-            forbidden[last + 1] -= 1
-    modules = [_module_path(atom[0]) for atom in staged.atoms]
-    in_module = np.array([False] + [before == after for before, after in zip(modules, modules[1:], strict=False)])
-    return np.cumsum(change)[:num_atoms], in_module, np.cumsum(forbidden)[:num_atoms] == 0
+    fixed, crossing = [], []
+    for node, producer in atom_of.items():
+        readers = sorted({atom_of[user] for user in node.users if user in atom_of} - {producer})
+        if readers and node in staged.fixed:
+            fixed.append([producer, *readers])
+        if readers:
+            crossing.append((node, producer, tuple(readers)))
+    sizes = evaluate([value_bytes(node.meta.get("val")) for node, _, _ in crossing], [rows])
+    values = (
+        AtomValue(producer=producer, readers=readers, num_bytes=float(size))
+        for (_, producer, readers), (size,) in zip(crossing, sizes, strict=True)
+    )
+    numbers: dict[tuple[int, ...], int] = {}
+    graph = AtomGraph(
+        seconds=np.bincount(owner, weights=(forward + backward)[:, 0], minlength=len(costs)),
+        values=tuple(values),
+        kinds=tuple(numbers.setdefault(tuple(kinds.of(node) for node in atom), len(numbers)) for atom in staged.atoms),
+        modules=tuple(_module_path(atom[0]) for atom in staged.atoms),
+        members=tuple((index,) for index in range(len(costs))),
+    )
+    return graph, fixed
 
 
 def _module_path(node: fx.Node) -> str:
@@ -149,17 +153,17 @@ def _module_path(node: fx.Node) -> str:
 
 @dataclass(slots=True)
 class _Builder:
-    """Turns bounds into blocks and flows."""
+    """Turns a line of atoms into blocks and flows."""
 
     staged: StagedGraph
     inputs: Sequence[Input]
     outputs: Sequence[Output]
     needs_grad: Collection[str]
     keep_rows_outputs: bool
+    kinds: Kinds
 
-    def build(self, bounds: Sequence[int], costs: Sequence[Sequence[OperatorCost]]) -> BlockGraph:
-        atoms = self.staged.atoms
-        groups = [tuple(node for atom in atoms[a:b] for node in atom) for a, b in zip(bounds, bounds[1:], strict=False)]
+    def build(self, line: BlockLine, costs: Sequence[Sequence[OperatorCost]]) -> BlockGraph:
+        groups = [tuple(node for atom in atoms for node in self.staged.atoms[atom]) for atoms in line.atoms]
         block_of = {node: index for index, nodes in enumerate(groups) for node in nodes}
         saved: list[list[sympy.Expr]] = [[] for _ in groups]
         for value, reader in saved_values(self._nodes_with_rows(), self.needs_grad):
@@ -168,21 +172,40 @@ class _Builder:
         returned, buffers = self._returned(block_of, len(groups))
         blocks = []
         for index, nodes in enumerate(groups):
+            operators = tuple(cost for atom in line.atoms[index] for cost in costs[atom])
+            saved_bytes = sympy.Add(*saved[index])
+            output_bytes = sympy.Add(*(value_bytes(node.meta.get("val")) for node in returned[index]))
             blocks.append(
                 Block(
                     index=index,
-                    structure=str(index),
+                    structure=self._structure(nodes, block_of, (len(operators), saved_bytes, output_bytes)),
                     nodes=tuple(node.name for node in nodes),
                     modules=tuple(dict.fromkeys(path for node in nodes if (path := _module_path(node)))),
                     parameters=tuple(sorted(parameters[index])),
                     updated_buffers=tuple(sorted(buffers[index])),
-                    operators=tuple(cost for atom in costs[bounds[index] : bounds[index + 1]] for cost in atom),
-                    saved_bytes=sympy.Add(*saved[index]),
-                    output_bytes=sympy.Add(*(value_bytes(node.meta.get("val")) for node in returned[index])),
+                    operators=operators,
+                    saved_bytes=saved_bytes,
+                    output_bytes=output_bytes,
                     workspace_bytes=tuple(dict.fromkeys(self._workspace(node) for node in nodes)),
                 )
             )
-        return BlockGraph(blocks=tuple(blocks), flows=self._flows(block_of), parameters=self._parameter_uses(parameters))
+        return BlockGraph(
+            blocks=tuple(blocks),
+            flows=self._flows(block_of),
+            parameters=self._parameter_uses(parameters),
+            constraints=line.constraints,
+        )
+
+    def _structure(self, nodes: Sequence[fx.Node], block_of: Mapping[fx.Node, int], numbers: Sequence[object]) -> str:
+        block = block_of[nodes[0]]
+        return block_structure(
+            self.staged,
+            self.kinds,
+            nodes,
+            input_kind={item.name: item.kind for item in self.inputs},
+            is_kept=lambda node: any(block_of.get(user) != block for user in node.users if user in block_of or user.op == "output"),
+            numbers=numbers,
+        )
 
     def _nodes_with_rows(self) -> list[fx.Node]:
         """Staged nodes, and cloned ones that are as large as the batch (random masks), in graph order."""

@@ -25,6 +25,7 @@ from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import SCHEMA_VERSION, Alternative, BlockPlan, Plan, RowCost, StageCost, StagePlan
 from rannc_backend.partition.blocks import build_block_graph
+from rannc_backend.partition.pins import StagePins
 from rannc_backend.partition.stage_costs import StageCosts, useful_micro_batches
 from rannc_backend.partition.stage_search import (
     SearchProblem,
@@ -80,6 +81,8 @@ def plan_stages(
             needs_grad,
             device=cluster.device,
             rows=max(1, batch_rows // world_size),
+            max_blocks=config.max_partition_num,
+            pins=StagePins.from_config(config),
             keep_rows_outputs=config.outputs == "all",
         )
     if rows_symbol is not None:
