@@ -24,6 +24,7 @@ from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import trace_again  # noqa: E402
 from rannc_backend.config import resolve_config  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
+from rannc_backend.narrator import log_narrator  # noqa: E402
 from rannc_backend.runtime import bootstrap  # noqa: E402
 from rannc_backend.runtime.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
@@ -55,7 +56,9 @@ def rannc(
         config = resolve_config(options, os.environ)
         # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
         bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds)).monitor.phase("capture")
-        captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
+        with log_narrator(verbose=config.verbose).step("capture") as details:
+            captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
+            details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
         local_rows = _local_rows(captured, example_inputs)
         runtime, moved = session.runtime_for(captured, local_rows)

@@ -17,12 +17,11 @@ from rannc_backend.config import Config, option_from_text, resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.deployment_file import write_text
 from rannc_backend.errors import OptionValueError
+from rannc_backend.narrator import Narrator
 from rannc_backend.progress import planning_progress
 
 if TYPE_CHECKING:
     import torch
-
-    from rannc_backend.planning import Narrator
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -115,8 +114,6 @@ def _size_of(parameters: object) -> str:
 
 
 def _narrator() -> Narrator:
-    from rannc_backend.planning import Narrator
-
     if sys.stderr.isatty():
         console = Console(stderr=True)
         return Narrator(tell=lambda step: _say(str(step)), show=lambda name: console.status(f"{name} ..."))

@@ -76,6 +76,9 @@ class Config(BaseModel):
         json_schema_extra={"accepts": '"local", the name of a shipped description (as "a100-80gb") or the path of a TOML file'},
         description="Cluster to plan for; local: the one at hand, measured once and remembered.",
     )
+    cache_dir: str = Field(
+        "", description="Directory of what is measured once and remembered; empty: rannc in $XDG_CACHE_HOME or ~/.cache."
+    )
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
         "auto", description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: inductor."
     )
@@ -107,12 +110,15 @@ class Config(BaseModel):
         json_schema_extra={"accepts": "a path, at least 1 character"},
         description="File of save_deployment and load_deployment.",
     )
+    partitioning_dry_run_np: int = Field(
+        0, ge=0, description="Plan for so many ranks at the first call, print and save the plan, and exit; 0: no dry run."
+    )
     report_steps: int = Field(
         5, ge=0, description="Training steps that are measured and logged beside what was predicted, after two to warm up; 0: none."
     )
     run_file: str = Field("", description="File to which rank 0 writes what the measured steps took, as JSON; empty: none.")
     print_program: bool = Field(False, description="Log the program of each rank as text before the first step.")
-    verbose: bool = Field(False, description="Log how the model was captured, split and compiled.")
+    verbose: bool = Field(False, description="Log what was captured, split, priced, searched and compiled: a line each, with its seconds.")
 
     @property
     def stage_replica_counts(self) -> tuple[int, ...]:

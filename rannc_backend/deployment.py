@@ -20,6 +20,7 @@ from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
+from rannc_backend.narrator import log_narrator
 from rannc_backend.partition.first_planner import choose_schedule
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
@@ -288,19 +289,21 @@ class Deployer:
             rows = {slot.name for slot in graph.outputs if slot.kind == "rows"}
             needs_grad = needs_grad - (rows - boundary)
         compiler = "inductor" if self.config.stage_compiler == "auto" else self.config.stage_compiler
-        return compile_stage(
-            graph,
-            needs_grad=needs_grad,
-            requires_grad_parameters=analysis.trained_parameters,
-            fake_mode=analysis.captured.fake_mode,
-            rows_symbol=analysis.captured.rows_symbol,
-            compiler=compiler,
-            activation_budget=self.plan.stages[graph.index].recompute,
-            training=kind != "infer",
-            cache=self.cache,
-            # Inductor tunes its kernels to the size that it expects; operators that run one by one do not care.
-            rows_hint=num_rows if compiler == "inductor" else None,
-        )
+        with log_narrator(verbose=self.config.verbose).step("compile") as details:
+            details += [f"stage {graph.index}", kind, compiler]
+            return compile_stage(
+                graph,
+                needs_grad=needs_grad,
+                requires_grad_parameters=analysis.trained_parameters,
+                fake_mode=analysis.captured.fake_mode,
+                rows_symbol=analysis.captured.rows_symbol,
+                compiler=compiler,
+                activation_budget=self.plan.stages[graph.index].recompute,
+                training=kind != "infer",
+                cache=self.cache,
+                # Inductor tunes its kernels to the size that it expects; operators that run one by one do not care.
+                rows_hint=num_rows if compiler == "inductor" else None,
+            )
 
     def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], Program]:
         def make(kind: str, phase: Any, num_micro_batches: int) -> Program:

@@ -3,16 +3,13 @@
 In: a model and the arguments of one call, or an analysed graph; the options, the cluster and the number of devices to plan for. Out: a
 `Plan`. A session plans with the same functions as the command line, so that a plan made without ranks is the plan of the ranks.
 
-Terms. Step: one of capture, analysis, blocks, prices, search; each is told when it is done, with its seconds. Rows to plan for:
-those of one training step, of all replicas together; the example batch may have any number.
+Terms. Rows to plan for: those of one training step, of all replicas together; the example batch may have any number.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,39 +21,11 @@ from rannc_backend.capture_model import capture_model
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.ir.plan import Plan
+from rannc_backend.narrator import Narrator
 from rannc_backend.partition.first_planner import plan_stages
 from rannc_backend.progress import Progress
 
 _META = torch.device("meta")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step of planning that is done: what came out of it, in words, and how long it took."""
-
-    name: str
-    detail: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.detail}, {self.seconds:.1f} s" if self.detail else f"{self.name}: {self.seconds:.1f} s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Narrator:
-    """Shows which step of planning runs, for as long as the context that `show` gives, and tells of each that is done."""
-
-    tell: Callable[[Step], None] = lambda step: None
-    show: Callable[[str], AbstractContextManager[object]] = nullcontext
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[list[str]]:
-        """Run a step; what is put into the list becomes its detail."""
-        details: list[str] = []
-        started = time.monotonic()
-        with self.show(name):
-            yield details
-        self.tell(Step(name=name, detail=", ".join(details), seconds=time.monotonic() - started))
 
 
 def plan_model(

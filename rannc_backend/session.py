@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from rannc_backend.analysis import GraphAnalysis, analyze
+from rannc_backend.calibration import choose_cluster
 from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
+from rannc_backend.cost.cluster import Cluster
 from rannc_backend.deployment import Deployer, cut_stages
 from rannc_backend.deployment_file import read_plan_text, write_text
 from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, rebuild_error
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.measured import report_of
-from rannc_backend.partition.first_planner import describe_cluster, plan_stages
+from rannc_backend.narrator import log_narrator
+from rannc_backend.partition.first_planner import describe_cluster
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
 from rannc_backend.partition.projection import project_plan
+from rannc_backend.planning import plan_analysis
+from rannc_backend.progress import Progress, planning_progress
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
@@ -72,8 +78,12 @@ class Session:
         )
         _check_same(answers)
         rows = [answer["rows"] for answer in answers]
-        analysis = analyze(captured)
+        with log_narrator(verbose=self.config.verbose).step("analysis") as details:
+            analysis = analyze(captured)
+            details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         moved = False
+        if self.plan is None and self.config.partitioning_dry_run_np:
+            self._dry_run(analysis, rows)
         if self.plan is None:
             plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
             stage_of = self._check_plan(plan, analysis)
@@ -91,38 +101,50 @@ class Session:
         self._report_outputs(analysis, rows)
         return self.runtimes[key], moved
 
-    def _make_plan(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
-        """Rank 0 plans; the others check what they get."""
-        text, failure = "", None
+    def _dry_run(self, analysis: GraphAnalysis, rows: list[int]) -> NoReturn:
+        """Plan for more or fewer ranks than there are, print and save that, and end the process as a success, on every rank."""
+        num_devices = self.config.partitioning_dry_run_np
+        # Every rank of that job is expected to bring as many rows as the ranks of this one.
+        batch_rows = max(1, sum(rows) * num_devices // len(rows)) if self.config.gather_inputs else rows[0]
+        plan = self._make_plan(analysis, batch_rows, num_devices)
         if self.world.rank == 0:
-            try:
-                text = self._plan_text(analysis, batch_rows)
-            except RanncError as error:
-                failure = error
-        words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
-        text, error_class, error_text = self.world.control.broadcast(
-            words, what="the plan", limit_seconds=self.config.compile_timeout_seconds
-        )
+            sys.stdout.write(f"{plan.summary()}\ndry run: plan for {num_devices} ranks saved in {self.config.deployment_file}\n")
+            sys.stdout.flush()
+        # Neither Dynamo nor the user's `except Exception` takes this for a failure.
+        raise SystemExit(0)
+
+    def _make_plan(self, analysis: GraphAnalysis, batch_rows: int, num_devices: int | None = None) -> Plan:
+        """Rank 0 plans, for ``num_devices`` (None: the ranks at hand); the others check what they get."""
+        dry = num_devices is not None
+        loaded = self.config.load_deployment and not dry
+        cluster = None if loaded else choose_cluster(self.config, self.world, num_devices=num_devices)
+        text, failure = "", None
+        # All ranks: a launcher hands Ctrl-C on to each of them, and those that wait for the plan must stay.
+        with planning_progress(self.world.rank) as progress:
+            if self.world.rank == 0:
+                try:
+                    text = self._loaded_text() if cluster is None else self._plan_here(analysis, batch_rows, cluster, progress).to_json()
+                    if dry or (self.config.save_deployment and not loaded):
+                        write_text(self.config.deployment_file, text, what="plan")
+                except RanncError as error:
+                    failure = error
+            words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
+            text, error_class, error_text = self.world.control.broadcast(
+                words, what="the plan", limit_seconds=self.config.compile_timeout_seconds
+            )
         if failure is not None:
             raise failure
         if error_class:
             raise rebuild_error(error_class, error_text)
         plan = Plan.from_json(text)
-        if self.world.rank == 0:
+        if self.world.rank == 0 and not dry:
             logger.info("%s", plan.summary())
         return plan
 
-    def _plan_text(self, analysis: GraphAnalysis, batch_rows: int) -> str:
-        """The plan of this run, loaded or made here."""
-        config = self.config
-        if config.load_deployment:
-            text = read_plan_text(config.deployment_file)
-            check_options(Plan.from_json(text), config)
-            logger.info("plan loaded from %s", config.deployment_file)
-            return text
-        text = self._plan_here(analysis, batch_rows).to_json()
-        if config.save_deployment:
-            write_text(config.deployment_file, text, what="plan")
+    def _loaded_text(self) -> str:
+        text = read_plan_text(self.config.deployment_file)
+        check_options(Plan.from_json(text), self.config)
+        logger.info("plan loaded from %s", self.config.deployment_file)
         return text
 
     def _check_plan(self, plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
@@ -138,19 +160,16 @@ class Session:
             possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
         )
 
-    def _plan_here(self, analysis: GraphAnalysis, batch_rows: int) -> Plan:
-        return plan_stages(
-            analysis.split,
-            inputs=analysis.captured.inputs,
-            needs_grad=analysis.needs_grad,
+    def _plan_here(self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress) -> Plan:
+        return plan_analysis(
+            analysis,
             config=self.config,
-            world_size=self.world.size,
+            num_devices=cluster.num_devices,
+            cluster=cluster,
             # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
             batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
-            fingerprint=analysis.captured.fingerprint,
-            rows_symbol=analysis.captured.rows_symbol,
-            device=self.world.device,
-            model_name=type(analysis.captured.root_module).__name__,
+            progress=progress,
+            narrator=log_narrator(verbose=self.config.verbose),
         )
 
     def _take_ownership(self, plan: Plan) -> bool:
