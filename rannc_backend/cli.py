@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,12 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import rannc_backend
-from rannc_backend import cli_plan
+from rannc_backend import cli_plan, cli_show
+from rannc_backend.cli_show import PlanPath
 from rannc_backend.config import ENVIRONMENT_ONLY, Config, accepted_values, environment_name, resolve_with_sources
 from rannc_backend.deployment_file import read_plan
-from rannc_backend.errors import BYTES_PER_GB, OptionValueError, RanncError
+from rannc_backend.errors import OptionValueError, RanncError
 from rannc_backend.ir.action import INPUT, format_programs
-from rannc_backend.ir.plan import Plan, StagePlan
 from rannc_backend.schedule.edges import EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order
@@ -37,10 +36,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-PlanPath = Annotated[Path, typer.Argument(help="Plan as JSON, as the option save_deployment writes it.", show_default=False)]
-
-
 app.command("plan")(cli_plan.plan)
+app.command("show")(cli_show.show)
+app.command("diff")(cli_show.diff)
+app.command("simulate")(cli_show.simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,27 +72,6 @@ def config(
     for item, field in Config.model_fields.items():
         table.add_row(item, escape(repr(getattr(resolved, item))), sources[item], escape(field.description or ""))
     _console().print(table)
-
-
-@app.command()
-def show(plan: PlanPath) -> None:
-    """Print a plan: its stages, what they cost, what binds it, and the alternatives that lost."""
-    loaded = read_plan(plan)
-    console = _console()
-    console.print(
-        f"{escape(loaded.model_name)}: {loaded.num_stages} stage(s) on {loaded.world_size} rank(s), "
-        f"{loaded.num_micro_batches} micro-batch(es) of {loaded.batch_rows} rows in all, schedule {loaded.schedule}"
-    )
-    console.print(f"cluster: {escape(loaded.cluster.name)} ({loaded.cluster.num_devices} x {escape(loaded.cluster.device_name)})")
-    table = Table("stage", "ranks", "modules", "parameters", title="Stages (times per micro-batch, memory per rank)")
-    for column in ("forward", "backward", "transfer", "all-reduce", "weights", "gradients", "optimizer", "activations", "peak"):
-        table.add_column(column, justify="right")
-    for stage in loaded.stages:
-        table.add_row(*_stage_row(stage))
-    console.print(table)
-    console.print(f"predicted step: {_milliseconds(loaded.predicted_step_seconds)}; bound by: {escape(loaded.binding)}")
-    if loaded.alternatives:
-        console.print(_alternatives_table(loaded))
 
 
 @app.command()
@@ -149,40 +127,6 @@ def _chain(num_stages: int) -> list[EdgeSpec]:
 def _console() -> Console:
     # Without a terminal rich assumes 80 columns, which folds the tables into strips.
     return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS)
-
-
-def _stage_row(stage: StagePlan) -> tuple[str, ...]:
-    cost = stage.predicted
-    seconds = (cost.forward_seconds, cost.backward_seconds, cost.transfer_seconds, cost.allreduce_seconds)
-    sizes = (cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.activation_bytes, cost.peak_bytes)
-    modules = stage.modules[0] if len(stage.modules) == 1 else f"{stage.modules[0]} ... {stage.modules[-1]}" if stage.modules else ""
-    return (
-        str(stage.index),
-        ", ".join(str(rank) for rank in stage.ranks),
-        escape(modules),
-        str(len(stage.parameters)),
-        *(_milliseconds(value) for value in seconds),
-        *(_size(value) for value in sizes),
-    )
-
-
-def _alternatives_table(plan: Plan) -> Table:
-    table = Table("stages", "replicas", "micro-batches", "step", "why not", title="Alternatives")
-    for other in plan.alternatives:
-        step = "" if other.predicted_step_seconds is None else _milliseconds(other.predicted_step_seconds)
-        replicas = " ".join(str(count) for count in other.stage_replicas)
-        table.add_row(str(other.num_stages), replicas, str(other.num_micro_batches), step, escape(other.reason))
-    return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= BYTES_PER_GB:
-        return f"{num_bytes / BYTES_PER_GB:.2f} GB"
-    return f"{num_bytes / 1024**2:.2f} MB"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Where a plan cuts the tree of the user's modules.
 
 In: the module paths of each block ("encoder.layer.3.attention"), the stage of each block. Out: the tree with the stages of
-every module, and short names of what a stage computes: `encoder.layer.0-11, encoder.layer.12 (part)`.
+every module, and short names of what a stage computes: `encoder.layer.0-11, 12 (part)`.
 
 Terms. Whole: all that is computed under a module is in one stage. Layer: a module whose name is a number; neighbouring whole
 layers are drawn together. Paths are text of a plan and may be anything; deep ones are cut at `_MAX_DEPTH` parts.
@@ -9,7 +9,7 @@ layers are drawn together. Paths are text of a plan and may be anything; deep on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rannc_backend.ir.plan import Plan
@@ -61,18 +61,21 @@ class ModuleRun:
 def module_tree(plan: Plan) -> ModuleNode:
     """The modules that the plan's blocks name, children in the order of their first use. What no module computes is the root's."""
     stage_of = {block: stage.index for stage in plan.stages for block in stage.blocks}
+    return path_tree((path, stage_of[block.index]) for block in plan.blocks for path in block.modules or ("",))
+
+
+def path_tree(places: Iterable[tuple[str, int]]) -> ModuleNode:
+    """The tree of module paths, each with the number of a stage (or of whatever the paths are to be told apart by)."""
     root = ModuleNode(name=ROOT_NAME, path="")
-    for block in plan.blocks:
-        stage = stage_of[block.index]
-        for path in block.modules or ("",):
-            node = root
+    for path, stage in places:
+        node = root
+        node.stages.add(stage)
+        for part in _parts(path):
+            if part not in node.children:
+                node.children[part] = ModuleNode(name=part, path=f"{node.path}.{part}" if node.path else part)
+            node = node.children[part]
             node.stages.add(stage)
-            for part in _parts(path):
-                if part not in node.children:
-                    node.children[part] = ModuleNode(name=part, path=f"{node.path}.{part}" if node.path else part)
-                node = node.children[part]
-                node.stages.add(stage)
-            node.own_stages.add(stage)
+        node.own_stages.add(stage)
     return root
 
 
@@ -118,7 +121,10 @@ def stage_modules(root: ModuleNode, stage: int) -> list[str]:
         while whole and end < len(entries) and _follows(entries[end - 1], entries[end]):
             end += 1
         last = entries[end - 1][0]
-        name = node.path if end - begin == 1 else f"{node.path}-{last.name}"
+        # The list of layers is named once.
+        same_list = begin > 0 and node.layer is not None and _list_of(entries[begin - 1][0]) == _list_of(node)
+        name = node.name if same_list else node.path
+        name = name if end - begin == 1 else f"{name}-{last.name}"
         names.append(name if whole else f"{name} (part)")
         begin = end
     if not names and stage in root.own_stages:
@@ -131,8 +137,12 @@ def _follows(before: tuple[ModuleNode, bool], after: tuple[ModuleNode, bool]) ->
     (first, first_whole), (second, second_whole) = before, after
     if not (first_whole and second_whole) or first.layer is None or second.layer is None:
         return False
-    same_list = first.path.rpartition(".")[0] == second.path.rpartition(".")[0]
-    return same_list and second.layer == first.layer + 1
+    return _list_of(first) == _list_of(second) and second.layer == first.layer + 1
+
+
+def _list_of(node: ModuleNode) -> str | None:
+    """Path of the list that a layer is in; None for other modules."""
+    return None if node.layer is None else node.path.rpartition(".")[0]
 
 
 def _entries(node: ModuleNode, stage: int) -> Iterator[tuple[ModuleNode, bool]]:

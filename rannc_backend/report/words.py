@@ -35,6 +35,14 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.3g} KB"
 
 
+def rate_text(bytes_per_second: float) -> str:
+    """Three digits in decimal units, as data sheets have them: "25 GB/s"."""
+    for factor, unit in ((1e12, "TB/s"), (1e9, "GB/s")):
+        if bytes_per_second >= 0.9995 * factor:
+            return f"{bytes_per_second / factor:.3g} {unit}"
+    return f"{bytes_per_second / 1e6:.3g} MB/s"
+
+
 def percent_text(share: float) -> str:
     """"23 %"; one digit after the point below 10 %."""
     percent = 100 * share
@@ -67,7 +75,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def replicas_text(replicas: Sequence[int]) -> str:
-    """Replicas by stage with equal neighbours counted: "8" for one stage, "4 x 8" for four, "2, 3 x 1"."""
+    """Replicas by stage, equal neighbours counted: "8", "4 x 2" (four stages of two), "2, 3 x 1"."""
     runs: list[list[int]] = []
     for count in replicas:
         if runs and runs[-1][1] == count:
@@ -75,6 +83,14 @@ def replicas_text(replicas: Sequence[int]) -> str:
         else:
             runs.append([1, count])
     return ", ".join(str(count) if number == 1 else f"{number} x {count}" for number, count in runs)
+
+
+def stages_text(replicas: Sequence[int]) -> str:
+    """"1 stage on 8 ranks", "4 stages on 2 ranks each", "4 stages on 2, 3 x 1 ranks"."""
+    stages = count_text(len(replicas), "stage")
+    if len(set(replicas)) == 1:
+        return f"{stages} on {count_text(replicas[0], 'rank')}{' each' if len(replicas) > 1 else ''}"
+    return f"{stages} on {replicas_text(replicas)} ranks"
 
 
 def kept_text(recompute: Sequence[float]) -> str:

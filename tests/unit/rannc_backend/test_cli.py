@@ -141,15 +141,6 @@ def test_config_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == configuration_markdown()
 
 
-def test_show(capsys: pytest.CaptureFixture[str], plan_path: str) -> None:
-    assert run("show", plan_path) == 0
-    out = capsys.readouterr().out
-    for text in ("Toy: 2 stage(s) on 4 rank(s)", "a [small] cluster", "layer0", "12.3 ms", "24.6 ms", "3.00 MB", "5.01 GB"):
-        assert text in out
-    assert "predicted step: 200 ms; bound by: stage 0 (compute)" in out
-    assert "needs 9 GB [of 1]" in out
-
-
 @pytest.mark.parametrize(("rank", "stage"), [(0, 0), (1, 0), (2, 1)])
 def test_program(capsys: pytest.CaptureFixture[str], plan_path: str, rank: int, stage: int) -> None:
     assert run("program", plan_path, "--rank", str(rank)) == 0
@@ -201,6 +192,13 @@ def test_the_command_does_not_import_torch(plan_path: str) -> None:
         "finally:\n"
         "    assert 'torch' not in sys.modules\n"
     )
-    for arguments in (["version"], ["show", plan_path], ["program", plan_path, "--rank", "0"]):
+    for arguments in (
+        ["version"],
+        ["show", plan_path],
+        ["show", plan_path, "--html", str(Path(plan_path).with_suffix(".html"))],
+        ["diff", plan_path, plan_path],
+        ["simulate", plan_path, "--micro-batches", "2"],
+        ["program", plan_path, "--rank", "0"],
+    ):
         result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
