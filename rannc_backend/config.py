@@ -70,6 +70,23 @@ class Config(BaseModel):
     opt_param_factor: float = Field(
         2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
     )
+    recompute: str = Field(
+        "auto",
+        pattern=r"^(auto|0(\.[0-9]+)?|1(\.0+)?)$",
+        json_schema_extra={"accepts": '"auto", or a number from 0 to 1'},
+        description="Activation budget of every stage: 1 recomputes nothing, 0 all; auto: as much as memory asks for, per stage.",
+    )
+    costs: Literal["auto", "analytic", "measured"] = Field(
+        "auto",
+        description="What plans are priced with: a model of the device, or each distinct block measured; auto: measured on GPUs.",
+    )
+    profile_file: str = Field(
+        "", description="File in which measured blocks are kept and looked up, or the run_file of a run to learn from; empty: none."
+    )
+    profile_by_acc: bool = Field(
+        True, description="True: a stage costs the sum of its blocks; False: the plan's stages are measured whole and planned again."
+    )
+    profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
     cluster: str = Field(
         "local",
         min_length=1,
@@ -124,6 +141,16 @@ class Config(BaseModel):
     def stage_replica_counts(self) -> tuple[int, ...]:
         """`stage_replicas` as numbers; () when the planner decides."""
         return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
+
+    @property
+    def fixed_recompute(self) -> float | None:
+        """`recompute` as a number; None when the planner decides."""
+        return None if self.recompute == "auto" else float(self.recompute)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
     @field_validator("stage_starts", "keep_together", "stage_pins", mode="before")
     @classmethod

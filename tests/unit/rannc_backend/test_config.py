@@ -36,6 +36,11 @@ OTHER_VALUES = {
     "mem_limit_gb": (1.5, "1.5"),
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),
+    "recompute": ("0.5", "0.5"),
+    "costs": ("measured", "measured"),
+    "profile_file": ("profile.json", "profile.json"),
+    "profile_by_acc": (False, "0"),
+    "profiling_iter": (3, "3"),
     "cluster": ("a100-80gb", "a100-80gb"),
     "cache_dir": ("cache", "cache"),
     "stage_compiler": ("eager", "eager"),
@@ -204,3 +209,14 @@ def test_ranks_must_agree() -> None:
     with pytest.raises(RanksDifferError, match="'schedule'") as caught:
         check_same_options([same, same, other])
     assert caught.value.odd_ranks == (2,)
+
+
+@pytest.mark.parametrize(("value", "budget"), [("auto", None), (0, 0.0), (1, 1.0), (0.25, 0.25), ("0.5", 0.5)])
+def test_recompute_is_a_word_or_a_number(value: object, budget: float | None) -> None:
+    assert resolve_config({"recompute": value}, {}).fixed_recompute == budget
+
+
+@pytest.mark.parametrize("value", [1.5, -0.5, True, "all", "1.01"])
+def test_recompute_from_0_to_1(value: object) -> None:
+    with pytest.raises(OptionValueError, match="recompute"):
+        resolve_config({"recompute": value}, {})
