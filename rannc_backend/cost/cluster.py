@@ -72,9 +72,10 @@ class Device:
         return rates.get(dtype, min(rates.values())) * self.efficiency(operator_class)
 
     def memory_rate(self, operator_class: str = "elementwise") -> float:
-        """Bytes/s reached in a class: what elementwise operators reach holds for the bytes of every class."""
+        """Bytes/s reached in a class. Operators that compute much stream at the peak where they are bound by it at all."""
         assert operator_class in OPERATOR_CLASSES, f"no operator class is called {operator_class!r}"
-        return self.memory_bytes_per_second * self.efficiency("elementwise")
+        return self.memory_bytes_per_second * (self.efficiency("elementwise") if operator_class == "elementwise" else 1.0)
+
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from rannc_backend.cost.cluster import Cluster, Device, Link
 from rannc_backend.errors import ClusterFileError
+from rannc_backend.ir.plan import SIGNIFICANT_DIGITS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +40,12 @@ class _Table(BaseModel):
 
 
 def _number(low: float, high: float) -> Any:
-    return Annotated[float, BeforeValidator(lambda value: float(_checked(value, (int, float), "a number", low, high)))]
+    # No more digits than a plan keeps, so that a cluster is the same one when it comes back from a plan.
+    return Annotated[float, BeforeValidator(lambda value: _rounded(_checked(value, (int, float), "a number", low, high)))]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{float(value):.{SIGNIFICANT_DIGITS}g}")
 
 
 def _count(low: int, high: int) -> Any:
@@ -77,8 +83,8 @@ class _LinkTable(_Table):
     def link(self) -> Link:
         return Link(
             latency_seconds=self.latency_seconds,
-            bytes_per_second=self.bytes_per_second * self.message_efficiency,
-            allreduce_share=self.allreduce_efficiency / self.message_efficiency,
+            bytes_per_second=_rounded(self.bytes_per_second * self.message_efficiency),
+            allreduce_share=_rounded(self.allreduce_efficiency / self.message_efficiency),
         )
 
 
