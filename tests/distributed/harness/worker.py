@@ -42,10 +42,10 @@ def _die_with_parent() -> None:
 
 
 def _find_check(name: str) -> Callable[[Any], dict[str, Any]]:
-    from tests.distributed import contract_checks, failure_checks, memory_checks
+    from tests.distributed import contract_checks, deployment_checks, failure_checks, memory_checks
     from tests.distributed.harness import equality
 
-    for module in (equality, contract_checks, memory_checks, failure_checks):
+    for module in (equality, contract_checks, memory_checks, failure_checks, deployment_checks):
         if hasattr(module, name):
             return getattr(module, name)
     raise KeyError(f"no check is called {name}")
