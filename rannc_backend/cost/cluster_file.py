@@ -179,17 +179,17 @@ def cluster_toml(cluster: Cluster, *, description: str = "", source: str = "") -
     """A cluster as TOML that `parse_cluster` reads back as the same one. `source`: where all of the numbers are from."""
 
     def number(value: float) -> str:
-        return f"{{ value = {value!r}, source = {json.dumps(source)} }}" if source else repr(value)
+        return f"{{ value = {value!r}, source = {_quoted(source)} }}" if source else repr(value)
 
     device = cluster.device
     lines = [
         f"format = {FORMAT}",
-        f"name = {json.dumps(cluster.name)}",
-        f"description = {json.dumps(description)}",
+        f"name = {_quoted(cluster.name)}",
+        f"description = {_quoted(description)}",
         f"devices_per_node = {cluster.devices_per_node}",
         "",
         "[device]",
-        f"name = {json.dumps(device.name)}",
+        f"name = {_quoted(device.name)}",
         f"memory_bytes = {number(device.memory_bytes)}",
         f"memory_bytes_per_second = {number(device.memory_bytes_per_second)}",
         f"launch_seconds = {number(device.launch_seconds)}",
@@ -209,6 +209,11 @@ def cluster_toml(cluster: Cluster, *, description: str = "", source: str = "") -
             f"allreduce_efficiency = {number(link.allreduce_share)}",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    # JSON's strings are TOML's, but for surrogate pairs and for one control character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _shipped() -> Any:
