@@ -57,7 +57,6 @@ def analyze_batch_axis(
 
 
 def extend_analysis(
-    graph: fx.Graph,
     layouts: dict[str, Layout],
     new_nodes: Iterable[fx.Node],
     rows_symbol: sympy.Symbol,
@@ -70,12 +69,12 @@ def extend_analysis(
     used as values.
     """
     analysis = _Analysis(rows_symbol, depth=0)
-    for node in graph.nodes:
-        if node.name in layouts:
-            layout = layouts[node.name]
-            is_global = isinstance(layout, RowIndex) and node.name in row_numbers
-            analysis.layouts[node] = Rows(layout.dim) if is_global else layout
     for node in new_nodes:
+        for source in node.all_input_nodes:
+            if source not in analysis.layouts:
+                layout = layouts[source.name]
+                is_global = isinstance(layout, RowIndex) and source.name in row_numbers
+                analysis.layouts[source] = Rows(layout.dim) if is_global else layout
         analysis.visit(node)
         layouts[node.name] = analysis.layouts[node]
 

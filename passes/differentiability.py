@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from rannc_backend.passes.graph_queries import placeholders
 
@@ -53,12 +54,19 @@ def _may_carry_grad(value: Any) -> bool:
 
 
 class _GradInterpreter(fx.Interpreter):
+    """Runs the nodes that a gradient may reach; the others' values are taken from the graph."""
+
     def __init__(self, graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
         self.requires_grad_inputs = requires_grad_inputs
+        self.reached = values_reached_by_grad(graph_module, requires_grad_inputs)
         self.found: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and n.name not in self.reached:
+            # A value that the trace left behind may itself require a gradient; nobody asks for those that nothing reached reads.
+            used = any(user.name in self.reached for user in n.users)
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, n.meta["val"]) if used else None
         value = super().run_node(n)
         if n.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
             value = value.detach()

@@ -24,6 +24,7 @@ class GraphBuilder:
         self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
         self.graph = self.module.graph
         self._copies: dict[fx.Node, fx.Node] = {}
+        self._placeholders: dict[str, fx.Node] = {}
         self._has_traced = False
 
     @staticmethod
@@ -42,7 +43,7 @@ class GraphBuilder:
         return self._copies.get(node)
 
     def find_placeholder(self, name: str) -> fx.Node | None:
-        return next((node for node in self.graph.nodes if node.op == "placeholder" and node.name == name), None)
+        return self._placeholders.get(name)
 
     def placeholder(self, node: fx.Node) -> fx.Node:
         """A placeholder that stands for `node`."""
@@ -52,9 +53,10 @@ class GraphBuilder:
         return made
 
     def new_placeholder(self, name: str, value: Any) -> fx.Node:
-        first_other = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        with self.graph.inserting_before(first_other) if first_other else self.graph.inserting_after():
+        last = next(reversed(self._placeholders.values()), None)
+        with self.graph.inserting_after(last):
             made = self.graph.create_node("placeholder", name, name=name)
+        self._placeholders[name] = made
         made.meta["val"] = value
         assert made.name == name, f"name {name} is taken"
         return made

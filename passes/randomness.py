@@ -153,7 +153,7 @@ class _Rewriter:
         new_nodes = inline(node, inner)
         for new_node in new_nodes:
             new_node.args = tuple(_with_key(item, number) for item in new_node.args)
-        extend_analysis(self.graph, self.layouts, new_nodes, self.symbol, row_numbers=self.row_numbers)
+        extend_analysis(self.layouts, new_nodes, self.symbol, row_numbers=self.row_numbers)
 
     def _size(self, node: fx.Node, dim: int) -> Any:
         """A size of the node's value; those with rows as nodes."""
@@ -212,6 +212,11 @@ class _Rewriter:
         return result
 
     def _placeholder(self, name: str) -> fx.Node:
+        if name not in self.shared:
+            self.shared[name] = self._find_or_add_placeholder(name)
+        return self.shared[name]
+
+    def _find_or_add_placeholder(self, name: str) -> fx.Node:
         existing = placeholders(self.graph)
         for node in existing:
             if node.name == name:

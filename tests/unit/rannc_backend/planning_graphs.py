@@ -111,3 +111,20 @@ def bert(num_layers: int = 2, width: int = 64, length: int = 16, vocabulary: int
     torch.manual_seed(0)
     ids = torch.randint(0, vocabulary, (4, length))
     return BertForMaskedLM(config), {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def llama(num_layers: int = 2, width: int = 64, length: int = 16, vocabulary: int = 100) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=4,
+        intermediate_size=2 * width,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(0, vocabulary, (4, length))
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
