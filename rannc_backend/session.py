@@ -31,7 +31,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.measured import report_of
 from rannc_backend.narrator import log_narrator
-from rannc_backend.partition.first_planner import describe_cluster
+from rannc_backend.partition.planner import describe_cluster
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
 from rannc_backend.partition.projection import project_plan
 from rannc_backend.planning import plan_analysis

@@ -54,7 +54,7 @@ def network() -> tuple[Network, SplitModel]:
 @functools.lru_cache
 def good_text() -> str:
     """Three stages on four ranks, priced so that each product is worth a stage."""
-    from rannc_backend.partition.first_planner import plan_stages
+    from rannc_backend.partition.planner import plan_stages
 
     _, model = network()
     cluster = local_cpu(WORLD_SIZE, memory_bytes=DEVICE_BYTES)

@@ -15,7 +15,7 @@ from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster, generic_gpu, local_cpu
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.plan import Plan
-from rannc_backend.partition.first_planner import plan_stages
+from rannc_backend.partition.planner import plan_stages
 from rannc_backend.partition.projection import stage_of_plan
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, split_model

@@ -1,0 +1,79 @@
+"""What one gets without a search: equally many blocks in every stage, equally many replicas of every stage.
+
+In: a search's pricers. Out: the fastest such plan, over all numbers of stages, replicas and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rannc_backend.partition.search_problem import Floats, Ints, Pricer, Solution, plans_step_seconds
+from rannc_backend.partition.stage_bounds import Cell, own_excess
+from rannc_backend.partition.stage_moves import honours, make_solution
+
+
+def best_equal_split(pricers: Iterable[Pricer], *, least_stages: int = 1) -> Solution | None:
+    """The fastest of the equal splits that fit and are allowed; None if there is none.
+
+    Where the number of blocks is no multiple of the number of stages, the first stages get one more.
+    """
+    entries = []
+    for pricer in pricers:
+        for num_stages in pricer.problem.stage_counts:
+            if num_stages >= least_stages:
+                entries += _with_bounds(pricer, num_stages)
+    best: Solution | None = None
+    for bound, _, pricer, cell, cuts, option in sorted(entries, key=lambda entry: entry[:2]):
+        if best is not None and bound >= best.step_seconds:
+            break
+        arrays = (cuts, np.full(cell.num_stages, option), equal_places(pricer, cell, option))
+        seconds = float(plans_step_seconds(pricer, *(array[None] for array in arrays), cell.placement)[0])
+        if np.isfinite(seconds) and (best is None or seconds < best.step_seconds):
+            best = make_solution(pricer, cell, *arrays, step_seconds=seconds)
+    return best
+
+
+_Entry = tuple[float, tuple[str, int, int, int], Pricer, Cell, Ints, int]
+
+
+def _with_bounds(pricer: Pricer, num_stages: int) -> list[_Entry]:
+    """The equal splits into so many stages, each with a lower bound of its step."""
+    problem, tables = pricer.problem, pricer.tables
+    sizes = np.full(num_stages, problem.num_blocks // num_stages)
+    sizes[: problem.num_blocks % num_stages] += 1
+    cuts = np.concatenate([[0], np.cumsum(sizes)])
+    if sizes.max() > pricer.max_length:
+        return []
+    forward = tables.forward[cuts[:-1], sizes - 1]
+    backward = np.stack([pricer.backward(num_stages - s)[0][cuts[s], sizes[s] - 1] for s in range(num_stages)])
+    cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=num_stages)
+    bounds = _bounds(cell, forward, backward)
+    entries = []
+    for option, replicas in enumerate(tables.replicas.tolist()):
+        wished = honours(problem, cuts.tolist(), (replicas,) * num_stages)
+        if np.isfinite(bounds[option]) and replicas * num_stages <= problem.num_devices and wished:
+            key = (pricer.schedule, pricer.num_micro_batches, num_stages, replicas)
+            entries.append((float(bounds[option]), key, pricer, cell, cuts, option))
+    return entries
+
+
+def _bounds(cell: Cell, forward: Floats, backward: Floats) -> Floats:
+    """[options] from seconds [stages, options], without messages and reductions."""
+    compute = forward + backward
+    path = compute.sum(axis=0)
+    if cell.schedule == "fill_drain":
+        return path + (cell.num_micro_batches - 1) * (forward.max(axis=0) + backward.max(axis=0))
+    result = path
+    with np.errstate(invalid="ignore"):
+        for stage in range(cell.num_stages):
+            result = np.maximum(result, path + own_excess(cell, cell.num_stages - stage - 1, forward[stage], backward[stage]))
+        for alpha, beta in cell.weights():
+            result = np.maximum(result, alpha * path + beta * compute.max(axis=0))
+    return result
+
+
+def equal_places(pricer: Pricer, cell: Cell, option: int) -> Ints:
+    """Consecutive ranks for each stage."""
+    return np.arange(cell.num_stages) * int(pricer.tables.replicas[option])

@@ -1,0 +1,309 @@
+"""Numbers for the stage search: what any run of blocks costs on any number of replicas.
+
+In: a `BlockGraph`, a `Cluster`, prices of blocks (cost/pricing.py), the rows of the batch. Out: the tables of a `SearchProblem`,
+and the parts of one stage's cost for the plan. Terms: an *interval* is a run of blocks, given by its first block and its
+length; arrays over intervals are [blocks, most blocks in a stage]. The rows of a replica are those of the largest micro-batch,
+divided by the replicas, rounded up.
+
+What is counted. Seconds: the blocks', and adding parameter gradients up. Messages: what an interval reads of earlier blocks and
+of the batch, all in one message from the stage before, and the gradients of what earlier blocks made back. Memory: parameters,
+gradients, optimizer state, returned outputs, the largest workspace, message buffers; and for each micro-batch in flight what
+the blocks save and what was received. At the activation budget 0.0 a stage saves nothing of its own, runs its forward again
+before backward and then holds what budget 1.0 saves of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rannc_backend.cost.cluster import Cluster
+from rannc_backend.cost.expressions import evaluate
+from rannc_backend.cost.pricing import BlockPricer, BlockPrices
+from rannc_backend.cost.transfer import allreduce_terms
+from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.partition.search_problem import Floats, Ints, MicroBatchTables
+
+_ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
+NO_BUDGET = 0.0  # everything is recomputed but what the stage receives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryParts:
+    """Bytes of one interval on one replica; `activations` of one micro-batch."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    workspace: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class IntervalCosts:
+    """Costs of all intervals whose parameters, gradients and optimizer state take at most `most_bytes`.
+
+    `replica_counts`: counts that must be among those tried. Immutable but for the cache of tables.
+    """
+
+    graph: BlockGraph
+    cluster: Cluster
+    batch_rows: int
+    micro_batches: tuple[int, ...]
+    pricer: BlockPricer
+    optimizer_factor: float
+    most_bytes: float = float("inf")
+    replica_counts: tuple[int, ...] = ()
+    max_length: int = field(init=False)
+    parameter_bytes: Floats = field(init=False)  # [L, N]
+    trainable_bytes: Floats = field(init=False)
+    shared_bytes: Floats = field(init=False)  # trainable and read by blocks outside of the interval
+    _alike: tuple[Block, ...] = field(init=False)  # by block, the first of its structure
+    _accumulation: Floats = field(init=False)  # [L], seconds
+    _rows: Ints = field(init=False)  # all numbers of rows of a replica that occur, ascending
+    _prices: dict[float, list[BlockPrices]] = field(init=False)  # budget -> by block, over _rows
+    _flow_bytes: Floats = field(init=False)  # [flows, rows]
+    _flow_places: dict[str, tuple[Ints, Ints, Ints, Floats]] = field(init=False)
+    _returned: Floats = field(init=False)  # [L, rows]
+    _tables: dict[int, MicroBatchTables] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._size_parameters()
+        rows = {self.replica_rows(number, count) for number in self.micro_batches for count in self.counts(number).tolist()}
+        self._rows = np.array(sorted(rows), dtype=np.int64)
+        self._price_blocks()
+        self._place_flows()
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """Activation budgets in the order of the tables."""
+        return (*self.pricer.budgets, NO_BUDGET)
+
+    def replica_rows(self, num_micro_batches: int, replicas: int) -> int:
+        """Rows that the replica with most rows computes of the largest micro-batch."""
+        return math.ceil(math.ceil(self.batch_rows / num_micro_batches) / replicas)
+
+    def counts(self, num_micro_batches: int) -> Ints:
+        """Replica counts worth trying: of those whose replicas get equally many rows the fewest, and the fewest that fill nodes."""
+        cluster = self.cluster
+        most = min(cluster.num_devices, self.batch_rows // num_micro_batches)
+        chosen: set[int] = {count for count in self.replica_counts if count <= most}
+        seen: set[int] = set()
+        for count in range(1, most + 1):
+            rows = self.replica_rows(num_micro_batches, count)
+            fills = count > cluster.devices_per_node and count % cluster.devices_per_node == 0
+            if rows not in seen:
+                chosen.add(count)
+                seen.add(rows)
+                rate = allreduce_terms(cluster, range(count))[1]
+            elif fills and count not in chosen and allreduce_terms(cluster, range(count))[1] < rate:
+                chosen.add(count)
+                rate = allreduce_terms(cluster, range(count))[1]
+        return np.array(sorted(chosen), dtype=np.int64)
+
+    def tables(self, num_micro_batches: int) -> MicroBatchTables:
+        """Tables for one number of micro-batches."""
+        if num_micro_batches not in self._tables:
+            self._tables[num_micro_batches] = self._build_tables(num_micro_batches)
+        return self._tables[num_micro_batches]
+
+    # ------------------------------------------------------------------ the parts of one stage
+    def prices(self, begin: int, end: int, budget: float, rows: Sequence[int]) -> BlockPrices:
+        """Prices of an interval at any numbers of rows of a replica; `saved_bytes` without what is received."""
+        first = self.pricer.budgets[0]
+        whole = [self.pricer.prices(self._alike[block.index], rows, first) for block in self.graph.blocks[begin:end]]
+        parts = whole
+        if budget not in (first, NO_BUDGET):
+            parts = [self.pricer.prices(self._alike[block.index], rows, budget) for block in self.graph.blocks[begin:end]]
+        forward = np.sum([part.forward_seconds for part in whole], axis=0)
+        backward = np.sum([part.backward_seconds for part in parts], axis=0) + self._accumulation[begin:end].sum()
+        saved = np.sum([part.saved_bytes for part in parts], axis=0)
+        workspace = np.max([part.workspace_bytes for part in parts], axis=0)
+        if budget == NO_BUDGET:
+            backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
+        return BlockPrices(
+            forward_seconds=forward, backward_seconds=backward, saved_bytes=saved, workspace_bytes=workspace
+        )
+
+    def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
+        """What a replica with so many rows receives of one micro-batch, and the gradients that it gives back: arrays [rows]."""
+        received = [
+            flow for flow in self.graph.flows
+            if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
+        ]  # fmt: skip
+        sizes = evaluate([flow.num_bytes for flow in received], rows)
+        has_gradient = np.array([flow.needs_grad for flow in received], dtype=bool)
+        return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
+
+    def memory(self, begin: int, end: int, budget: float, num_micro_batches: int, replicas: int) -> MemoryParts:
+        """What the tables' bytes are made of."""
+        rows = [self.replica_rows(num_micro_batches, replicas)]
+        prices = self.prices(begin, end, budget, rows)
+        received, gradients = self.message_bytes(begin, end, rows)
+        sent = [flow.num_bytes for flow in self.graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
+        messages = 2 * evaluate(sent, rows).sum() + gradients[0] if self.cluster.num_devices > 1 else 0.0
+        returned = num_micro_batches * evaluate([block.output_bytes for block in self.graph.blocks[begin:end]], rows).sum()
+        place = (begin, end - begin - 1)
+        trainable = self.trainable_bytes[place]
+        return MemoryParts(
+            parameters=float(self.parameter_bytes[place]),
+            gradients=float(trainable),
+            optimizer=float(self.optimizer_factor * trainable),
+            activations=float(prices.saved_bytes[0] + received[0]),
+            buffers=float(messages + returned),
+            workspace=float(prices.workspace_bytes[0]),
+        )
+
+    # ------------------------------------------------------------------ building
+    def _size_parameters(self) -> None:
+        blocks = self.graph.blocks
+        readers: dict[str, list[int]] = {}
+        for block in blocks:
+            for name in block.parameters:
+                readers.setdefault(name, []).append(block.index)
+        uses = {use.name: use for use in self.graph.parameters}
+        everything, trainable, shared = (np.zeros((len(blocks), len(blocks))) for _ in range(3))
+        for name, places in readers.items():
+            size = uses[name].num_bytes
+            for begin, place in _first_at_or_after(places, 0):
+                everything[begin, place - begin] += size
+                if uses[name].trainable:
+                    trainable[begin, place - begin] += size
+                    if len(places) > 1:
+                        shared[begin, place - begin] += size
+                        if begin <= places[0]:
+                            shared[begin, places[-1] - begin] -= size
+        sums = [np.cumsum(values, axis=1) for values in (everything, trainable, shared)]
+        state = sums[0] + (1 + self.optimizer_factor) * sums[1]
+        ends = np.arange(len(blocks))[:, None] + np.arange(1, len(blocks) + 1)[None, :]
+        fitting = (state <= self.most_bytes) & (ends <= len(blocks))
+        self.max_length = max(1, int(fitting.any(axis=0).sum()))
+        self.parameter_bytes, self.trainable_bytes, self.shared_bytes = (values[:, : self.max_length] for values in sums)
+        sizes = np.array([sum(uses[name].num_bytes for name in block.parameters if uses[name].trainable) for block in blocks])
+        self._accumulation = _ACCUMULATION_MOVES * sizes / self.cluster.device.memory_rate()
+
+    def _price_blocks(self) -> None:
+        rows = self._rows.tolist()
+        first: dict[str, Block] = {}
+        for block in self.graph.blocks:
+            first.setdefault(block.structure, block)
+        self._alike = tuple(first[block.structure] for block in self.graph.blocks)
+        self._prices = {}
+        for budget in self.pricer.budgets:
+            known = {key: self.pricer.prices(block, rows, budget) for key, block in first.items()}
+            self._prices[budget] = [known[block.structure] for block in self.graph.blocks]
+        self._returned = evaluate([block.output_bytes for block in self.graph.blocks], rows)
+
+    def _place_flows(self) -> None:
+        """Where in [begin, length] each flow begins (or ceases, with a minus) to count, for intervals of growing length."""
+        flows = self.graph.flows
+        entries: dict[str, list[tuple[int, int, int, float]]] = {"received": [], "gradients": [], "sent": []}
+        for index, flow in enumerate(flows):
+            for begin, place in _first_at_or_after(flow.consumers, flow.producer + 1):
+                entries["received"].append((begin, place - begin, index, 1.0))
+                if flow.needs_grad:
+                    entries["gradients"].append((begin, place - begin, index, 1.0))
+            for begin in range(flow.producer + 1):
+                entries["sent"].append((begin, flow.producer - begin, index, 1.0))
+                entries["sent"].append((begin, flow.consumers[-1] - begin, index, -1.0))
+        self._flow_places = {}
+        for kind, found in entries.items():
+            kept = [entry for entry in found if entry[1] < self.max_length]
+            columns = [np.array([entry[part] for entry in kept], dtype=np.int64) for part in range(3)]
+            self._flow_places[kind] = (*columns, np.array([entry[3] for entry in kept]))
+        self._flow_bytes = evaluate([flow.num_bytes for flow in flows], self._rows.tolist())
+
+    def _sum_flows(self, kind: str, columns: Ints) -> Floats:
+        """[L, N, columns]: bytes of flows of a kind."""
+        begins, lengths, flows, signs = self._flow_places[kind]
+        result = np.zeros((len(self.graph.blocks), self.max_length, len(columns)))
+        if len(begins):
+            np.add.at(result, (begins, lengths), signs[:, None] * self._flow_bytes[flows][:, columns])
+        return np.maximum(np.cumsum(result, axis=1), 0.0)
+
+    def _message_buffers(self, columns: Ints) -> Floats:
+        """Messages on their way; received values themselves count per micro-batch in flight."""
+        if self.cluster.num_devices == 1:
+            return np.zeros((len(self.graph.blocks), self.max_length, len(columns)))
+        return 2 * self._sum_flows("sent", columns) + self._sum_flows("gradients", columns)
+
+    def _build_tables(self, num_micro_batches: int) -> MicroBatchTables:
+        counts = self.counts(num_micro_batches)
+        rows = np.array([self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64)
+        columns = np.searchsorted(self._rows, rows)
+        received = self._sum_flows("received", columns)
+        held = self.parameter_bytes + (1 + self.optimizer_factor) * self.trainable_bytes
+        fixed = held[:, :, None] + num_micro_batches * self._over(self._returned[:, columns]) + self._message_buffers(columns)
+        whole = self._prices[self.pricer.budgets[0]]
+        forward = self._seconds(np.stack([price.forward_seconds[columns] for price in whole]))
+        backwards, fixed_bytes, flight_bytes = [], [], []
+        for budget in self.pricer.budgets:
+            prices = self._prices[budget]
+            backward = np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None]
+            backwards.append(self._seconds(backward))
+            saved = self._over(np.stack([price.saved_bytes[columns] for price in prices]))
+            workspace = self._largest(np.stack([price.workspace_bytes[columns] for price in prices]))
+            fixed_bytes.append(fixed + workspace)
+            flight_bytes.append(saved + received)
+        backwards.append(backwards[0] + forward)
+        fixed_bytes.append(fixed_bytes[0] + flight_bytes[0] - received)
+        flight_bytes.append(received)
+        return MicroBatchTables(
+            replicas=counts,
+            rows=rows,
+            forward=forward,
+            backward=np.stack(backwards),
+            fixed_bytes=np.stack(fixed_bytes),
+            flight_bytes=np.stack(flight_bytes),
+            message_bytes=received,
+            gradient_bytes=self._sum_flows("gradients", columns),
+        )
+
+    def _over(self, values: Floats) -> Floats:
+        """[L, N, columns]: sums of values [L, columns] over intervals; those beyond the last block count as ending there."""
+        sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+        return np.maximum(sums[self._ends()] - sums[:-1, None], 0.0)
+
+    def _seconds(self, values: Floats) -> Floats:
+        """As `_over`, inf where a block is inf or the interval ends beyond the last block."""
+        finite = np.isfinite(values)
+        sums = self._over(np.where(finite, values, 0.0))
+        sums[self._over((~finite).astype(float)) > 0] = np.inf
+        ends = np.arange(len(values))[:, None] + np.arange(1, self.max_length + 1)[None, :]
+        sums[ends > len(values)] = np.inf
+        return sums
+
+    def _largest(self, values: Floats) -> Floats:
+        """[L, N, columns]: the largest of values [L, columns] in each interval."""
+        padded = np.concatenate([values, np.zeros((self.max_length, values.shape[1]))])
+        places = np.arange(len(values))[:, None] + np.arange(self.max_length)[None, :]
+        return np.maximum.accumulate(padded[places], axis=1)
+
+    def _ends(self) -> NDArray[np.int64]:
+        num_blocks = len(self.graph.blocks)
+        return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, self.max_length + 1)[None, :], num_blocks)
+
+
+def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Numbers of micro-batches in [smallest, largest] worth trying: of those with equally large ones only the fewest.
+
+    No more than the batch has rows.
+    """
+    chosen: dict[int, int] = {}
+    for number in range(min(smallest, batch_rows), min(largest, batch_rows) + 1):
+        chosen.setdefault(-(-batch_rows // number), number)
+    return tuple(sorted(chosen.values()))
+
+
+def _first_at_or_after(places: Sequence[int], first: int) -> Iterable[tuple[int, int]]:
+    """(begin, the first of the ascending `places` at or after it) for every begin from `first` on that has one."""
+    begin = first
+    for place in places:
+        while begin <= place:
+            yield begin, place
+            begin += 1
