@@ -100,7 +100,7 @@ def measure_device(watch: Stopwatch, together: Callable[[], None]) -> DeviceRate
         # What models compute in: the share of the peak that a kernel reaches is that of a dtype.
         usual = torch.float32 if device.type == "cpu" else torch.bfloat16
         peak = flops[_name(usual)]
-        return DeviceRates(
+        rates = DeviceRates(
             flops_per_second=flops,
             memory_bytes_per_second=copied,
             launch_seconds=1 / rate(*_small_operators(device)),
@@ -111,6 +111,9 @@ def measure_device(watch: Stopwatch, together: Callable[[], None]) -> DeviceRate
                 "elementwise": rate(*_elementwise(device, scale)) / copied,
             },
         )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rates
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -180,25 +183,31 @@ def _convolutions(device: torch.device, dtype: torch.dtype, scale: int) -> tuple
     return flops, lambda: [work() for work in works]
 
 
+def elementwise_chain(inputs: Tensor, other: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Normalisations, activations and sums as between the products of a transformer and a ResNet, cheap and dear ones.
+
+    inputs, other: [rows, width], rows a multiple of 8; scale, shift: [width]. Gives [8, rows / 8, width].
+    """
+    width = scale.shape[0]
+    hidden = functional.layer_norm(inputs + other, (width,), scale, shift)
+    hidden = functional.gelu(hidden) * other
+    hidden = functional.batch_norm(hidden, None, None, scale, shift, training=True)
+    hidden = torch.softmax(functional.relu(hidden), dim=-1)
+    return torch.tanh(hidden.view(-1, 8, width).transpose(0, 1).contiguous())
+
+
+# Tensors as large as `inputs` that the operators of `elementwise_chain` read and write, in its order.
+_CHAIN_MOVES = (3, 2, 2, 3, 2, 2, 2, 2, 2)
+
+
 def _elementwise(device: torch.device, scale: int) -> tuple[float, Work]:
-    """Normalisations, activations and sums between the products of a transformer and a ResNet, cheap and dear ones."""
-    width = 512 * scale
+    width = min(512 * scale, 4096)
     inputs, other = (_tensor(device, width, width, grad=True) for _ in range(2))
-    ones, zeros = _tensor(device, width, grad=True), _tensor(device, width, grad=True)
-    channels = _tensor(device, width, grad=True)
-
-    def forward() -> Tensor:
-        hidden = functional.layer_norm(inputs + other, (width,), ones, zeros)
-        hidden = functional.gelu(hidden) * other
-        hidden = functional.batch_norm(hidden, None, None, channels, zeros, training=True)
-        hidden = torch.softmax(functional.relu(hidden), dim=-1)
-        return torch.tanh(hidden.view(width // 8, 8, width).transpose(0, 1).contiguous())
-
-    # Reads and writes of each operator, forward; `compute` counts as much again for backward.
-    moves = {"add": 3, "layer_norm": 2, "gelu": 2, "mul": 3, "batch_norm": 2, "relu": 2, "softmax": 2, "contiguous": 2, "tanh": 2}
-    num_bytes = 2.0 * sum(moves.values()) * inputs.numel() * inputs.element_size()
+    leaves = [inputs, other, _tensor(device, width, grad=True), _tensor(device, width, grad=True)]
+    # `compute` counts as many bytes for backward as for forward.
+    num_bytes = 2.0 * sum(_CHAIN_MOVES) * inputs.numel() * inputs.element_size()
     gradient = inputs.detach().view(8, width // 8, width)
-    return num_bytes, _forward_backward(forward, [inputs, other, ones, zeros, channels], gradient)
+    return num_bytes, _forward_backward(lambda: elementwise_chain(*leaves), leaves, gradient)
 
 
 def _copy(device: torch.device, scale: int) -> tuple[float, Work]:
