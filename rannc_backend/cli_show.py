@@ -20,7 +20,6 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.schedule.orders import SCHEDULES, ScheduleName
 
 PIPED_COLUMNS = 100
-_MOST_SIMULATED_ACTIONS = 1_000_000
 
 PlanPath = Annotated[Path, typer.Argument(help="Plan as JSON, as the option save_deployment writes it.", show_default=False)]
 
@@ -111,11 +110,11 @@ def _schedule(name: str | None, plan: Plan) -> ScheduleName:
 
 def _micro_batches(text: str | None, plan: Plan) -> list[int]:
     """The numbers in "4,8,16", each one in which every replica gets a row and that is simulated in seconds."""
-    from rannc_backend.schedule.plan_simulation import most_micro_batches
+    from rannc_backend.schedule.plan_simulation import MAX_SPANS, most_micro_batches
 
     if text is None:
         return [plan.num_micro_batches]
-    most = max(1, min(most_micro_batches(plan), _MOST_SIMULATED_ACTIONS // plan.num_stages))
+    most = max(1, min(most_micro_batches(plan), MAX_SPANS // (2 * plan.num_stages)))
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and len(word) < 10 and 1 <= int(word) <= most for word in words):
         expected = f"numbers from 1 to {most} (every replica gets a row), with commas between, as 4,8,16"

@@ -24,12 +24,13 @@ from rannc_backend.ir.plan_text import check_shape_of_text, describe_findings, f
 
 SCHEMA_VERSION = 2
 SIGNIFICANT_DIGITS = 6
+MAX_AMOUNT = 1e30  # of seconds, FLOP/s, bytes: products and quotients of a few of them are finite
 _MAX_INTEGER = 2**63 - 1
 
 
 def _round_float(value: float) -> float:
-    """`value` to the digits that the text keeps; -0.0 becomes 0.0, so that equal plans have equal text."""
-    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") + 0.0
+    """`value` to the digits that the text keeps; -0.0 becomes 0.0, so that equal plans have equal text. Next to nothing is 0."""
+    return 0.0 if abs(value) < 1 / MAX_AMOUNT else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
 def _sorted_unique(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_round_float)]
+Amount = Annotated[float, Field(ge=0, le=MAX_AMOUNT, allow_inf_nan=False), AfterValidator(_round_float)]
 Count = Annotated[int, Field(ge=0, le=_MAX_INTEGER)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]

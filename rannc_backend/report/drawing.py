@@ -27,6 +27,7 @@ _DIGIT_WIDTH = 7.2
 _ZOOMED_SPAN = 17.0  # room for two digits
 _MOST_SPANS = 600
 _MOST_TICKS = 8
+_SMALLEST_PART = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,8 @@ def timeline_drawings(simulation: PlanSimulation) -> tuple[Drawing, ...]:
     if room >= _digits(simulation) or typical <= 0:
         return (whole,)
     part = min(step / 2, _PLOT_WIDTH / _ZOOMED_SPAN * typical)
+    if part < _SMALLEST_PART * step:  # so unlike each other that neither drawing would show anything
+        return (whole,)
     return (
         whole,
         _drawing(simulation, f"The first {seconds_text(part)}", 0.0, part),

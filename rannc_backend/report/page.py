@@ -35,7 +35,7 @@ from rannc_backend.report.words import (
     size_text,
     stages_text,
 )
-from rannc_backend.schedule.plan_simulation import PlanSimulation, simulate_plan
+from rannc_backend.schedule.plan_simulation import MAX_SPANS, PlanSimulation, simulate_plan
 
 SHOWN_STAGES = 16  # the others are folded away
 _MOST_TREE_ITEMS = 4000
@@ -88,7 +88,8 @@ class TreeItem:
 
 def plan_page(plan: Plan, simulation: PlanSimulation | None = None) -> str:
     """The page. `simulation`: of the plan's own settings, where the caller has it already."""
-    simulation = simulate_plan(plan) if simulation is None else simulation
+    if simulation is None and 2 * plan.num_micro_batches * plan.num_stages <= MAX_SPANS:
+        simulation = simulate_plan(plan)
     folder = resources.files("rannc_backend.report") / "templates"
     sources = {name: (folder / name).read_text(encoding="utf-8") for name in ("plan.html", "macros.html")}
     environment = Environment(
@@ -98,15 +99,15 @@ def plan_page(plan: Plan, simulation: PlanSimulation | None = None) -> str:
     return environment.get_template("plan.html").render(style=style, **_context(plan, simulation))
 
 
-def _context(plan: Plan, simulation: PlanSimulation) -> dict[str, Any]:
+def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
     views = _stage_views(plan)
     limit, most = plan.memory_limit_bytes, max(stage.predicted.peak_bytes for stage in plan.stages)
     return {
         "title": printable(plan.model_name) or "model",
         "shape": shape_text(plan),
-        "tiles": _tiles(plan, simulation),
+        "tiles": _tiles(plan),
         "binding": printable(plan.binding),
-        "drawings": timeline_drawings(simulation),
+        "drawings": () if simulation is None else timeline_drawings(simulation),
         "hues": [hue(stage.index) for stage in plan.stages],
         "ranks": [_ranks_label(stage) for stage in plan.stages],
         "width": WIDTH,
@@ -130,7 +131,7 @@ def hue(stage: int) -> float:
     return round((_FIRST_HUE + stage * _HUE_STEP) % 360, 1)
 
 
-def _tiles(plan: Plan, simulation: PlanSimulation) -> list[tuple[str, str, str]]:
+def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     """Name, value and a remark of the figures on top."""
     most = max(stage.predicted.peak_bytes for stage in plan.stages)
     limit = plan.memory_limit_bytes
@@ -140,13 +141,18 @@ def _tiles(plan: Plan, simulation: PlanSimulation) -> list[tuple[str, str, str]]
         ("step", seconds_text(step), proof_text(plan)),
         ("stages", str(plan.num_stages), f"{replicas_text(plan.stage_replicas)} ranks{f', {idle} idle' if idle else ''}"),
         ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')}, {plan.schedule}"),
-        ("idle time", percent_text(simulation.idle_share), "mean of the ranks"),
+        ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks"),
         ("peak memory", size_text(most), f"{percent_text(most / limit)} of the limit" if limit else "no limit"),
     ]
     if plan.equal_split_seconds is not None and step > 0:
         speedup = plan.equal_split_seconds / step
         tiles.append(("against equal stages", f"{speedup:.2f} x", f"they take {seconds_text(plan.equal_split_seconds)}"))
     return tiles
+
+
+def mean_idle_share(plan: Plan) -> float:
+    """Predicted idle time, the mean over the ranks that have a stage."""
+    return sum(stage.predicted.idle_share * stage.num_replicas for stage in plan.stages) / sum(plan.stage_replicas)
 
 
 def _ranks_label(stage: StagePlan) -> str:

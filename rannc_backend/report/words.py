@@ -20,8 +20,13 @@ def seconds_text(seconds: float) -> str:
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         if float(f"{seconds * factor:.3g}") >= 1 or unit == "us":
             value = seconds * factor
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}".replace(",", " ")
+            return f"{_digits(value)} {unit}"
     raise AssertionError("microseconds take what is left")
+
+
+def _digits(value: float) -> str:
+    """Three digits, all of them before the point: "12 346"."""
+    return f"{value:.3g}" if value < 999.5 or value >= 1e9 else f"{value:,.0f}".replace(",", " ")
 
 
 def size_text(num_bytes: float) -> str:
@@ -31,7 +36,7 @@ def size_text(num_bytes: float) -> str:
     for factor, unit in ((BYTES_PER_GB, "GB"), (BYTES_PER_MB, "MB")):
         if num_bytes >= 0.9995 * factor:
             value = num_bytes / factor
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}".replace(",", " ")
+            return f"{_digits(value)} {unit}"
     return f"{num_bytes / 1024:.3g} KB"
 
 

@@ -16,13 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rannc_backend.errors import PlanError
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
-from rannc_backend.ir.plan import ClusterAssumption, Plan, RowCost, StagePlan
+from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import ScheduleName, build_order
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
+MAX_SPANS = 1_000_000  # forwards and backwards that are simulated: about a minute
+_MAX_BYTES = 2.0**62
 SpanKind = Literal["forward", "backward", "allreduce"]
 _SPAN_KINDS: dict[ActionKind, SpanKind] = {
     ActionKind.FORWARD: "forward",
@@ -86,9 +89,15 @@ def simulate_plan(
 
     Raises:
         ValueError: an unknown schedule, or a number of micro-batches below 1.
+        PlanError: a step of more than `MAX_SPANS` spans.
     """
     schedule = plan.schedule if schedule is None else schedule
     count = plan.num_micro_batches if num_micro_batches is None else num_micro_batches
+    if 2 * count * plan.num_stages > MAX_SPANS:
+        raise PlanError(
+            f"{count} micro-batches on {plan.num_stages} stages are too many to simulate one by one",
+            cure=f"simulate at most {MAX_SPANS // (2 * plan.num_stages)} micro-batches.",
+        )
     order = build_order(schedule, plan.num_stages, count)
     costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
     edges, messages = [], {}
@@ -119,7 +128,8 @@ def most_micro_batches(plan: Plan) -> int:
 
 def replica_rows(plan: Plan, num_replicas: int, num_micro_batches: int) -> int:
     """Rows of the largest part that a replica gets of the largest micro-batch."""
-    return math.ceil(math.ceil(plan.batch_rows / num_micro_batches) / num_replicas)
+    largest_micro_batch = -(-plan.batch_rows // num_micro_batches)
+    return -(-largest_micro_batch // num_replicas)
 
 
 def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
@@ -140,16 +150,19 @@ def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
         low, high = listed[first], listed[first + 1]
         position = (rows - low.rows) / (high.rows - low.rows)
 
-    def value(name: str) -> float:
+    def value(name: str, most: float) -> float:
         begin, end = getattr(low, name), getattr(high, name)
-        return max(share * (begin + (end - begin) * position), 0.0)
+        return min(max(share * (begin + (end - begin) * position), 0.0), most)
+
+    def num_bytes(name: str) -> int:
+        return math.ceil(value(name, _MAX_BYTES))
 
     cost = RowCost(
         rows=rows,
-        forward_seconds=value("forward_seconds"),
-        backward_seconds=value("backward_seconds"),
-        activation_bytes=math.ceil(value("activation_bytes")),
-        workspace_bytes=math.ceil(value("workspace_bytes")),
+        forward_seconds=value("forward_seconds", MAX_AMOUNT),
+        backward_seconds=value("backward_seconds", MAX_AMOUNT),
+        activation_bytes=num_bytes("activation_bytes"),
+        workspace_bytes=num_bytes("workspace_bytes"),
     )
     return cost, 0 < place < len(listed)
 

@@ -25,7 +25,7 @@ from rannc_backend.ir.plan import (
 )
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
 
-AMOUNTS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+AMOUNTS = st.floats(min_value=0, max_value=1e30, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(min_value=0, max_value=2**63 - 1)
 SECONDS_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_seconds")]
 BYTES_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_bytes") and name != "peak_bytes"]
@@ -259,6 +259,7 @@ WRONG_EDITS = [
     (["schema_version"], 1, "schema version 1; this release reads version 2"),
     (["schema_version"], True, "schema version True"),
     (["predicted_step_seconds"], -1.0, "predicted_step_seconds"),
+    (["predicted_step_seconds"], 1e31, "predicted_step_seconds"),
     (["predicted_step_seconds"], "1", "predicted_step_seconds"),
     (["world_size"], 3.5, "world_size"),
     (["num_micro_batches"], 0, "num_micro_batches"),

@@ -189,7 +189,7 @@ def test_a_plan_that_costs_nothing_has_a_page() -> None:
     plan = sample_plan(replicas=(2,), num_micro_batches=1, forward=0.0, backward=0.0, allreduce=0.0)
     plan = replaced(plan, predicted_step_seconds=0.0, memory_limit_bytes=0, alternatives=(), what_if=())
     page = checked(plan_page(plan))
-    assert "The step takes no time." in page.text and "no limit" in page.text
+    assert "There is nothing to draw." in page.text and "no limit" in page.text
     assert "Alternatives" not in page.text and "What if" not in page.text
 
 

@@ -135,6 +135,8 @@ def test_neighbouring_layers_are_drawn_together_where_they_look_alike() -> None:
     assert [(run.name, run.num_modules, run.stages) for run in runs] == [
         ("0-2", 3, (0,)), ("3", 1, (0,)), ("4-5", 2, (0,)), ("6-11", 6, (1,)),
     ]  # fmt: skip
+    (gaps,) = children_in_runs(path_tree([(f"h.{layer}", 0) for layer in (0, 1, 3, 4)]))
+    assert [run.name for run in children_in_runs(gaps.node)] == ["0-1", "3-4"]
 
 
 @settings(max_examples=100, deadline=None)
