@@ -130,9 +130,10 @@ def _local_cluster(config: Config, world: World) -> Cluster:
     if world.rank == 0:
         logger.info("measuring this cluster for a few seconds; the result is kept in %s", path)
     rates, links = _measured(world, per_node, limit)
-    cluster = _assembled(seats, rates, links, world, per_node)
+    generic = load_cluster(_GENERIC[world.device.type], world.size)
+    cluster = _assembled(seats, rates, links, world, per_node, generic)
     if world.rank == 0:
-        _remember(path, cluster)
+        _remember(path, cluster, generic)
     return cluster
 
 
@@ -164,8 +165,11 @@ def _remembered(path: Path, num_devices: int) -> str:
         return ""
 
 
-def _remember(path: Path, cluster: Cluster) -> None:
-    text = cluster_toml(cluster, description="measured by rannc on this machine; may be deleted", source="measured")
+def _remember(path: Path, cluster: Cluster, generic: Cluster) -> None:
+    sources = {"device": "measured"}
+    for name in ("intra_node", "inter_node"):
+        sources[name] = f"as {generic.name}, not measured" if getattr(cluster, name) == getattr(generic, name) else "measured"
+    text = cluster_toml(cluster, description="measured by rannc; may be deleted", sources=sources)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text, what="measured cluster")
@@ -222,12 +226,16 @@ def _own_transfers(world: World, per_node: int) -> dict[str, TransferSeconds | N
 
 
 def _assembled(
-    seats: Sequence[_Seat], rates: Sequence[DeviceRates], transfers: Sequence[dict[str, TransferSeconds]], world: World, per_node: int
+    seats: Sequence[_Seat],
+    rates: Sequence[DeviceRates],
+    transfers: Sequence[dict[str, TransferSeconds]],
+    world: World,
+    per_node: int,
+    generic: Cluster,
 ) -> Cluster:
     """One description of all ranks: the median rank's rates, the smallest memory."""
     if len({seat.name for seat in seats}) > 1:
         logger.warning("the ranks have different devices; they are planned for as if each were the median one")
-    generic = load_cluster(_GENERIC[seats[0].kind], world.size)
     threads = f", {seats[0].num_threads} thread(s) per rank" if seats[0].num_threads else ""
     peaks = {dtype: _median(each.flops_per_second[dtype] for each in rates) for dtype in sorted(rates[0].flops_per_second)}
     shares = {name: _median(each.efficiencies[name] for each in rates) for name in sorted(rates[0].efficiencies)}

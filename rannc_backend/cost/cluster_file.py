@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -175,13 +175,14 @@ def parse_cluster(text: str, *, file: str, num_devices: int, devices_per_node: i
     return cluster
 
 
-def cluster_toml(cluster: Cluster, *, description: str = "", source: str = "") -> str:
-    """A cluster as TOML that `parse_cluster` reads back as the same one. `source`: where all of the numbers are from."""
+def cluster_toml(cluster: Cluster, *, description: str = "", sources: Mapping[str, str] | None = None) -> str:
+    """A cluster as TOML that `parse_cluster` reads back as the same one.
 
-    def number(value: float) -> str:
-        return f"{{ value = {value!r}, source = {_quoted(source)} }}" if source else repr(value)
-
+    Args:
+        sources: where the numbers of "device", "intra_node" and "inter_node" are from; none: not said.
+    """
     device = cluster.device
+    number = _writer((sources or {}).get("device", ""))
     lines = [
         f"format = {FORMAT}",
         f"name = {_quoted(cluster.name)}",
@@ -201,6 +202,7 @@ def cluster_toml(cluster: Cluster, *, description: str = "", source: str = "") -
         *(f"{name} = {number(share)}" for name, share in device.efficiencies),
     ]
     for name, link in (("intra_node", cluster.intra_node), ("inter_node", cluster.inter_node)):
+        number = _writer((sources or {}).get(name, ""))
         lines += [
             "",
             f"[links.{name}]",
@@ -209,6 +211,10 @@ def cluster_toml(cluster: Cluster, *, description: str = "", source: str = "") -
             f"allreduce_efficiency = {number(link.allreduce_share)}",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _writer(source: str) -> Callable[[float], str]:
+    return lambda value: f"{{ value = {value!r}, source = {_quoted(source)} }}" if source else repr(value)
 
 
 def _quoted(text: str) -> str:

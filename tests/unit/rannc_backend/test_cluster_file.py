@@ -130,7 +130,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 @given(clusters(), st.text(max_size=20), st.text(max_size=20))
 def test_a_cluster_comes_back_from_its_file(cluster: Cluster, description: str, source: str) -> None:
-    text = cluster_toml(cluster, description=description, source=source)
+    text = cluster_toml(cluster, description=description, sources={"device": source, "inter_node": source})
     assert parse_cluster(text, file="f", num_devices=cluster.num_devices) == cluster
 
 
