@@ -63,6 +63,8 @@ def _bounds(cell: Cell, forward: Floats, backward: Floats) -> Floats:
     """[options] from seconds [stages, options], without messages and reductions."""
     compute = forward + backward
     path = compute.sum(axis=0)
+    if cell.num_micro_batches == 1:
+        return path
     if cell.schedule == "fill_drain":
         return path + (cell.num_micro_batches - 1) * (forward.max(axis=0) + backward.max(axis=0))
     result = path

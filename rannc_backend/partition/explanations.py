@@ -17,6 +17,7 @@ from rannc_backend.partition.plan_request import PlanRequest, size_text
 from rannc_backend.partition.search_problem import SearchProblem, Solution
 from rannc_backend.partition.stage_bounds import Cell
 from rannc_backend.partition.stage_search import Effort, StageSearch, search
+from rannc_backend.schedule.orders import ScheduleName
 
 _SHORT = Effort(narrow_width=12, num_narrow_cells=3, most_candidates=0)
 _SAME = 1e-6  # relative difference of steps that are called equal
@@ -52,17 +53,22 @@ def alternatives(
     """
     counts = problem.stage_counts
     wanted = [1, chosen.num_stages - 1, chosen.num_stages + 1, counts[-1]]
+    numbers = _few(problem.micro_batches, chosen.num_micro_batches)
     result = []
+
+    def best(schedules: Sequence[ScheduleName], count: int) -> Solution | None:
+        return found.best_of(Cell(schedule=name, num_micro_batches=m, num_stages=count) for name in schedules for m in numbers)
+
     for count in dict.fromkeys(number for number in wanted if number in counts and number != chosen.num_stages):
         label = "pure data parallelism" if count == 1 else f"{count} stages"
-        other = _with_stages(found, count)
+        other = best(problem.schedules, count)
         if other is not None:
             result.append(_lost(label, _in(problem, other), chosen))
-        elif count == 1:
+        elif count == 1 and least_bytes_of_one_stage(problem) > problem.memory_bytes:
             result.append(_one_stage_does_not_fit(request, problem, chosen))
     for schedule in problem.schedules:
         if schedule != chosen.schedule and (chosen.num_micro_batches > 1 or chosen.num_stages > 1):
-            other = found.best_with(lambda cell, name=schedule: cell.schedule == name and cell.num_stages == chosen.num_stages)
+            other = best((schedule,), chosen.num_stages)
             if other is not None:
                 result.append(_lost(f"schedule {schedule}", _in(problem, other), chosen))
     if equal is not None and (equal.bounds, equal.replicas) != (chosen.bounds, chosen.replicas):
@@ -85,9 +91,7 @@ def what_if(request: PlanRequest, costs: IntervalCosts, problem: SearchProblem, 
     if request.stage_replicas is None:
         more = replace(cluster, num_devices=2 * cluster.num_devices)
         cases.append((MORE_DEVICES, replace(request.problem(request.costs(more)), micro_batches=problem.micro_batches)))
-    numbers = problem.micro_batches
-    place = numbers.index(chosen.num_micro_batches)
-    few = tuple(sorted({numbers[max(place - 1, 0)], numbers[place], numbers[min(place + 1, len(numbers) - 1)], numbers[-1]}))
+    few = tuple(sorted(_few(problem.micro_batches, chosen.num_micro_batches)))
     result = []
     for change, other in cases:
         best = search(replace(other, micro_batches=few), effort=_SHORT, start=chosen).solution
@@ -99,11 +103,11 @@ def what_if(request: PlanRequest, costs: IntervalCosts, problem: SearchProblem, 
     return tuple(result)
 
 
-def _with_stages(found: StageSearch, count: int) -> Solution | None:
-    def wanted(cell: Cell) -> bool:
-        return cell.num_stages == count
-
-    return found.best_with(wanted)
+def _few(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:
+    """Numbers of micro-batches around the chosen one, that first, and the largest."""
+    place = numbers.index(chosen)
+    near = (numbers[place], numbers[max(place - 1, 0)], numbers[min(place + 1, len(numbers) - 1)], numbers[-1])
+    return tuple(dict.fromkeys(near))
 
 
 def _in(problem: SearchProblem, solution: Solution) -> Solution:

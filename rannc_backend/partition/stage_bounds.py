@@ -20,7 +20,7 @@ share of devices, which is such a sum too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,12 @@ from rannc_backend.schedule.orders import ScheduleName
 
 PRICES = (0.0, 0.4, 0.7, 1.0, 1.4, 2.2)
 """Prices of a device, as multiples of the seconds of a round trip per device: what one more device is worth where all share."""
+
+
+_BISECTIONS = 10
+_BISECTED_TO = 0.004
+_GRID = 9  # intervals of the longest c that are told apart in first bounds
+_IN_FLIGHT_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # told apart in first bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +189,7 @@ class Peaks:
 
     def __init__(self, cell: Cell, choices: Sequence[Choices], num_blocks: int) -> None:
         self.cell, self.choices = cell, choices
+        self.highest = 0.0  # no plan's worst `measure` is less
         self.after = np.full((2, len(choices) + 1, num_blocks + 1), np.inf)
         self.reach = np.full((len(choices) + 1, num_blocks + 1), np.inf)
         self.after[:, 0, num_blocks] = self.reach[0, num_blocks] = 0.0
@@ -220,16 +227,28 @@ class Peaks:
                     np.minimum.at(result[kind, k], options.pair_ends, highest[kind])
         return result
 
+    def measure(self, options: Choices, k: int) -> Floats:
+        """What the worst stage of a plan is worst in: c; for 1f1b with few micro-batches the excess."""
+        if self.cell.weights():
+            return options.compute
+        return own_excess(self.cell, k - 1, options.forward, options.backward)
+
     def bound(self, path: Floats, excess: Floats, longest: Floats) -> Floats:
         """Of the step, from bounds of the round trip and of the two kinds."""
+        weights = self.cell.weights()
         if self.cell.schedule == "fill_drain":
-            weights = [(1.0, self.cell.num_micro_batches - 1.0)]
-            result = path
+            result = path + (longest * (self.cell.num_micro_batches - 1) if self.cell.num_micro_batches > 1 else 0.0) + excess
+            longest = np.zeros_like(longest)
         else:
-            weights, result = self.cell.weights(), path + excess
+            result = path + excess
+        if not weights:
+            return np.maximum(result, path + self.highest)
+        longest = np.maximum(longest, self.highest)
         for alpha, beta in weights:
-            more = alpha * path + beta * longest if beta else alpha * path
-            result = np.maximum(result, more + excess if self.cell.schedule == "fill_drain" else more)
+            if beta:
+                result = np.maximum(result, alpha * path + beta * longest)
+            else:
+                result = np.maximum(result, alpha * path)
         return result
 
 
@@ -251,14 +270,39 @@ class CellBounds:
         if self.sums.rest("devices", stages, 0, problem.num_devices) > problem.num_devices:
             return
         self.peaks = Peaks(self.cell, self.choices, problem.num_blocks)
+        self.peaks.highest = self._least_highest()
         self.path_seconds = float(self.sums.rest("path", stages, 0, problem.num_devices))
         if not np.isfinite(self.path_seconds):
             return
         excess, longest = self.peaks.after[:, stages, 0]
-        bounds = [float(self.peaks.bound(self.path_seconds, excess, longest)), float(self.peaks.reach[stages, 0])]
+        bounds = [float(self.peaks.bound(np.float64(self.path_seconds), excess, longest)), float(self.peaks.reach[stages, 0])]
         if self.sums.kinds["step"].any():
             bounds.append(float(self.sums.rest("step", stages, 0, problem.num_devices)))
         self.lower_bound = max(bounds)
+
+    def _least_highest(self) -> float:
+        """The least `Peaks.measure` of the worst stage of plans that have enough devices, a little less at most."""
+        stages, devices = self.cell.num_stages, self.pricer.problem.num_devices
+        measures = [self.peaks.measure(options, k) for k, options in enumerate(self.choices, start=1)]
+        low, high = 0.0, max((float(values.max(initial=0.0)) for values in measures), default=0.0)
+        if not np.isfinite(high):
+            return 0.0
+        for _ in range(_BISECTIONS):
+            if high - low <= _BISECTED_TO * high:
+                break
+            middle = (low + high) / 2 if low else high / 4
+            least = np.full(self.pricer.problem.num_blocks + 1, np.inf)
+            least[-1] = 0.0
+            for options, values in zip(self.choices, measures, strict=True):
+                needed = np.minimum.reduceat(np.where(values <= middle, options.replicas, np.inf), options.pairs)
+                sums = np.minimum.reduceat(needed + least[options.pair_ends], options.begins_at)
+                least = np.full_like(least, np.inf)
+                least[options.distinct_begins] = sums
+            if least[0] <= devices:
+                high = middle
+            else:
+                low = middle
+        return low
 
     def narrow(self, limit: float) -> None:
         """Drop choices that no plan with a step below `limit` has. `lower_bound` is inf when none are left."""
@@ -305,8 +349,9 @@ def own_excess(cell: Cell, num_after: int, forward: Floats, backward: Floats) ->
 class Shapes:
     """Choices and first bounds for all cells of one pricer: what does not depend on the number of stages is computed once."""
 
-    def __init__(self, pricer: Pricer) -> None:
-        self.pricer = pricer
+    def __init__(self, pricer: Pricer, limit: float = float("inf")) -> None:
+        """`limit`: plans with a longer step are of no interest."""
+        self.pricer, self.limit = pricer, limit
         self._choices: dict[tuple[object, ...], Choices] = {}
         self._messages: dict[str, Floats] = {}
         self._allowed = self._everywhere()
@@ -332,7 +377,8 @@ class Shapes:
         backward = self.pricer.backward(num_stages_to_end)[0]
         key = (id(backward), forced, wishes, cell.placement, cell.option)
         if key not in self._choices:
-            allowed = self._allowed & np.isfinite(backward)
+            compute = tables.forward + backward
+            allowed = self._allowed & np.isfinite(compute) & (self.pricer.num_micro_batches * compute < self.limit)
             begins = np.arange(problem.num_blocks)[:, None, None]
             ends = begins + np.arange(1, self.pricer.max_length + 1)[None, :, None]
             for block, here in wishes:
@@ -367,46 +413,82 @@ class Shapes:
         return CellBounds(self.pricer, cell, choices, path_seconds)
 
     def first_bounds(self, stage_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Number of stages -> (lower bound, round trip at least) of stage-major cells; those that cannot fit are left out."""
+        """Number of stages -> (lower bound, round trip at least) of stage-major cells; those that cannot fit are left out.
+
+        The longest c of a plan lies in one of a few intervals; each gives its least round trip with no stage beyond it.
+        """
         pricer, problem = self.pricer, self.pricer.problem
         if not stage_counts:
             return {}
-        most = max(stage_counts)
-        free = problem.stage_replicas is None and not problem.stage_of
-        if not free:
-            cells = [Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=p) for p in stage_counts]
-            guess = self.least_path
-            found = {cell.num_stages: self.bounds(cell, cell.num_stages * guess) for cell in cells}
+        cells = {
+            p: Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=p) for p in stage_counts
+        }
+        if problem.stage_replicas is not None or problem.stage_of:
+            found = {p: self.bounds(cell, p * self.least_path) for p, cell in cells.items()}
             return {p: (b.lower_bound, b.path_seconds) for p, b in found.items() if np.isfinite(b.lower_bound)}
-        cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=most)
-        choices = [self.choices(cell, k) for k in range(1, most + 1)]
+        result = self._bounds_between(cells, self.least_path, np.inf)
+        open_cells = {p: cells[p] for p, (bound, _) in result.items() if bound < self.limit}
+        if not open_cells:
+            return result
+        longest = max(self._longest_below_limit(cell, result[p][1]) for p, cell in open_cells.items())
+        if not np.isfinite(longest):
+            longest = max(float(self.choices(cell, 1).compute.max(initial=0.0)) for cell in open_cells.values())
+        grid = np.geomspace(self.least_path, max(longest, 1.01 * self.least_path), _GRID + 1)
+        parts = [self._bounds_between(open_cells, low, high) for low, high in zip(grid[:-1], grid[1:], strict=True)]
+        for p in open_cells:
+            found = [part[p] for part in parts if p in part]
+            # Plans with a longer c than the grid's last have a longer step than the limit.
+            result[p] = min([self.limit, *(bound for bound, _ in found)]), min([path for _, path in found], default=result[p][1])
+        return result
+
+    def _longest_below_limit(self, cell: Cell, path: float) -> float:
+        """The longest c of plans with that round trip or more and a step below the limit."""
+        bounds = [self.limit / cell.num_micro_batches, *((self.limit - a * path) / b for a, b in cell.weights() if b)]
+        return min(bounds)
+
+    def _bounds_between(self, cells: Mapping[int, Cell], lower: float, upper: float) -> dict[int, tuple[float, float]]:
+        """By number of stages: bound and least round trip of plans whose longest c is between the two."""
+        pricer, problem = self.pricer, self.pricer.problem
+        most = max(cells)
+        steps = [max(step for step in _IN_FLIGHT_STEPS if step <= k) for k in range(1, most + 1)]
+        capped: dict[int, Choices] = {}
+        for step in dict.fromkeys(steps):
+            options = self.choices(cells[most], step)
+            capped[step] = options if upper == np.inf else options.keep(options.compute <= upper)
         unit = self.least_path / problem.num_devices
         rows = [Row(bounds="devices", price=1.0), Row(bounds="path", path=1.0)]
         rows += [Row(bounds="path", path=1.0, price=unit * 2.0**power) for power in range(int(np.log2(most)) + 2)]
-        rows += [Row(bounds="step", compute=float(problem.num_devices))]
-        sums = Sums(choices, rows, problem.num_blocks, problem.num_devices)
+        sums = Sums([capped[step] for step in steps], rows, problem.num_blocks, problem.num_devices)
         result = {}
-        for p in stage_counts:
+        for p, cell in cells.items():
             if sums.rest("devices", p, 0, problem.num_devices) > problem.num_devices:
                 continue
             path = float(sums.rest("path", p, 0, problem.num_devices))
-            work = float(sums.rest("step", p, 0, 0)) / problem.num_devices
-            shape = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=p)
-            bounds = [path, pricer.num_micro_batches * work]
-            bounds += [alpha * path + beta * work for alpha, beta in shape.weights()]
-            if np.isfinite(max(bounds)):
+            if np.isfinite(path):
+                bounds = [path, pricer.num_micro_batches * lower, *(a * path + b * lower for a, b in cell.weights())]
                 result[p] = (max(bounds), path)
         return result
+
+    def option_paths(self) -> Floats:
+        """[options]: the least c in all of plans whose stages all have that replica count."""
+        backward = self.pricer.tables.backward.min(axis=0)
+        seconds = np.where(self._allowed, self.pricer.tables.forward + backward, np.inf)
+        return _shortest(seconds)
 
     @cached_property
     def least_path(self) -> float:
         """Seconds of a micro-batch's forward and backward on all devices at once: no longest c is less; the unit of prices."""
         backward = self.pricer.tables.backward.min(axis=0)
         work = np.where(self._allowed, (self.pricer.tables.forward + backward) * self.pricer.tables.replicas, np.inf)
-        least = work.min(axis=-1)
-        num_blocks, max_length = least.shape
-        sums = np.zeros(num_blocks + 1)
-        for begin in range(num_blocks - 1, -1, -1):
-            longest = min(max_length, num_blocks - begin)
-            sums[begin] = (least[begin, :longest] + sums[begin + 1 : begin + 1 + longest]).min()
-        return max(float(sums[0]) / self.pricer.problem.num_devices, 1e-30)
+        least = float(_shortest(work.min(axis=-1, keepdims=True))[0])
+        return max(least / self.pricer.problem.num_devices, 1e-30)
+
+
+def _shortest(values: Floats) -> Floats:
+    """[options]: least sums of values [L, N, options] over runs that make up all blocks."""
+    num_blocks, max_length, num_options = values.shape
+    sums = np.zeros((num_blocks + 1, num_options))
+    for begin in range(num_blocks - 1, -1, -1):
+        longest = min(max_length, num_blocks - begin)
+        sums[begin] = (values[begin, :longest] + sums[begin + 1 : begin + 1 + longest]).min(axis=0)
+    return sums[0]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rannc_backend.partition.search_problem import INFINITY, Ints, Pricer, SearchProblem, Solution
+from rannc_backend.partition.search_problem import Ints, Pricer, SearchProblem, Solution
 from rannc_backend.partition.stage_bounds import Cell, Shapes
 
 
@@ -31,11 +31,12 @@ def _replica_major_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[fl
     if problem.num_devices <= per_node or per_node == 1:
         return []
     result = []
+    paths = shapes.option_paths()
     for num_stages in counts:
         if num_stages < 2 or (per_node % num_stages and num_stages % per_node):
             continue
         for option, replicas in enumerate(pricer.tables.replicas.tolist()):
-            if replicas < 2 or replicas * num_stages > problem.num_devices:
+            if replicas < 2 or replicas * num_stages > problem.num_devices or not np.isfinite(paths[option]):
                 continue
             cell = Cell(
                 schedule=pricer.schedule,
@@ -44,9 +45,10 @@ def _replica_major_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[fl
                 placement="replica_major",
                 option=option,
             )
-            bounds = shapes.bounds(cell, shapes.least_path * num_stages)
-            if bounds.lower_bound < INFINITY:
-                result.append((bounds.lower_bound, cell, bounds.path_seconds))
+            path = float(paths[option])
+            bounds = [path, pricer.num_micro_batches * path / num_stages]
+            bounds += [alpha * path + beta * path / num_stages for alpha, beta in cell.weights()]
+            result.append((max(bounds), cell, path))
     return result
 
 

@@ -13,12 +13,13 @@ walked through whole keeps the least bound of what was left out. Problems of ten
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rannc_backend.partition.equal_split import best_equal_split
 from rannc_backend.partition.search_problem import Floats, Ints, Pricer, SearchProblem, Solution, plans_step_seconds
 from rannc_backend.partition.stage_beam import Beam
 from rannc_backend.partition.stage_bounds import Cell, CellBounds, Shapes
@@ -28,6 +29,7 @@ from rannc_backend.progress import Progress
 TOLERANCE = 1e-9  # relative: plans that are less faster than this count as equally fast
 _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
 _MOST_IMPROVEMENTS = 30
+_SLOWER_AT_MOST = 8.0  # plans of other shapes that are slower than so many times the best are of no interest
 
 Entry = tuple[float, int, Cell, float]  # lower bound, number, cell, its round trip at least
 
@@ -122,12 +124,17 @@ class StageSearch:
         for schedule in problem.schedules:
             for number in problem.micro_batches:
                 self.shapes[schedule, number] = Shapes(Pricer(problem, number, schedule))
+        equal = best_equal_split(shapes.pricer for shapes in self.shapes.values())
+        if equal is not None and equal.step_seconds < self.limit:
+            self.best, self.seconds = equal, equal.step_seconds
+            self._improve()
         order = sorted(self.shapes, key=lambda key: (key[1] * self.shapes[key].least_path, key))
         for schedule, number in order:
             shapes = self.shapes[schedule, number]
             if number * shapes.least_path >= self.limit or self._cancelled():
                 self.left_out = min(self.left_out, number * shapes.least_path)
                 continue
+            shapes.limit = self.limit
             found = first_cells(shapes)
             entries += [(bound, len(entries) + index, cell, path) for index, (bound, cell, path) in enumerate(found)]
             if self.best is None:
@@ -139,15 +146,18 @@ class StageSearch:
 
     @property
     def pricers(self) -> list[Pricer]:
-        """Those of all schedules and numbers of micro-batches that were worth a look."""
-        looked_at = {(cell.schedule, cell.num_micro_batches) for _, _, cell, _ in self.entries}
-        return [shapes.pricer for key, shapes in self.shapes.items() if key in looked_at]
+        """Those of all schedules and numbers of micro-batches. After `run`."""
+        return [shapes.pricer for shapes in self.shapes.values()]
 
-    def best_with(self, wanted: Callable[[Cell], bool], *, num_cells: int = 3) -> Solution | None:
-        """A good plan among the cells that are wanted, without proof; None if none is found. After `run`."""
+    def best_of(self, cells: Iterable[Cell]) -> Solution | None:
+        """A good plan of these cells, without proof; None if none is found that takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
-        other.shapes = self.shapes
-        other._try_narrowly([entry for entry in self.entries if wanted(entry[2])], num_cells)
+        for cell in cells:
+            key = (cell.schedule, cell.num_micro_batches)
+            if key not in other.shapes:
+                other.shapes[key] = Shapes(self.shapes[key].pricer, min(_SLOWER_AT_MOST * self.seconds, other.seconds))
+            bounds = other.shapes[key].bounds(cell, other.shapes[key].least_path * cell.num_stages)
+            other._walk_through(bounds, self.effort.narrow_width)
         return other.best
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
@@ -182,6 +192,8 @@ class StageSearch:
 
     def _walk_through(self, bounds: CellBounds, width: int) -> float:
         """Simulate the plans of a cell that may be faster than the best; the least bound of those left out."""
+        if bounds.lower_bound >= self.limit:
+            return bounds.lower_bound
         beam = Beam(bounds, self.limit, width)
         cuts, options, places, lower = beam.complete_plans()
         self.num_candidates += beam.num_candidates
