@@ -22,10 +22,10 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 def read_plan_text(path: str | os.PathLike[str]) -> str:
     """The text of a plan file."""
     place = Path(path)
+    # Not what a device or a pipe gives: that may never end.
+    if place.exists() and not place.is_file():
+        raise PlanError(f"cannot read the plan {str(place)!r}: it is not a file", cure="give the path of a plan file.")
     try:
-        # Not what a device or a pipe gives: that may never end.
-        if place.exists() and not place.is_file():
-            raise PlanError(f"cannot read the plan {str(place)!r}: it is not a file", cure="give the path of a plan file.")
         with place.open("rb") as file:
             content = file.read(4 * MAX_PLAN_CHARACTERS + 1)
         return content.decode("utf-8")
