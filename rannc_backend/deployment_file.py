@@ -30,7 +30,7 @@ def read_plan_text(path: str | os.PathLike[str]) -> str:
             content = file.read(4 * MAX_PLAN_CHARACTERS + 1)
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text" if isinstance(error, UnicodeError) else error
         raise PlanError(f"cannot read the plan {str(place)!r}: {reason}", cure="give the path of a plan file.") from None
 
 
