@@ -60,10 +60,11 @@ def partitions_of(
     """
     hinted, fake_mode, symbol = with_hint(stage, rows_symbol, rows_hint)
     signature = signature_of(hinted, needs_grad, requires_grad_parameters, symbol)
-    traced, found = None, []
+    builder = StageBuilder(hinted, signature, fake_mode, compiler, 1.0)
+    traced = builder.trace()
+    found = []
     for budget in budgets:
-        builder = StageBuilder(hinted, signature, fake_mode, compiler, budget)
-        traced = builder.trace() if traced is None else traced
+        builder.activation_budget = budget
         found.append(_partition(builder, traced))
     return tuple(found)
 

@@ -210,8 +210,16 @@ class FactoryError(UserInputError):
     """The function that makes a model to plan cannot be found, fails, or returns something else."""
 
 
+class BlocksFileError(UserInputError):
+    """A file of blocks to plan with cannot be read, or was made under other options."""
+
+
 class PlanError(UserInputError):
     """A plan cannot be read, or does not fit this model, world size or version."""
+
+
+class ProfileError(UserInputError):
+    """A file of measured prices cannot be read or is not one, or measuring was asked for where nothing can be measured."""
 
 
 class ClusterFileError(UserInputError):

@@ -24,11 +24,24 @@ VIEW_OPERATORS = frozenset(
     "alias as_strided chunk detach diagonal expand getitem lift_fresh movedim narrow permute reshape select slice split "
     "split_with_sizes squeeze t transpose unbind unfold unsqueeze view view_as _reshape_alias _unsafe_view".split()
 )
-MATRIX_OPERATORS = frozenset("addbmm addmm addmv baddbmm bmm convolution dot linear matmul mm mv".split())
-CONVOLUTION_OPERATORS = frozenset({"convolution"})
+MATRIX_OPERATORS = frozenset("addbmm addmm addmv baddbmm bmm convolution convolution_backward dot linear matmul mm mv".split())
+CONVOLUTION_OPERATORS = frozenset({"convolution", "convolution_backward"})
 ATTENTION_OPERATORS = frozenset(
     "_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention".split()
+)
+ATTENTION_BACKWARD_OPERATORS = frozenset(
+    "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward".split()
+)
+REDUCTION_OPERATORS = frozenset(
+    "all amax amin any argmax argmin max mean min native_group_norm native_layer_norm norm prod sum std var var_mean "
+    "_log_softmax _softmax".split()
+)
+# Neither fused with what makes their inputs nor with what reads their results.
+SEPARATE_OPERATORS = frozenset(
+    "cumprod cumsum embedding_dense_backward index_put max_pool2d_with_indices max_pool2d_with_indices_backward native_batch_norm "
+    "native_batch_norm_backward scatter scatter_add scatter_reduce sort topk _embedding_bag _unsafe_index_put".split()
 )
 LOOKUP_OPERATORS = frozenset("embedding gather index index_select".split())
 _ATTENTION_BACKWARD_FACTOR = sympy.Rational(5, 2)  # dQ, dK, dV, dP and the product QK^T again, for two in forward
@@ -44,22 +57,27 @@ def operator_name(node: fx.Node) -> str:
 
 def operator_class(name: str) -> str:
     """Which of a device's efficiencies holds for an operator, by its `operator_name`."""
-    if name in ATTENTION_OPERATORS:
+    if name in ATTENTION_OPERATORS or name in ATTENTION_BACKWARD_OPERATORS:
         return "attention"
     if name in CONVOLUTION_OPERATORS:
         return "convolution"
     return "matmul" if name in MATRIX_OPERATORS else "elementwise"
 
 
-def operator_cost(node: fx.Node, needs_grad: Collection[str]) -> OperatorCost:
-    """Cost of one call_function node. `needs_grad`: names of nodes whose value gets a gradient."""
+def operator_cost(node: fx.Node, needs_grad: Collection[str], *, unwritten: Collection[str] = ()) -> OperatorCost:
+    """Cost of one call_function node.
+
+    Args:
+        needs_grad: names of nodes whose value gets a gradient.
+        unwritten: names of nodes whose value never comes to memory, because it is computed inside of the kernels that read it.
+    """
     name = operator_name(node)
     value = node.meta.get("val")
     zero = sympy.Integer(0)
     free = name in VIEW_OPERATORS or value is None
     backward = not free and (node.name in needs_grad or any(taken in needs_grad for taken in _getitem_names(node)))
     flops = _forward_flops(name, node)
-    forward_bytes = zero if free else _forward_bytes(name, node)
+    forward_bytes = zero if free else _forward_bytes(name, node, unwritten)
     operands = [argument for argument in node.all_input_nodes if argument.name in needs_grad]
     if flops == 0:
         backward_flops = zero
@@ -124,11 +142,13 @@ def _value(argument: object) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
-def _forward_bytes(name: str, node: fx.Node) -> sympy.Expr:
-    result = value_bytes(node.meta.get("val"))
+def _forward_bytes(name: str, node: fx.Node, unwritten: Collection[str]) -> sympy.Expr:
+    whole = value_bytes(node.meta.get("val"))
+    result = sympy.Integer(0) if node.name in unwritten else whole
     if name in LOOKUP_OPERATORS:
-        return 2 * result
-    return result + sympy.Add(*(value_bytes(before_expand(argument).meta.get("val")) for argument in node.all_input_nodes))
+        return whole + result
+    sources = (before_expand(argument) for argument in node.all_input_nodes if argument.name not in unwritten)
+    return result + sympy.Add(*(value_bytes(source.meta.get("val")) for source in sources))
 
 
 def before_expand(node: fx.Node) -> fx.Node:
@@ -150,6 +170,10 @@ def _forward_flops(name: str, node: fx.Node) -> sympy.Expr:
         query, key, value = (shape_of(_value(argument)) for argument in node.args[:3])
         batch_heads = sympy.Mul(*query[:-2])
         return 2 * batch_heads * query[-2] * key[-2] * (query[-1] + value[-1])
+    if name in ATTENTION_BACKWARD_OPERATORS:
+        query, key, value = (shape_of(_value(argument)) for argument in node.args[1:4])
+        forward = 2 * sympy.Mul(*query[:-1]) * key[-2] * (query[-1] + value[-1])
+        return forward * _ATTENTION_BACKWARD_FACTOR
     formula = _FLOPS.get(name)
     return sympy.Integer(0) if formula is None else formula(node)
 
@@ -176,6 +200,14 @@ def _convolution_flops(node: fx.Node) -> sympy.Expr:
     return 2 * numel(meeting) * sympy.Mul(*weight[1:])
 
 
+def _convolution_backward_flops(node: fx.Node) -> sympy.Expr:
+    gradient, inputs, weight = (_value(argument) for argument in node.args[:3])
+    transposed, wanted = bool(node.args[7]), node.args[10]
+    product = 2 * numel(inputs if transposed else gradient) * sympy.Mul(*shape_of(weight)[1:])
+    assert isinstance(wanted, list | tuple), "which gradients are wanted is a list"
+    return product * sum(bool(item) for item in wanted[:2])
+
+
 _FLOPS: dict[str, Callable[[fx.Node], sympy.Expr]] = {
     "mm": _product_flops(0),
     "bmm": _product_flops(0),
@@ -188,4 +220,5 @@ _FLOPS: dict[str, Callable[[fx.Node], sympy.Expr]] = {
     "baddbmm": _product_flops(1),
     "addbmm": _batch_sum_flops,
     "convolution": _convolution_flops,
+    "convolution_backward": _convolution_backward_flops,
 }

@@ -11,7 +11,7 @@ Backward seconds do not contain adding parameter gradients up over micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,12 @@ class BlockPricer(Protocol):
         ...
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether a stage's backward hands its parameters' gradients over at its end: all of them then lie in memory beside the
+        sums that they are added to. If not, each is part of its block's workspace."""
+        ...
+
+    @property
     def source(self) -> str:
         """Where the prices come from, for people: "analytic" or "measured ..."."""
         ...
@@ -72,26 +78,43 @@ class BlockPartition:
     workspace_bytes: tuple[sympy.Expr, ...]
 
 
+class Partitions(Protocol):
+    """Where partitions come from."""
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """Activation budgets at which there are partitions, 1.0 first, descending."""
+        ...
+
+    def partition(self, block: Block, budget: float) -> BlockPartition | None:
+        """The block's partition at one of `budgets`; None where there is none."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AnalyticPricer:
     """Roofline of each operator on `device`.
 
-    `partitions` gives each block's partition by its index, for each budget of `budgets`. A block without partitions is
-    priced by its own operators and by the rules of cost/memory.py, equally at all budgets.
+    A block without a partition is priced by its own operators and by the rules of cost/memory.py, equally at all budgets.
     """
 
     device: Device
-    partitions: Mapping[int, Mapping[float, BlockPartition]] = field(default_factory=dict)
-    budgets: tuple[float, ...] = (1.0,)
+    partitions: Partitions | None = None
+    holds_gradients: bool = False
     source: str = "analytic"
     _known: dict[tuple[int, tuple[int, ...], float], BlockPrices] = field(init=False, default_factory=dict)
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """See `BlockPricer`."""
+        return self.partitions.budgets if self.partitions is not None else BUDGETS[:1]
 
     def prices(self, block: Block, rows: Sequence[int], budget: float) -> BlockPrices:
         """See `BlockPricer`."""
         assert budget in self.budgets, f"no prices at the activation budget {budget}"
         key = (block.index, tuple(rows), budget)
         if key not in self._known:
-            partition = self.partitions.get(block.index, {}).get(budget)
+            partition = self.partitions.partition(block, budget) if self.partitions is not None else None
             self._known[key] = self._by_rules(block, rows) if partition is None else self._by_partition(partition, rows)
         return self._known[key]
 

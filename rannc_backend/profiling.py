@@ -1,0 +1,329 @@
+"""Measures blocks and whole stages on this job's devices; all ranks share the work.
+
+In: an analysed graph, its blocks, row counts. Out: `BlockProfile`s and `StageProfile`s (cost/profile.py).
+
+Terms. A *job* is a run of blocks at one activation budget, to be compiled as a stage and timed at some numbers of rows. Rank 0 leads: it
+says what to measure, and whatever it asks is answered by all (`LeadingProfiler`, `answer_leader`). Jobs are dealt out over the ranks; in
+each round every rank is busy, if need be with a job that another rank has too, so that ranks on one host contend as they will in the run.
+Not enough memory is a result: the point has no seconds, and more rows are not tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rannc_backend.analysis import GraphAnalysis
+from rannc_backend.block_partitions import needs_grad_in_training
+from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
+from rannc_backend.cost.profile import Point, Setting
+from rannc_backend.passes.split_stages import StageGraph, split_stages
+from rannc_backend.progress import Progress
+from rannc_backend.runtime.allocations import AllocationTracker
+from rannc_backend.runtime.world import World
+
+logger = logging.getLogger(__name__)
+
+POINT_SECONDS = 2.0  # a number of rows is not repeated for longer, nor tried at all when the one before took so long
+_MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Blocks [begin, end) at an activation budget, to be timed at `rows`, ascending."""
+
+    begin: int
+    end: int
+    budget: float
+    rows: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Measures on this rank. `most_bytes`: what a measurement may take; `num_repeats`: at most so many timings of a point."""
+
+    analysis: GraphAnalysis
+    device: torch.device
+    compiler: str
+    num_repeats: int
+    most_bytes: float = float("inf")
+    cache: CompileCache = field(default_factory=CompileCache)
+    clock: Callable[[], float] = time.perf_counter
+
+    def measure(self, blocks: Sequence[Sequence[str]], job: Job) -> list[Point]:
+        """The points of one job; `blocks` are the node names of all blocks."""
+        graph = interval_stage(self.analysis, blocks, job.begin, job.end)
+        stage = self._compiled(graph, job.budget, job.rows[0])
+        points: list[Point] = []
+        took = 0.0
+        for rows in job.rows:
+            if (points and not points[-1].fits) or took > POINT_SECONDS:
+                break
+            began = self.clock()
+            points.append(self._point(graph, stage, rows))
+            took = self.clock() - began
+        return points
+
+    def _compiled(self, graph: StageGraph, budget: float, rows: int) -> CompiledStage:
+        return compile_stage(
+            graph,
+            needs_grad=needs_grad_in_training(self.analysis),
+            requires_grad_parameters=self.analysis.trained_parameters,
+            fake_mode=self.analysis.captured.fake_mode,
+            rows_symbol=self.analysis.captured.rows_symbol,
+            compiler=self.compiler,
+            activation_budget=budget,
+            training=True,
+            cache=self.cache,
+            rows_hint=rows if self.compiler == "inductor" else None,
+        )
+
+    def _point(self, graph: StageGraph, stage: CompiledStage, rows: int) -> Point:
+        nothing = Point(rows=rows, forward_seconds=None, backward_seconds=None, peak_bytes=None)
+        if needed_bytes(graph, stage, self.analysis, rows) > self.most_bytes:
+            return nothing
+        try:
+            return self._timed(graph, stage, rows)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.info("a block does not fit into memory with %d rows", rows)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return nothing
+
+    def _timed(self, graph: StageGraph, stage: CompiledStage, rows: int) -> Point:
+        args = example_inputs(graph, self.analysis, rows, self.device)
+        peak = self._peak_bytes(stage, args)  # the first run, which warms up too
+        forwards: list[float] = []
+        backwards: list[float] = []
+        began = self.clock()
+        while len(forwards) < self.num_repeats and (not forwards or self.clock() - began < POINT_SECONDS):
+            start = self._now()
+            outputs, saved = stage.forward(args)
+            grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
+            del outputs
+            middle = self._now()
+            stage.backward(list(saved), grads, _drop)
+            backwards.append(self._now() - middle)
+            forwards.append(middle - start)
+            del saved, grads
+        return Point(
+            rows=rows,
+            forward_seconds=max(statistics.median(forwards), 0.0),
+            backward_seconds=max(statistics.median(backwards), 0.0),
+            peak_bytes=peak,
+        )
+
+    def _peak_bytes(self, stage: CompiledStage, args: Sequence[torch.Tensor]) -> int:
+        """Most bytes beside the inputs during a forward and a backward."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+        tracker = AllocationTracker(args)
+        with contextlib.nullcontext() if on_gpu else tracker.following():
+            outputs, saved = stage.forward(args)
+            tracker.add([*outputs, *saved])
+            grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
+            del outputs
+            kept = list(saved)
+            del saved
+            stage.backward(kept, grads, _drop)
+        if not on_gpu:
+            return tracker.peak_bytes
+        torch.cuda.synchronize(self.device)
+        return max(0, torch.cuda.max_memory_allocated(self.device) - before)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock()
+
+
+@dataclass(slots=True, kw_only=True)
+class LeadingProfiler:
+    """Rank 0's side: asks all ranks to measure. `world` None: there is this process only."""
+
+    bench: Bench
+    blocks: tuple[tuple[str, ...], ...]
+    world: World | None
+    limit_seconds: float
+    progress: Progress
+
+    def measure(self, jobs: Sequence[Job]) -> list[list[Point]]:
+        """Points of each job. Collective: the other ranks are in `answer_leader`."""
+        if not jobs:
+            return []
+        if self.world is None or self.world.size == 1:
+            with self.progress.task("profiling", total=len(jobs)) as task:
+                results = []
+                for job in jobs:
+                    results.append(self.bench.measure(self.blocks, job))
+                    task.advance(1)
+            return results
+        request = {"blocks": [list(names) for names in self.blocks], "jobs": [_job_words(job) for job in jobs]}
+        self.world.control.broadcast(request, what="what to profile", limit_seconds=self.limit_seconds)
+        with self.progress.task("profiling", total=_num_rounds(len(jobs), self.world.size)) as task:
+            return _share_work(self.bench, self.world, self.blocks, jobs, self.limit_seconds, lambda: task.advance(1))
+
+    def close(self) -> None:
+        """Let the other ranks go on; afterwards nothing more can be measured."""
+        if self.world is not None and self.world.size > 1:
+            self.world.control.broadcast(None, what="what to profile", limit_seconds=self.limit_seconds)
+
+
+def answer_leader(bench: Bench, world: World, *, limit_seconds: float) -> None:
+    """The other ranks' side: measure what rank 0 asks for, until it closes. Collective."""
+    while True:
+        request = world.control.broadcast(None, what="what to profile", limit_seconds=limit_seconds)
+        if request is None:
+            return
+        blocks = tuple(tuple(names) for names in request["blocks"])
+        jobs = [_job_from(words) for words in request["jobs"]]
+        _share_work(bench, world, blocks, jobs, limit_seconds, lambda: None)
+
+
+def _share_work(
+    bench: Bench,
+    world: World,
+    blocks: Sequence[Sequence[str]],
+    jobs: Sequence[Job],
+    limit_seconds: float,
+    advance: Callable[[], None],
+) -> list[list[Point]]:
+    """Every rank measures its jobs round by round; all get all results, the median where several have measured one."""
+    own: list[tuple[int, list[dict[str, Any]]]] = []
+    for turn in range(_num_rounds(len(jobs), world.size)):
+        index = (turn * world.size + world.rank) % len(jobs)
+        world.control.barrier(what="profiling", limit_seconds=limit_seconds)
+        points = bench.measure(blocks, jobs[index])
+        own.append((index, [point.model_dump() for point in points]))
+        advance()
+    gathered = world.control.allgather(own, what="profiles", limit_seconds=limit_seconds)
+    by_job: list[list[list[Point]]] = [[] for _ in jobs]
+    for found in gathered:
+        for index, points in found:
+            by_job[index].append([Point.model_validate(point) for point in points])
+    return [combined(several) for several in by_job]
+
+
+def combined(measurements: Sequence[Sequence[Point]]) -> list[Point]:
+    """One list of points from several ranks': medians; where it did not fit on one rank, it does not fit."""
+    by_rows: dict[int, list[Point]] = {}
+    for points in measurements:
+        for point in points:
+            by_rows.setdefault(point.rows, []).append(point)
+    result = []
+    for rows, points in sorted(by_rows.items()):
+        fitting = [point for point in points if point.fits]
+        if len(fitting) < len(points):
+            result.append(Point(rows=rows, forward_seconds=None, backward_seconds=None, peak_bytes=None))
+            break
+        result.append(
+            Point(
+                rows=rows,
+                forward_seconds=statistics.median(point.forward_seconds or 0.0 for point in fitting),
+                backward_seconds=statistics.median(point.backward_seconds or 0.0 for point in fitting),
+                peak_bytes=max(point.peak_bytes or 0 for point in fitting),
+            )
+        )
+    return result
+
+
+def interval_stage(analysis: GraphAnalysis, blocks: Sequence[Sequence[str]], begin: int, end: int) -> StageGraph:
+    """Blocks [begin, end) as one stage; `blocks` are the node names of all blocks."""
+    bounds = [place for place in (begin, end) if 0 < place < len(blocks)]
+    stage_of = {name: sum(index >= bound for bound in bounds) for index, names in enumerate(blocks) for name in names}
+    split = analysis.split
+    stages = split_stages(
+        split.rowwise,
+        split.outputs,
+        split.layouts,
+        stage_of,
+        len(bounds) + 1,
+        input_kinds=analysis.input_kinds,
+        rows_symbol=analysis.captured.rows_symbol,
+    )
+    return stages[1 if begin > 0 else 0]
+
+
+def example_inputs(graph: StageGraph, analysis: GraphAnalysis, rows: int, device: torch.device) -> list[torch.Tensor]:
+    """Inputs of a stage: small random numbers, and zeros for integers, which are valid indices anywhere."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    values = []
+    for slot, node in zip(graph.inputs, graph.graph_module.graph.find_nodes(op="placeholder"), strict=True):
+        fake = node.meta["val"]
+        shape = [_at_rows(size, analysis, rows) for size in fake.shape]
+        if fake.is_floating_point():
+            value = torch.empty(shape, dtype=fake.dtype, device=device).normal_(std=0.02, generator=generator)
+        elif fake.dtype == torch.bool:
+            value = torch.ones(shape, dtype=fake.dtype, device=device)
+        else:
+            value = torch.zeros(shape, dtype=fake.dtype, device=device)
+        if slot.kind == "global_rows":
+            value.fill_(rows)
+        values.append(value)
+    return values
+
+
+def needed_bytes(graph: StageGraph, stage: CompiledStage, analysis: GraphAnalysis, rows: int) -> float:
+    """At least what a stage takes: inputs, gradients of parameters, saved values."""
+    symbol = analysis.captured.rows_symbol
+    total = float(stage.saved_bytes.subs(symbol, rows))
+    for slot, node in zip(graph.inputs, graph.graph_module.graph.find_nodes(op="placeholder"), strict=True):
+        fake = node.meta["val"]
+        size = fake.element_size()
+        for dimension in fake.shape:
+            size *= _at_rows(dimension, analysis, rows)
+        total += size * (2 if slot.kind == "parameter" else 1)
+    return total
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(word in str(error).lower() for word in _MEMORY_WORDS)
+
+
+def setting_of(world: World | None, device: torch.device, compiler: str) -> Setting:
+    """What measurements here depend on."""
+    sharing = 1
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        sharing = 1 if world is None else world.hosts.count(world.hosts[world.rank])
+    return Setting(device_name=name, compiler=compiler, versions=f"torch {torch.__version__}", num_sharing=sharing)  # type: ignore[arg-type]
+
+
+def _at_rows(size: Any, analysis: GraphAnalysis, rows: int) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.expr.subs(analysis.captured.rows_symbol, rows))
+
+
+def _num_rounds(num_jobs: int, num_ranks: int) -> int:
+    return -(-num_jobs // num_ranks)
+
+
+def _job_words(job: Job) -> dict[str, Any]:
+    return {"begin": job.begin, "end": job.end, "budget": job.budget, "rows": list(job.rows)}
+
+
+def _job_from(words: Mapping[str, Any]) -> Job:
+    return Job(begin=words["begin"], end=words["end"], budget=words["budget"], rows=tuple(words["rows"]))
+
+
+def _drop(position: int, gradient: torch.Tensor) -> None:
+    """Where parameter gradients go: nowhere, as adding them up is priced apart."""
