@@ -36,6 +36,7 @@ from rannc_backend.passes.split_stages import StageGraph, split_stages
 
 logger = logging.getLogger(__name__)
 
+_RECOMPUTE_SHARE = sympy.Rational(11, 10)
 _EXTERN_OPERATORS = MATRIX_OPERATORS | ATTENTION_OPERATORS | ATTENTION_BACKWARD_OPERATORS | SEPARATE_OPERATORS
 
 
@@ -98,8 +99,10 @@ class BlockPartitions:
                 values += flow.num_bytes
             if flow.needs_grad and block.index < flow.consumers[-1]:
                 gradients += flow.num_bytes
+        # What a stage computes again for several blocks may lie in memory at one time.
+        share = 1 if budget == 1.0 else _RECOMPUTE_SHARE
         forward = [sympy.expand(amount + values) for amount in parts.forward_workspace]
-        return (*forward, *(sympy.expand(amount + gradients) for amount in parts.backward_workspace))
+        return (*forward, *(sympy.expand(share * (amount + gradients)) for amount in parts.backward_workspace))
 
     def _is_kept(self, name: str, producer: int, budget: float) -> bool:
         """Whether a value is among the saved bytes of the block that makes it."""

@@ -1,7 +1,7 @@
 """Which prices a plan is made with: analytic ones, measured ones, or what a file says.
 
-In: an analysed graph, options, cluster, and the ranks if there are any. Out: a function that gives a `BlockPricer` for a block graph,
-and a loop that plans again with whole stages measured.
+In: blocks and their partitions, options, cluster, and a profiler if there are ranks to measure on. Out: a `BlockPricer`, and a loop
+that plans again with whole stages measured.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from pathlib import Path
 import torch
 
 from rannc_backend.analysis import GraphAnalysis
-from rannc_backend.block_partitions import partition_blocks
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.measured_pricing import MeasuredPricer
-from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer
+from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer, Partitions
 from rannc_backend.cost.profile import BlockProfile, Point, Profile, Setting, StageProfile
 from rannc_backend.deployment_file import write_text
-from rannc_backend.errors import ProfileError
+from rannc_backend.errors import BYTES_PER_GB, ProfileError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.measured import RunReport
-from rannc_backend.profiling import Bench, Job, LeadingProfiler, setting_of
-from rannc_backend.progress import Progress
+from rannc_backend.profiling import Bench, Job, LeadingProfiler
 from rannc_backend.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -43,15 +41,16 @@ def stage_compiler(config: Config) -> str:
 
 
 def measures(config: Config, world: World | None) -> bool:
-    """Whether blocks are measured: where it is asked for, or where devices are GPUs. The same on all ranks."""
-    if world is None or config.costs == "analytic":
+    """Whether blocks are measured: where it is asked for, or where devices are GPUs, and the plan is for the
+    devices at hand. The same on all ranks."""
+    if world is None or config.costs == "analytic" or config.cluster != "local":
         return False
     return config.costs == "measured" or world.device.type == "cuda"
 
 
 def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device: torch.device) -> Bench:
     """What measures on this rank."""
-    limit = config.mem_limit_gb * 2**30 or float(cluster.device.memory_bytes)
+    limit = config.mem_limit_gb * BYTES_PER_GB or float(cluster.device.memory_bytes)
     return Bench(
         analysis=analysis,
         device=device,
@@ -63,112 +62,88 @@ def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device
 
 @dataclass(slots=True, kw_only=True)
 class Pricing:
-    """Makes the pricer of one plan, on rank 0; the other ranks are in `profiling.answer_leader` if `measures` says so."""
+    """Makes the pricer of one plan. `profiler`: measures on all ranks; None: nothing can be measured here."""
 
-    analysis: GraphAnalysis
+    graph: BlockGraph
+    partitions: Partitions
     config: Config
     cluster: Cluster
     batch_rows: int
-    progress: Progress
-    world: World | None = None
+    profiler: LeadingProfiler | None = None
     num_measured: int = field(init=False, default=0)  # jobs so far
     _pricer: BlockPricer | None = field(init=False, default=None)
-    _graph: BlockGraph | None = field(init=False, default=None)
     _profile: Profile = field(init=False, default_factory=Profile)
 
-    def plan(self, graph: BlockGraph, plan_once: Callable[[BlockPricer], Plan]) -> Plan:
-        """Price the blocks and plan; with profile_by_acc off, plan again with the stages of the plan measured, until it stays the same.
-
-        The other ranks are let go on then, whatever happens; nothing is measured afterwards.
-        """
-        try:
-            plan = plan_once(self.pricer(graph))
-            if not self._measures or self.config.profile_by_acc or not graph.blocks:
-                return plan
-            for _ in range(MAX_ROUNDS):
-                if self.progress.cancelled() or not self._measure_stages(plan):
-                    break
-                before, plan = plan, plan_once(self.pricer(graph))
-                if _cuts(plan) == _cuts(before):
-                    break
+    def plan(self, plan_once: Callable[[BlockPricer], Plan], *, cancelled: Callable[[], bool] = lambda: False) -> Plan:
+        """Price the blocks and plan; with profile_by_acc off, plan again with the plan's stages measured, until it stays the same."""
+        plan = plan_once(self.pricer())
+        if self.profiler is None or self.config.profile_by_acc:
             return plan
-        finally:
-            if self._measures:
-                self._profiler(()).close()
+        for _ in range(MAX_ROUNDS):
+            if cancelled() or not self._measure_stages(plan):
+                break
+            before, plan = plan, plan_once(self.pricer())
+            if _cuts(plan) == _cuts(before):
+                break
+        return plan
 
-    @property
-    def _measures(self) -> bool:
-        return measures(self.config, self.world)
+    def pricer(self) -> BlockPricer:
+        """The pricer; the first time, what is not known yet is measured.
 
-    def pricer(self, graph: BlockGraph) -> BlockPricer:
-        """The pricer of a block graph: measures what is not known yet, the first time."""
-        if self._pricer is None or self._graph is not graph:
-            self._graph = graph
-            self._pricer = self._make(graph)
+        Raises:
+            ProfileError: the profile file is none, or costs are to be measured where there is nothing to measure on.
+        """
+        if self._pricer is None:
+            self._pricer = self._make()
         return self._pricer
 
-    def _make(self, graph: BlockGraph) -> BlockPricer:
-        config = self.config
-        compiler = stage_compiler(config)
-        rows = max(2, self.batch_rows // self.cluster.num_devices)
+    def _make(self) -> BlockPricer:
+        config, compiler = self.config, stage_compiler(self.config)
         analytic = AnalyticPricer(
-            device=self.cluster.device,
-            partitions=partition_blocks(self.analysis, graph, compiler=compiler, rows=rows, budget=config.fixed_recompute)
-            if graph.blocks
-            else None,
-            holds_gradients=compiler == "inductor",
+            device=self.cluster.device, partitions=self.partitions, holds_gradients=compiler == "inductor"
         )
-        if config.costs == "analytic" or not graph.blocks:
+        if config.costs == "analytic" or not self.graph.blocks:
             return analytic
         runs = self._read_file()
-        if self._measures:
-            assert self.world is not None
-            setting = setting_of(self.world, self.world.device, compiler)
-            self._measure_blocks(graph, setting)
+        if self.profiler is not None:
+            setting: Setting | None = self.profiler.setting
+            self._measure_blocks(self.profiler.setting)
         else:
             setting = self._setting_of_file(compiler)
-            if config.costs == "measured" and setting is None and not runs:
-                raise ProfileError(
-                    "costs 'measured' needs ranks to measure on, or a profile_file with measurements for this stage_compiler",
-                    cure="plan with costs='analytic', or set profile_file to what a run has measured",
-                )
+        if config.costs == "measured" and setting is None and not runs:
+            raise ProfileError(
+                "costs 'measured' needs ranks on the cluster at hand, or a profile_file measured with this stage_compiler",
+                cure="plan with costs='analytic', or set profile_file to what a run has measured",
+            )
         profiles = self._profile.of_setting(setting) if setting is not None else {}
-        missing = {block.structure for block in graph.blocks} - {structure for structure, _ in profiles}
+        stages = (*(item for item in self._profile.stages if item.setting == setting), *runs)
+        missing = {block.structure for block in self.graph.blocks} - {structure for structure, _ in profiles}
         if profiles and missing:
-            logger.warning("%d distinct blocks are not in the profile and are priced by rules", len(missing))
-        measured = MeasuredPricer(
-            fallback=analytic, profiles=profiles, device_name=setting.device_name if setting else self.cluster.device.name
-        )
-        return measured.corrected(graph.blocks, (*self._profile.stages, *runs)) if (self._profile.stages or runs) else measured
+            logger.warning("%d distinct blocks were not measured and are priced as the cluster is described", len(missing))
+        device_name = setting.device_name if setting is not None else self.cluster.device.name
+        measured = MeasuredPricer(fallback=analytic, profiles=profiles, device_name=device_name)
+        return measured.corrected(self.graph.blocks, stages) if stages else measured
 
-    def _profiler(self, blocks: tuple[tuple[str, ...], ...]) -> LeadingProfiler:
-        assert self.world is not None
-        return LeadingProfiler(
-            bench=make_bench(self.analysis, self.config, self.cluster, self.world.device),
-            blocks=blocks,
-            world=self.world,
-            limit_seconds=self.config.compile_timeout_seconds,
-            progress=self.progress,
-        )
-
-    def _measure(self, graph: BlockGraph, jobs: Sequence[Job]) -> list[list[Point]]:
+    def _measure(self, jobs: Sequence[Job]) -> list[list[Point]]:
+        assert self.profiler is not None, "nothing to measure with"
         self.num_measured += len(jobs)
-        return self._profiler(tuple(block.nodes for block in graph.blocks)).measure(jobs)
+        return self.profiler.measure([block.nodes for block in self.graph.blocks], jobs)
 
-    def _measure_blocks(self, graph: BlockGraph, setting: Setting) -> None:
+    def _measure_blocks(self, setting: Setting) -> None:
         """Measure the distinct blocks that are not in the profile at the rows that matter."""
         known = self._profile.of_setting(setting)
         wanted = rows_to_measure(self.batch_rows, self.config, self.cluster.num_devices)
-        firsts = {block.structure: block for block in reversed(graph.blocks)}
-        jobs, structures = [], []
-        for structure, block in sorted(firsts.items(), key=lambda item: item[1].index):
-            if not _covers(known.get((structure, 1.0)), wanted):
-                jobs.append(Job(begin=block.index, end=block.index + 1, budget=1.0, rows=wanted))
-                structures.append(structure)
-        logger.info("%d distinct blocks: %d to be measured, the others are in the profile", len(firsts), len(jobs))
+        firsts = {block.structure: block for block in reversed(self.graph.blocks)}
+        missing = {
+            structure: Job(begin=block.index, end=block.index + 1, budget=1.0, rows=wanted)
+            for structure, block in sorted(firsts.items(), key=lambda item: item[1].index)
+            if not _covers(known.get((structure, 1.0)), wanted)
+        }
+        logger.info("%d distinct blocks: %d are to be measured", len(firsts), len(missing))
         found = [
             BlockProfile(structure=structure, budget=1.0, setting=setting, points=tuple(points))
-            for structure, points in zip(structures, self._measure(graph, jobs), strict=True)
+            for structure, points in zip(missing, self._measure(list(missing.values())), strict=True)
+            if points
         ]
         if found:
             self._profile = self._profile.with_blocks(found)
@@ -176,35 +151,26 @@ class Pricing:
 
     def _measure_stages(self, plan: Plan) -> bool:
         """Measure the plan's stages as a whole; whether one was new."""
-        assert self._graph is not None and isinstance(self._pricer, MeasuredPricer)
-        graph, world = self._graph, self.world
-        assert world is not None
-        setting = setting_of(world, world.device, stage_compiler(self.config))
-        jobs, begin = [], 0
+        assert self.profiler is not None and isinstance(self._pricer, MeasuredPricer), "nothing to measure with"
+        setting, blocks = self.profiler.setting, self.graph.blocks
+        jobs: dict[tuple[tuple[str, ...], float, int], Job] = {}
         known = {(item.structures, item.budget, item.point.rows) for item in self._profile.stages if item.setting == setting}
         for stage in plan.stages:
-            end = begin + len(stage.blocks)
+            begin, end = (min(stage.blocks), max(stage.blocks) + 1) if stage.blocks else (0, 0)
             rows = math.ceil(math.ceil(plan.batch_rows / plan.num_micro_batches) / len(stage.ranks))
             budget = stage.recompute if stage.recompute in self._pricer.budgets else 1.0
-            structures = tuple(block.structure for block in graph.blocks[begin:end])
-            if end > begin and (structures, budget, rows) not in known:
-                known.add((structures, budget, rows))
-                jobs.append(Job(begin=begin, end=end, budget=budget, rows=(rows,)))
-            begin = end
+            key = (tuple(block.structure for block in blocks[begin:end]), budget, rows)
+            if stage.blocks and key not in known:
+                jobs.setdefault(key, Job(begin=begin, end=end, budget=budget, rows=(rows,)))
         found = [
-            StageProfile(
-                fingerprint=plan.fingerprint,
-                structures=tuple(block.structure for block in graph.blocks[job.begin : job.end]),
-                budget=job.budget,
-                setting=setting,
-                point=points[0],
-            )
-            for job, points in zip(jobs, self._measure(graph, jobs), strict=True)
+            StageProfile(fingerprint=plan.fingerprint, structures=structures, budget=budget, setting=setting, point=points[0])
+            for (structures, budget, _), points in zip(jobs, self._measure(list(jobs.values())), strict=True)
+            if points
         ]
         if found:
             self._profile = self._profile.with_stages(found)
             self._write_file()
-            self._pricer = self._pricer.corrected(graph.blocks, self._profile.stages)
+            self._pricer = self._pricer.corrected(blocks, [item for item in self._profile.stages if item.setting == setting])
         return bool(found)
 
     def _read_file(self) -> tuple[StageProfile, ...]:

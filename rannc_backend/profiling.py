@@ -15,7 +15,7 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,34 +152,49 @@ class Bench:
 
 @dataclass(slots=True, kw_only=True)
 class LeadingProfiler:
-    """Rank 0's side: asks all ranks to measure. `world` None: there is this process only."""
+    """Rank 0's side: asks all ranks to measure."""
 
     bench: Bench
-    blocks: tuple[tuple[str, ...], ...]
-    world: World | None
+    world: World
     limit_seconds: float
     progress: Progress
 
-    def measure(self, jobs: Sequence[Job]) -> list[list[Point]]:
-        """Points of each job. Collective: the other ranks are in `answer_leader`."""
+    @property
+    def setting(self) -> Setting:
+        """What measurements depend on here."""
+        return setting_of(self.world, self.bench.device, self.bench.compiler)
+
+    def measure(self, blocks: Sequence[Sequence[str]], jobs: Sequence[Job]) -> list[list[Point]]:
+        """Points of each job, none where measuring failed. Collective: the other ranks are in `answer_leader`.
+
+        Args:
+            blocks: the node names of all blocks, which the jobs count.
+        """
         if not jobs:
             return []
-        if self.world is None or self.world.size == 1:
-            with self.progress.task("profiling", total=len(jobs)) as task:
-                results = []
-                for job in jobs:
-                    results.append(self.bench.measure(self.blocks, job))
-                    task.advance(1)
-            return results
-        request = {"blocks": [list(names) for names in self.blocks], "jobs": [_job_words(job) for job in jobs]}
+        request = {"blocks": [list(names) for names in blocks], "jobs": [_job_words(job) for job in jobs]}
         self.world.control.broadcast(request, what="what to profile", limit_seconds=self.limit_seconds)
         with self.progress.task("profiling", total=_num_rounds(len(jobs), self.world.size)) as task:
-            return _share_work(self.bench, self.world, self.blocks, jobs, self.limit_seconds, lambda: task.advance(1))
+            return _share_work(self.bench, self.world, blocks, jobs, self.limit_seconds, lambda: task.advance(1))
 
     def close(self) -> None:
         """Let the other ranks go on; afterwards nothing more can be measured."""
-        if self.world is not None and self.world.size > 1:
-            self.world.control.broadcast(None, what="what to profile", limit_seconds=self.limit_seconds)
+        self.world.control.broadcast(None, what="what to profile", limit_seconds=self.limit_seconds)
+
+
+@contextlib.contextmanager
+def leading(
+    bench: Bench | None, world: World, *, limit_seconds: float, progress: Progress
+) -> Iterator[LeadingProfiler | None]:
+    """Rank 0's profiler, which lets the other ranks go on at the end, whatever happened; None without a bench."""
+    if bench is None:
+        yield None
+        return
+    profiler = LeadingProfiler(bench=bench, world=world, limit_seconds=limit_seconds, progress=progress)
+    try:
+        yield profiler
+    finally:
+        profiler.close()
 
 
 def answer_leader(bench: Bench, world: World, *, limit_seconds: float) -> None:
@@ -206,7 +221,7 @@ def _share_work(
     for turn in range(_num_rounds(len(jobs), world.size)):
         index = (turn * world.size + world.rank) % len(jobs)
         world.control.barrier(what="profiling", limit_seconds=limit_seconds)
-        points = bench.measure(blocks, jobs[index])
+        points = _measured_or_none(bench, blocks, jobs[index])
         own.append((index, [point.model_dump() for point in points]))
         advance()
     gathered = world.control.allgather(own, what="profiles", limit_seconds=limit_seconds)
@@ -215,6 +230,15 @@ def _share_work(
         for index, points in found:
             by_job[index].append([Point.model_validate(point) for point in points])
     return [combined(several) for several in by_job]
+
+
+def _measured_or_none(bench: Bench, blocks: Sequence[Sequence[str]], job: Job) -> list[Point]:
+    """A block that fails alone may work in its stage, and the other ranks wait: it is priced without a measurement."""
+    try:
+        return bench.measure(blocks, job)
+    except Exception as error:  # whatever compilers raise
+        logger.warning("blocks %d to %d could not be measured: %s: %s", job.begin, job.end - 1, type(error).__name__, error)
+        return []
 
 
 def combined(measurements: Sequence[Sequence[Point]]) -> list[Point]:
@@ -296,14 +320,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(word in str(error).lower() for word in _MEMORY_WORDS)
 
 
-def setting_of(world: World | None, device: torch.device, compiler: str) -> Setting:
+def setting_of(world: World, device: torch.device, compiler: str) -> Setting:
     """What measurements here depend on."""
     sharing = 1
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        sharing = 1 if world is None else world.hosts.count(world.hosts[world.rank])
+        sharing = world.hosts.count(world.hosts[world.rank])
     return Setting(device_name=name, compiler=compiler, versions=f"torch {torch.__version__}", num_sharing=sharing)  # type: ignore[arg-type]
 
 
