@@ -2,7 +2,7 @@
 
 In: a stage graph whose outputs are safe (see `passes.stage_boundaries`), fake inputs that say what requires a gradient.
 Out: `TracedStage` (one joint graph of forward and backward), then `SplitStage` (two graphs and what passes between them).
-Everything that is private to torch's AOTAutograd is used in this file; seen on torch 2.13.
+What is private to torch's AOTAutograd is used in this file; seen on torch 2.13.
 
 Terms. The joint graph's *primals* are the batch size (a number) and the stage's inputs; its *tangents* are the gradients
 of those outputs that require one. The *activation budget* is the part of the default amount of saved values that may be
@@ -20,17 +20,22 @@ from typing import Any
 import sympy
 import torch
 import torch._functorch.config as functorch_config
-from torch import fx, nn
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
-from torch.fx.graph import CodeGen
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.errors import UnsupportedModelError
 
 aten = torch.ops.aten
+
+# Computed in a form that changes running statistics, see `_DifferentiableInterpreter`.
+_MUTATING_FORMS = (aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,74 +68,114 @@ def trace_joint(
     fake_mode: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]],
 ) -> TracedStage:
-    """Trace forward and backward of a stage.
+    """Trace forward and backward of a stage, once and without the layer that takes mutation out where nothing mutates.
 
     Args:
-        graph_module: placeholders are the inputs without the batch size; outputs are distinct tensors.
+        graph_module: placeholders are the inputs without the batch size; outputs are distinct tensors, ``meta["val"]`` set.
         fakes: the batch size (SymInt), then one fake tensor per placeholder, with `requires_grad` set.
         needs_grad: per output, whether it takes a gradient.
     """
-    function = _StageFunction(graph_module, needs_grad)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(clean_tracing(fake_mode))
-        stack.enter_context(torch.enable_grad())
-        joint = aot_export_joint_with_descriptors(stack, function, tuple(fakes), decompositions=dict(decompositions)).graph_module
-    num_outputs = len(needs_grad)
-    tangent_of = []
-    for node in joint.graph.find_nodes(op="placeholder"):
-        description = node.meta["desc"]
-        if isinstance(description, TangentAOTInput):
-            assert isinstance(description.output, PlainAOTOutput), f"unexpected tangent {description}"
-            tangent_of.append(description.output.idx)
-        else:
-            assert isinstance(description, PlainAOTInput), f"unexpected input {description}"
-    return TracedStage(
-        joint=joint,
-        num_outputs=num_outputs,
-        tangent_of=tuple(tangent_of),
-        gradient_of=_keep_made_gradients(joint, num_outputs),
-    )
+    tracer = _JointTracer(graph_module, fakes, needs_grad, fake_mode, decompositions)
+    joint = None if any(node.target in _MUTATING_FORMS for node in graph_module.graph.nodes) else tracer.trace(functionalized=False)
+    if joint is None or any(_mutates(node) for node in joint.graph.nodes):
+        joint = tracer.trace(functionalized=True)
+    return TracedStage(joint=joint, num_outputs=len(needs_grad), tangent_of=tracer.tangent_of, gradient_of=tracer.gradient_of)
 
 
-def _keep_made_gradients(joint: fx.GraphModule, num_outputs: int) -> tuple[int, ...]:
-    """Drop the outputs that are None (inputs without a gradient); give the input of each gradient that is left."""
-    (output,) = joint.graph.find_nodes(op="output")
-    descriptions = output.meta["desc"]
-    results = list(output.args[0])
-    for description in descriptions[:num_outputs]:
-        assert isinstance(description, PlainAOTOutput), f"unexpected output {description}"
-    kept = list(range(num_outputs))
-    gradient_of = []
-    for index in range(num_outputs, len(results)):
-        if results[index] is None:
-            continue
-        description = descriptions[index]
-        assert isinstance(description, GradAOTOutput), f"unexpected output {description}"
-        assert isinstance(description.grad_of, PlainAOTInput), f"unexpected gradient {description}"
-        kept.append(index)
-        gradient_of.append(description.grad_of.idx)
-    output.args = (tuple(results[index] for index in kept),)
-    output.meta["desc"] = [descriptions[index] for index in kept]
-    # The traced graph's calling convention, nested (primals, tangents), names the outputs that are gone.
-    joint.graph.set_codegen(CodeGen())
-    joint.recompile()
-    return tuple(gradient_of)
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
-class _StageFunction(nn.Module):
-    """The stage as a function of (batch size, *inputs); outputs that take no gradient are detached."""
+class _JointTracer:
+    """The function (*primals, *tangents) to (*outputs, *gradients), and its graph.
 
-    def __init__(self, graph_module: fx.GraphModule, needs_grad: Sequence[bool]) -> None:
-        super().__init__()
-        # In a tuple, so that it is not a submodule whose tensors would become inputs.
-        self._hidden = (graph_module,)
+    After `trace`: `tangent_of` and `gradient_of` as in `TracedStage`.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        primals: Sequence[Any],
+        needs_grad: Sequence[bool],
+        fake_mode: FakeTensorMode,
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        self._graph_module = graph_module
+        self._primals = tuple(primals)
         self._needs_grad = tuple(needs_grad)
+        self._fake_mode = fake_mode
+        self._decompositions = dict(decompositions)
+        self.tangent_of: tuple[int, ...] = ()
+        self.gradient_of: tuple[int, ...] = ()
 
-    def forward(self, rows: Any, *args: Any) -> tuple[Any, ...]:
-        del rows
-        with fx.traceback.preserve_node_meta():
-            results = _DifferentiableInterpreter(self._hidden[0]).run(*args)
-        return tuple(r if needs else r.detach() for r, needs in zip(results, self._needs_grad, strict=True))
+    def trace(self, *, functionalized: bool) -> fx.GraphModule:
+        """The joint graph. `functionalized`: operators that change their operands are replaced by such that do not."""
+        wanted = [index for index, needs in enumerate(self._needs_grad) if needs]
+        with clean_tracing(self._fake_mode), contextlib.ExitStack() as stack:
+            stack.enter_context(self._fake_mode)
+            # Fixes no size to a number, see passes/tracing.py; and backward must run in this thread, where the modes are.
+            stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(fx.traceback.preserve_node_meta())
+            stack.enter_context(torch.enable_grad())
+            values = [node.meta["val"] for node in _results(self._graph_module)]
+            tangents = [torch.empty(values[i].shape, dtype=values[i].dtype, device=values[i].device) for i in wanted]
+            function = without_mutation(self._run) if functionalized else self._run
+            joint = make_fx(function, decomposition_table=self._decompositions)(*self._primals, *tangents)
+        self._name_inputs(joint, wanted)
+        return joint
+
+    def _run(self, *arguments: Any) -> tuple[Any, ...]:
+        primals, tangents = arguments[: len(self._primals)], arguments[len(self._primals) :]
+        results = _DifferentiableInterpreter(self._graph_module).run(*primals[1:])
+        outputs = [r if needs else r.detach() for r, needs in zip(results, self._needs_grad, strict=True)]
+        # An output through which no gradient can flow takes no tangent.
+        self.tangent_of = tuple(index for index, value in enumerate(outputs) if value.requires_grad)
+        leaves = {index: value for index, value in enumerate(primals) if isinstance(value, torch.Tensor) and value.requires_grad}
+        gradients: Sequence[torch.Tensor | None] = ()
+        if self.tangent_of and leaves:
+            wanted = [index for index, needs in enumerate(self._needs_grad) if needs]
+            seeds = [tangents[wanted.index(index)] for index in self.tangent_of]
+            with set_partitioner_tag_is_backward():
+                gradients = torch.autograd.grad(
+                    [outputs[index] for index in self.tangent_of], list(leaves.values()), seeds, allow_unused=True
+                )
+        made = {index: gradient for index, gradient in zip(leaves, gradients) if gradient is not None}
+        self.gradient_of = tuple(made)
+        return (*outputs, *made.values())
+
+    def _name_inputs(self, joint: fx.GraphModule, wanted: Sequence[int]) -> None:
+        """Name the inputs as the partitioner knows them; drop the tangents that no output takes."""
+        inputs = joint.graph.find_nodes(op="placeholder")
+        for number, node in enumerate(inputs[: len(self._primals)], 1):
+            node.target = f"primals_{number}"
+            node._rename(node.target)
+        for index, node in zip(wanted, inputs[len(self._primals) :], strict=True):
+            if index in self.tangent_of:
+                node.target = f"tangents_{self.tangent_of.index(index) + 1}"
+                node._rename(node.target)
+                node.meta["partitioner_tag"] = "is_backward"
+            else:
+                joint.graph.erase_node(node)
+        joint.recompile()
+
+
+def without_mutation(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """`function` in which operators that change their operands have been replaced; it must not change its arguments."""
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+        with exclude, FunctionalTensorMode():
+            wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, values)
+            return pytree.tree_map_only(FunctionalTensor, _unwrapped, function(*wrapped))
+
+    return run
+
+
+def _unwrapped(value: FunctionalTensor) -> torch.Tensor:
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
 
 
 class _DifferentiableInterpreter(fx.Interpreter):

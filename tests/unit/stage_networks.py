@@ -34,6 +34,13 @@ def _logits(model: nn.Module, tokens: Tensor) -> Pair:
     return logits, (logits * logits).sum()
 
 
+class CumulativeProduct(nn.Module):
+    """The backward of its operator changes values of its own in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumprod(1)
+
+
 class SkipNetwork(nn.Module):
     """Its first value is used by the second and by the last layer, and the input by the last as well."""
 
@@ -127,12 +134,17 @@ def _perceptron() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def _cumulative() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Sigmoid(), CumulativeProduct(), nn.Linear(6, 6))
+
+
 NETWORKS = {
     "perceptron": Network(build=_perceptron, inputs=_normal(6), function=_with_square_sum),
     "convolutions": Network(build=_convolutions, inputs=_normal(3, 8, 8), function=_with_square_sum, batch_statistics=True),
     "skip": Network(build=SkipNetwork, inputs=_normal(6), function=_with_square_sum),
     "tied": Network(build=TiedNetwork, inputs=_tokens(11), function=_with_square_sum),
     "awkward": Network(build=AwkwardNetwork, inputs=_normal(4, 6), function=_with_square_sum),
+    "cumulative": Network(build=_cumulative, inputs=_normal(6), function=_with_square_sum),
     "gpt2": Network(build=_gpt2, inputs=_tokens(23), function=_logits),
     "bert": Network(build=_bert, inputs=_tokens(23), function=_logits),
 }
