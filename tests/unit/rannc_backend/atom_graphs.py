@@ -45,8 +45,8 @@ def random_graphs(draw: st.DrawFn, max_atoms: int = 24) -> AtomGraph:
     )
 
 
-def layers(num_layers: int, *, length: int = 10, head: int = 3, head_seconds: float = 2.0) -> AtomGraph:
-    """Equal layers between `head` other atoms at each end: little crosses between layers, much within them; each adds its input."""
+def layers(num_layers: int, *, length: int = 10, head: int = 3, head_seconds: float = 2.0, inside_bytes: float = 40.0) -> AtomGraph:
+    """Equal layers between `head` other atoms at each end: 10 bytes cross between layers, more within them; each adds its input."""
     seconds, edges, kinds, modules = [1.0] * head, [], list(range(head)), ["first"] * head
     for layer in range(num_layers):
         seconds += [1.0 + (place == 4) * 5.0 for place in range(length)]
@@ -59,7 +59,7 @@ def layers(num_layers: int, *, length: int = 10, head: int = 3, head_seconds: fl
         layer, place = divmod(atom - head, length)
         inside = 0 <= layer < num_layers and place < length - 1
         readers = [atom + 1, atom + length] if place == length - 1 and -1 <= layer < num_layers - 1 else [atom + 1]
-        edges.append((atom, readers, 40.0 if inside else 10.0))
+        edges.append((atom, readers, inside_bytes if inside else 10.0))
     return graph_of(seconds, edges, kinds, modules)
 
 

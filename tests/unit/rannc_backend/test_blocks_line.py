@@ -121,6 +121,14 @@ def test_layers_keep_their_own_order() -> None:
         assert [atom for atoms in line.atoms for atom in atoms] == list(range(graph.num_atoms))
 
 
+@settings(deadline=None, max_examples=200)
+@given(random_graphs(), st.integers(1, 8))
+def test_the_own_order_is_kept_unless_clearly_less_crosses_in_another(graph: AtomGraph, max_blocks: int) -> None:
+    other = reorder(graph, line_order(graph, num_clusters=2 * max_blocks))
+    if crossing_bytes(other).sum() >= 0.95 * crossing_bytes(graph).sum():
+        assert [atom for atoms in choose(graph, max_blocks).atoms for atom in atoms] == list(range(graph.num_atoms))
+
+
 @pytest.mark.parametrize("num_layers", [4, 12, 24, 96, 128])
 @pytest.mark.parametrize("head_seconds", [1.0, 30.0])
 def test_not_worse_than_cutting_the_line_as_it_is(num_layers: int, head_seconds: float) -> None:
@@ -135,9 +143,10 @@ def test_not_worse_than_cutting_the_line_as_it_is(num_layers: int, head_seconds:
         assert slowest_stage(narrow_line, narrow, num_stages, 0.01) <= 1.05 * slowest_stage(graph, before, num_stages, 0.01)
 
 
+@pytest.mark.parametrize("inside_bytes", [10.0, 40.0])
 @pytest.mark.parametrize(("num_layers", "max_blocks"), [(8, 24), (24, 60), (96, 160), (128, 160), (200, 60)])
-def test_equal_layers_are_cut_alike(num_layers: int, max_blocks: int) -> None:
-    graph, length, head = layers(num_layers), 10, 3
+def test_equal_layers_are_cut_alike(num_layers: int, max_blocks: int, inside_bytes: float) -> None:
+    graph, length, head = layers(num_layers, inside_bytes=inside_bytes), 10, 3
     _, bounds = line_of(graph, choose(graph, max_blocks))
     inside = [bound for bound in bounds if head < bound < head + length * num_layers]
     in_layer: dict[int, list[int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,12 @@ from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.cost.compute import operator_seconds
 from rannc_backend.cost.expressions import evaluate
 from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.partition.atom_graph import reorder
 from rannc_backend.partition.blocks import build_block_graph
+from rannc_backend.partition.line_cuts import crossing_bytes
 from rannc_backend.partition.repeats import Repeat, find_repeats
 from rannc_backend.partition.staged_nodes import find_staged_nodes
+from tests.unit.rannc_backend.atom_graphs import graph_of, line_cuts, slowest_stage
 from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, llama, split_model
 
 MODELS: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "bert": bert, "llama": llama}
@@ -85,6 +89,25 @@ def test_blocks_of_one_structure_cost_the_same(name: str, max_blocks: int) -> No
     assert len(known) < len(graph.blocks)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_not_cut_worse_than_their_line_as_it_is(name: str) -> None:
+    item = transformer(name, 8)
+    atoms, blocks = blocks_of(item, 10**6), blocks_of(item, 160)
+    seconds = [sum(array.sum() for array in operator_seconds(atom.operators, DEVICE, [8])) for atom in atoms.blocks]
+    sizes = evaluate([flow.num_bytes for flow in atoms.flows], [8])[:, 0]
+    edges = [(flow.producer, flow.consumers, size) for flow, size in zip(atoms.flows, sizes, strict=True) if flow.producer >= 0]
+    line = graph_of(seconds, edges)
+    in_module = np.array([False, *(a.modules == b.modules for a, b in itertools.pairwise(atoms.blocks))])
+    before = line_cuts(line.seconds, crossing_bytes(line)[:-1], in_module, max_blocks=64)
+    atom_of = {node: atom.index for atom in atoms.blocks for node in atom.nodes}
+    order = list(dict.fromkeys(atom_of[node] for block in blocks.blocks for node in block.nodes))
+    now = [0, *itertools.accumulate(len({atom_of[node] for node in block.nodes}) for block in blocks.blocks)]
+    for num_stages in (2, 3, 4, 8):
+        for seconds_per_byte in (0.0, 1e-10, 1e-9):
+            least = slowest_stage(line, before, num_stages, seconds_per_byte)
+            assert slowest_stage(reorder(line, order), now, num_stages, seconds_per_byte) <= 1.005 * least
+
+
 class Layers(nn.Module):
     """Equal layers but for the activation of one, the width of none."""
 
@@ -111,6 +134,22 @@ class Renamed(nn.Module):
         return self.other(features)
 
 
+class Wired(nn.Module):
+    """Layers of the same operators on the same shapes, at the same cost; in those of `turned` the last one reads them in another order."""
+
+    def __init__(self, turned: set[int]) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.last = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (first, last) in enumerate(zip(self.first, self.last, strict=True)):
+            one, other = first(x), last(x)
+            x = other - one if number in self.turned else one - other
+        return x
+
+
 def layer_structures(model: nn.Module, argument: str = "x", max_blocks: int = 8, dtype: torch.dtype = torch.float32) -> list[str]:
     item = split_model(model.to(dtype), {argument: torch.zeros(4, 8, dtype=dtype)})
     return [block.structure for block in blocks_of(item, max_blocks).blocks]
@@ -134,6 +173,12 @@ def test_another_layer_has_another_structure(change: dict) -> None:
     usual, structures = layer_structures(Layers(*activations())), layer_structures(Layers(*activations(**change)))
     assert set(structures) - set(usual), structures
     assert len(set(structures) & set(usual)) >= 1, "the layers that did not change are the same"
+
+
+def test_wiring_counts() -> None:
+    usual, structures = layer_structures(Wired(set())), layer_structures(Wired({3}))
+    assert len(structures) == len(usual) == 8
+    assert [old == new for old, new in zip(usual, structures, strict=True)] == [place != 3 for place in range(8)]
 
 
 def test_constants_gradients_and_dtypes_count() -> None:
