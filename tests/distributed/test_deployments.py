@@ -15,7 +15,7 @@ def _case(name: str, check: str, replicas: str = "", num_micro_batches: int = 2,
         name=f"deployment-{name}",
         check=check,
         num_micro_batches=num_micro_batches,
-        **{"model": "mlp_loss", "world": 2, "replicas": replicas, "limit_seconds": 120.0, "parameters": {}, **members},
+        **{"model": "mlp_loss", "world": 2, "replicas": replicas, "limit_seconds": 240.0, "parameters": {}, **members},
     )
 
 
