@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from rannc_backend.passes.graph_queries import placeholders
 
@@ -66,7 +65,7 @@ class _GradInterpreter(fx.Interpreter):
         if n.op == "call_function" and n.name not in self.reached:
             # A value that the trace left behind may itself require a gradient; nobody asks for those that nothing reached reads.
             used = any(user.name in self.reached for user in n.users)
-            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, n.meta["val"]) if used else None
+            return _detached(n.meta["val"]) if used else None
         value = super().run_node(n)
         if n.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
             value = value.detach()
@@ -76,6 +75,12 @@ class _GradInterpreter(fx.Interpreter):
         if n.op != "output" and _requires_grad(value):
             self.found.add(n.name)
         return value
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_detached(item) for item in value)
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _requires_grad(value: Any) -> bool:
