@@ -48,7 +48,8 @@ class MemoryParts:
 class IntervalCosts:
     """Costs of all intervals whose parameters, gradients and optimizer state take at most `most_bytes`.
 
-    `replica_counts`: counts that must be among those tried. Immutable but for the cache of tables.
+    `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all stages, None where it is
+    chosen; one that the pricer does not know is priced as the next larger. Immutable but for the cache of tables.
     """
 
     graph: BlockGraph
@@ -59,6 +60,7 @@ class IntervalCosts:
     optimizer_factor: float
     most_bytes: float = float("inf")
     replica_counts: tuple[int, ...] = ()
+    only_budget: float | None = None
     max_length: int = field(init=False)
     parameter_bytes: Floats = field(init=False)  # [L, N]
     trainable_bytes: Floats = field(init=False)
@@ -82,7 +84,15 @@ class IntervalCosts:
     @property
     def budgets(self) -> tuple[float, ...]:
         """Activation budgets in the order of the tables."""
-        return (*self.pricer.budgets, NO_BUDGET)
+        if self.only_budget is not None:
+            return (self.only_budget,)
+        return tuple(dict.fromkeys((*self.pricer.budgets, NO_BUDGET)))
+
+    def _priced_as(self, budget: float) -> float | None:
+        """The pricer's budget that stands for `budget`; None where the stage recomputes everything."""
+        if budget == NO_BUDGET:
+            return None
+        return min(known for known in self.pricer.budgets if known >= budget)
 
     def replica_rows(self, num_micro_batches: int, replicas: int) -> int:
         """Rows that the replica with most rows computes of the largest micro-batch."""
@@ -117,14 +127,14 @@ class IntervalCosts:
         """Prices of an interval at any numbers of rows of a replica; `saved_bytes` without what is received."""
         first = self.pricer.budgets[0]
         whole = [self.pricer.prices(self._alike[block.index], rows, first) for block in self.graph.blocks[begin:end]]
-        parts = whole
-        if budget not in (first, NO_BUDGET):
-            parts = [self.pricer.prices(self._alike[block.index], rows, budget) for block in self.graph.blocks[begin:end]]
+        parts, priced_as = whole, self._priced_as(budget)
+        if priced_as not in (first, None):
+            parts = [self.pricer.prices(self._alike[block.index], rows, priced_as) for block in self.graph.blocks[begin:end]]
         forward = np.sum([part.forward_seconds for part in whole], axis=0)
         backward = np.sum([part.backward_seconds for part in parts], axis=0) + self._accumulation[begin:end].sum()
         saved = np.sum([part.saved_bytes for part in parts], axis=0)
         workspace = np.max([part.workspace_bytes for part in parts], axis=0)
-        if budget == NO_BUDGET:
+        if priced_as is None:
             backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
         return BlockPrices(
             forward_seconds=forward, backward_seconds=backward, saved_bytes=saved, workspace_bytes=workspace
@@ -189,14 +199,17 @@ class IntervalCosts:
 
     def _price_blocks(self) -> None:
         rows = self._rows.tolist()
-        first: dict[str, Block] = {}
-        for block in self.graph.blocks:
-            first.setdefault(block.structure, block)
-        self._alike = tuple(first[block.structure] for block in self.graph.blocks)
+        # What a block saves may depend on who reads it: neighbours count.
+        names = ["", *(block.structure for block in self.graph.blocks), ""]
+        keys = list(zip(names, names[1:], names[2:]))
+        first: dict[tuple[str, ...], Block] = {}
+        for key, block in zip(keys, self.graph.blocks, strict=True):
+            first.setdefault(key, block)
+        self._alike = tuple(first[key] for key in keys)
         self._prices = {}
-        for budget in self.pricer.budgets:
+        for budget in {self.pricer.budgets[0], *(self._priced_as(budget) for budget in self.budgets)} - {None}:
             known = {key: self.pricer.prices(block, rows, budget) for key, block in first.items()}
-            self._prices[budget] = [known[block.structure] for block in self.graph.blocks]
+            self._prices[budget] = [known[key] for key in keys]
         self._returned = evaluate([block.output_bytes for block in self.graph.blocks], rows)
 
     def _place_flows(self) -> None:
@@ -242,17 +255,17 @@ class IntervalCosts:
         whole = self._prices[self.pricer.budgets[0]]
         forward = self._seconds(np.stack([price.forward_seconds[columns] for price in whole]))
         backwards, fixed_bytes, flight_bytes = [], [], []
-        for budget in self.pricer.budgets:
-            prices = self._prices[budget]
-            backward = np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None]
-            backwards.append(self._seconds(backward))
+        for budget in self.budgets:
+            priced_as = self._priced_as(budget)
+            prices = self._prices[self.pricer.budgets[0] if priced_as is None else priced_as]
+            backward = self._seconds(np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None])
             saved = self._over(np.stack([price.saved_bytes[columns] for price in prices]))
             workspace = self._largest(np.stack([price.workspace_bytes[columns] for price in prices]))
+            if priced_as is None:
+                backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
+            backwards.append(backward)
             fixed_bytes.append(fixed + workspace)
             flight_bytes.append(saved + received)
-        backwards.append(backwards[0] + forward)
-        fixed_bytes.append(fixed_bytes[0] + flight_bytes[0] - received)
-        flight_bytes.append(received)
         return MicroBatchTables(
             replicas=counts,
             rows=rows,

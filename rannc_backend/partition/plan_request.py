@@ -44,6 +44,7 @@ class PlanRequest:
     num_stages: int | None
     replicas: int | None
     stage_replicas: tuple[int, ...] | None
+    recompute: float | None = None
 
     @classmethod
     def of(
@@ -94,9 +95,12 @@ class PlanRequest:
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
             stage_replicas=fixed,
+            recompute=config.fixed_recompute,
         )
 
-    def costs(self, cluster: Cluster | None = None, *, micro_batches: tuple[int, ...] | None = None, all_stages: bool = False) -> IntervalCosts:
+    def costs(
+        self, cluster: Cluster | None = None, *, micro_batches: tuple[int, ...] | None = None, all_stages: bool = False
+    ) -> IntervalCosts:
         """Costs on the cluster, or on another one; with `all_stages` also of stages that are far too large for the memory."""
         return IntervalCosts(
             graph=self.graph,
@@ -107,6 +111,7 @@ class PlanRequest:
             optimizer_factor=self.optimizer_factor,
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
             replica_counts=self.stage_replicas or ((self.replicas,) if self.replicas else ()),
+            only_budget=self.recompute,
         )
 
     def problem(self, costs: IntervalCosts, *, memory_bytes: float | None = None) -> SearchProblem:

@@ -1,6 +1,6 @@
 """What the stage search searches over, and what it minimises: plain numbers, no graphs.
 
-In: tables of costs per run of blocks (from partition/stage_costs.py, or made up by a test). Out: `SearchProblem`, `Solution`,
+In: tables of costs per run of blocks (from partition/interval_costs.py, or made up by a test). Out: `SearchProblem`, `Solution`,
 and the price of any plan: the simulated seconds of its step (schedule/chain.py), inf where it does not fit.
 
 Terms. *Interval*: a run of blocks, by its first block and its length. *Option*: an index into the replica counts that are

@@ -282,7 +282,7 @@ class CellBounds:
 
     def _least_highest(self) -> float:
         """The least `Peaks.measure` of the worst stage of plans that have enough devices, a little less at most."""
-        stages, devices = self.cell.num_stages, self.pricer.problem.num_devices
+        devices = self.pricer.problem.num_devices
         measures = [self.peaks.measure(options, k) for k, options in enumerate(self.choices, start=1)]
         low, high = 0.0, max((float(values.max(initial=0.0)) for values in measures), default=0.0)
         if not np.isfinite(high):
@@ -431,9 +431,12 @@ class Shapes:
         if not open_cells:
             return result
         longest = max(self._longest_below_limit(cell, result[p][1]) for p, cell in open_cells.items())
-        if not np.isfinite(longest):
-            longest = max(float(self.choices(cell, 1).compute.max(initial=0.0)) for cell in open_cells.values())
+        has_limit = np.isfinite(longest)
+        if not has_limit:
+            longest = _GRID * self.least_path
         grid = np.geomspace(self.least_path, max(longest, 1.01 * self.least_path), _GRID + 1)
+        if not has_limit:
+            grid[-1] = np.inf
         parts = [self._bounds_between(open_cells, low, high) for low, high in zip(grid[:-1], grid[1:], strict=True)]
         for p in open_cells:
             found = [part[p] for part in parts if p in part]
