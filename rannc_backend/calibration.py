@@ -72,6 +72,11 @@ def cache_directory(config: Config) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rannc"
 
 
+def device_memory_bytes(world: World) -> int:
+    """Memory of this rank's device; on a CPU, its share of the host's."""
+    return _own_seat(world).memory_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seat:
     """A rank's device, as far as it is known without measuring. `name`: for people."""
@@ -82,12 +87,13 @@ class _Seat:
     num_threads: int
 
 
-def _own_seat(world: World, num_ranks_here: int) -> _Seat:
+def _own_seat(world: World) -> _Seat:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         return _Seat(name=str(properties.name), kind="cuda", memory_bytes=int(properties.total_memory), num_threads=0)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _Seat(name=_cpu_model(), kind="cpu", memory_bytes=physical // num_ranks_here, num_threads=torch.get_num_threads())
+    memory_bytes = physical // world.hosts.count(world.hosts[world.rank])
+    return _Seat(name=_cpu_model(), kind="cpu", memory_bytes=memory_bytes, num_threads=torch.get_num_threads())
 
 
 def _cpu_model() -> str:
@@ -120,9 +126,8 @@ def _local_cluster(config: Config, world: World) -> Cluster:
     """The ranks at hand, from the cache or measured now."""
     world.monitor.phase("measuring this cluster")
     per_node = ranks_per_node(world.hosts)
-    seat = _own_seat(world, max(world.hosts.count(host) for host in world.hosts))
     limit = config.compile_timeout_seconds
-    seats = [_Seat(**each) for each in world.control.allgather(_as_dict(seat), what="devices", limit_seconds=limit)]
+    seats = [_Seat(**each) for each in world.control.allgather(_as_dict(_own_seat(world)), what="devices", limit_seconds=limit)]
     path = cache_directory(config) / "clusters" / f"{_identity(seats, world, per_node)}.toml"
     text = _told_by_rank_0(config, world, lambda: _remembered(path, world.size))
     if text:

@@ -5,7 +5,7 @@ In: a torch device, and a function that lets the ranks of a machine measure the 
 Terms. A *workload* is a small piece of a network, run forward and backward by torch's own kernels and counted as `compute`
 counts the operators of a graph; so a rate is what operators of that class reach among others, with memory to be fetched and
 results to be allocated, and not what the best of them reaches alone. A workload's *scale* grows with the device, until one
-matrix product takes about a millisecond. On CUDA the same code waits for the device; its rates have been compared with none yet.
+matrix product takes about a millisecond. On CUDA the same code waits for the device; it has not been run on one yet.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rannc_backend import calibration
-from rannc_backend.calibration import cache_directory, choose_cluster, ranks_per_node
+from rannc_backend.calibration import cache_directory, choose_cluster, device_memory_bytes, ranks_per_node
 from rannc_backend.config import Config
 from rannc_backend.cost.calibrate import DeviceRates, Stopwatch
 from rannc_backend.cost.cluster import Cluster, Link
@@ -228,3 +228,9 @@ def test_ranks_share_the_cores_of_their_host(monkeypatch: pytest.MonkeyPatch) ->
     assert calibration._core_share(world("a")) == calibration._core_share(world("a", "a", "b")) == 1.0
     assert calibration._core_share(world(*"aaaa")) == 0.5
     assert calibration._core_share(world(*"aaaab", rank=4)) == 1.0
+
+
+def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 8}[name])
+    assert [device_memory_bytes(world(*hosts)) for hosts in ("a", "aaaa", "ab")] == [8000, 2000, 8000]
+    assert device_memory_bytes(world(*"abbb", rank=3)) == 8000 // 3
