@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from rannc_backend.config import Config
 from rannc_backend.cost.cluster import local_cpu
+from rannc_backend.errors import BYTES_PER_GB
 from rannc_backend.ir.block_graph import INPUT_BLOCK
 from rannc_backend.partition.blocks import build_block_graph
+from rannc_backend.partition.planner import plan_stages
 from tests.unit.rannc_backend.block_models import ROWS, blocks_of, model, staged_graph
 
 
@@ -85,3 +88,23 @@ def test_a_value_that_is_not_row_wise_keeps_its_readers_in_its_block() -> None:
 
     assert len(blocks_with(frozenset())) > 1
     assert len(blocks_with(frozenset([source]))) == 1
+
+
+def test_plans_have_the_stages_that_the_user_asked_for() -> None:
+    item = model("gpt2")
+    modules = {node.name: str(node.meta.get("module_path", "")) for node in staged_graph("gpt2").nodes}
+    config = Config(stage_starts="transformer.h.1.mlp", keep_together="transformer.h.2", stage_pins="transformer.h.0=0,lm_head=3")
+    plan = plan_stages(
+        item.split, item.inputs, item.needs_grad, config, world_size=6, batch_rows=8, fingerprint="f" * 64,
+        cluster=local_cpu(6, memory_bytes=8 * BYTES_PER_GB),
+    )  # fmt: skip
+    stage_of = {node: stage.index for stage in plan.stages for node in stage.nodes}
+
+    def stages(name: str) -> set[int]:
+        return {stage_of[node] for node, path in modules.items() if f"{path}.".startswith(f"{name}.")}
+
+    assert plan.num_stages >= 4 and stages("transformer.h.0") == {0} and stages("lm_head") == {3}
+    assert len(stages("transformer.h.2")) == 1
+    first = next(node for node, path in modules.items() if path.startswith("transformer.h.1.mlp"))
+    earlier = [node for node, path in modules.items() if path.startswith("transformer.h.1.attn")]
+    assert min(stages("transformer.h.1.mlp")) == stage_of[first] > max(stage_of[node] for node in earlier)
