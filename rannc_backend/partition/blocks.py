@@ -9,7 +9,7 @@ Terms: an *atom* is a staged node with the getitems that take from it. Steps: at
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import sympy
@@ -161,6 +161,7 @@ class _Builder:
     needs_grad: Collection[str]
     keep_rows_outputs: bool
     kinds: Kinds
+    _workspaces: dict[tuple[object, ...], sympy.Expr] = field(default_factory=dict)
 
     def build(self, line: BlockLine, costs: Sequence[Sequence[OperatorCost]]) -> BlockGraph:
         groups = [tuple(node for atom in atoms for node in self.staged.atoms[atom]) for atoms in line.atoms]
@@ -170,6 +171,7 @@ class _Builder:
             saved[block_of[value if value in block_of else reader]].append(value_bytes(value.meta.get("val")))
         parameters = self._parameters(groups, block_of)
         returned, buffers = self._returned(block_of, len(groups))
+        input_kind = {item.name: item.kind for item in self.inputs}
         blocks = []
         for index, nodes in enumerate(groups):
             operators = tuple(cost for atom in line.atoms[index] for cost in costs[atom])
@@ -178,7 +180,7 @@ class _Builder:
             blocks.append(
                 Block(
                     index=index,
-                    structure=self._structure(nodes, block_of, (len(operators), saved_bytes, output_bytes)),
+                    structure=self._structure(nodes, block_of, input_kind, (len(operators), saved_bytes, output_bytes)),
                     nodes=tuple(node.name for node in nodes),
                     modules=tuple(dict.fromkeys(path for node in nodes if (path := _module_path(node)))),
                     parameters=tuple(sorted(parameters[index])),
@@ -196,13 +198,15 @@ class _Builder:
             constraints=line.constraints,
         )
 
-    def _structure(self, nodes: Sequence[fx.Node], block_of: Mapping[fx.Node, int], numbers: Sequence[object]) -> str:
+    def _structure(
+        self, nodes: Sequence[fx.Node], block_of: Mapping[fx.Node, int], input_kind: Mapping[str, str], numbers: Sequence[object]
+    ) -> str:
         block = block_of[nodes[0]]
         return block_structure(
             self.staged,
             self.kinds,
             nodes,
-            input_kind={item.name: item.kind for item in self.inputs},
+            input_kind=input_kind,
             is_kept=lambda node: any(block_of.get(user) != block for user in node.users if user in block_of or user.op == "output"),
             numbers=numbers,
         )
@@ -252,7 +256,10 @@ class _Builder:
 
     def _workspace(self, node: fx.Node) -> sympy.Expr:
         values = [node, *(argument for argument in node.all_input_nodes if argument in self.staged.reads)]
-        return sympy.Add(*(value_bytes(value.meta.get("val")) for value in values))
+        key = tuple(self.kinds.value(value) for value in values)
+        if key not in self._workspaces:
+            self._workspaces[key] = sympy.Add(*(value_bytes(value.meta.get("val")) for value in values))
+        return self._workspaces[key]
 
     def _flows(self, block_of: dict[fx.Node, int]) -> tuple[Flow, ...]:
         batch = {item.name for item in self.inputs if item.kind == "batch"}
