@@ -168,6 +168,22 @@ def test_names_do_not_matter() -> None:
     assert layer_structures(Renamed(Layers(*activations())), "features") == structures
 
 
+class Positions(nn.Module):
+    """Makes a constant on the device of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + torch.arange(16, device=x.device))
+
+
+def test_the_device_does_not_matter() -> None:
+    def structures(device: str) -> list[str]:
+        model = Layers(*(Positions() for _ in range(8))).to(device)
+        item = split_model(model, {"x": torch.zeros(4, 8, device=device)})
+        return [block.structure for block in blocks_of(item, 8).blocks]
+
+    assert structures("meta") == structures("cpu")
+
+
 @pytest.mark.parametrize("change", [{"_3": nn.Sigmoid()}, {"_3": nn.Softplus(beta=2.0)}, {"_3": nn.Sequential(nn.Tanh(), nn.Tanh())}])
 def test_another_layer_has_another_structure(change: dict) -> None:
     usual, structures = layer_structures(Layers(*activations())), layer_structures(Layers(*activations(**change)))
