@@ -92,6 +92,7 @@ def timeline_drawings(simulation: PlanSimulation) -> tuple[Drawing, ...]:
 
 
 def _digits(simulation: PlanSimulation) -> float:
+    """Room for the largest number: a drawing that shows some numbers shows all that are not cut off at its ends."""
     return _DIGIT_WIDTH * len(str(simulation.num_micro_batches - 1)) + 1
 
 
@@ -105,7 +106,7 @@ def _drawing(simulation: PlanSimulation, title: str, start: float, end: float) -
         if stage is None:
             rows.append(Row(stage=None, label=f"{len(simulation.stages) - MOST_ROWS} more stages", y=y))
         else:
-            rows.append(_row(stage, y, start, end))
+            rows.append(_row(stage, y, start, end, _digits(simulation)))
     height = len(rows) * (ROW_HEIGHT + ROW_GAP) + AXIS_HEIGHT
     return Drawing(
         title=title,
@@ -117,7 +118,7 @@ def _drawing(simulation: PlanSimulation, title: str, start: float, end: float) -
     )
 
 
-def _row(stage: StageSimulation, y: float, start: float, end: float) -> Row:
+def _row(stage: StageSimulation, y: float, start: float, end: float, number_width: float) -> Row:
     spans = [span for span in stage.spans if span.end > start and span.start < end]
     scale = _PLOT_WIDTH / (end - start)
 
@@ -128,7 +129,7 @@ def _row(stage: StageSimulation, y: float, start: float, end: float) -> Row:
     numbers = tuple(
         Number(x=round((left + right) / 2, 1), text=str(span.micro_batch))
         for span, (kind, left, right) in zip(spans, boxes, strict=True)
-        if kind != "allreduce" and right - left >= _DIGIT_WIDTH * len(str(span.micro_batch)) + 1
+        if kind != "allreduce" and right - left >= number_width
     )
     if len(boxes) > _MOST_SPANS:
         boxes = _columns(spans, start, end)

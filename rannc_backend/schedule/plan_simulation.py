@@ -276,13 +276,16 @@ def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, in_flight: int) -> 
         return planned.peak_bytes
     own_activations = own_in_flight * own.activation_bytes
     correction = planned.activation_bytes / own_activations if own_activations else 1.0
-    # Outputs that are kept to the end of the step do not shrink with the micro-batch, messages do: never less than planned.
-    buffers = planned.buffer_bytes * max(1.0, cost.rows / own.rows)
+    # Messages grow with the rows; outputs that are kept to the end of the step are those of the whole batch in any case.
+    following = plan.stages[stage.index + 1 : stage.index + 2]
+    sent = sum(later.received_bytes_per_row for later in following)
+    messages = min(own.rows * (stage.gradient_bytes_per_row + 2 * sent), planned.buffer_bytes)
+    buffers = planned.buffer_bytes + messages * (cost.rows / own.rows - 1)
     return math.ceil(
         planned.parameter_bytes
         + planned.gradient_bytes
         + planned.optimizer_bytes
         + buffers
-        + max(cost.workspace_bytes, 0)
+        + cost.workspace_bytes
         + correction * in_flight * cost.activation_bytes
     )

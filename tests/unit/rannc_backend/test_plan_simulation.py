@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rannc_backend.ir.action import NO_MICRO_BATCH
 from rannc_backend.schedule.plan_simulation import cost_at, most_micro_batches, replica_rows, simulate_plan
-from tests.unit.rannc_backend.sample_plans import GB, replaced, sample_plan
+from tests.unit.rannc_backend.sample_plans import GB, MB, replaced, sample_plan
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain"])
@@ -60,6 +60,23 @@ def test_more_micro_batches_idle_less_and_fill_drain_keeps_more() -> None:
     assert drained.fits(80 * GB) and not drained.fits(1 * GB)
 
 
+def test_messages_grow_with_the_rows_and_returned_outputs_do_not() -> None:
+    plan = sample_plan()
+    last, returned = plan.stages[-1], 3 * GB
+    cost = last.predicted
+    held = replaced(cost, buffer_bytes=cost.buffer_bytes + returned, peak_bytes=cost.peak_bytes + returned)
+    keeping = replaced(plan, stages=(*plan.stages[:-1], replaced(last, predicted=held)))
+    for number in (4, 16):
+        simulations = [simulate_plan(item, num_micro_batches=number) for item in (plan, keeping)]
+        plain, more = (item.stages[-1].peak_bytes for item in simulations)
+        # One gradient message of 4 MB per row goes back; the sample counts three into the buffers.
+        assert more - plain == pytest.approx(returned, abs=2)
+        rows = simulations[0].stages[-1].rows
+        entry = cost_at(last, rows)[0]
+        states = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes + entry.workspace_bytes + entry.activation_bytes
+        assert plain == pytest.approx(states + cost.buffer_bytes + 4 * MB * (rows - 16), rel=1e-6)
+
+
 def test_costs_between_and_beyond_the_listed_rows() -> None:
     stage = sample_plan().stages[1]
     listed = {entry.rows: entry for entry in stage.at_rows}
@@ -71,9 +88,9 @@ def test_costs_between_and_beyond_the_listed_rows() -> None:
     assert not known and beyond.forward_seconds == pytest.approx(2 * listed[128].forward_seconds)
     slow = replaced(listed[128], forward_seconds=1.0)
     bent = replaced(stage, at_rows=(listed[8], listed[16], listed[32], slow))
-    assert cost_at(bent, 16 + 4)[0].forward_seconds == pytest.approx(1.25 * listed[16].forward_seconds)
+    assert cost_at(bent, 16 + 4)[0].forward_seconds == pytest.approx(1.25 * listed[16].forward_seconds, rel=1e-5)
     slope = (1.0 - listed[32].forward_seconds) / 96
-    assert cost_at(bent, 256)[0].forward_seconds == pytest.approx(1.0 + 128 * slope)
+    assert cost_at(bent, 256)[0].forward_seconds == pytest.approx(1.0 + 128 * slope, rel=1e-5)
     fewer, known = cost_at(stage, 4)
     assert not known and fewer.forward_seconds == pytest.approx(listed[8].forward_seconds / 2)
     single = replaced(stage, at_rows=(listed[8],))
