@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from rannc_backend.cli_show import report_console
 from rannc_backend.config import Config, option_from_text, resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.deployment_file import write_text
@@ -23,12 +24,21 @@ from rannc_backend.progress import planning_progress
 if TYPE_CHECKING:
     import torch
 
+    from rannc_backend.cost.cluster import Cluster
+    from rannc_backend.ir.plan import Plan
+    from rannc_backend.planning_file import PlannableModel
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def plan(
-    factory: Annotated[
-        str, typer.Argument(metavar="MODULE_OR_FILE:FACTORY", help="Function that returns (model, args, kwargs).", show_default=False)
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE_OR_FILE:FACTORY",
+            help="Function that returns (model, args, kwargs), or a file that --save-blocks wrote.",
+            show_default=False,
+        ),
     ],
     np: Annotated[int, typer.Option("--np", min=1, help="Number of devices to plan for.", show_default=False)],
     batch_size: Annotated[
@@ -49,54 +59,96 @@ def plan(
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Any option of `rannc config`; repeatable.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Measured prices: a profile_file, or a run_file.", show_default=False)
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the plan here.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page here.", show_default=False)] = None,
+    save_blocks: Annotated[
+        Path | None, typer.Option("--save-blocks", help="Write here what further plans of this model need.", show_default=False)
+    ] = None,
 ) -> None:
     """Plan a model that FACTORY makes, without a GPU, other processes or memory for its parameters.
 
     FACTORY is called under torch.device("meta"). Ctrl-C during the search takes the best plan so far; a second one aborts.
     """
-    config = _config(option or [], cluster, mem_limit_gb)
-    _check_folder(json)
+    config = _config(option or [], cluster, mem_limit_gb, profile)
+    _check_folders(json, html, save_blocks)
     described = load_cluster(config.cluster, np, gpus_per_node)
-    # Only now: importing torch takes seconds, and what is wrong with the words above is said before.
-    from rannc_backend.planning import analyze_model, plan_analysis
-    from rannc_backend.planning_factory import call_factory
-
-    floats = _dtype(dtype)
     narrator = _narrator()
-    with narrator.step("model") as details:
-        model, args, kwargs = call_factory(factory)
-        details.append(_size_of(model.parameters()))
-    analysis = analyze_model(model, args, kwargs, cluster=described, dtype=floats, narrator=narrator)
+    # Only now: importing torch takes seconds, and what is wrong with the words above is said before.
+    from rannc_backend.planning import plan_prepared
+    from rannc_backend.planning_file import PlannableModel, is_blocks_file
+
+    if is_blocks_file(model):
+        if dtype is not None:
+            raise OptionValueError("--dtype", value=dtype, source="command line", expected="left out: the blocks have their dtype")
+        prepared = PlannableModel.read(model)
+    else:
+        prepared = _prepared(model, config, described, dtype, np, batch_size, narrator)
+    if save_blocks is not None:
+        write_text(save_blocks, prepared.to_json(), what="blocks")
+        _say(f"blocks written to {save_blocks}")
+    # From here on Ctrl-C means: enough. Before, there is no plan to give.
     with planning_progress() as progress:
-        found = plan_analysis(
-            analysis, config=config, num_devices=np, cluster=described, batch_rows=batch_size, progress=progress, narrator=narrator
+        found = plan_prepared(
+            prepared, config=config, num_devices=np, cluster=described, batch_rows=batch_size, progress=progress, narrator=narrator
         )
         if progress.cancelled():
             _say("the search was ended before it was done: this is the best plan so far")
-    typer.echo(found.summary())
+    _deliver(found, json, html)
+
+
+def _prepared(
+    path: str, config: Config, cluster: Cluster, dtype: str | None, num_devices: int, batch_rows: int, narrator: Narrator
+) -> PlannableModel:
+    from rannc_backend.planning import analyze_model, prepare
+    from rannc_backend.planning_factory import call_factory
+
+    floats = parse_dtype(dtype)
+    with narrator.step("model") as details:
+        model, args, kwargs = call_factory(path)
+        details.append(_size_of(model.parameters()))
+    analysis = analyze_model(model, args, kwargs, cluster=cluster, dtype=floats, narrator=narrator)
+    return prepare(analysis, config=config, num_devices=num_devices, cluster=cluster, batch_rows=batch_rows, narrator=narrator)
+
+
+def _deliver(plan: Plan, json: Path | None, html: Path | None) -> None:
+    from rannc_backend.report.tables import plan_report
+
+    console = report_console()
+    for section in plan_report(plan):
+        console.print(section)
     if json is not None:
-        write_text(json, found.to_json(), what="plan")
+        write_text(json, plan.to_json(), what="plan")
         _say(f"plan written to {json}")
+    if html is not None:
+        from rannc_backend.report.page import plan_page
+
+        write_text(html, plan_page(plan), what="page")
+        _say(f"page written to {html}")
 
 
-def _config(texts: list[str], cluster: str | None, mem_limit_gb: float | None) -> Config:
+def _config(texts: list[str], cluster: str | None, mem_limit_gb: float | None, profile: Path | None) -> Config:
     options = dict(option_from_text(text) for text in texts)
     if cluster is not None:
         options["cluster"] = cluster
     if mem_limit_gb is not None:
         options["mem_limit_gb"] = mem_limit_gb
+    if profile is not None:
+        options["profile_file"] = str(profile)
     return resolve_config(options, os.environ)
 
 
-def _check_folder(*paths: Path | None) -> None:
+def _check_folders(*paths: Path | None) -> None:
     """Before minutes of planning, not after."""
     for path in paths:
         if path is not None and not path.resolve().parent.is_dir():
             raise OptionValueError("output file", value=str(path), source="command line", expected="a file in a folder that exists")
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of --dtype; None for None."""
     import torch
 
     if name is None:

@@ -17,12 +17,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rannc_backend.analysis import GraphAnalysis, analyze
+from rannc_backend.block_partitions import partition_blocks
 from rannc_backend.capture_model import capture_model
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
+from rannc_backend.cost.pricing import BlockPricer
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
-from rannc_backend.partition.first_planner import plan_stages
+from rannc_backend.partition.plan_checks import exact_schedules
+from rannc_backend.partition.planner import block_graph, plan_blocks
+from rannc_backend.planning_file import PlannableModel
+from rannc_backend.pricers import Pricing
+from rannc_backend.profiling import LeadingProfiler
 from rannc_backend.progress import Progress
 
 _META = torch.device("meta")
@@ -97,24 +103,98 @@ def plan_analysis(
     batch_rows: int,
     progress: Progress | None = None,
     narrator: Narrator | None = None,
+    profiler: LeadingProfiler | None = None,
 ) -> Plan:
-    """Plan an analysed graph; see `plan_model`."""
+    """Plan an analysed graph; see `plan_model`. With a `profiler`, blocks may be measured; the other ranks must be ready for it."""
+    model = prepare(analysis, config=config, num_devices=num_devices, cluster=cluster, batch_rows=batch_rows, narrator=narrator)
+    return plan_prepared(
+        model,
+        config=config,
+        num_devices=num_devices,
+        cluster=cluster,
+        batch_rows=batch_rows,
+        progress=progress,
+        narrator=narrator,
+        profiler=profiler,
+    )
+
+
+def prepare(
+    analysis: GraphAnalysis,
+    *,
+    config: Config,
+    num_devices: int,
+    cluster: Cluster,
+    batch_rows: int,
+    narrator: Narrator | None = None,
+) -> PlannableModel:
+    """Blocks, balanced for these devices and rows, and what each distinct one computes and keeps at every activation budget."""
     narrator = narrator or Narrator()
-    with narrator.step("search") as details:
-        plan = plan_stages(
+    captured = analysis.captured
+    with narrator.step("blocks") as details:
+        graph = block_graph(
             analysis.split,
-            inputs=analysis.captured.inputs,
-            needs_grad=analysis.needs_grad,
-            config=config,
-            world_size=num_devices,
-            batch_rows=batch_rows,
-            fingerprint=analysis.captured.fingerprint,
+            captured.inputs,
+            analysis.needs_grad,
+            config,
             cluster=replace(cluster, num_devices=num_devices),
-            rows_symbol=analysis.captured.rows_symbol,
-            model_name=type(analysis.captured.root_module).__name__,
+            batch_rows=batch_rows,
+            rows_symbol=captured.rows_symbol,
         )
-        details.append(f"{plan.num_stages} stages of {len(plan.blocks)} blocks")
-    return plan
+        distinct = {block.structure: block for block in graph.blocks}
+        details.append(f"{len(graph.blocks)} blocks, {len(distinct)} distinct")
+    with narrator.step("prices"):
+        compiler = "inductor" if config.stage_compiler == "auto" else config.stage_compiler
+        rows = max(1, batch_rows // num_devices)
+        partitions = None
+        if graph.blocks:
+            partitions = partition_blocks(analysis, graph, compiler=compiler, rows=rows, budget=config.fixed_recompute)
+        return PlannableModel.of(
+            graph,
+            partitions,
+            fingerprint=captured.fingerprint,
+            model_name=type(captured.root_module).__name__,
+            schedules=exact_schedules(analysis.split, analysis.needs_grad),
+            config=config,
+        )
+
+
+def plan_prepared(
+    model: PlannableModel,
+    *,
+    config: Config,
+    num_devices: int,
+    cluster: Cluster,
+    batch_rows: int,
+    progress: Progress | None = None,
+    narrator: Narrator | None = None,
+    profiler: LeadingProfiler | None = None,
+) -> Plan:
+    """Plan from blocks that were made before, perhaps for other devices; see `plan_model`. BlocksFileError: under other options."""
+    model.check_options(config)
+    cluster = replace(cluster, num_devices=num_devices)
+    narrator = narrator or Narrator()
+    pricing = Pricing(
+        graph=model.graph, partitions=model, config=config, cluster=cluster, batch_rows=batch_rows, profiler=profiler
+    )
+
+    def search(pricer: BlockPricer) -> Plan:
+        with narrator.step("search") as details:
+            plan = plan_blocks(
+                model.graph,
+                config,
+                cluster=cluster,
+                batch_rows=batch_rows,
+                schedules=model.searched_schedules(config),
+                fingerprint=model.fingerprint,
+                model_name=model.model_name,
+                pricer=pricer,
+                progress=progress,
+            )
+            details.append(f"{plan.num_stages} stages")
+        return plan
+
+    return pricing.plan(search, cancelled=progress.cancelled if progress is not None else lambda: False)
 
 
 def trace_device(cluster: Cluster) -> torch.device:

@@ -31,10 +31,12 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.measured import report_of
 from rannc_backend.narrator import log_narrator
-from rannc_backend.partition.planner import describe_cluster
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
+from rannc_backend.partition.planner import describe_cluster
 from rannc_backend.partition.projection import project_plan
 from rannc_backend.planning import plan_analysis
+from rannc_backend.pricers import make_bench, measures
+from rannc_backend.profiling import answer_leader, leading
 from rannc_backend.progress import Progress, planning_progress
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
@@ -121,9 +123,18 @@ class Session:
         text, failure = "", None
         # All ranks: a launcher hands Ctrl-C on to each of them, and those that wait for the plan must stay.
         with planning_progress(self.world.rank) as progress:
+            profiled = cluster is not None and not dry and measures(self.config, self.world)
+            if profiled and self.world.rank != 0:
+                assert cluster is not None
+                bench = make_bench(analysis, self.config, cluster, self.world.device)
+                answer_leader(bench, self.world, limit_seconds=self.config.compile_timeout_seconds)
             if self.world.rank == 0:
                 try:
-                    text = self._loaded_text() if cluster is None else self._plan_here(analysis, batch_rows, cluster, progress).to_json()
+                    text = (
+                        self._loaded_text()
+                        if cluster is None
+                        else self._plan_here(analysis, batch_rows, cluster, progress, profiled=profiled).to_json()
+                    )
                     if dry or (self.config.save_deployment and not loaded):
                         write_text(self.config.deployment_file, text, what="plan")
                 except RanncError as error:
@@ -160,17 +171,22 @@ class Session:
             possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
         )
 
-    def _plan_here(self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress) -> Plan:
-        return plan_analysis(
-            analysis,
-            config=self.config,
-            num_devices=cluster.num_devices,
-            cluster=cluster,
-            # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
-            batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
-            progress=progress,
-            narrator=log_narrator(verbose=self.config.verbose),
-        )
+    def _plan_here(
+        self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress, *, profiled: bool
+    ) -> Plan:
+        bench = make_bench(analysis, self.config, cluster, self.world.device) if profiled else None
+        with leading(bench, self.world, limit_seconds=self.config.compile_timeout_seconds, progress=progress) as profiler:
+            return plan_analysis(
+                analysis,
+                config=self.config,
+                num_devices=cluster.num_devices,
+                cluster=cluster,
+                # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
+                batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
+                progress=progress,
+                narrator=log_narrator(verbose=self.config.verbose),
+                profiler=profiler,
+            )
 
     def _take_ownership(self, plan: Plan) -> bool:
         root = self.root()

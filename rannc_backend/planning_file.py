@@ -1,0 +1,236 @@
+"""A model as far as planning asks about it: small enough for a file, from which plans for other clusters are made in seconds.
+
+In: blocks and how each is partitioned. Out: `PlannableModel`, and its text as JSON. Reading checks everything and runs nothing.
+Terms. Sizes and FLOPs are expressions over the number of rows; equal ones are written once, and stand for themselves by number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import sympy
+
+from rannc_backend.config import Config
+from rannc_backend.cost.expression_text import expression_from_text, expression_text
+from rannc_backend.cost.pricing import BlockPartition, Partitions
+from rannc_backend.errors import BlocksFileError
+from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.schedule.orders import ScheduleName
+
+FORMAT = "rannc blocks 1"
+_BEGINNING = b'{"format":"rannc blocks'
+_MOST_CHARACTERS = 400_000_000
+#: Options that decide which blocks there are.
+_BLOCK_OPTIONS = ("max_partition_num", "stage_starts", "keep_together", "stage_pins", "outputs", "stage_compiler", "recompute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannableModel:
+    """`schedules`: those that give exact results. `partition_of[block][i]`: index into `partitions` at the i-th of `budgets`, or -1.
+
+    `options`: (item, value) of the options that the blocks depend on. Prices blocks as `cost.pricing.Partitions`.
+    """
+
+    fingerprint: str
+    model_name: str
+    schedules: tuple[ScheduleName, ...]
+    options: tuple[tuple[str, str], ...]
+    graph: BlockGraph
+    budgets: tuple[float, ...]
+    partitions: tuple[BlockPartition, ...]
+    partition_of: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        graph: BlockGraph,
+        partitions: Partitions | None,
+        *,
+        fingerprint: str,
+        model_name: str,
+        schedules: Sequence[ScheduleName],
+        config: Config,
+    ) -> PlannableModel:
+        """Ask for the partition of every block at every budget; `partitions` is None where there are no blocks."""
+        assert partitions is not None or not graph.blocks, "blocks without partitions"
+        budgets = (1.0,) if partitions is None else tuple(partitions.budgets)
+        numbers: dict[BlockPartition, int] = {}
+        rows = []
+        for block in graph.blocks if partitions is not None else ():
+            found = [partitions.partition(block, budget) for budget in budgets]
+            rows.append(tuple(-1 if item is None else numbers.setdefault(item, len(numbers)) for item in found))
+        return cls(
+            fingerprint=fingerprint,
+            model_name=model_name,
+            schedules=tuple(schedules),
+            options=_block_options(config),
+            graph=graph,
+            budgets=budgets,
+            partitions=tuple(numbers),
+            partition_of=tuple(rows),
+        )
+
+    def partition(self, block: Block, budget: float) -> BlockPartition | None:
+        """See `cost.pricing.Partitions`."""
+        index = self.partition_of[block.index][self.budgets.index(budget)]
+        return None if index < 0 else self.partitions[index]
+
+    def searched_schedules(self, config: Config) -> tuple[ScheduleName, ...]:
+        """Those that a plan may choose from under these options."""
+        return tuple(name for name in self.schedules if name == config.schedule) or self.schedules
+
+    def check_options(self, config: Config) -> None:
+        """Raise BlocksFileError if the blocks were made under options that are other ones now."""
+        for (item, then), (_, now) in zip(self.options, _block_options(config), strict=True):
+            if then != now:
+                raise BlocksFileError(
+                    f"the blocks were made with {item}={then!r}, and now it is {now!r}",
+                    cure="plan from the model again, or give that option as it was.",
+                )
+
+    def to_json(self) -> str:
+        """One line of JSON; the same model gives the same text."""
+        writer = _Writer()
+        content = writer.encode(self)
+        return json.dumps({"format": FORMAT, "expressions": list(writer.texts), **content}, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def read(cls, path: str) -> PlannableModel:
+        """`from_json` of a file's text."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise BlocksFileError(f"cannot read {path!r}: {error}", cure="give the path of a file of blocks.") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> PlannableModel:
+        """Read it back. BlocksFileError: where the text is not what `to_json` writes."""
+        if len(text) > _MOST_CHARACTERS:
+            raise _invalid(f"it has {len(text)} characters; at most {_MOST_CHARACTERS} are read")
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            raise _invalid("it is not JSON") from None
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise _invalid(f"it is not of the format {FORMAT!r}")
+        texts = content.pop("expressions", None)
+        if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
+            raise _invalid("expressions: not a list of texts")
+        try:
+            reader = _Reader(tuple(expression_from_text(item) for item in texts))
+        except ValueError as error:
+            raise _invalid(str(error)) from None
+        model = reader.decode(cls, content, "model")
+        _check(model)
+        return model
+
+
+def is_blocks_file(path: str) -> bool:
+    """Whether there is a file of that name which claims to be of this kind."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return False
+
+
+def _block_options(config: Config) -> tuple[tuple[str, str], ...]:
+    return tuple((item, str(getattr(config, item))) for item in _BLOCK_OPTIONS)
+
+
+def _check(model: PlannableModel) -> None:
+    blocks = model.graph.blocks
+    if [block.index for block in blocks] != list(range(len(blocks))):
+        raise _invalid("the blocks are not numbered 0, 1, 2, ...")
+    if len(model.partition_of) != len(blocks) or any(len(row) != len(model.budgets) for row in model.partition_of):
+        raise _invalid("partition_of has not one row per block and one number per budget")
+    if any(not -1 <= index < len(model.partitions) for row in model.partition_of for index in row):
+        raise _invalid("partition_of names a partition that is not there")
+    if any(not -1 <= flow.producer or flow.consumers[-1] >= len(blocks) for flow in model.graph.flows):
+        raise _invalid("a flow names a block that is not there")
+    known = {use.name for use in model.graph.parameters}
+    if missing := {name for block in blocks for name in block.parameters} - known:
+        raise _invalid(f"parameter {min(missing)!r} of a block is not described")
+    if model.budgets[:1] != (1.0,) or list(model.budgets) != sorted(set(model.budgets), reverse=True) or model.budgets[-1] < 0:
+        raise _invalid(f"budgets {model.budgets} do not go down from 1")
+    if tuple(item for item, _ in model.options) != _BLOCK_OPTIONS or not model.schedules:
+        raise _invalid("its options or schedules are missing")
+
+
+def _invalid(problem: str) -> BlocksFileError:
+    return BlocksFileError(f"the file of blocks is not valid: {problem}", cure="write it again with `rannc plan --save-blocks`.")
+
+
+class _Writer:
+    """Dataclasses as dicts, tuples as lists, expressions as numbers of `texts`."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+        self._numbers: dict[sympy.Expr, int] = {}
+
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, sympy.Expr):
+            if value not in self._numbers:
+                self._numbers[value] = self.texts.setdefault(expression_text(value), len(self.texts))
+            return self._numbers[value]
+        if dataclasses.is_dataclass(value):
+            return {name: self.encode(getattr(value, name)) for name in _hints(type(value))}
+        if isinstance(value, tuple):
+            return [self.encode(item) for item in value]
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Values of the types that the dataclasses declare, or BlocksFileError that names the place."""
+
+    expressions: tuple[sympy.Expr, ...]
+
+    def decode(self, hint: Any, value: Any, place: str) -> Any:
+        if hint is sympy.Expr:
+            if type(value) is not int or not 0 <= value < len(self.expressions):
+                raise _invalid(f"{place}: {value!r} is not the number of an expression")
+            return self.expressions[value]
+        if dataclasses.is_dataclass(hint):
+            return self._record(hint, value, place)
+        if typing.get_origin(hint) is tuple:
+            return self._tuple(typing.get_args(hint), value, place)
+        if typing.get_origin(hint) is Literal:
+            if value not in typing.get_args(hint):
+                raise _invalid(f"{place}: {value!r} is none of {typing.get_args(hint)}")
+            return value
+        assert hint in (str, int, float, bool), f"{place}: a {hint} cannot be read"
+        if type(value) is not hint:
+            raise _invalid(f"{place}: {value!r} is no {hint.__name__}")
+        return value
+
+    def _record(self, kind: Any, value: Any, place: str) -> Any:
+        hints = _hints(kind)
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            raise _invalid(f"{place}: not an object with {', '.join(hints)}")
+        members = {name: self.decode(hint, value[name], f"{place}.{name}") for name, hint in hints.items()}
+        try:
+            return kind(**members)
+        except AssertionError as error:
+            raise _invalid(f"{place}: {error}") from None
+
+    def _tuple(self, hints: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _invalid(f"{place}: not a list")
+        if len(hints) == 2 and hints[1] is Ellipsis:
+            hints = (hints[0],) * len(value)
+        if len(hints) != len(value):
+            raise _invalid(f"{place}: {len(value)} values, not {len(hints)}")
+        return tuple(self.decode(hint, item, f"{place}[{index}]") for index, (hint, item) in enumerate(zip(hints, value, strict=True)))
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
