@@ -81,7 +81,7 @@ def timeline_drawings(simulation: PlanSimulation) -> tuple[Drawing, ...]:
     room = _PLOT_WIDTH * typical / step
     if room >= _digits(simulation) or typical <= 0:
         return (whole,)
-    part = min(step / 2, _PLOT_WIDTH / _ZOOMED_SPAN * typical)
+    part = min(step / 2, _PLOT_WIDTH / max(_ZOOMED_SPAN, _digits(simulation) + 1) * typical)
     if part < _SMALLEST_PART * step:  # so unlike each other that neither drawing would show anything
         return (whole,)
     return (

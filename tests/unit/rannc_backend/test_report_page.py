@@ -175,6 +175,16 @@ def test_a_plan_for_a_thousand_ranks_stays_tame() -> None:
     assert text.count('<span class="chip">') == 2 * 64
 
 
+def test_numbers_without_room_are_shown_in_parts_of_the_step() -> None:
+    simulation = simulate_plan(sample_plan(num_micro_batches=128, batch_rows=1024))
+    whole, first, last = timeline_drawings(simulation)
+    assert not whole.rows[0].numbers
+    assert [number.text for number in first.rows[0].numbers[:5]] == ["0", "1", "2", "3", "0"]
+    assert [number.text for number in last.rows[0].numbers[-2:]] == ["126", "127"]
+    forwards = [number.text for row in last.rows for number in row.numbers]
+    assert forwards.count("120") == 2 * len(last.rows)
+
+
 def test_long_rows_are_drawn_by_columns_with_the_same_share_of_idle_time() -> None:
     plan = sample_plan(replicas=(1, 1), num_micro_batches=500, batch_rows=512, message_bytes_per_row=0.0, allreduce=0.0)
     simulation = simulate_plan(plan, "fill_drain")
