@@ -157,12 +157,14 @@ def clipping(context: Context) -> None:
     """clip_grad_norm_ returns and does over all stages what torch's does in one process; tied parameters count once."""
     import rannc_backend
 
+    model, alone = context.model(), Alone(context)
+    compiled = context.compile(model)
+    batch = context.batch()
+    local = context.local(batch)
     for norm_type in (2.0, 1.0, float("inf")):
         for max_norm in (1e-3, 1e6):
-            model, alone = context.model(), Alone(context)
-            compiled = context.compile(model)
-            batch = context.batch()
-            local = context.local(batch)
+            model.zero_grad()
+            alone.model.zero_grad()
             context.entry.loss_of(context.entry.call(compiled, local), local).backward()
             alone.backward(batch)
             given = model if norm_type == 2.0 else model.parameters()
@@ -171,7 +173,6 @@ def clipping(context: Context) -> None:
             what = f"of type {norm_type}, at most {max_norm}"
             context.findings.close("norm", what, torch.as_tensor(norm).to(expected.dtype), expected, context.tolerance * 10)
             context.compare_gradients(model, alone.gradients(), kind=f"gradient clipped by the norm {what}", factor=10)
-            torch._dynamo.reset()
 
 
 def _saved(p: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ PLANS_OF_WORLD = {
     8: ("2,2,2,2", "4,4", "1,2,4,1", "8"),
 }
 MICRO_BATCHES = (1, 2, 4, 3)
+# Fewer replicas behind more, and more between fewer.
+UNEVEN_PLANS = ("3,1", "1,2,1")
 
 
 def case_of(model: str, world: int, replicas: str, num_micro_batches: int, **members: Any) -> Case:
@@ -53,8 +55,8 @@ def fits(model: str, replicas: str) -> bool:
 
 
 def rows_of(model: str, world: int) -> tuple[int, ...]:
-    """Uneven rows; for batch statistics enough that every slice has some."""
-    return tuple((8, 7, 9, 8)[rank % 4] for rank in range(world)) if entry(model).batch_statistics else ()
+    """Uneven rows; for batch statistics so many that each of a replica's slices has two, of which there are four per rank."""
+    return tuple((12, 11, 13, 12)[rank % 4] for rank in range(world)) if entry(model).batch_statistics else ()
 
 
 def full_matrix() -> list[Case]:
@@ -66,11 +68,14 @@ def full_matrix() -> list[Case]:
                 limit = 120.0 if model in HUGGING_FACE_NAMES else 60.0
                 rows = rows_of(model, world)
                 cases.append(case_of(model, world, replicas, num, rows=rows, limit_seconds=limit))
+    for model, replicas in itertools.product((*SMALL_MODELS, *HUGGING_FACE_NAMES), UNEVEN_PLANS):
+        if fits(model, replicas):
+            cases.append(case_of(model, 4, replicas, 2, limit_seconds=120.0))
     return cases
 
 
 def chosen_matrix() -> list[Case]:
-    """The part that runs by default: the MLP in all ways, every model in some."""
+    """The part that runs by default: the MLP in all ways, every model over two ranks, some over one or four."""
     cases = [
         case_of(model, world, replicas, num)
         for world, model in ((1, "mlp"), (2, "mlp_loss"), (4, "mlp_loss"))
@@ -79,14 +84,17 @@ def chosen_matrix() -> list[Case]:
     ]
     cases += [case_of("mlp", 4, replicas, 2) for replicas in PLANS_OF_WORLD[4]]
     for index, model in enumerate(SMALL_MODELS):
-        wide = [plan for plan in ("2,2", "1,1,1,1", "1,2,1", "3,1") if fits(model, plan)] or ["4"]
         narrow = "1,1" if fits(model, "1,1") else "2"
         cases.append(case_of(model, 2, narrow, (3, 2)[index % 2], rows=rows_of(model, 2)))
-        cases.append(case_of(model, 4, wide[index % len(wide)], (2, 3, 4)[index % 3], rows=rows_of(model, 4)))
-    for index, model in enumerate(HUGGING_FACE_NAMES):
-        wide = "2,2" if entry(model).batch_statistics else ("1,1,1,1", "1,2,1", "2,2")[index % 3]
-        cases.append(case_of(model, 1, "1", 2, rows=rows_of(model, 1), limit_seconds=120, num_steps=2))
+        # Models too small for more than two stages show nothing more over four ranks.
+        if entry(model).deep or entry(model).batch_statistics:
+            wide = [plan for plan in ("2,2", "1,1,1,1", *UNEVEN_PLANS[::-1]) if fits(model, plan)]
+            cases.append(case_of(model, 4, wide[index % len(wide)], (2, 3, 4)[index % 3], rows=rows_of(model, 4)))
+    for model in HUGGING_FACE_NAMES:
         cases.append(case_of(model, 2, "1,1", 3, rows=rows_of(model, 2), limit_seconds=120))
+    # Seconds each, most of them to compile: one model of each kind stands for the others here.
+    for model, wide in (("gpt2", "1,2,1"), ("resnet", "2,2")):
+        cases.append(case_of(model, 1, "1", 2, rows=rows_of(model, 1), limit_seconds=120, num_steps=2))
         cases.append(case_of(model, 4, wide, 2, rows=rows_of(model, 4), limit_seconds=120, num_steps=2))
     cases.append(case_of("mlp_loss", 2, "1,1", 2, dtype="float32"))
     cases.append(case_of("padded", 4, "1,2,1", 3, dtype="float32"))
