@@ -1,6 +1,7 @@
-"""What one gets without a search: equally many blocks in every stage, equally many replicas of every stage.
+"""What one gets without a search: stages of equally many blocks, or of equally much computing.
 
-In: a search's pricers. Out: the fastest such plan, over all numbers of stages, replicas and micro-batches.
+In: a search's pricers. Out: the fastest plan with equally many blocks and replicas in every stage, over all numbers of stages,
+replicas and micro-batches; and for given replicas the most even shares of the computing.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from rannc_backend.partition.search_problem import Floats, Ints, Pricer, Solution, plans_step_seconds
-from rannc_backend.partition.stage_bounds import Cell, own_excess
+from rannc_backend.partition.stage_bounds import Cell, Shapes, own_excess
 from rannc_backend.partition.stage_moves import honours, make_solution
+
+_EVENNESS = 6
 
 
 def best_equal_split(pricers: Iterable[Pricer], *, least_stages: int = 1) -> Solution | None:
@@ -74,6 +77,36 @@ def _bounds(cell: Cell, forward: Floats, backward: Floats) -> Floats:
         for alpha, beta in cell.weights():
             result = np.maximum(result, alpha * path + beta * compute.max(axis=0))
     return result
+
+
+def even_shares(pricer: Pricer, plan: Solution) -> Solution | None:
+    """`plan` with cuts that make the stages' seconds as equal as they can be; None where that does not fit."""
+    cell = Cell(
+        schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=plan.num_stages, placement=plan.placement
+    )
+    shapes, options = Shapes(pricer), np.searchsorted(pricer.tables.replicas, plan.replicas)
+    num_blocks = pricer.problem.num_blocks
+    unit = max(shapes.least_path, 1e-30)
+    least = np.full(num_blocks + 1, np.inf)
+    least[num_blocks] = 0.0
+    ways = []
+    for k in range(1, plan.num_stages + 1):
+        choices = shapes.choices(cell, k)
+        choices = choices.keep(choices.options == options[plan.num_stages - k])
+        # A high power of the seconds: the largest counts most, and of equal largest ones the next.
+        sums = (choices.compute / unit) ** _EVENNESS + least[choices.ends]
+        least, ends = np.full(num_blocks + 1, np.inf), np.full(num_blocks + 1, -1)
+        for place in np.argsort(-sums, kind="stable"):
+            least[choices.begins[place]], ends[choices.begins[place]] = sums[place], choices.ends[place]
+        ways.append(ends)
+    if not np.isfinite(least[0]):
+        return None
+    cuts = [0]
+    for ends in reversed(ways):
+        cuts.append(int(ends[cuts[-1]]))
+    arrays = (np.array(cuts), options, np.array(plan.places))
+    seconds = float(plans_step_seconds(pricer, *(array[None] for array in arrays), plan.placement)[0])
+    return make_solution(pricer, cell, *arrays, step_seconds=seconds) if np.isfinite(seconds) else None
 
 
 def equal_places(pricer: Pricer, cell: Cell, option: int) -> Ints:

@@ -93,8 +93,12 @@ def what_if(request: PlanRequest, costs: IntervalCosts, problem: SearchProblem, 
         cases.append((MORE_DEVICES, replace(request.problem(request.costs(more)), micro_batches=problem.micro_batches)))
     few = tuple(sorted(_few(problem.micro_batches, chosen.num_micro_batches)))
     result = []
+    # Where the number of stages is given, the chosen plan may be another than the fastest: a change must beat that one.
+    now = search(replace(problem, micro_batches=few), effort=_SHORT, start=chosen).solution
     for change, other in cases:
         best = search(replace(other, micro_batches=few), effort=_SHORT, start=chosen).solution
+        if best is not None and now is not None and best.step_seconds >= now.step_seconds * (1 - _SAME):
+            best = chosen
         if best is not None:
             record = WhatIf(
                 change=change, predicted_step_seconds=best.step_seconds, num_stages=best.num_stages, stage_replicas=best.replicas

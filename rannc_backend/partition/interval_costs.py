@@ -7,9 +7,11 @@ divided by the replicas, rounded up.
 
 What is counted. Seconds: the blocks', and adding parameter gradients up. Messages: what an interval reads of earlier blocks and
 of the batch, all in one message from the stage before, and the gradients of what earlier blocks made back. Memory: parameters,
-gradients, optimizer state, returned outputs, the largest workspace, message buffers; and for each micro-batch in flight what
-the blocks save and what was received. At the activation budget 0.0 a stage saves nothing of its own, runs its forward again
-before backward and then holds what budget 1.0 saves of one micro-batch.
+gradients, optimizer state, returned outputs, workspace, message buffers; and for each micro-batch in flight what the blocks
+save and what was received. Workspace is what the fullest moment needs beyond the rest: while a block runs, the blocks behind it
+have not saved yet or have let go of it again, but may hold their parameters' gradients (`BlockPricer.holds_gradients`).
+At the activation budget 0.0 a stage saves nothing of its own, runs its forward again before backward and then holds what
+budget 1.0 saves of one micro-batch.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class IntervalCosts:
     shared_bytes: Floats = field(init=False)  # trainable and read by blocks outside of the interval
     _alike: tuple[Block, ...] = field(init=False)  # by block, the first of its structure
     _accumulation: Floats = field(init=False)  # [L], seconds
+    _held_gradients: Floats = field(init=False)  # [L], bytes of parameter gradients that stay until the stage's backward ends
     _rows: Ints = field(init=False)  # all numbers of rows of a replica that occur, ascending
     _prices: dict[float, list[BlockPrices]] = field(init=False)  # budget -> by block, over _rows
     _flow_bytes: Floats = field(init=False)  # [flows, rows]
@@ -133,7 +136,8 @@ class IntervalCosts:
         forward = np.sum([part.forward_seconds for part in whole], axis=0)
         backward = np.sum([part.backward_seconds for part in parts], axis=0) + self._accumulation[begin:end].sum()
         saved = np.sum([part.saved_bytes for part in parts], axis=0)
-        workspace = np.max([part.workspace_bytes for part in parts], axis=0)
+        let_go = np.cumsum([part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0)
+        workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
         if priced_as is None:
             backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
         return BlockPrices(
@@ -195,6 +199,7 @@ class IntervalCosts:
         self.max_length = max(1, int(fitting.any(axis=0).sum()))
         self.parameter_bytes, self.trainable_bytes, self.shared_bytes = (values[:, : self.max_length] for values in sums)
         sizes = np.array([sum(uses[name].num_bytes for name in block.parameters if uses[name].trainable) for block in blocks])
+        self._held_gradients = sizes.astype(float) if self.pricer.holds_gradients else np.zeros(len(blocks))
         self._accumulation = _ACCUMULATION_MOVES * sizes / self.cluster.device.memory_rate()
 
     def _price_blocks(self) -> None:
@@ -259,8 +264,10 @@ class IntervalCosts:
             priced_as = self._priced_as(budget)
             prices = self._prices[self.pricer.budgets[0] if priced_as is None else priced_as]
             backward = self._seconds(np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None])
-            saved = self._over(np.stack([price.saved_bytes[columns] for price in prices]))
-            workspace = self._largest(np.stack([price.workspace_bytes[columns] for price in prices]))
+            own = np.stack([price.saved_bytes[columns] for price in prices])
+            saved = self._over(own)
+            let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
+            workspace = self._largest(np.stack([price.workspace_bytes[columns] for price in prices]) + let_go) - let_go[self._ends() - 1]
             if priced_as is None:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
             backwards.append(backward)
@@ -293,7 +300,7 @@ class IntervalCosts:
 
     def _largest(self, values: Floats) -> Floats:
         """[L, N, columns]: the largest of values [L, columns] in each interval."""
-        padded = np.concatenate([values, np.zeros((self.max_length, values.shape[1]))])
+        padded = np.concatenate([values, np.full((self.max_length, values.shape[1]), -np.inf)])
         places = np.arange(len(values))[:, None] + np.arange(self.max_length)[None, :]
         return np.maximum.accumulate(padded[places], axis=1)
 

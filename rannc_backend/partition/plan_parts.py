@@ -36,6 +36,11 @@ def solution_terms(problem: SearchProblem, solution: Solution) -> list[StageTerm
     return plans_terms(pricer, *arrays, solution.placement)
 
 
+def longest_compute(problem: SearchProblem, solution: Solution) -> float:
+    """Seconds that the slowest stage computes for one micro-batch."""
+    return max(float(terms.forward[0] + terms.backward[0]) for terms in solution_terms(problem, solution))
+
+
 def priced(problem: SearchProblem, solution: Solution, *, schedule: ScheduleName | None = None) -> Solution | None:
     """The same cuts and ranks, perhaps with another schedule, priced in another problem with the same tables; None if it does not fit."""
     schedule = schedule or solution.schedule

@@ -21,13 +21,13 @@ from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCost
 from rannc_backend.partition.blocks import build_block_graph
-from rannc_backend.partition.equal_split import best_equal_split
+from rannc_backend.partition.equal_split import best_equal_split, even_shares
 from rannc_backend.partition.explanations import alternatives, binding, what_if
 from rannc_backend.partition.pins import StagePins
 from rannc_backend.partition.plan_checks import exact_schedules
-from rannc_backend.partition.plan_parts import block_plans, describe_stage, priced, stage_plans
+from rannc_backend.partition.plan_parts import block_plans, describe_stage, longest_compute, priced, stage_plans
 from rannc_backend.partition.plan_request import PlanRequest
-from rannc_backend.partition.search_problem import SearchProblem, Solution
+from rannc_backend.partition.search_problem import Pricer, SearchProblem, Solution
 from rannc_backend.partition.stage_search import TOLERANCE, StageSearch
 from rannc_backend.partition.staged_nodes import Input, find_staged_nodes
 from rannc_backend.passes.batch_split import BatchSplit
@@ -35,6 +35,8 @@ from rannc_backend.progress import Progress
 from rannc_backend.schedule.orders import ScheduleName
 
 logger = logging.getLogger(__name__)
+
+_UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 
 
 def plan_stages(
@@ -204,6 +206,8 @@ def _settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> 
     """The plan to take: what was found, priced with latency; of equally fast ones that with the preferred schedule.
 
     Where the search left latency out, another schedule or number of micro-batches may be faster with it, and so may an equal split.
+    Where the number of stages is given, even shares of the computing are taken in place of a plan that is far from them: with few
+    micro-batches stages only cost messages, and nobody who asks for stages wants one of them to do all the work.
     """
     without_latency = problem.num_stages is not None or problem.stage_replicas is not None
     numbers = problem.micro_batches if without_latency else (found.num_micro_batches,)
@@ -214,7 +218,14 @@ def _settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> 
             if other is not None and (best is None or other.step_seconds < best.step_seconds * (1 - TOLERANCE)):
                 best = other
     assert best is not None, "latency does not change what fits"
-    return equal if equal is not None and equal.step_seconds < best.step_seconds * (1 - TOLERANCE) else best
+    if equal is not None and equal.step_seconds < best.step_seconds * (1 - TOLERANCE):
+        best = equal
+    if not without_latency or best.num_stages == 1:
+        return best
+    even = even_shares(Pricer(problem, best.num_micro_batches, best.schedule), best)
+    if even is None or longest_compute(problem, best) <= _UNEVEN * longest_compute(problem, even):
+        return best
+    return even if equal is None or even.step_seconds <= equal.step_seconds else equal
 
 
 def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:

@@ -98,6 +98,7 @@ class StageSearch:
     num_candidates: int = field(init=False, default=0)
     left_out: float = field(init=False, default=float("inf"))
     entries: list[Entry] = field(init=False, default_factory=list)
+    interrupted: bool = field(init=False, default=False)
 
     def run(self, start: Solution | None = None) -> SearchResult:
         """Search; see `search`."""
@@ -106,7 +107,7 @@ class StageSearch:
         heap = self._first_cells()
         if self.best is not None:
             self._improve()
-        ended = self._walk(heap)
+        ended = self._walk(heap) and not self.interrupted
         lower = min(self.left_out, self.seconds, heap[0][0] if heap else self.seconds)
         return SearchResult(solution=self.best, lower_bound=lower, num_candidates=self.num_candidates, ended=ended)
 
@@ -131,7 +132,8 @@ class StageSearch:
         order = sorted(self.shapes, key=lambda key: (key[1] * self.shapes[key].least_path, key))
         for schedule, number in order:
             shapes = self.shapes[schedule, number]
-            if number * shapes.least_path >= self.limit or self._cancelled():
+            self.interrupted = self.interrupted or self._cancelled()
+            if number * shapes.least_path >= self.limit or self.interrupted:
                 self.left_out = min(self.left_out, number * shapes.least_path)
                 continue
             shapes.limit = self.limit
@@ -167,7 +169,7 @@ class StageSearch:
 
     def _walk(self, heap: list[Entry]) -> bool:
         """Open cells in the order of their bounds until none is below the best plan; False if the user ended it."""
-        if not self.effort.most_candidates:
+        if not self.effort.most_candidates or not heap:
             return True
         total = len(heap)
         task = self.progress.task("search", total) if self.progress is not None else nullcontext()
