@@ -113,8 +113,9 @@ def test_one_wrong_letter_is_corrected(item: str, data: st.DataObject) -> None:
 def test_module_names_may_be_lists_and_dicts() -> None:
     config = resolve_config({"stage_starts": ["a.1", "b"], "keep_together": ("c",), "stage_pins": {"a": 0, "b": 1}}, {})
     assert (config.stage_starts, config.keep_together, config.stage_pins) == ("a.1,b", "c", "a=0,b=1")
-    for item, value in [("stage_pins", {"a": "x"}), ("stage_pins", {"a": -1}), ("stage_pins", ["a=0"]), ("stage_starts", [1]), ("stage_starts", {"a": 0}),
-                        ("keep_together", ["a b"]), ("stage_starts", "a,,b")]:  # fmt: skip
+    bad = [("stage_pins", {"a": "x"}), ("stage_pins", {"a": -1}), ("stage_pins", ["a=0"]), ("stage_starts", [1])]
+    bad += [("stage_starts", {"a": 0}), ("keep_together", ["a b"]), ("stage_starts", "a,,b")]
+    for item, value in bad:
         with pytest.raises(OptionValueError) as caught:
             resolve_config({item: value}, {})
         assert caught.value.item == item
