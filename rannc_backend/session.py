@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from rannc_backend.analysis import GraphAnalysis, analyze
@@ -38,6 +39,7 @@ from rannc_backend.planning import plan_analysis
 from rannc_backend.pricers import make_bench, measures
 from rannc_backend.profiling import answer_leader, leading
 from rannc_backend.progress import Progress, planning_progress
+from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
@@ -47,6 +49,8 @@ from rannc_backend.runtime.world import StartOptions, World
 from rannc_backend.torch_version import mention_untried_torch
 
 logger = logging.getLogger(__name__)
+
+_PIPED_COLUMNS = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +114,10 @@ class Session:
         batch_rows = max(1, sum(rows) * num_devices // len(rows)) if self.config.gather_inputs else rows[0]
         plan = self._make_plan(analysis, batch_rows, num_devices)
         if self.world.rank == 0:
-            sys.stdout.write(f"{plan.summary()}\ndry run: plan for {num_devices} ranks saved in {self.config.deployment_file}\n")
+            console = Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, highlight=False)
+            for section in plan_report(plan):
+                console.print(section)
+            console.print(f"dry run: plan for {num_devices} ranks saved in {self.config.deployment_file}", soft_wrap=True, markup=False)
             sys.stdout.flush()
         # Neither Dynamo nor the user's `except Exception` takes this for a failure.
         raise SystemExit(0)

@@ -27,7 +27,7 @@ def test_a_dry_run_exits_well_on_every_rank_and_its_plan_is_loaded(tmp_path, pre
     assert code == 0, output
     assert "loss" not in output and "failed" not in output and "Traceback" not in output
     assert output.count(f"dry run: plan for 2 ranks saved in {tmp_path / 'plan.json'}") == 1
-    assert "for 2 rank(s): 2 stage(s)" in output
+    assert "Model: 2 stages on" in output and "Memory of one rank" in output
     text = (tmp_path / "plan.json").read_text()
     plan = Plan.from_json(text)
     assert (plan.world_size, plan.num_stages, plan.batch_rows) == (2, 2, 16)
