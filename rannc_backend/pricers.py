@@ -41,11 +41,10 @@ def stage_compiler(config: Config) -> str:
 
 
 def measures(config: Config, world: World | None) -> bool:
-    """Whether blocks are measured: where it is asked for, or where devices are GPUs, and the plan is for the
-    devices at hand. The same on all ranks."""
-    if world is None or config.costs == "analytic" or config.cluster != "local":
+    """Whether blocks are measured: where that is asked for, or where the plan is for GPUs at hand. The same on all ranks."""
+    if world is None or config.costs == "analytic":
         return False
-    return config.costs == "measured" or world.device.type == "cuda"
+    return config.costs == "measured" or (world.device.type == "cuda" and config.cluster == "local")
 
 
 def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device: torch.device) -> Bench:
@@ -112,7 +111,7 @@ class Pricing:
             setting = self._setting_of_file(compiler)
         if config.costs == "measured" and setting is None and not runs:
             raise ProfileError(
-                "costs 'measured' needs ranks on the cluster at hand, or a profile_file measured with this stage_compiler",
+                "costs 'measured' needs ranks to measure on, or a profile_file measured with this stage_compiler",
                 cure="plan with costs='analytic', or set profile_file to what a run has measured",
             )
         profiles = self._profile.of_setting(setting) if setting is not None else {}

@@ -119,6 +119,7 @@ RANDOM = (
     _case("random-2", num_micro_batches=2, replicas="2", rows=(2, 6), **_RANDOM),
     _case("random-1-1-1-1", num_micro_batches=2, replicas="1,1,1,1", rows=(3, 1, 2, 2), **_RANDOM),
     _case("random-2-2", num_micro_batches=2, replicas="2,2", rows=(3, 1, 2, 2), **_RANDOM),
+    _case("random-1-1-recompute", num_micro_batches=2, replicas="1,1", rows=(5, 3), options={"recompute": 0}, **_RANDOM),
     _case("random-1-2-1-m4", num_micro_batches=4, replicas="1,2,1", rows=(2, 2, 2, 2), **_RANDOM),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,7 +100,29 @@ def chosen_matrix() -> list[Case]:
     cases.append(case_of("mlp_loss", 2, "1,1", 2, dtype="float32"))
     cases.append(case_of("padded", 4, "1,2,1", 3, dtype="float32"))
     cases.append(case_of("mlp_loss", 2, "1,1", 3, stage_compiler="inductor", limit_seconds=150, rows=(4, 2)))
+    cases += recompute_cases()
     return list({case.name + case.stage_compiler: case for case in cases}.values())
+
+
+def recompute_cases() -> list[Case]:
+    """Stages that compute everything again (0), or a part, in backward; blocks that are measured before."""
+    cases = []
+    for model, replicas, budget, compiler in (
+        ("mlp_loss", "1,1", 0, "eager"),
+        ("mlp_loss", "1,1", 0.5, "eager"),
+        ("mlp_loss", "1,1", 0, "inductor"),
+        ("padded", "2", 0, "eager"),
+        ("gpt2", "1,1", 0, "eager"),
+        ("gpt2", "1,1", 0.5, "eager"),
+        ("bert", "1,1", 0.25, "eager"),
+    ):
+        plain = case_of(model, 2, replicas, 2, stage_compiler=compiler, limit_seconds=150, num_steps=2)
+        cases.append(replace(plain, name=f"{plain.name}-recompute{budget}-{compiler}", options={"recompute": budget}))
+    for by_sum in (True, False):
+        plain = case_of("mlp_loss", 2, "", 2, limit_seconds=150, num_steps=2)
+        options = {"costs": "measured", "profile_by_acc": by_sum, "profiling_iter": 2}
+        cases.append(replace(plain, name=f"{plain.name}-measured{'' if by_sum else '-stages'}", options=options))
+    return cases
 
 
 def check_ownership(case: Case, outcome: Outcome) -> None:
