@@ -174,9 +174,10 @@ class StepMeter:
             self._hook.remove()
         timed = self._comparable()
         result = self._summary(timed) if timed else {}
-        # Marks and weak references have served.
+        # Marks, weak references and the model's tensors have served.
         self._records.clear()
         self._memory = None
+        self.model_tensors, self.gradient_tensors = (), tuple
         return result
 
     def _comparable(self) -> list[StepRecord]:
