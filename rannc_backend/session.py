@@ -1,0 +1,323 @@
+"""One user model on this rank: planned once, then every graph that Dynamo makes of it runs under the same owners.
+
+In: captured graphs of the model. Out: a `GraphRuntime` per distinct graph. Training, evaluation, no_grad and autocast give different
+graphs; a rank whose local batch is 1 gives the same graph again. Parameters move once, when the first graph is planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from rannc_backend.analysis import GraphAnalysis, analyze
+from rannc_backend.calibration import choose_cluster
+from rannc_backend.capture import CapturedGraph
+from rannc_backend.compile_stages import CompileCache
+from rannc_backend.config import Config, check_same_options
+from rannc_backend.cost.cluster import Cluster
+from rannc_backend.deployment import Deployer, cut_stages
+from rannc_backend.deployment_file import read_plan_text, write_text
+from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, UserInputError, rebuild_error
+from rannc_backend.ir.plan import Plan
+from rannc_backend.log import setup_logging
+from rannc_backend.measured import report_of
+from rannc_backend.narrator import log_narrator
+from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
+from rannc_backend.partition.planner import describe_cluster
+from rannc_backend.partition.projection import project_plan
+from rannc_backend.planning import plan_analysis
+from rannc_backend.pricers import make_bench, measures
+from rannc_backend.profiling import answer_leader, leading
+from rannc_backend.progress import Progress, planning_progress
+from rannc_backend.report.tables import plan_report
+from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
+from rannc_backend.runtime.meter import StepMeter
+from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
+from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.torch_version import mention_untried_torch
+
+logger = logging.getLogger(__name__)
+
+_PIPED_COLUMNS = 100
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """See the module docstring."""
+
+    root: weakref.ref[nn.Module]
+    config: Config
+    world: World
+    cache: CompileCache = field(default_factory=CompileCache)
+    counter: StepCounter = field(default_factory=StepCounter)
+    plan: Plan | None = None
+    deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
+    table: ParameterTable | None = None
+    runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
+
+    def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
+        """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then stale).
+
+        Collective for a graph that is new.
+        """
+        key = captured.fingerprint
+        if key in self.runtimes:
+            return self.runtimes[key], False
+        self.world.monitor.phase("planning")
+        answers = agree(
+            self.world,
+            "the first call of a graph",
+            {"fingerprint": key, "rows": local_rows, "options": self.config.model_dump(), "torch": torch.__version__},
+            limit_seconds=self.config.compile_timeout_seconds,
+        )
+        _check_same(answers)
+        rows = [answer["rows"] for answer in answers]
+        with log_narrator(verbose=self.config.verbose).step("analysis") as details:
+            analysis = analyze(captured)
+            details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
+        moved = False
+        if self.plan is None and self.config.partitioning_dry_run_np:
+            self._dry_run(analysis, rows)
+        if self.plan is None:
+            plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
+            stage_of = self._check_plan(plan, analysis)
+            self.plan = plan
+            self.deferred = plan.schedule == "fill_drain" and "1f1b" in exact_schedules(analysis.split, analysis.needs_grad)
+        else:
+            stage_of = project_plan(self.plan, analysis.split, captured.inputs)
+        cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
+        if self.table is None:
+            moved = self._take_ownership(self.plan)
+        runtime = self._deployer().deploy(analysis, cut, label=f"graph {len(self.runtimes)}")
+        if not any(other.meter for other in self.runtimes.values()) and any(output.differentiable for output in runtime.outputs):
+            runtime.meter = self._meter(runtime)
+        self.runtimes[key] = runtime
+        self._report_outputs(analysis, rows)
+        return self.runtimes[key], moved
+
+    def _dry_run(self, analysis: GraphAnalysis, rows: list[int]) -> NoReturn:
+        """Plan for more or fewer ranks than there are, print and save that, and end the process as a success, on every rank."""
+        num_devices = self.config.partitioning_dry_run_np
+        # Every rank of that job is expected to bring as many rows as the ranks of this one.
+        batch_rows = max(1, sum(rows) * num_devices // len(rows)) if self.config.gather_inputs else rows[0]
+        plan = self._make_plan(analysis, batch_rows, num_devices)
+        if self.world.rank == 0:
+            console = Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, highlight=False)
+            for section in plan_report(plan):
+                console.print(section)
+            console.print(f"dry run: plan for {num_devices} ranks saved in {self.config.deployment_file}", soft_wrap=True, markup=False)
+            sys.stdout.flush()
+        # Neither Dynamo nor the user's `except Exception` takes this for a failure.
+        raise SystemExit(0)
+
+    def _make_plan(self, analysis: GraphAnalysis, batch_rows: int, num_devices: int | None = None) -> Plan:
+        """Rank 0 plans, for ``num_devices`` (None: the ranks at hand); the others check what they get."""
+        dry = num_devices is not None
+        loaded = self.config.load_deployment and not dry
+        cluster = None if loaded else choose_cluster(self.config, self.world, num_devices=num_devices)
+        text, failure = "", None
+        # All ranks: a launcher hands Ctrl-C on to each of them, and those that wait for the plan must stay.
+        with planning_progress(self.world.rank) as progress:
+            profiled = cluster is not None and not dry and measures(self.config, self.world)
+            if profiled and self.world.rank != 0:
+                assert cluster is not None
+                bench = make_bench(analysis, self.config, cluster, self.world.device)
+                answer_leader(bench, self.world, limit_seconds=self.config.compile_timeout_seconds)
+            if self.world.rank == 0:
+                try:
+                    text = (
+                        self._loaded_text()
+                        if cluster is None
+                        else self._plan_here(analysis, batch_rows, cluster, progress, profiled=profiled).to_json()
+                    )
+                    if dry or (self.config.save_deployment and not loaded):
+                        write_text(self.config.deployment_file, text, what="plan")
+                except RanncError as error:
+                    failure = error
+            words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
+            text, error_class, error_text = self.world.control.broadcast(
+                words, what="the plan", limit_seconds=self.config.compile_timeout_seconds
+            )
+        if failure is not None:
+            raise failure
+        if error_class:
+            raise rebuild_error(error_class, error_text)
+        plan = Plan.from_json(text)
+        if self.world.rank == 0 and not dry:
+            logger.info("%s", plan.summary())
+        return plan
+
+    def _loaded_text(self) -> str:
+        text = read_plan_text(self.config.deployment_file)
+        check_options(Plan.from_json(text), self.config)
+        logger.info("plan loaded from %s", self.config.deployment_file)
+        return text
+
+    def _check_plan(self, plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
+        """The stage of every node, on each rank for itself: a plan that was loaded is not trusted, and one that was made is the same."""
+        return check_plan(
+            plan,
+            analysis.split,
+            analysis.captured.inputs,
+            config=self.config,
+            fingerprint=analysis.captured.fingerprint,
+            world_size=self.world.size,
+            device_memory_bytes=describe_cluster(self.world.size, self.world.device).device.memory_bytes,
+            possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
+        )
+
+    def _plan_here(
+        self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress, *, profiled: bool
+    ) -> Plan:
+        bench = make_bench(analysis, self.config, cluster, self.world.device) if profiled else None
+        with leading(bench, self.world, limit_seconds=self.config.compile_timeout_seconds, progress=progress) as profiler:
+            return plan_analysis(
+                analysis,
+                config=self.config,
+                num_devices=cluster.num_devices,
+                cluster=cluster,
+                # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
+                batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
+                progress=progress,
+                narrator=log_narrator(verbose=self.config.verbose),
+                profiler=profiler,
+            )
+
+    def _take_ownership(self, plan: Plan) -> bool:
+        root = self.root()
+        assert root is not None, "the model is gone"
+        owners: dict[str, set[int]] = {}
+        for stage in plan.stages:
+            for name in (*stage.parameters, *stage.updated_buffers):
+                owners.setdefault(name, set()).update(stage.ranks)
+        self.table = ParameterTable.build(root, {name: tuple(sorted(ranks)) for name, ranks in owners.items()}, self.world)
+        if self.world.size == 1:
+            return False
+        self.world.transport.prepare(channels=[STATE_CHANNEL])
+        if self.config.sync_params_on_init:
+            self.world.monitor.phase("giving parameters to their owners")
+            self.table.synchronize()
+        freed = self.table.release()
+        logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, freed / 2**20)
+        return freed > 0
+
+    def _deployer(self) -> Deployer:
+        root = self.root()
+        assert root is not None and self.plan is not None and self.table is not None, "not planned yet"
+        return Deployer(
+            world=self.world,
+            config=self.config.model_copy(update={"schedule": "fill_drain"}) if self.deferred else self.config,
+            plan=self.plan,
+            table=self.table,
+            tensors=named_tensors(root),
+            counter=self.counter,
+            cache=self.cache,
+        )
+
+    def _meter(self, runtime: GraphRuntime) -> StepMeter | None:
+        root = self.root()
+        if not self.config.report_steps or root is None or self.plan is None:
+            return None
+        return StepMeter(
+            device=self.world.device,
+            stage_index=self.plan.stage_of_rank(self.world.rank),
+            num_steps=self.config.report_steps,
+            expected_rows=self.plan.batch_rows,
+            model_tensors=tuple(named_tensors(root).values()),
+            gradient_tensors=runtime.buckets.tensors,
+            deliver=self._report_measured,
+        )
+
+    def _report_measured(self, records: list[dict[str, Any]]) -> None:
+        assert self.plan is not None, "measured before planned"
+        report = report_of(self.plan, records) if self.world.rank == 0 else None
+        if report is None:
+            return
+        logger.info("%s", report.table())
+        if self.config.run_file:
+            try:
+                write_text(self.config.run_file, report.to_json(), what="measured steps")
+            except UserInputError as error:
+                logger.warning("%s", error)  # no reason to end a run that works
+
+    def _report_outputs(self, analysis: GraphAnalysis, rows: list[int]) -> None:
+        names = [output.name for output in analysis.split.user_outputs if output.kind == "rows"]
+        scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
+        if self.world.rank == 0 and self.world.size > 1 and scalars and names and self.config.outputs == "all":
+            size = sum(analysis.value(name).bytes_per_row for name in names) * sum(rows)
+            logger.info(
+                "%d outputs beside the loss come back as each rank's rows, which moves %.1f MB per step; "
+                "options={'outputs': 'loss'} leaves them out",
+                len(names),
+                size / 2**20,
+            )
+
+
+def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Parameters and buffers under their primary names."""
+    return {**dict(root.named_parameters()), **dict(root.named_buffers())}
+
+
+def _check_same(answers: list[dict[str, object]]) -> None:
+    check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
+    for what, item in (("versions of torch", "torch"), ("models or inputs (hash of the captured graph)", "fingerprint")):
+        values = [str(answer[item])[:16] for answer in answers]
+        if len(set(values)) > 1:
+            raise RanksDifferError(what, value_by_rank=values)
+
+
+@dataclass(slots=True)
+class SessionRegistry:
+    """The sessions of this process, by root module; they end with their modules."""
+
+    sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def session_of(self, root: nn.Module, config: Config) -> Session:
+        """The model's session, begun if there is none. Collective then.
+
+        Raises:
+            OptionValueError: the model is planned already, under other options.
+        """
+        session = self.sessions.get(root)
+        if session is None:
+            world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
+            setup_logging(world.rank, os.environ)
+            mention_untried_torch(torch.__version__)
+            session = Session(root=weakref.ref(root), config=config, world=world)
+            self.sessions[root] = session
+        elif session.config != config:
+            changed = [item for item in Config.model_fields if getattr(session.config, item) != getattr(config, item)]
+            raise OptionValueError(
+                changed[0],
+                value=getattr(config, changed[0]),
+                source="options",
+                expected=f"{getattr(session.config, changed[0])!r}, as when this model was planned",
+            )
+        return session
+
+    def plan_of(self, model: nn.Module) -> Plan | None:
+        """The plan of a model, compiled or not; None before its first call."""
+        session = self.sessions.get(getattr(model, "_orig_mod", model))
+        return None if session is None else session.plan
+
+    def strides_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Strides of a parameter where it lives, also on a rank that has given its memory back."""
+        for table in self.tables():
+            if id(tensor) in table.released_strides:
+                return table.released_strides[id(tensor)]
+        return tensor.stride()
+
+    def tables(self) -> list[ParameterTable]:
+        """Ownership of every planned model."""
+        return [session.table for session in self.sessions.values() if session.table is not None]

@@ -26,7 +26,8 @@ def test_written_plans_read_back(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("nowhere", "No such file"), (".", "not a file"), ("pipe", "not a file"), ("binary", "UTF-8"), ("a\0b", "null byte")):
+    wrong = {"nowhere": "No such file", ".": "not a file", "pipe": "not a file", "binary": "UTF-8", "a\0b": "null byte"}
+    for name, message in wrong.items():
         with pytest.raises(PlanError, match=message) as caught:
             read_plan(tmp_path / name)
         assert "path of a plan file" in str(caught.value)
