@@ -10,14 +10,16 @@ import pytest
 from rannc_backend.ir.plan import Plan
 from tests.distributed.harness.launch import launcher, run_script
 
+ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("workers") / "dry_run_worker.py"
 
 
-def _run(world: int, directory: Path, **options: str) -> tuple[int | None, str]:
+def _run(world: int, directory: Path, *, worker: Path = WORKER, **options: str) -> tuple[int | None, str]:
     options |= {"stage_compiler": "eager", "cluster": "generic-cpu", "deployment_file": str(directory / "plan.json")}
+    options.setdefault("report_steps", "0")
     variables = [f"RANNC_{name.upper()}={value}" for name, value in options.items()]
-    command = ["env", *variables, *launcher(world), sys.executable]
-    code, output, _ = run_script(WORKER, [], world=world, directory=directory, limit_seconds=120, command=command)
+    command = ["env", f"PYTHONPATH={ROOT}", *variables, *launcher(world), sys.executable]
+    code, output, _ = run_script(worker, [], world=world, directory=directory, limit_seconds=120, command=command)
     return code, output
 
 
@@ -43,3 +45,11 @@ def test_a_dry_run_that_fails_is_an_error_on_every_rank(tmp_path):
     assert code not in (0, None), output
     assert output.count("failed: no plan satisfies the limits: replica_num 8 needs 8 ranks, and there are 4") == 2
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_ctrl_c_on_all_ranks_while_one_plans_does_not_end_the_run(tmp_path):
+    code, output = _run(2, tmp_path, worker=WORKER.with_name("interrupted_worker.py"), partition_num="2", pipeline_num="2")
+    assert code == 0, output
+    assert "not cancelled" not in output and output.count("cancelled") == 1
+    assert output.count("taking the best plan so far") == 2
+    assert output.count("loss ") == 4

@@ -1,0 +1,37 @@
+"""dry_run_worker.py with Ctrl-C on every rank while rank 0 plans and the others wait. Used by test_dry_run.py.
+
+In: nothing. Out: as dry_run_worker.py, and "cancelled" from the rank that plans.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from rannc_backend import session
+from rannc_backend.runtime import bootstrap
+from tests.distributed.workers import dry_run_worker
+
+
+def main() -> None:
+    world = bootstrap.start()
+    plan, broadcast = session.plan_analysis, world.control.broadcast
+
+    def plan_interrupted(*arguments: Any, progress: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("cancelled" if progress.cancelled() else "not cancelled", flush=True)
+        return plan(*arguments, progress=progress, **named)
+
+    def wait_interrupted(*arguments: Any, **named: Any) -> Any:
+        if named.get("what") == "the plan" and world.rank != 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return broadcast(*arguments, **named)
+
+    session.plan_analysis = plan_interrupted
+    world.control.broadcast = wait_interrupted  # type: ignore[method-assign]
+    dry_run_worker.main()
+
+
+if __name__ == "__main__":
+    main()
