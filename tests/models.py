@@ -579,7 +579,8 @@ CONTRACT: tuple[Entry, ...] = (
         lambda rows, generator, dtype: {"x": _normal(generator, rows, WIDTH, dtype=dtype)},
         deep=True,
     ),
-    _outside("batch_norm", lambda: Mlp(batch_norm=True), WIDTH, deep=True, batch_statistics=True),
+    # The biases in front of its norms have a gradient of zero.
+    _outside("batch_norm", lambda: Mlp(batch_norm=True), WIDTH, deep=True, batch_statistics=True, adam_epsilon=1e-4),
     _inside(
         "several_outputs",
         SeveralOutputs,
