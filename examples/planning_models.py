@@ -39,6 +39,13 @@ def llama(*, length: int = 2048, **changes: Any) -> Example:
     return model, (), _text(length)
 
 
+def heavy_head(*, length: int = 512, **changes: Any) -> Example:
+    """A GPT-2 of 12 layers with a vocabulary of 256,000 words, as multilingual models have: most of the work is in the head."""
+    values = {"n_embd": 1024, "n_layer": 12, "n_head": 16, "n_positions": length, "vocab_size": 256000, "use_cache": False}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**(values | changes)))
+    return model, (), _text(length)
+
+
 def t5(*, length: int = 512, **changes: Any) -> Example:
     """T5-3B, encoder and decoder: 2.9 billion parameters."""
     values = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32, "use_cache": False}
