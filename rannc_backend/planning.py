@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rannc_backend.analysis import GraphAnalysis, analyze
 from rannc_backend.block_partitions import partition_blocks
+from rannc_backend.capture_example import convert_model, convert_values, tensors_in
 from rannc_backend.capture_model import capture_model
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
@@ -80,11 +80,11 @@ def analyze_model(
     """Capture and analyse, as `plan_model` does first."""
     narrator = narrator or Narrator()
     call_args, call_kwargs = tuple(args), dict(kwargs)
-    tensors = [*model.parameters(), *model.buffers(), *_tensors((call_args, call_kwargs))]
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in((call_args, call_kwargs))]
     nowhere = any(tensor.device == _META for tensor in tensors)
     if nowhere or dtype is not None:
         convert_model(model, device=_META if nowhere else None, dtype=dtype)
-        call_args, call_kwargs = _converted((call_args, call_kwargs), _META if nowhere else None, dtype)
+        call_args, call_kwargs = convert_values((call_args, call_kwargs), _META if nowhere else None, dtype)
     with narrator.step("capture") as details:
         captured = capture_model(model, call_args, call_kwargs, device=trace_device(cluster) if nowhere else None)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
@@ -202,33 +202,3 @@ def trace_device(cluster: Cluster) -> torch.device:
     # Without CUDA torch aborts the process as soon as autograd asks for the device of a tensor.
     is_gpu = cluster.device.name != "cpu"
     return torch.device("cuda", 0) if is_gpu and torch.cuda.is_available() else torch.device("cpu")
-
-
-def convert_model(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-    """Give the model's tensors, in place, another device, and its floating-point ones another dtype; tied ones stay tied."""
-    made: dict[int, torch.Tensor] = {}
-
-    def converted(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            other = _converted(tensor.detach(), device, dtype)
-            if isinstance(tensor, nn.Parameter):
-                other = nn.Parameter(other, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = tensor if other.device == tensor.device and other.dtype == tensor.dtype else other
-        return made[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = converted(tensor)
-
-
-def _converted(values: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-
-    return pytree.tree_map_only(torch.Tensor, convert, values)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from rannc_backend.capture_example import convert_model
 from rannc_backend.config import resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.errors import BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
-from rannc_backend.planning import analyze_model, convert_model, plan_model, plan_prepared, prepare
+from rannc_backend.planning import analyze_model, plan_model, plan_prepared, prepare
 from rannc_backend.planning_file import PlannableModel, is_blocks_file
 from tests.unit.rannc_backend.capture_harness import fresh_dynamo
 from tests.unit.rannc_backend.planning_examples import SMALL, small_example
