@@ -26,13 +26,13 @@ from rannc_backend.partition.line_cuts import crossing_bytes, cut_line, good_cro
 from rannc_backend.partition.pins import FoundPins, StagePins, find_pins
 from rannc_backend.partition.staged_nodes import (
     Input,
-    Output,
     StagedGraph,
     home_of_cloned,
     output_nodes,
     placeholders_behind,
 )
 from rannc_backend.partition.structures import Kinds, block_structure
+from rannc_backend.passes.split_stages import OutputOfRowwise
 
 DEFAULT_MAX_BLOCKS = 160
 _BETTER = 0.95  # what another order may have of the bytes and the price at most: the model's own keeps equal layers equal
@@ -49,7 +49,7 @@ class BlockLine:
 def build_block_graph(
     staged: StagedGraph,
     inputs: Sequence[Input],
-    outputs: Sequence[Output],
+    outputs: Sequence[OutputOfRowwise],
     needs_grad: Collection[str],
     *,
     device: Device,
@@ -157,7 +157,7 @@ class _Builder:
 
     staged: StagedGraph
     inputs: Sequence[Input]
-    outputs: Sequence[Output]
+    outputs: Sequence[OutputOfRowwise]
     needs_grad: Collection[str]
     keep_rows_outputs: bool
     kinds: Kinds

@@ -36,19 +36,6 @@ class Input(Protocol):
     def requires_grad(self) -> bool: ...
 
 
-class Output(Protocol):
-    """What is read of a description of one output of the row-wise graph."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fqn(self) -> str | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedGraph:
     """`atoms`: staged nodes in topological order, each with its getitems. `reads`: of every staged node the placeholders of
