@@ -34,8 +34,11 @@ from rannc_backend.errors import UnsupportedModelError
 
 aten = torch.ops.aten
 
-# Computed in a form that changes running statistics, see `_DifferentiableInterpreter`.
-_MUTATING_FORMS = (aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update_functional.default)
+# Operators that functionalization has left without a derivative, and the forms that have one but write running statistics.
+_MUTATING_FORMS = {
+    aten._native_batch_norm_legit_functional.default: aten._native_batch_norm_legit.default,
+    aten._batch_norm_with_update_functional.default: aten._batch_norm_with_update.default,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,40 +185,24 @@ class _DifferentiableInterpreter(fx.Interpreter):
     """Runs a graph; operators that functionalization has left without a derivative are computed in another way."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is aten._native_batch_norm_legit_functional.default:
-            return _batch_norm(*args, **kwargs)
-        if target is aten._batch_norm_with_update_functional.default:
-            return _batch_norm_with_update(*args, **kwargs)
+        if target in _MUTATING_FORMS:
+            assert not kwargs, f"{target} with keyword arguments {kwargs}"
+            return _batch_norm(_MUTATING_FORMS[target], *args)
         return super().call_function(target, args, kwargs)
 
 
 def _batch_norm(
+    operator: Callable[..., tuple[torch.Tensor, ...]],
     value: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     running_mean: torch.Tensor,
     running_var: torch.Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
+    *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
+    """What `operator` gives and the new running statistics, which it writes over copies of the old ones."""
     new_mean, new_var = running_mean.clone(), running_var.clone()
-    results = aten._native_batch_norm_legit.default(value, weight, bias, new_mean, new_var, training, momentum, eps)
-    return (*results, new_mean, new_var)
-
-
-def _batch_norm_with_update(
-    value: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
-    new_mean, new_var = running_mean.clone(), running_var.clone()
-    results = aten._batch_norm_with_update.default(value, weight, bias, new_mean, new_var, momentum, eps)
-    return (*results, new_mean, new_var)
+    return (*operator(value, weight, bias, new_mean, new_var, *settings), new_mean, new_var)
 
 
 @contextlib.contextmanager
