@@ -20,7 +20,7 @@ from rannc_backend.partition.stage_search import Effort, StageSearch, search
 from rannc_backend.schedule.orders import ScheduleName
 
 _SHORT = Effort(narrow_width=12, num_narrow_cells=3, most_candidates=0)
-_SAME = 1e-6  # relative difference of steps that are called equal
+_SAME = 1e-3  # relative difference of steps that are called equal
 
 
 def binding(plan: Solution, stages: Sequence[StagePlan], what_if: Sequence[WhatIf], *, ended: bool) -> str:

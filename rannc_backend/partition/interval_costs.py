@@ -31,6 +31,7 @@ from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.partition.search_problem import Floats, Ints, MicroBatchTables
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
+_SMALL_THINGS = 0.005  # of weights, their states and saved values: scalars, counters, and what an allocator rounds up
 NO_BUDGET = 0.0  # everything is recomputed but what the stage receives
 
 
@@ -138,6 +139,7 @@ class IntervalCosts:
         saved = np.sum([part.saved_bytes for part in parts], axis=0)
         let_go = np.cumsum([part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0)
         workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
+        workspace = workspace + _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + saved)
         if priced_as is None:
             backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
         return BlockPrices(
@@ -255,7 +257,7 @@ class IntervalCosts:
         rows = np.array([self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64)
         columns = np.searchsorted(self._rows, rows)
         received = self._sum_flows("received", columns)
-        held = self.parameter_bytes + (1 + self.optimizer_factor) * self.trainable_bytes
+        held = self._held_bytes()
         fixed = held[:, :, None] + num_micro_batches * self._over(self._returned[:, columns]) + self._message_buffers(columns)
         whole = self._prices[self.pricer.budgets[0]]
         forward = self._seconds(np.stack([price.forward_seconds[columns] for price in whole]))
@@ -268,6 +270,7 @@ class IntervalCosts:
             saved = self._over(own)
             let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
             workspace = self._largest(np.stack([price.workspace_bytes[columns] for price in prices]) + let_go) - let_go[self._ends() - 1]
+            workspace = workspace + _SMALL_THINGS * (held[:, :, None] + saved)
             if priced_as is None:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
             backwards.append(backward)
@@ -283,6 +286,10 @@ class IntervalCosts:
             message_bytes=received,
             gradient_bytes=self._sum_flows("gradients", columns),
         )
+
+    def _held_bytes(self) -> Floats:
+        """[L, N]: parameters, gradients and optimizer state."""
+        return self.parameter_bytes + (1 + self.optimizer_factor) * self.trainable_bytes
 
     def _over(self, values: Floats) -> Floats:
         """[L, N, columns]: sums of values [L, columns] over intervals; those beyond the last block count as ending there."""
