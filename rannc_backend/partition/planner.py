@@ -21,7 +21,7 @@ from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCost
 from rannc_backend.partition.blocks import build_block_graph
-from rannc_backend.partition.equal_split import best_equal_split, even_shares
+from rannc_backend.partition.equal_split import even_shares
 from rannc_backend.partition.explanations import alternatives, binding, what_if
 from rannc_backend.partition.pins import StagePins
 from rannc_backend.partition.plan_checks import exact_schedules
@@ -37,6 +37,7 @@ from rannc_backend.schedule.orders import ScheduleName
 logger = logging.getLogger(__name__)
 
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
+_AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
 def plan_stages(
@@ -171,8 +172,7 @@ def plan_blocks(
     result = found.run()
     if result.solution is None:
         raise request.infeasible()
-    equal = best_equal_split(found.pricers)
-    equal = None if equal is None else priced(problem, equal)
+    equal = None if found.equal is None else priced(problem, found.equal)
     chosen = _settle(problem, result.solution, equal)
     _warn_of_idle_ranks(request, chosen)
     stages = stage_plans(graph, costs, problem, chosen)
@@ -223,7 +223,12 @@ def _settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> 
     if not without_latency or best.num_stages == 1:
         return best
     even = even_shares(Pricer(problem, best.num_micro_batches, best.schedule), best)
-    if even is None or longest_compute(problem, best) <= _UNEVEN * longest_compute(problem, even):
+    if even is None:
+        return best
+    # With one micro-batch every cut takes equally long: then the even one, which also shares out the memory.
+    as_fast = even.step_seconds <= best.step_seconds * (1 + _AS_FAST)
+    unevenness = longest_compute(problem, best) / max(longest_compute(problem, even), 1e-30)
+    if unevenness <= (1 if as_fast else _UNEVEN):
         return best
     return even if equal is None or even.step_seconds <= equal.step_seconds else equal
 
