@@ -50,13 +50,13 @@ def _with_bounds(pricer: Pricer, num_stages: int) -> list[_Entry]:
     if sizes.max() > pricer.max_length:
         return []
     forward = tables.forward[cuts[:-1], sizes - 1]
-    backward = np.stack([pricer.backward(num_stages - s)[0][cuts[s], sizes[s] - 1] for s in range(num_stages)])
+    backward = pricer.backward(np.arange(num_stages, 0, -1)[:, None], (cuts[:-1], sizes - 1))[0]
     cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=num_stages)
     bounds = _bounds(cell, forward, backward)
     entries = []
     for option, replicas in enumerate(tables.replicas.tolist()):
-        wished = honours(problem, cuts.tolist(), (replicas,) * num_stages)
-        if np.isfinite(bounds[option]) and replicas * num_stages <= problem.num_devices and wished:
+        possible = np.isfinite(bounds[option]) and replicas * num_stages <= problem.num_devices
+        if possible and honours(problem, cuts.tolist(), (replicas,) * num_stages):
             key = (pricer.schedule, pricer.num_micro_batches, num_stages, replicas)
             entries.append((float(bounds[option]), key, pricer, cell, cuts, option))
     return entries
@@ -70,10 +70,9 @@ def _bounds(cell: Cell, forward: Floats, backward: Floats) -> Floats:
         return path
     if cell.schedule == "fill_drain":
         return path + (cell.num_micro_batches - 1) * (forward.max(axis=0) + backward.max(axis=0))
-    result = path
+    after = np.arange(cell.num_stages - 1, -1, -1)[:, None]
     with np.errstate(invalid="ignore"):
-        for stage in range(cell.num_stages):
-            result = np.maximum(result, path + own_excess(cell, cell.num_stages - stage - 1, forward[stage], backward[stage]))
+        result = np.maximum(path, path + own_excess(cell, after, forward, backward).max(axis=0))
         for alpha, beta in cell.weights():
             result = np.maximum(result, alpha * path + beta * compute.max(axis=0))
     return result

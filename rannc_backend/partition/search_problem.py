@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -143,28 +143,25 @@ class StageTerms:
 
 
 class Pricer:
-    """Prices of stages for one number of micro-batches and one schedule; remembers what depends on the micro-batches in flight."""
+    """Prices of stages for one number of micro-batches and one schedule."""
 
     def __init__(self, problem: SearchProblem, num_micro_batches: int, schedule: ScheduleName) -> None:
         self.problem, self.num_micro_batches, self.schedule = problem, num_micro_batches, schedule
         self.tables = problem.tables(num_micro_batches)
         self.max_length = self.tables.forward.shape[1]
-        self._by_in_flight: dict[int, tuple[Floats, Ints]] = {}
-        self._most_in_flight: Floats | None = None
 
-    def backward(self, num_stages_to_end: int) -> tuple[Floats, Ints]:
-        """Backward seconds [L, N, R] with the best budget that fits (inf: none does), and which budget that is."""
-        number = in_flight(self.schedule, self.num_micro_batches, num_stages_to_end)
-        if number not in self._by_in_flight:
-            tables = self.tables
-            fits = tables.fixed_bytes + number * tables.flight_bytes <= self.problem.memory_bytes
-            known = next((entry for entry in self._by_in_flight.values() if np.array_equal(entry[2], fits)), None)
-            if known is None:
-                seconds = np.where(fits & np.isfinite(tables.forward), tables.backward, np.inf)
-                chosen = seconds.argmin(axis=0)
-                known = (np.take_along_axis(seconds, chosen[None], axis=0)[0], chosen, fits)
-            self._by_in_flight[number] = known
-        return self._by_in_flight[number][:2]
+    def backward(self, num_stages_to_end: int | Ints, index: tuple[object, ...]) -> tuple[Floats, Ints]:
+        """Backward seconds at an index of [L, N, R] with the best budget that fits (inf: none does), and which budget that is."""
+        most = self.num_micro_batches
+        number = most if self.schedule == "fill_drain" else np.minimum(num_stages_to_end, most)
+        tables, everywhere = self.tables, (slice(None), *index)
+        fits = tables.fixed_bytes[everywhere] + number * tables.flight_bytes[everywhere] <= self.problem.memory_bytes
+        return _fastest(tables.forward[index], tables.backward[everywhere], fits)
+
+    @cached_property
+    def least_backward(self) -> Floats:
+        """[L, N, R]: backward seconds of last stages: no others have fewer micro-batches in flight."""
+        return self.backward(1, (slice(None), slice(None), slice(None)))[0]
 
     def links(self, near: NDArray[np.bool_], num_bytes: Floats) -> Floats:
         """Seconds of messages over the near or the far link."""
@@ -205,7 +202,7 @@ class Pricer:
             gradient = self.links(near, tables.gradient_bytes[index] * share)
         return StageTerms(
             forward=tables.forward[index],
-            backward=self.backward(stages_to_end)[0][index],
+            backward=self.backward(stages_to_end, index)[0],
             message=message,
             gradient=gradient,
             allreduce=self.allreduce(begins, lengths, replicas, places, num_stages if placement == "replica_major" else 1),
@@ -221,6 +218,17 @@ class Pricer:
         own, shared = problem.own_gradient_bytes[begins, lengths - 1], problem.shared_gradient_bytes[begins, lengths - 1]
         own_latency, own_rate, shared_latency, shared_rate = terms[inverse].T
         return np.where(own > 0, own_latency + own * own_rate, 0.0) + np.where(shared > 0, shared_latency + shared * shared_rate, 0.0)
+
+
+def _fastest(forward: Floats, backward: Floats, fits: NDArray[np.bool_]) -> tuple[Floats, Ints]:
+    """Of `backward` [budgets, ...] the least that fits, inf where none does or forward is inf; and which budget that is."""
+    seconds, chosen = np.full(forward.shape, np.inf), np.zeros(forward.shape, dtype=np.int8)
+    fits = fits & np.isfinite(forward)
+    for budget, values in enumerate(backward):
+        better = fits[budget] & (values < seconds)
+        np.copyto(seconds, values, where=better)
+        chosen[better] = budget
+    return seconds, chosen
 
 
 @lru_cache(maxsize=65536)

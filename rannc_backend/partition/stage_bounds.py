@@ -21,163 +21,18 @@ share of devices, which is such a sum too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_backend.partition.search_problem import Floats, Ints, Placement, Pricer
-from rannc_backend.schedule.orders import ScheduleName
-
-PRICES = (0.0, 0.4, 0.7, 1.0, 1.4, 2.2)
-"""Prices of a device, as multiples of the seconds of a round trip per device: what one more device is worth where all share."""
-
+from rannc_backend.partition.search_problem import Floats, Ints, Pricer, in_flight
+from rannc_backend.partition.stage_sums import Cell, Choices, Row, Sums, shape_rows
 
 _BISECTIONS = 10
 _BISECTED_TO = 0.004
-_GRID = 9  # intervals of the longest c that are told apart in first bounds
+_GRID = 5  # intervals of the longest c that are told apart in first bounds
 _IN_FLIGHT_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # told apart in first bounds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """All plans with this schedule, numbers of micro-batches and stages, and placement. `option`: of all stages, if fixed."""
-
-    schedule: ScheduleName
-    num_micro_batches: int
-    num_stages: int
-    placement: Placement = "stage_major"
-    option: int | None = None
-
-    def weights(self) -> list[tuple[float, float]]:
-        """(alpha, beta) of the bounds alpha P + beta max c that hold for every plan of the cell."""
-        number, stages = self.num_micro_batches, self.num_stages
-        if self.schedule == "fill_drain" or stages == 1:
-            return [(1.0, number - 1.0)]
-        trips = (number - 1) // stages
-        return [(1.0 + n, float(number - 1 - n * stages)) for n in sorted({1, trips}) if 1 <= n <= trips]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """Stages that one place in the pipeline may have: arrays [n], sorted by first block, length, option.
-
-    `pairs`: where in the arrays each run of blocks begins; `begins_at`: where in the pairs each first block does.
-    """
-
-    begins: Ints
-    ends: Ints
-    options: Ints
-    forward: Floats
-    backward: Floats
-    path: Floats  # w at the least
-    replicas: Floats
-    pairs: Ints
-    pair_begins: Ints
-    pair_ends: Ints
-    begins_at: Ints
-    distinct_begins: Ints
-
-    @classmethod
-    def of(cls, pricer: Pricer, allowed: NDArray[np.bool_], num_stages_to_end: int, least_messages: Floats) -> Choices:
-        begins, lengths, options = np.nonzero(allowed)
-        index = (begins, lengths, options)
-        forward, backward = pricer.tables.forward[index], pricer.backward(num_stages_to_end)[0][index]
-        path = forward + backward + np.where(begins > 0, least_messages[index], 0.0)
-        columns = (begins, begins + lengths + 1, options, forward, backward, path, pricer.tables.replicas[options].astype(float))
-        return cls._sorted(*columns)
-
-    @classmethod
-    def _sorted(cls, *columns: NDArray) -> Choices:
-        begins, ends = columns[0], columns[1]
-        width = int(ends.max(initial=0)) + 1
-        _, pairs = np.unique(begins * width + ends, return_index=True)
-        distinct, begins_at = np.unique(begins[pairs], return_index=True)
-        return cls(*columns, pairs, begins[pairs], ends[pairs], begins_at, distinct)
-
-    def keep(self, kept: NDArray[np.bool_]) -> Choices:
-        """Only the chosen ones."""
-        if kept.all():
-            return self
-        names = ("begins", "ends", "options", "forward", "backward", "path", "replicas")
-        return self._sorted(*(getattr(self, name)[kept] for name in names))
-
-    @property
-    def compute(self) -> Floats:
-        return self.forward + self.backward
-
-    def __len__(self) -> int:
-        return len(self.begins)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One sum over stages: path * w + compute * r c / devices + price * r. `bounds`: "path", "step" or "devices"."""
-
-    bounds: str
-    path: float = 0.0
-    compute: float = 0.0
-    price: float = 0.0
-
-
-def shape_rows(cell: Cell, path_seconds: float, num_devices: int) -> list[Row]:
-    """Rows for one cell whose round trip takes about `path_seconds`."""
-    unit = path_seconds / num_devices
-    rows = [Row(bounds="devices", price=1.0)]
-    rows += [Row(bounds="path", path=1.0, price=price * unit) for price in PRICES]
-    for alpha, beta in cell.weights():
-        if beta > 0:
-            rows += [Row(bounds="step", path=alpha, compute=beta, price=alpha * price * unit) for price in PRICES[1:-1]]
-    return rows
-
-
-class Sums:
-    """Least sums over the last k stages for the blocks from b on: `tables` [rows, k, b]; and over the first k before b."""
-
-    def __init__(self, choices: Sequence[Choices], rows: Sequence[Row], num_blocks: int, num_devices: int) -> None:
-        self.choices, self.rows, self.num_blocks, self.num_devices = choices, rows, num_blocks, num_devices
-        self._least: dict[int, Floats] = {}
-        self.path = np.array([row.path for row in rows])[:, None]
-        self.compute = np.array([row.compute / num_devices for row in rows])[:, None]
-        self.price = np.array([row.price for row in rows])[:, None]
-        self.kinds = {kind: np.array([row.bounds == kind for row in rows]) for kind in ("path", "step", "devices")}
-        self.tables = np.full((len(rows), len(choices) + 1, num_blocks + 1), np.inf)
-        self.tables[:, 0, num_blocks] = 0.0
-        for k, options in enumerate(choices, start=1):
-            if len(options):
-                sums = self.least(options) + self.tables[:, k - 1, options.pair_ends]
-                self.tables[:, k, options.distinct_begins] = np.minimum.reduceat(sums, options.begins_at, axis=1)
-
-    def of_choices(self, options: Choices) -> Floats:
-        """[rows, choices]: what each choice adds."""
-        return self.path * options.path + self.compute * (options.replicas * options.compute) + self.price * options.replicas
-
-    def least(self, options: Choices) -> Floats:
-        """[rows, pairs]: the least over options."""
-        if id(options) not in self._least:
-            self._least[id(options)] = np.minimum.reduceat(self.of_choices(options), options.pairs, axis=1)
-        return self._least[id(options)]
-
-    def prefixes(self) -> Floats:
-        """[rows, k, b]: least sums over the first k stages of as many as there are choices, for the blocks before b."""
-        result = np.full_like(self.tables, np.inf)
-        result[:, 0, 0] = 0.0
-        for k, options in enumerate(reversed(self.choices), start=1):
-            if len(options):
-                sums = self.least(options) + result[:, k - 1, options.pair_begins]
-                for row in range(len(sums)):
-                    np.minimum.at(result[row, k], options.pair_ends, sums[row])
-        return result
-
-    def rest(self, kind: str, num_stages: int, blocks: Ints | int, devices: Ints | int) -> Floats:
-        """Least sum of the last stages with the blocks from `blocks` on, on at most `devices` devices: [...], inf if none."""
-        rows = self.kinds[kind]
-        sums = self.tables[rows, num_stages][:, blocks]
-        if kind == "devices":
-            return sums[0]
-        price = self.price[rows, 0].reshape((-1,) + (1,) * (sums.ndim - 1))
-        return (sums - price * devices).max(axis=0)
 
 
 class Peaks:
@@ -190,6 +45,12 @@ class Peaks:
     def __init__(self, cell: Cell, choices: Sequence[Choices], num_blocks: int) -> None:
         self.cell, self.choices = cell, choices
         self.highest = 0.0  # no plan's worst `measure` is less
+        self.num_blocks = num_blocks
+        self.measures = [self.measure(options, k) for k, options in enumerate(choices, start=1)]
+
+    def complete(self) -> None:
+        """Compute `after` and `reach`."""
+        cell, choices, num_blocks = self.cell, self.choices, self.num_blocks
         self.after = np.full((2, len(choices) + 1, num_blocks + 1), np.inf)
         self.reach = np.full((len(choices) + 1, num_blocks + 1), np.inf)
         self.after[:, 0, num_blocks] = self.reach[0, num_blocks] = 0.0
@@ -227,6 +88,13 @@ class Peaks:
                     np.minimum.at(result[kind, k], options.pair_ends, highest[kind])
         return result
 
+    def below(self, limit: float, path: float) -> float:
+        """No plan with a step below the limit and that round trip or more has a worst `measure` above this."""
+        weights = [(alpha, beta) for alpha, beta in self.cell.weights() if beta > 0]
+        if self.cell.weights():
+            return min([(limit - alpha * path) / beta for alpha, beta in weights], default=np.inf)
+        return limit - path
+
     def measure(self, options: Choices, k: int) -> Floats:
         """What the worst stage of a plan is worst in: c; for 1f1b with few micro-batches the excess."""
         if self.cell.weights():
@@ -255,13 +123,28 @@ class Peaks:
 class CellBounds:
     """Bounds of one cell, narrowed to plans faster than a limit by `narrow`."""
 
-    def __init__(self, pricer: Pricer, cell: Cell, choices: Sequence[Choices], path_seconds: float) -> None:
+    def __init__(
+        self,
+        pricer: Pricer,
+        cell: Cell,
+        choices: Sequence[Choices],
+        path_seconds: float,
+        limit: float = np.inf,
+        least_path: float = 0.0,
+    ) -> None:
+        """`path_seconds`: about the round trip of good plans; no plan has a shorter one than `least_path`."""
         self.pricer, self.cell, self.choices = pricer, cell, list(choices)
         self.path_seconds = path_seconds
-        self.resum()
+        self.peaks = Peaks(cell, self.choices, pricer.problem.num_blocks)
+        most = self.peaks.below(limit, least_path)
+        # Most cells end here, which costs little.
+        if np.isfinite(most) and not self._is_enough(most):
+            self.lower_bound = limit
+        else:
+            self.resum(limit)
 
-    def resum(self) -> None:
-        """Compute the sums over the choices anew."""
+    def resum(self, limit: float = np.inf) -> None:
+        """Compute the sums over the choices anew; plans that take `limit` or longer are of no interest."""
         problem = self.pricer.problem
         rows = shape_rows(self.cell, self.path_seconds, problem.num_devices)
         self.sums = Sums(self.choices, rows, problem.num_blocks, problem.num_devices)
@@ -269,40 +152,54 @@ class CellBounds:
         self.lower_bound = np.inf
         if self.sums.rest("devices", stages, 0, problem.num_devices) > problem.num_devices:
             return
-        self.peaks = Peaks(self.cell, self.choices, problem.num_blocks)
-        self.peaks.highest = self._least_highest()
         self.path_seconds = float(self.sums.rest("path", stages, 0, problem.num_devices))
         if not np.isfinite(self.path_seconds):
             return
+        self.peaks.complete()
+        highest = self._least_highest(self.peaks.below(limit, self.path_seconds))
+        if highest is None:
+            self.lower_bound = limit
+            return
+        self.peaks.highest = highest
         excess, longest = self.peaks.after[:, stages, 0]
         bounds = [float(self.peaks.bound(np.float64(self.path_seconds), excess, longest)), float(self.peaks.reach[stages, 0])]
         if self.sums.kinds["step"].any():
             bounds.append(float(self.sums.rest("step", stages, 0, problem.num_devices)))
         self.lower_bound = max(bounds)
 
-    def _least_highest(self) -> float:
-        """The least `Peaks.measure` of the worst stage of plans that have enough devices, a little less at most."""
-        devices = self.pricer.problem.num_devices
-        measures = [self.peaks.measure(options, k) for k, options in enumerate(self.choices, start=1)]
-        low, high = 0.0, max((float(values.max(initial=0.0)) for values in measures), default=0.0)
+    def _least_highest(self, most: float) -> float | None:
+        """The least `Peaks.measure` of the worst stage of plans that have enough devices, a little less at most; None: above `most`."""
+        low, high = 0.0, max((float(values.max(initial=0.0)) for values in self.peaks.measures), default=0.0)
+        if most < high:
+            if not self._is_enough(most):
+                return None
+            high = most
         if not np.isfinite(high):
             return 0.0
         for _ in range(_BISECTIONS):
             if high - low <= _BISECTED_TO * high:
                 break
-            middle = (low + high) / 2 if low else high / 4
-            least = np.full(self.pricer.problem.num_blocks + 1, np.inf)
-            least[-1] = 0.0
-            for options, values in zip(self.choices, measures, strict=True):
-                needed = np.minimum.reduceat(np.where(values <= middle, options.replicas, np.inf), options.pairs)
-                sums = np.minimum.reduceat(needed + least[options.pair_ends], options.begins_at)
-                least = np.full_like(least, np.inf)
-                least[options.distinct_begins] = sums
-            if least[0] <= devices:
+            # With a limit the answer is near to it.
+            middle = (low + high) / 2 if low else high * (0.75 if high == most else 0.25)
+            if self._is_enough(middle):
                 high = middle
             else:
                 low = middle
         return low
+
+    def _is_enough(self, most: float) -> bool:
+        """Whether there are devices enough for stages whose measures are `most` at most."""
+        devices = self.pricer.problem.num_devices
+        least = np.full(self.pricer.problem.num_blocks + 1, np.inf)
+        least[-1] = 0.0
+        for options, values in zip(self.choices, self.peaks.measures, strict=True):
+            if not len(options):
+                return False
+            needed = np.minimum.reduceat(np.where(values <= most, options.replicas, np.inf), options.pairs)
+            sums = np.minimum.reduceat(needed + least[options.pair_ends], options.begins_at)
+            least = np.full_like(least, np.inf)
+            least[options.distinct_begins] = sums
+        return bool(least[0] <= devices)
 
     def narrow(self, limit: float) -> None:
         """Drop choices that no plan with a step below `limit` has. `lower_bound` is inf when none are left."""
@@ -320,7 +217,8 @@ class CellBounds:
                 if not len(self.choices[k - 1]):
                     self.lower_bound = np.inf
                     return
-            self.resum()
+            self.peaks = Peaks(self.cell, self.choices, self.pricer.problem.num_blocks)
+            self.resum(limit)
             if sum(map(len, self.choices)) > 0.9 * before:
                 return
 
@@ -340,10 +238,10 @@ class CellBounds:
         return bound
 
 
-def own_excess(cell: Cell, num_after: int, forward: Floats, backward: Floats) -> Floats:
+def own_excess(cell: Cell, num_after: int | Ints, forward: Floats, backward: Floats) -> Floats:
     """1f1b: what a stage adds to the round trip: (m - 1) c - min(a, m - 1) min(f, b)."""
     number = cell.num_micro_batches
-    return (number - 1) * (forward + backward) - min(num_after, number - 1) * np.minimum(forward, backward)
+    return (number - 1) * (forward + backward) - np.minimum(num_after, number - 1) * np.minimum(forward, backward)
 
 
 class Shapes:
@@ -354,6 +252,7 @@ class Shapes:
         self.pricer, self.limit = pricer, limit
         self._choices: dict[tuple[object, ...], Choices] = {}
         self._messages: dict[str, Floats] = {}
+        self._backward: dict[int, Floats] = {}
         self._allowed = self._everywhere()
 
     def _everywhere(self) -> NDArray[np.bool_]:
@@ -368,49 +267,79 @@ class Shapes:
             allowed &= tables.replicas == problem.replicas
         return allowed
 
+    @cached_property
+    def _useful(self) -> tuple[Ints, Ints, Ints]:
+        """Index [n] of the tables: stages that fit at the last place and leave enough devices for the blocks around them.
+
+        The others too must be faster than the limit. Little is left where the limit is near to what all devices can do.
+        """
+        tables, problem = self.pricer.tables, self.pricer.problem
+        num_blocks, max_length, _ = tables.forward.shape
+        # `limit` at the first call: a lower one later only makes more choices useless.
+        useful = self._allowed & (self.pricer.num_micro_batches * (tables.forward + self.pricer.least_backward) < self.limit)
+        least = np.where(useful, tables.replicas.astype(float), np.inf).min(axis=-1)
+        before, after = np.full((2, num_blocks + 1), np.inf)
+        before[0] = after[num_blocks] = 0.0
+        for block in range(num_blocks):
+            longest = min(max_length, num_blocks - block)
+            reached = before[block + 1 : block + 1 + longest]
+            np.minimum(reached, before[block] + least[block, :longest], out=reached)
+        for block in range(num_blocks - 1, -1, -1):
+            longest = min(max_length, num_blocks - block)
+            after[block] = (least[block, :longest] + after[block + 1 : block + 1 + longest]).min()
+        begins, lengths, options = np.nonzero(useful)
+        kept = before[begins] + tables.replicas[options] + after[begins + lengths + 1] <= problem.num_devices
+        return begins[kept], lengths[kept], options[kept]
+
+    def _backward_of_useful(self, num_stages_to_end: int) -> Floats:
+        """[n]; the same array for places at which the same budgets fit."""
+        number = in_flight(self.pricer.schedule, self.pricer.num_micro_batches, num_stages_to_end)
+        if number not in self._backward:
+            seconds = self.pricer.backward(num_stages_to_end, self._useful)[0]
+            known = (other for other in self._backward.values() if np.array_equal(other, seconds))
+            self._backward[number] = next(known, seconds)
+        return self._backward[number]
+
     def choices(self, cell: Cell, num_stages_to_end: int) -> Choices:
         """Stages that the place may have in memory and by the user's wishes."""
         problem, tables = self.pricer.problem, self.pricer.tables
         stage = cell.num_stages - num_stages_to_end
         forced = None if problem.stage_replicas is None else problem.stage_replicas[stage]
         wishes = tuple((block, wanted == stage) for block, wanted in problem.stage_of)
-        backward = self.pricer.backward(num_stages_to_end)[0]
+        backward = self._backward_of_useful(num_stages_to_end)
         key = (id(backward), forced, wishes, cell.placement, cell.option)
         if key not in self._choices:
-            compute = tables.forward + backward
-            allowed = self._allowed & np.isfinite(compute) & (self.pricer.num_micro_batches * compute < self.limit)
-            begins = np.arange(problem.num_blocks)[:, None, None]
-            ends = begins + np.arange(1, self.pricer.max_length + 1)[None, :, None]
+            begins, lengths, options = self._useful
+            compute = tables.forward[self._useful] + backward
+            kept = np.isfinite(compute) & (self.pricer.num_micro_batches * compute < self.limit)
             for block, here in wishes:
-                allowed &= ((begins <= block) & (block < ends)) == here
+                kept &= ((begins <= block) & (block <= begins + lengths)) == here
             if forced is not None:
-                allowed &= tables.replicas == forced
+                kept &= tables.replicas[options] == forced
             if cell.option is not None:
-                allowed &= np.arange(len(tables.replicas)) == cell.option
-            least = self.least_messages(cell)
-            self._choices[key] = Choices.of(self.pricer, allowed, num_stages_to_end, least)
+                kept &= options == cell.option
+            index = (begins[kept], lengths[kept], options[kept])
+            self._choices[key] = Choices.of(self.pricer, index, backward[kept], self._least_messages(cell)[kept])
         return self._choices[key]
 
-    def least_messages(self, cell: Cell) -> Floats:
-        """[L, N, R]: the least that both messages into a stage can take."""
+    def _least_messages(self, cell: Cell) -> Floats:
+        """[n]: the least that both messages into a useful stage can take."""
         if cell.placement not in self._messages:
-            self._messages[cell.placement] = self._least_messages(cell)
+            problem, tables = self.pricer.problem, self.pricer.tables
+            replicas = tables.replicas[self._useful[2]]
+            may_be_near = (replicas < problem.cluster.devices_per_node) | (cell.placement == "replica_major")
+            near, far = np.ones_like(may_be_near), np.zeros_like(may_be_near)
+            seconds = np.zeros(len(replicas))
+            for size in (tables.message_bytes[self._useful], tables.gradient_bytes[self._useful]):
+                fast, slow = self.pricer.links(near, size), self.pricer.links(far, size)
+                seconds += np.where(may_be_near, np.minimum(fast, slow), slow)
+            self._messages[cell.placement] = seconds
         return self._messages[cell.placement]
 
-    def _least_messages(self, cell: Cell) -> Floats:
-        problem, tables = self.pricer.problem, self.pricer.tables
-        may_be_near = (tables.replicas < problem.cluster.devices_per_node) | (cell.placement == "replica_major")
-        may_be_near = np.broadcast_to(may_be_near, tables.message_bytes.shape)
-        near, far = np.ones_like(may_be_near), np.zeros_like(may_be_near)
-        result = np.zeros(tables.message_bytes.shape)
-        for size in (tables.message_bytes, tables.gradient_bytes):
-            fast, slow = self.pricer.links(near, size), self.pricer.links(far, size)
-            result += np.where(may_be_near, np.minimum(fast, slow), slow)
-        return result
-
-    def bounds(self, cell: Cell, path_seconds: float) -> CellBounds:
+    def bounds(self, cell: Cell, path_seconds: float, least_path: float = 0.0) -> CellBounds:
+        """See `CellBounds`."""
         choices = [self.choices(cell, k) for k in range(1, cell.num_stages + 1)]
-        return CellBounds(self.pricer, cell, choices, path_seconds)
+        return CellBounds(self.pricer, cell, choices, path_seconds, self.limit, least_path)
 
     def first_bounds(self, stage_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Number of stages -> (lower bound, round trip at least) of stage-major cells; those that cannot fit are left out.
@@ -474,15 +403,14 @@ class Shapes:
 
     def option_paths(self) -> Floats:
         """[options]: the least c in all of plans whose stages all have that replica count."""
-        backward = self.pricer.tables.backward.min(axis=0)
-        seconds = np.where(self._allowed, self.pricer.tables.forward + backward, np.inf)
+        seconds = np.where(self._allowed, self.pricer.tables.forward + self.pricer.least_backward, np.inf)
         return _shortest(seconds)
 
     @cached_property
     def least_path(self) -> float:
         """Seconds of a micro-batch's forward and backward on all devices at once: no longest c is less; the unit of prices."""
-        backward = self.pricer.tables.backward.min(axis=0)
-        work = np.where(self._allowed, (self.pricer.tables.forward + backward) * self.pricer.tables.replicas, np.inf)
+        pricer = self.pricer
+        work = np.where(self._allowed, (pricer.tables.forward + pricer.least_backward) * pricer.tables.replicas, np.inf)
         least = float(_shortest(work.min(axis=-1, keepdims=True))[0])
         return max(least / self.pricer.problem.num_devices, 1e-30)
 

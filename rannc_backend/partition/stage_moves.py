@@ -56,9 +56,8 @@ def make_solution(pricer: Pricer, cell: Cell, cuts: Ints, options: Ints, places:
     """The plan with these bounds [p + 1], options [p] and places [p]."""
     budgets = []
     for stage in range(cell.num_stages):
-        chosen = pricer.backward(cell.num_stages - stage)[1]
-        index = chosen[cuts[stage], cuts[stage + 1] - cuts[stage] - 1, options[stage]]
-        budgets.append(pricer.problem.budgets[int(index)])
+        index = (cuts[stage], cuts[stage + 1] - cuts[stage] - 1, options[stage])
+        budgets.append(pricer.problem.budgets[int(pricer.backward(cell.num_stages - stage, index)[1])])
     return Solution(
         schedule=cell.schedule,
         num_micro_batches=cell.num_micro_batches,

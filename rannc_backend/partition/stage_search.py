@@ -29,7 +29,7 @@ from rannc_backend.progress import Progress
 TOLERANCE = 1e-9  # relative: plans that are less faster than this count as equally fast
 _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
 _MOST_IMPROVEMENTS = 30
-_SLOWER_AT_MOST = 8.0  # plans of other shapes that are slower than so many times the best are of no interest
+_SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many times the best are of no interest
 
 Entry = tuple[float, int, Cell, float]  # lower bound, number, cell, its round trip at least
 
@@ -97,6 +97,7 @@ class StageSearch:
     seconds: float = field(init=False, default=float("inf"))
     num_candidates: int = field(init=False, default=0)
     left_out: float = field(init=False, default=float("inf"))
+    equal: Solution | None = field(init=False, default=None)  # the best equal split
     entries: list[Entry] = field(init=False, default_factory=list)
     interrupted: bool = field(init=False, default=False)
 
@@ -125,7 +126,7 @@ class StageSearch:
         for schedule in problem.schedules:
             for number in problem.micro_batches:
                 self.shapes[schedule, number] = Shapes(Pricer(problem, number, schedule))
-        equal = best_equal_split(shapes.pricer for shapes in self.shapes.values())
+        self.equal = equal = best_equal_split(shapes.pricer for shapes in self.shapes.values())
         if equal is not None and equal.step_seconds < self.limit:
             self.best, self.seconds = equal, equal.step_seconds
             self._improve()
@@ -146,11 +147,6 @@ class StageSearch:
         heapq.heapify(heap)
         return heap
 
-    @property
-    def pricers(self) -> list[Pricer]:
-        """Those of all schedules and numbers of micro-batches. After `run`."""
-        return [shapes.pricer for shapes in self.shapes.values()]
-
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
         """A good plan of these cells, without proof; None if none is found that takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
@@ -159,13 +155,20 @@ class StageSearch:
             if key not in other.shapes:
                 other.shapes[key] = Shapes(self.shapes[key].pricer, min(_SLOWER_AT_MOST * self.seconds, other.seconds))
             bounds = other.shapes[key].bounds(cell, other.shapes[key].least_path * cell.num_stages)
-            other._walk_through(bounds, self.effort.narrow_width)
+            if bounds.lower_bound < other.shapes[key].limit:
+                other._walk_through(bounds, self.effort.narrow_width)
         return other.best
+
+    def _bounds(self, cell: Cell, path: float) -> CellBounds:
+        """Bounds of a cell, of plans faster than the best."""
+        shapes = self.shapes[cell.schedule, cell.num_micro_batches]
+        shapes.limit = min(shapes.limit, self.limit)
+        return shapes.bounds(cell, path, path)
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
         for bound, _, cell, path in sorted(entries)[:most]:
             if bound < self.limit:
-                self._walk_through(self.shapes[cell.schedule, cell.num_micro_batches].bounds(cell, path), self.effort.narrow_width)
+                self._walk_through(self._bounds(cell, path), self.effort.narrow_width)
 
     def _walk(self, heap: list[Entry]) -> bool:
         """Open cells in the order of their bounds until none is below the best plan; False if the user ended it."""
@@ -178,7 +181,7 @@ class StageSearch:
                 if self._cancelled():
                     return False
                 _, _, cell, path = heapq.heappop(heap)
-                bounds = self.shapes[cell.schedule, cell.num_micro_batches].bounds(cell, path)
+                bounds = self._bounds(cell, path)
                 bounds.narrow(self.limit)
                 if bounds.lower_bound < self.limit:
                     if self.num_candidates < self.effort.most_candidates:

@@ -83,7 +83,7 @@ def random_problem(
         forward = np.where(inside, forward + cost, np.inf)
         if style == "anything":
             forward[generator.random(shape) < 0.05] = np.inf
-        fixed, flight = table(6, shared=False), table(6) / number * 2
+        fixed, flight = np.broadcast_to(table(6, shared=False), shape), table(6) / number * 2
         message = generator.integers(0, 5, shape) * message_scale / number
         tables[number] = MicroBatchTables(
             replicas=replicas,

@@ -186,7 +186,7 @@ def test_a_heavy_head_is_cut_better_than_equally() -> None:
     problem = heavy_head(6.0)
     found = StageSearch(problem)
     best = found.run().solution
-    equal = best_equal_split(found.pricers)
+    equal = found.equal
     assert best is not None and equal is not None
     assert equal.step_seconds >= 1.2 * best.step_seconds
     assert best_equal_split([Pricer(heavy_head(1.0), 8, "1f1b")]).step_seconds >= search(heavy_head(1.0)).solution.step_seconds * (1 - 1e-9)
