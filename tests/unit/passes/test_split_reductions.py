@@ -42,7 +42,7 @@ def test_model_families_are_the_same_in_slices(name: str) -> None:
     assert worst_error(graph, split, SIZES, Faults(drop_slice=1)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mlp", "t5"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.full), "t5"])
 def test_mean_of_means_is_noticed(name: str) -> None:
     graph = traced_model(name)
     split = split_traced(graph)

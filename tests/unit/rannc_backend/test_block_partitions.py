@@ -132,7 +132,7 @@ def test_peak_is_never_under_estimated_and_not_by_much_over(name: str, parts: in
         assert 1.0 <= ratio <= (1.2 if budget == 1.0 else 1.6), f"blocks {begin} to {end}: {ratio}"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "chain", "filters"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.full), "chain", "filters"])
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_less_memory_takes_more_time(name: str, compiler: str) -> None:
     for block in analysed(name)[1].blocks:

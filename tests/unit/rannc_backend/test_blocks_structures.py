@@ -53,7 +53,7 @@ def by_layer(graph: BlockGraph) -> dict[str, tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("bert", "llama"))])
 def test_twice_as_many_layers_have_no_more_structures(name: str) -> None:
     few, many = (blocks_of(transformer(name, num_layers), 6 * num_layers + 8) for num_layers in (4, 8))
     counts = [len({block.structure for block in graph.blocks}) for graph in (few, many)]
