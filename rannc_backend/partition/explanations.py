@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from rannc_backend.ir.plan import Alternative, StageCost, StagePlan, WhatIf
 from rannc_backend.partition.feasibility import least_bytes_of_one_stage
-from rannc_backend.partition.interval_costs import IntervalCosts
 from rannc_backend.partition.plan_parts import priced
 from rannc_backend.partition.plan_request import PlanRequest, size_text
 from rannc_backend.partition.search_problem import SearchProblem, Solution
@@ -47,12 +46,12 @@ def binding(plan: Solution, stages: Sequence[StagePlan], what_if: Sequence[WhatI
 def alternatives(
     request: PlanRequest, found: StageSearch, problem: SearchProblem, chosen: Solution, equal: Solution | None
 ) -> tuple[Alternative, ...]:
-    """The best plans with other numbers of stages, of pure data parallelism, with the other schedule, and of equal splits.
+    """Good plans with other numbers of stages, of pure data parallelism, with the other schedule, and of equal splits.
 
     `problem`: in which steps are priced; that of `found` may leave latency out.
     """
     counts = problem.stage_counts
-    wanted = [1, chosen.num_stages - 1, chosen.num_stages + 1, counts[-1]]
+    wanted = [1, chosen.num_stages - 1, chosen.num_stages + 1, min(2 * chosen.num_stages, counts[-1])]
     numbers = _few(problem.micro_batches, chosen.num_micro_batches)
     result = []
 
@@ -61,7 +60,7 @@ def alternatives(
 
     for count in dict.fromkeys(number for number in wanted if number in counts and number != chosen.num_stages):
         label = "pure data parallelism" if count == 1 else f"{count} stages"
-        other = best(problem.schedules, count)
+        other = best((chosen.schedule,), count)
         if other is not None:
             result.append(_lost(label, _in(problem, other), chosen))
         elif count == 1 and least_bytes_of_one_stage(problem) > problem.memory_bytes:
@@ -79,7 +78,7 @@ def alternatives(
 MORE_MEMORY, FASTER_LINKS, MORE_DEVICES = "twice the memory per device", "twice the bandwidth of all links", "twice the devices"
 
 
-def what_if(request: PlanRequest, costs: IntervalCosts, problem: SearchProblem, chosen: Solution) -> tuple[WhatIf, ...]:
+def what_if(request: PlanRequest, problem: SearchProblem, chosen: Solution) -> tuple[WhatIf, ...]:
     """The best plans found if one thing were different."""
     cluster = problem.cluster
     fast = replace(
@@ -88,15 +87,17 @@ def what_if(request: PlanRequest, costs: IntervalCosts, problem: SearchProblem, 
         inter_node=replace(cluster.inter_node, bytes_per_second=2 * cluster.inter_node.bytes_per_second),
     )
     cases = [(MORE_MEMORY, replace(problem, memory_bytes=2 * problem.memory_bytes)), (FASTER_LINKS, replace(problem, cluster=fast))]
-    if request.stage_replicas is None:
-        more = replace(cluster, num_devices=2 * cluster.num_devices)
-        cases.append((MORE_DEVICES, replace(request.problem(request.costs(more)), micro_batches=problem.micro_batches)))
     few = tuple(sorted(_few(problem.micro_batches, chosen.num_micro_batches)))
+    if request.stage_replicas is None:
+        costs = request.costs(replace(cluster, num_devices=2 * cluster.num_devices), micro_batches=few)
+        cases.append((MORE_DEVICES, request.problem(costs)))
     result = []
-    # Where the number of stages is given, the chosen plan may be another than the fastest: a change must beat that one.
-    now = search(replace(problem, micro_batches=few), effort=_SHORT, start=chosen).solution
+    now: Solution | None = chosen
+    if problem.num_stages is not None or problem.stage_replicas is not None:
+        # Then the chosen plan may be another than the fastest: a change must beat that one.
+        now = _search_shortly(problem, few, chosen)
     for change, other in cases:
-        best = search(replace(other, micro_batches=few), effort=_SHORT, start=chosen).solution
+        best = _search_shortly(other, few, chosen)
         if best is not None and now is not None and best.step_seconds >= now.step_seconds * (1 - _SAME):
             best = chosen
         if best is not None:
@@ -105,6 +106,11 @@ def what_if(request: PlanRequest, costs: IntervalCosts, problem: SearchProblem, 
             )
             result.append(record)
     return tuple(result)
+
+
+def _search_shortly(problem: SearchProblem, numbers: tuple[int, ...], start: Solution) -> Solution | None:
+    """A good plan with the schedule of `start` and one of these numbers of micro-batches."""
+    return search(replace(problem, micro_batches=numbers, schedules=(start.schedule,)), effort=_SHORT, start=start).solution
 
 
 def _few(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:

@@ -178,7 +178,7 @@ def plan_blocks(
     stages = stage_plans(graph, costs, problem, chosen)
     others, changes = (), ()
     if progress is None or not progress.cancelled():
-        changes = what_if(request, costs, problem, chosen)
+        changes = what_if(request, problem, chosen)
         others = alternatives(request, found, problem, chosen, equal)
     return Plan(
         schema_version=SCHEMA_VERSION,
