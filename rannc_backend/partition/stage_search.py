@@ -44,9 +44,9 @@ class Effort:
 
     narrow_width: int = 24
     num_narrow_cells: int = 8
-    width: int = 256
+    width: int = 512
     whole_size: int = 100
-    most_candidates: int = 4_000_000
+    most_candidates: int = 9_000_000
 
     def width_for(self, problem: SearchProblem) -> int:
         """Partial plans kept at once."""
