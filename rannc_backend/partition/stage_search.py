@@ -46,7 +46,7 @@ class Effort:
     num_narrow_cells: int = 8
     width: int = 512
     whole_size: int = 100
-    most_candidates: int = 9_000_000
+    most_candidates: int = 12_000_000
 
     def width_for(self, problem: SearchProblem) -> int:
         """Partial plans kept at once."""
