@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import nn
 
 from rannc_backend.analysis import GraphAnalysis, analyze
-from rannc_backend.calibration import choose_cluster
+from rannc_backend.calibration import choose_cluster, device_memory_bytes
 from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
@@ -32,7 +32,6 @@ from rannc_backend.log import setup_logging
 from rannc_backend.measured import report_of
 from rannc_backend.narrator import log_narrator
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
-from rannc_backend.partition.planner import describe_cluster
 from rannc_backend.partition.projection import project_plan
 from rannc_backend.planning import plan_analysis
 from rannc_backend.pricers import make_bench, measures
@@ -173,7 +172,7 @@ class Session:
             config=self.config,
             fingerprint=analysis.captured.fingerprint,
             world_size=self.world.size,
-            device_memory_bytes=describe_cluster(self.world.size, self.world.device).device.memory_bytes,
+            device_memory_bytes=device_memory_bytes(self.world),
             possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
         )
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import sympy
 
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import Cluster, Device, Link
+from rannc_backend.cost.cluster import Cluster
+from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.cost.pricing import AnalyticPricer
 from rannc_backend.ir.block_graph import Block, BlockGraph, Flow, OperatorCost, ParameterUse
 from rannc_backend.partition.plan_request import PlanRequest
@@ -26,7 +27,6 @@ from rannc_backend.partition.planner import plan_blocks
 from rannc_backend.partition.stage_search import StageSearch
 
 ROWS = sympy.Symbol("rows", positive=True, integer=True)
-GB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,36 +44,14 @@ class Case:
     num_devices_again: int
 
 
-def v100(num_devices: int) -> Cluster:
-    device = Device(
-        name="v100-32gb", memory_bytes=32 * GB, flops_per_second=(("float16", 125e12), ("float32", 15.7e12)),
-        memory_bytes_per_second=9e11, launch_seconds=4e-6, efficiencies=(("matmul", 0.5),),
-    )  # fmt: skip
-    near, far = Link(latency_seconds=1e-5, bytes_per_second=5e10), Link(latency_seconds=2e-5, bytes_per_second=1.2e10)
-    return Cluster(
-        name="v100", num_devices=num_devices, devices_per_node=8, device=device, intra_node=near, inter_node=far
-    )
-
-
-def a100(num_devices: int) -> Cluster:
-    device = Device(
-        name="a100-80gb", memory_bytes=80 * GB, flops_per_second=(("bfloat16", 312e12), ("float32", 19.5e12)),
-        memory_bytes_per_second=2e12, launch_seconds=4e-6, efficiencies=(("matmul", 0.6),),
-    )  # fmt: skip
-    near, far = Link(latency_seconds=1e-5, bytes_per_second=3e11), Link(latency_seconds=2e-5, bytes_per_second=2.5e10)
-    return Cluster(
-        name="a100", num_devices=num_devices, devices_per_node=8, device=device, intra_node=near, inter_node=far
-    )
-
-
 CASES = {
     "bert-5b": Case(
         num_layers=96, hidden=2048, sequence=512, vocabulary=30522, batch_rows=256, dtype="float32", bytes_per_value=4,
-        cluster=v100(32), num_devices_again=24,
+        cluster=load_cluster("v100-32gb", 32, 8), num_devices_again=24,
     ),
     "bert-100b": Case(
         num_layers=128, hidden=8192, sequence=512, vocabulary=30522, batch_rows=4096, dtype="bfloat16", bytes_per_value=2,
-        cluster=a100(1024), num_devices_again=768,
+        cluster=load_cluster("a100-80gb", 1024, 8), num_devices_again=768,
     ),
 }  # fmt: skip
 
