@@ -22,7 +22,7 @@ refuse_old_torch(torch.__version__)
 
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import trace_again  # noqa: E402
-from rannc_backend.config import resolve_config  # noqa: E402
+from rannc_backend.config_sources import resolve_config  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
 from rannc_backend.runtime import bootstrap  # noqa: E402

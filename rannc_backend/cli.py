@@ -5,20 +5,18 @@ In: command line, environment, plan files. Out: text on stdout. Our own errors e
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 import rannc_backend
 from rannc_backend import cli_plan, cli_show
+from rannc_backend.cli_config import config
 from rannc_backend.cli_show import PlanPath
-from rannc_backend.config import ENVIRONMENT_ONLY, Config, accepted_values, environment_name, resolve_with_sources
+from rannc_backend.config import environment_name
 from rannc_backend.deployment_file import read_plan
 from rannc_backend.errors import OptionValueError, RanncError
 from rannc_backend.ir.action import INPUT, format_programs
@@ -27,7 +25,6 @@ from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order
 
 EXIT_USER_ERROR = 2
-_PIPED_COLUMNS = 160
 
 app = typer.Typer(
     name="rannc",
@@ -36,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("config")(config)
 app.command("plan")(cli_plan.plan)
 app.command("show")(cli_show.show)
 app.command("diff")(cli_show.diff)
@@ -60,21 +58,6 @@ def version() -> None:
 
 
 @app.command()
-def config(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/configuration.md: defaults, not values.")] = False,
-) -> None:
-    """Print every option with its value, where that comes from, and what it means."""
-    if markdown:
-        typer.echo(configuration_markdown(), nl=False)
-        return
-    resolved, sources = resolve_with_sources(None, os.environ)
-    table = Table("option", "value", "source", "meaning", title="Options (torch.compile's options={...} come on top)")
-    for item, field in Config.model_fields.items():
-        table.add_row(item, escape(repr(getattr(resolved, item))), sources[item], escape(field.description or ""))
-    _console().print(table)
-
-
-@app.command()
 def program(
     plan: PlanPath,
     rank: Annotated[int, typer.Option("--rank", help="Whose program.", show_default=False)],
@@ -96,37 +79,10 @@ def program(
     typer.echo(format_programs({stage: programs[stage]}), nl=False)
 
 
-def configuration_markdown() -> str:
-    """The text of docs/configuration.md, made from `Config`."""
-    lines = [
-        "# Options",
-        "",
-        "<!-- Written by `make docs` from rannc_backend/config.py; do not edit. -->",
-        "",
-        'Each option is a key of `torch.compile(model, backend="rannc", options={...})` and an environment variable.',
-        "The later wins: default, environment, `options`. A name that does not exist and a value out of range are errors.",
-        "`rannc config` prints the values in force and where they come from.",
-        "",
-        "| option | environment | default | accepts | meaning |",
-        "|---|---|---|---|---|",
-    ]
-    for item, field in Config.model_fields.items():
-        cells = (f"`{item}`", f"`{environment_name(item)}`", f"`{field.default!r}`", accepted_values(item), field.description or "")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "Read from the environment alone:", ""]
-    lines += [f"- `{variable}`: {meaning}" for variable, meaning in ENVIRONMENT_ONLY.items()]
-    return "\n".join(lines) + "\n"
-
-
 def _chain(num_stages: int) -> list[EdgeSpec]:
     edges = [EdgeSpec(src=INPUT, dst=0, num_forward_values=1)]
     edges += [EdgeSpec(src=i, dst=i + 1, num_forward_values=1, num_gradient_values=1) for i in range(num_stages - 1)]
     return edges
-
-
-def _console() -> Console:
-    # Without a terminal rich assumes 80 columns, which folds the tables into strips.
-    return Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 from rannc_backend.cli_show import report_console
-from rannc_backend.config import Config, option_from_text, resolve_config
+from rannc_backend.config import Config
+from rannc_backend.config_sources import option_from_text, resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.deployment_file import write_text
 from rannc_backend.errors import OptionValueError

@@ -1,9 +1,9 @@
-"""All options of the backend in one frozen object, resolved in one place.
+"""All options of the backend in one frozen object.
 
-In: `options={...}` of torch.compile and the environment. Out: a checked `Config` and, for each item, its source.
-Terms: an *item* is one option; its environment variable is RANNC_<NAME IN CAPITALS>; a later *source* wins:
-default, then environment, then options. Names that RaNNC has too mean what they mean there. 0 means "the planner
-decides" for every number of things. One GB is 1024**3 bytes.
+In: values by name, from config_sources.py. Out: a checked `Config`, and what each item accepts in words.
+Terms: an *item* is one option; its environment variable is RANNC_<NAME IN CAPITALS>. Names that RaNNC has too mean what they
+mean there; those of RaNNC's that can mean nothing here are in config_retired.py. 0 means "the planner decides" for every
+number of things. One GB is 1024**3 bytes.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
+from rannc_backend.errors import RanksDifferError
 
 ENVIRONMENT_PREFIX = "RANNC_"
-# Read elsewhere (log.py), because they are needed before any option is known.
-ENVIRONMENT_ONLY: Mapping[str, str] = {
-    "RANNC_LOG_LEVEL": "Level of the logger `rannc_backend`: debug, info, warning or error. Default: info.",
-}
+_PROFILED_STEPS = 5
+_PATH = {"accepts": "a path, at least 1 character"}
 
 
 _NAME = r"[^\s,=]+"
@@ -44,6 +42,10 @@ class Config(BaseModel):
     max_partition_num: int = Field(
         160, ge=1, description="Largest number of blocks into which the planner cuts the model before it forms stages."
     )
+    min_partition_num: int = Field(
+        0, ge=0, description="Number of clusters at which coarsening stops, before blocks are cut; 0: twice max_partition_num."
+    )
+    coarsen_by_time: bool = Field(True, description="True: blocks are alike in time; False: in the memory of what they keep for backward.")
     stage_starts: str = Field(
         "",
         pattern=_NAMES,
@@ -76,12 +78,24 @@ class Config(BaseModel):
         json_schema_extra={"accepts": '"auto", or a number from 0 to 1'},
         description="Activation budget of every stage: 1 recomputes nothing, 0 all; auto: as much as memory asks for, per stage.",
     )
+    checkpointing: bool = Field(False, description="True: every stage recomputes all it can, as recompute=0.")
+    verify_recomp: bool = Field(
+        False, description="True: every backward also runs without recompute, and gradients that differ are logged. Slow; takes its memory."
+    )
     costs: Literal["auto", "analytic", "measured"] = Field(
         "auto",
         description="What plans are priced with: a model of the device, or each distinct block measured; auto: measured on GPUs.",
     )
     profile_file: str = Field(
         "", description="File in which measured blocks are kept and looked up, or the run_file of a run to learn from; empty: none."
+    )
+    save_graph_profile: bool = Field(False, description="Write measured blocks to graph_profile_file, where profile_file is empty.")
+    load_graph_profile: bool = Field(False, description="Look measured blocks up in graph_profile_file, where profile_file is empty.")
+    graph_profile_file: str = Field(
+        "rannc_graph_profiles.json",
+        min_length=1,
+        json_schema_extra=_PATH,
+        description="File of save_graph_profile and load_graph_profile.",
     )
     profile_by_acc: bool = Field(
         True, description="True: a stage costs the sum of its blocks; False: the plan's stages are measured whole and planned again."
@@ -111,6 +125,10 @@ class Config(BaseModel):
     gradients_reduce_method: Literal["mean", "sum"] = Field(
         "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
     )
+    skip_grad_scaling: bool = Field(False, description="True: as gradients_reduce_method='sum'.")
+    sync_allreduce: bool = Field(
+        False, description="True: the all-reduces of gradients begin after a rank's last backward, instead of while it runs."
+    )
     sync_params_on_init: bool = Field(
         True, description="Give rank 0's parameters and buffers to all ranks before the first step."
     )
@@ -124,7 +142,7 @@ class Config(BaseModel):
     deployment_file: str = Field(
         "rannc_deployment.json",
         min_length=1,
-        json_schema_extra={"accepts": "a path, at least 1 character"},
+        json_schema_extra=_PATH,
         description="File of save_deployment and load_deployment.",
     )
     partitioning_dry_run_np: int = Field(
@@ -135,6 +153,22 @@ class Config(BaseModel):
     )
     run_file: str = Field("", description="File to which rank 0 writes what the measured steps took, as JSON; empty: none.")
     print_program: bool = Field(False, description="Log the program of each rank as text before the first step.")
+    profiling: bool = Field(False, description=f"True: at least {_PROFILED_STEPS} steps are measured and logged, as report_steps does.")
+    trace_events: bool = Field(False, description="Write what every rank did, and when, to event_trace_file.")
+    event_trace_file: str = Field(
+        "rannc_event_trace.json",
+        min_length=1,
+        json_schema_extra=_PATH,
+        description="File of trace_events, for Perfetto or chrome://tracing.",
+    )
+    dump_graph: bool = Field(False, description="Rank 0 writes the captured graph and every stage's graph as text files.")
+    dump_graph_prefix: str = Field(
+        "rannc_graph", min_length=1, json_schema_extra=_PATH, description="What the paths of the files of dump_graph begin with."
+    )
+    validate_comm: bool = Field(False, description="Send a checksum with every message and check it where it arrives. Slow.")
+    display_comm_value: bool = Field(False, description="Log what is sent and received, on every rank: shape, least, mean, largest. Slow.")
+    display_act_value: bool = Field(False, description="Log the outputs of every stage's forward, as display_comm_value does. Slow.")
+    show_config_items: bool = Field(False, description="Log every item with its value and source at start.")
     verbose: bool = Field(False, description="Log what was captured, split, priced, searched and compiled: a line each, with its seconds.")
 
     @property
@@ -144,8 +178,30 @@ class Config(BaseModel):
 
     @property
     def fixed_recompute(self) -> float | None:
-        """`recompute` as a number; None when the planner decides."""
+        """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
+        if self.checkpointing:
+            return 0.0
         return None if self.recompute == "auto" else float(self.recompute)
+
+    @property
+    def mean_gradients(self) -> bool:
+        """Whether gradients are averaged over ranks, not summed, with the loss outside the model."""
+        return self.gradients_reduce_method == "mean" and not self.skip_grad_scaling
+
+    @property
+    def profile_to_read(self) -> str:
+        """File in which measured blocks are looked up; "" for none."""
+        return self.profile_file or (self.graph_profile_file if self.load_graph_profile else "")
+
+    @property
+    def profile_to_write(self) -> str:
+        """File to which measured blocks are written; "" for none."""
+        return self.profile_file or (self.graph_profile_file if self.save_graph_profile else "")
+
+    @property
+    def num_measured_steps(self) -> int:
+        """Steps to measure and log: `report_steps`, and some more with `profiling`."""
+        return max(self.report_steps, _PROFILED_STEPS) if self.profiling else self.report_steps
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -170,68 +226,11 @@ class Config(BaseModel):
             raise _disagreement("stage_replicas", "as many numbers as", "partition_num")
         if counts and self.replica_num and set(counts) != {self.replica_num}:
             raise _disagreement("stage_replicas", "no other number than", "replica_num")
-        if self.run_file and not self.report_steps:
+        if self.run_file and not self.num_measured_steps:
             raise _disagreement("run_file", "empty without", "report_steps")
+        if self.checkpointing and self.recompute != "auto" and float(self.recompute) != 0:
+            raise _disagreement("checkpointing", "False with", "recompute")
         return self
-
-
-def resolve_config(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Config:
-    """Options over environment over defaults, checked.
-
-    Raises:
-        UnknownOptionError: a name that does not exist; says the nearest one that does.
-        OptionValueError: a value out of range; says item, source and range.
-    """
-    return resolve_with_sources(options, environ)[0]
-
-
-def resolve_with_sources(
-    options: Mapping[str, object] | None, environ: Mapping[str, str]
-) -> tuple[Config, dict[str, str]]:
-    """As `resolve_config`, with the source of each item: "default", "environment RANNC_X" or "options"."""
-    fields = Config.model_fields
-    values: dict[str, object] = {}
-    sources = dict.fromkeys(fields, "default")
-    for variable, text in sorted(environ.items()):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in ENVIRONMENT_ONLY:
-            continue
-        item = variable[len(ENVIRONMENT_PREFIX) :].lower()
-        if item not in fields or variable != environment_name(item):
-            names = [environment_name(name) for name in fields] + list(ENVIRONMENT_ONLY)
-            raise UnknownOptionError(variable, valid=names, source="environment")
-        sources[item] = f"environment {variable}"
-        values[item] = _from_text(item, text, sources[item])
-    for item, value in (options or {}).items():
-        if item not in fields:
-            raise UnknownOptionError(str(item), valid=fields, source="options")
-        sources[item] = "options"
-        values[item] = value
-    try:
-        return Config.model_validate(values), sources
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["loc"]:
-            item = str(first["loc"][0])
-            raise _bad_value(item, values[item], sources[item]) from None
-        item, other = first["ctx"]["item"], first["ctx"]["other"]
-        value, other_value = (values.get(name, fields[name].default) for name in (item, other))
-        expected = f"{first['ctx']['relation']} {other}, which is {other_value} (from {sources[other]})"
-        raise OptionValueError(item, value=value, source=sources[item], expected=expected) from None
-
-
-def option_from_text(text: str) -> tuple[str, object]:
-    """An item and its value, for `resolve_config`, from "pipeline_num=4" as the command line gives it.
-
-    Raises:
-        UnknownOptionError, OptionValueError: there is no such item, or its value has another type.
-    """
-    item, equals, value = text.partition("=")
-    item = item.strip()
-    if item not in Config.model_fields:
-        raise UnknownOptionError(item, valid=Config.model_fields, source="command line")
-    if not equals:
-        raise OptionValueError(item, value=text, source="command line", expected=f"{item}=value; the value: {accepted_values(item)}")
-    return item, _from_text(item, value, "command line")
 
 
 def environment_name(item: str) -> str:
@@ -248,7 +247,7 @@ def accepted_values(item: str) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(annotation))
     if annotation is bool:
-        return "True or False (in the environment: 1 or 0)"
+        return "True or False (in the file: true or false)"
     if annotation is str:
         return "a string"
     words = ["an integer" if annotation is int else "a finite number"]
@@ -279,16 +278,3 @@ def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
 def _disagreement(item: str, relation: str, other: str) -> PydanticCustomError:
     context = {"item": item, "relation": relation, "other": other}
     return PydanticCustomError("items_disagree", "{item} must be {relation} {other}", context)
-
-
-def _from_text(item: str, text: str, source: str) -> object:
-    annotation: object = Config.model_fields[item].annotation
-    try:
-        # Lax: "4" is an int, and "1", "true", "on", "yes" are True. Ranges are checked with the whole Config.
-        return TypeAdapter(annotation).validate_python(text.strip(), strict=False)
-    except ValidationError:
-        raise _bad_value(item, text, source) from None
-
-
-def _bad_value(item: str, value: object, source: str) -> OptionValueError:
-    return OptionValueError(item, value=value, source=source, expected=accepted_values(item))

@@ -86,11 +86,19 @@ class OptionValueError(UserInputError):
         self.item = item
         self.value = value
         super().__init__(
-            f"option {item!r} has the bad value {value!r} (from {source})",
+            f"option {item!r} has the bad value {_shown(value)} (from {source})",
             cure=f"give {item} {expected}.",
         )
 
 
+
+
+class ConfigurationFileError(UserInputError):
+    """A file of options or of logging cannot be read, or says something that it cannot say."""
+
+    def __init__(self, file: str, *, problem: str, cure: str) -> None:
+        self.file = file
+        super().__init__(f"{file} {problem}", cure=cure)
 
 
 class UnsupportedModelError(UserInputError):
@@ -363,6 +371,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _shorten(names: Sequence[str], most: int = 3) -> str:
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _shown(value: object) -> str:
+    try:
+        return _clip(repr(value))
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or thousands of lists in lists
+        return f"(a very long {type(value).__name__})"
 
 
 def _clip(text: str, most: int = 120) -> str:

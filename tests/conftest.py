@@ -11,6 +11,8 @@ settings.load_profile("rannc")
 
 for variable in [name for name in os.environ if name.startswith("RANNC_")]:
     del os.environ[variable]
+# A folder without files of options or logging, in place of the one in the home directory.
+os.environ["RANNC_CONF_DIR"] = os.path.dirname(os.path.abspath(__file__))
 # No plan of a test depends on how fast this machine is, and only tests of the calibration itself wait for one.
 os.environ["RANNC_CLUSTER"] = "generic-cpu"
 # The tests build small random models from configurations; no weights are fetched.

@@ -63,7 +63,7 @@ def plan_first(case: Case, blocks: Path) -> dict[str, object]:
     recorder = Recorder()
     from rannc_backend import planning
     from rannc_backend.cli_plan import parse_dtype
-    from rannc_backend.config import resolve_config
+    from rannc_backend.config_sources import resolve_config
     from rannc_backend.cost.cluster_file import load_cluster
     from rannc_backend.narrator import Narrator
     from rannc_backend.planning_factory import call_factory
@@ -85,7 +85,7 @@ def plan_again(case: Case, blocks: Path) -> dict[str, object]:
     """Read the blocks and plan for the other number of devices."""
     recorder = Recorder()
     from rannc_backend import planning
-    from rannc_backend.config import resolve_config
+    from rannc_backend.config_sources import resolve_config
     from rannc_backend.cost.cluster_file import load_cluster
     from rannc_backend.narrator import Narrator
     from rannc_backend.planning_file import PlannableModel

@@ -27,7 +27,7 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
     """One row of the table per number of devices."""
     from rannc_backend import planning
     from rannc_backend.cli_plan import parse_dtype
-    from rannc_backend.config import resolve_config
+    from rannc_backend.config_sources import resolve_config
     from rannc_backend.cost.cluster_file import load_cluster
     from rannc_backend.planning_factory import call_factory
 
@@ -66,7 +66,7 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
 def brute_force_row(name: str, analysis: Any) -> dict[str, Any]:
     """The search and every plan there is, for the model in few blocks; four devices per node."""
     from rannc_backend import planning
-    from rannc_backend.config import resolve_config
+    from rannc_backend.config_sources import resolve_config
     from rannc_backend.cost.cluster_file import load_cluster
     from rannc_backend.cost.pricing import AnalyticPricer
     from rannc_backend.partition.plan_request import PlanRequest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import rannc_backend
-from rannc_backend.cli import configuration_markdown, main
+from rannc_backend.cli import main
+from rannc_backend.cli_config import configuration_markdown
 from rannc_backend.config import Config
 from rannc_backend.ir.action import parse_programs
 from rannc_backend.ir.plan import Alternative, BlockPlan, ClusterAssumption, Plan, RowCost, StageCost, StagePlan
@@ -129,6 +131,32 @@ def test_config_prints_every_item_with_its_source(capsys: pytest.CaptureFixture[
         assert sum(re.search(rf"│ {item} +│", line) is not None for line in lines) == 1
     (line,) = [line for line in lines if "│ pipeline_num " in line]
     assert "│ 7 " in line and "environment RANNC_PIPELINE_NUM" in line
+
+
+def test_config_with_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "rannc_conf.toml"
+    path.write_text("# comment\npipeline_num = 7\np2p_comm = true\n", encoding="utf-8")
+    monkeypatch.setenv("RANNC_CONF_DIR", str(tmp_path))
+    assert run("config") == 0
+    out = capsys.readouterr().out
+    assert f"file: {path}\n" in out
+    assert f"p2p_comm (from {path}, line 3) is accepted" in out
+    assert run("config", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["items"]) == list(Config.model_fields)
+    assert found["items"]["pipeline_num"]["value"] == 7
+    assert found["items"]["pipeline_num"]["source"] == f"{path}, line 2"
+    assert found["items"]["mem_margin"] == {
+        "value": 0.1,
+        "source": "default",
+        "default": 0.1,
+        "accepts": "a finite number, at least 0, below 1",
+        "meaning": "Fraction of the memory limit that plans leave free.",
+    }
+    assert found["retired"]["p2p_comm"]["source"] == f"{path}, line 3" and found["file"] == str(path)
+    path.write_text("pipeline_num = 7\nmem_margin = 2\n", encoding="utf-8")
+    assert run("config") == 2
+    assert f"(from {path}, line 2)" in capsys.readouterr().err
 
 
 def test_configuration_page_is_what_the_code_says() -> None:

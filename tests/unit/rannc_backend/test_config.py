@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rannc_backend.config import (
-    ENVIRONMENT_ONLY,
-    Config,
-    accepted_values,
-    check_same_options,
-    environment_name,
-    resolve_config,
-    resolve_with_sources,
-)
+from rannc_backend.config import Config, accepted_values, check_same_options, environment_name
+from rannc_backend.config_sources import ENVIRONMENT_ONLY, resolve, resolve_config
 from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
 
 ITEMS = sorted(Config.model_fields)
@@ -27,6 +20,8 @@ OTHER_VALUES = {
     "replica_num": (2, "2"),
     "stage_replicas": ("2,1", "2,1"),
     "max_partition_num": (64, "64"),
+    "min_partition_num": (5, "5"),
+    "coarsen_by_time": (False, "false"),
     "stage_starts": ("encoder.1,head", "encoder.1,head"),
     "keep_together": ("encoder.1", "encoder.1"),
     "stage_pins": ("encoder=0,head=1", "encoder=0,head=1"),
@@ -37,8 +32,13 @@ OTHER_VALUES = {
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),
     "recompute": ("0.5", "0.5"),
+    "checkpointing": (True, "true"),
+    "verify_recomp": (True, "true"),
     "costs": ("measured", "measured"),
     "profile_file": ("profile.json", "profile.json"),
+    "save_graph_profile": (True, "true"),
+    "load_graph_profile": (True, "true"),
+    "graph_profile_file": ("profiles.json", "profiles.json"),
     "profile_by_acc": (False, "0"),
     "profiling_iter": (3, "3"),
     "cluster": ("a100-80gb", "a100-80gb"),
@@ -48,6 +48,8 @@ OTHER_VALUES = {
     "outputs": ("loss", "loss"),
     "gather_inputs": (False, "0"),
     "gradients_reduce_method": ("sum", "sum"),
+    "skip_grad_scaling": (True, "true"),
+    "sync_allreduce": (True, "true"),
     "sync_params_on_init": (False, "false"),
     "step_timeout_seconds": (30.0, "30"),
     "compile_timeout_seconds": (60.0, "60"),
@@ -59,6 +61,15 @@ OTHER_VALUES = {
     "report_steps": (0, "0"),
     "run_file": ("run.json", "run.json"),
     "print_program": (True, "1"),
+    "profiling": (True, "true"),
+    "trace_events": (True, "true"),
+    "event_trace_file": ("trace.json", "trace.json"),
+    "dump_graph": (True, "true"),
+    "dump_graph_prefix": ("graph_dump", "graph_dump"),
+    "validate_comm": (True, "true"),
+    "display_comm_value": (True, "true"),
+    "display_act_value": (True, "true"),
+    "show_config_items": (True, "true"),
     "verbose": (True, "true"),
 }
 ANY_VALUE = st.one_of(
@@ -76,13 +87,13 @@ def test_default_environment_options_in_this_order(item: str) -> None:
     value, text = OTHER_VALUES[item]
     assert value != default
     assert getattr(resolve_config(None, {}), item) == default
-    from_environment, sources = resolve_with_sources({}, {environment_name(item): text})
-    assert getattr(from_environment, item) == value
-    assert sources[item] == f"environment {environment_name(item)}"
-    from_options, sources = resolve_with_sources({item: default}, {environment_name(item): text})
-    assert getattr(from_options, item) == default
-    assert sources[item] == "options"
-    assert set(sources.values()) == {"options", "default"}
+    from_environment = resolve({}, {environment_name(item): text})
+    assert getattr(from_environment.config, item) == value
+    assert from_environment.sources[item] == f"environment {environment_name(item)}"
+    from_options = resolve({item: default}, {environment_name(item): text})
+    assert getattr(from_options.config, item) == default
+    assert from_options.sources[item] == "options"
+    assert set(from_options.sources.values()) == {"options", "default"}
 
 
 @pytest.mark.parametrize("item", ITEMS)
@@ -167,6 +178,9 @@ def test_any_text_in_the_environment_gives_a_config_or_an_error_that_names_it(it
         ({"stage_replicas": "2, 1"}, "stage_replicas"),
         ({"stage_replicas": "2,1", "partition_num": 3}, "stage_replicas"),
         ({"stage_replicas": "2,1", "replica_num": 2}, "stage_replicas"),
+        ({"checkpointing": True, "recompute": 0.5}, "checkpointing"),
+        ({"pipeline_num": 2**60}, "pipeline_num"),
+        ({"pipeline_num": 16**5000}, "pipeline_num"),
     ],
 )
 def test_bad_options(options: dict[str, object], item: str) -> None:

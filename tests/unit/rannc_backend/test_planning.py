@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rannc_backend.capture_example import convert_model
-from rannc_backend.config import resolve_config
+from rannc_backend.config_sources import resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.errors import BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
