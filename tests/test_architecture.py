@@ -27,7 +27,12 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_TEST_FILE_LINES = 800
 
-DISTRIBUTED_FILES = ("rannc_backend/runtime/transport.py", "rannc_backend/runtime/bootstrap.py")
+DISTRIBUTED_FILES = (
+    "rannc_backend/runtime/transport.py",
+    "rannc_backend/runtime/bootstrap.py",
+    # torch.distributed.checkpoint only: no collectives.
+    "rannc_backend/checkpoint/tensor_storage.py",
+)
 PRIVATE_TORCH_FILES = (
     "rannc_backend/capture.py",
     "rannc_backend/compile_stages.py",

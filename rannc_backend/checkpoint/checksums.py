@@ -1,0 +1,13 @@
+"""Checksums of tensors' bytes, as they are in memory and in files."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+
+def crc32_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of a CPU tensor's elements in order."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(memoryview(flat.numpy()))
