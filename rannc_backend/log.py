@@ -1,9 +1,9 @@
-"""The logger `rannc_backend`: who speaks, how loud, and each thing once.
+"""The logger `rannc_backend`: who speaks, how loud, where to, and each thing once.
 
-In: this process's rank and the environment (RANNC_LOG_LEVEL). Out: lines on stderr such as
-`[rannc rank 0] 2 stages, 4 micro-batches`. Rank 0 speaks for all; the other ranks are heard from "warning" upwards,
-or in everything when the level is "debug". Handlers of the user's own root logger take the place of ours.
-Modules log through `logging.getLogger(__name__)` and never print.
+In: this process's rank and the environment: RANNC_LOG_LEVEL, and `logging.toml` in the configuration directory. Out: lines on stderr such
+as `[rannc rank 0] 2 stages, 4 micro-batches`, or what the file asks for. Rank 0 speaks for all; the other ranks are heard from "warning"
+upwards, or in everything where the level is "debug". Handlers of the user's own root logger take the place of ours on the terminal, and
+those that TORCH_LOGS makes take the place of all of ours. Modules log through `logging.getLogger(__name__)` and never print.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from rannc_backend.config_sources import configuration_directory
 from rannc_backend.errors import OptionValueError
+from rannc_backend.log_file import logging_file
+from rannc_backend.log_names import ROOT_LOGGER
+from rannc_backend.log_sinks import SinkHandler, level_on_rank
+from rannc_backend.toml_lines import read_toml
 
-ROOT_LOGGER = "rannc_backend"
+LOGGING_FILE = "logging.toml"
 LEVELS: Mapping[str, int] = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -25,10 +30,11 @@ LEVELS: Mapping[str, int] = {
 def setup_logging(rank: int, environ: Mapping[str, str]) -> None:
     """Give the logger its level and, once per process, its handler. May be called again, when the rank is known.
 
-    A level that the user set on the logger stays, unless RANNC_LOG_LEVEL is there.
+    A level that the user set on the logger stays, unless RANNC_LOG_LEVEL or the file sets it.
 
     Raises:
         OptionValueError: RANNC_LOG_LEVEL is not a level.
+        ConfigurationFileError: `logging.toml` is wrong, or a file that it names cannot be written.
     """
     logger = logging.getLogger(ROOT_LOGGER)
     requested = environ.get("RANNC_LOG_LEVEL")
@@ -36,15 +42,21 @@ def setup_logging(rank: int, environ: Mapping[str, str]) -> None:
     if level is None:
         names = ", ".join(repr(name) for name in LEVELS)
         raise OptionValueError("log_level", value=requested, source="environment RANNC_LOG_LEVEL", expected=names)
-    handler = next((handler for handler in logger.handlers if isinstance(handler, _RankHandler)), None)
-    level_is_ours = handler is not None or logger.level == logging.NOTSET
-    if handler is None:
-        handler = _RankHandler()
-        logger.addHandler(handler)
-    handler.setFormatter(_RankFormatter(rank))
+    if any(_is_of_torch(handler) for handler in logger.handlers):
+        return  # TORCH_LOGS names the package: its handler and its levels are what was asked for
+    directory = configuration_directory(environ)
+    file = None if directory is None else read_toml(directory / LOGGING_FILE)
+    ours = next((handler for handler in logger.handlers if isinstance(handler, _RankHandler | SinkHandler)), None)
+    level_is_ours = ours is not None or logger.level == logging.NOTSET
+    handler = _RankHandler(rank) if file is None else SinkHandler(logging_file(file), file=file, rank=rank)
+    if ours is not None:
+        logger.removeHandler(ours)
+        ours.close()
+    logger.addHandler(handler)
     if requested or level_is_ours:
-        speaks_for_all = rank == 0 or level == logging.DEBUG
-        logger.setLevel(level if speaks_for_all else max(level, logging.WARNING))
+        logger.setLevel(level_on_rank(level, rank))
+    if isinstance(handler, SinkHandler):
+        handler.set_levels(but_not_root=bool(requested))
 
 
 def say_once(logger: logging.Logger, message: str, *args: object, level: int = logging.INFO) -> None:
@@ -70,8 +82,17 @@ class _SaidOnce(logging.Filter):
         return first
 
 
+def _is_of_torch(handler: logging.Handler) -> bool:
+    # By where its formatter comes from, without importing torch; a test names the versions for which this holds.
+    return type(handler.formatter).__module__.startswith("torch._logging")
+
+
 class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to stderr, and keeps silent once the user's root logger has handlers: they get the records anyway."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.setFormatter(_RankFormatter(rank))
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import subprocess
+import sys
 
 import pytest
 
 from rannc_backend.errors import OptionValueError
 from rannc_backend.log import ROOT_LOGGER, say_once, setup_logging
-
-
-@contextmanager
-def fresh_logger() -> Iterator[logging.Logger]:
-    """The package's logger as in a fresh process: no handler, no level, and none on the root logger (pytest has some)."""
-    root, own = logging.getLogger(), logging.getLogger(ROOT_LOGGER)
-    kept = root.handlers, own.handlers, own.level
-    root.handlers, own.handlers = [], []
-    own.setLevel(logging.NOTSET)
-    try:
-        yield own
-    finally:
-        root.handlers, own.handlers = kept[:2]
-        own.setLevel(kept[2])
+from tests.unit.rannc_backend.log_harness import fresh_logger
 
 
 @pytest.mark.parametrize(
@@ -86,3 +74,22 @@ def test_say_once(capsys: pytest.CaptureFixture[str]) -> None:
             "[rannc rank 0] warning: another thing",
             "[rannc rank 0] it costs 3 s",
         ]
+
+
+# torch._logging is private: that it finds a package by its name, and whose formatter its handlers have, was seen on torch 2.13.
+def test_torch_logs_takes_the_place_of_our_handler() -> None:
+    code = (
+        "import logging, os, torch\n"
+        "from rannc_backend.log import setup_logging\n"
+        "setup_logging(0, os.environ)\n"
+        "setup_logging(1, os.environ)\n"
+        "logging.getLogger('rannc_backend.partition.stage_search').debug('a cell')\n"
+        "logging.getLogger('rannc_backend.session').info('a plan')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TORCH_LOGS": "+rannc_backend"}, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if "a cell" in line or "a plan" in line]
+    assert [line.rsplit("] ")[-1] for line in lines] == ["a cell", "a plan"]
+    assert "[rannc rank" not in result.stderr
