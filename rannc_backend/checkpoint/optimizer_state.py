@@ -54,7 +54,7 @@ def capture(
             state = optimizer.state.get(parameter, {}) if name in mine else {}
             for key, value in state.items():
                 if not isinstance(key, str) or "/" in key:
-                    raise CheckpointStateError(f"{place} has a state called {key!r}", cure="use an optimizer whose states have plain names.")
+                    raise CheckpointStateError(f"{place} has a state called {key!r}", cure="use an optimizer with plain names of states.")
                 if isinstance(value, torch.Tensor):
                     tensors[f"{OPTIMIZER_PREFIX}{number}/{name}/{key}"] = value.detach()
                 else:

@@ -6,6 +6,7 @@ compared with its checksum. Nothing in a checkpoint is code, and nothing is run.
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections import OrderedDict
@@ -56,6 +57,10 @@ class CheckpointReader:
         self._records = {key: record for part in self.index.parts for key, record in part.tensors.items()}
         self._sizes = {name: record.num_bytes for part in self.index.parts for name, record in part.files.items()}
         self._open_files: OrderedDict[str, Any] = OrderedDict()
+        # Memory is made for tensors before they are read: none may claim to be larger than its file.
+        for key, record in self._records.items():
+            if math.prod(record.shape) * self.dtype(key).itemsize > self._sizes[record.file]:
+                raise self._torn(INDEX_FILE, f"{key!r} of shape {list(record.shape)} is larger than its file")
 
     @property
     def step(self) -> int:

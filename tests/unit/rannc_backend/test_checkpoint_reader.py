@@ -167,6 +167,12 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "tensor cut": lambda path: cut(path / "model-00000-00000.safetensors"),
     "tensor bit": lambda path: flip(path / "model-00000-00000.safetensors", -1),
@@ -177,7 +183,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "index gone": lambda path: (path / "index.json").unlink(),
     "manifest cut": lambda path: cut(path / "checkpoint.json"),
     "manifest empty": lambda path: (path / "checkpoint.json").write_bytes(b""),
-    "other step": lambda path: (path / "checkpoint.json").write_text((path / "checkpoint.json").read_text().replace('"step":1', '"step":2')),
+    "other step": lambda path: edit(path / "checkpoint.json", '"step":1', '"step":2'),
     "another file of the same size": lambda path: save_file({"a": torch.ones(7)}, path / "model-00000-00000.safetensors", {"format": "pt"}),
 }
 
