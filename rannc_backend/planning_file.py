@@ -28,7 +28,18 @@ FORMAT = "rannc blocks 1"
 _BEGINNING = b'{"format":"rannc blocks'
 _MOST_CHARACTERS = 400_000_000
 #: Options that decide which blocks there are.
-_BLOCK_OPTIONS = ("max_partition_num", "stage_starts", "keep_together", "stage_pins", "outputs", "stage_compiler", "recompute")
+_BLOCK_OPTIONS = (
+    "max_partition_num",
+    "min_partition_num",
+    "coarsen_by_time",
+    "stage_starts",
+    "keep_together",
+    "stage_pins",
+    "outputs",
+    "stage_compiler",
+    "recompute",
+    "checkpointing",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

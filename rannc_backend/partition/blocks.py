@@ -8,6 +8,7 @@ Terms: an *atom* is a staged node with the getitems that take from it. Steps: at
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,8 @@ from rannc_backend.partition.staged_nodes import (
 from rannc_backend.partition.structures import Kinds, block_structure
 from rannc_backend.passes.split_stages import OutputOfRowwise
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_MAX_BLOCKS = 160
 _BETTER = 0.95  # what another order may have of the bytes and the price at most: the model's own keeps equal layers equal
 
@@ -57,6 +60,8 @@ def build_block_graph(
     max_blocks: int = DEFAULT_MAX_BLOCKS,
     pins: StagePins | None = None,
     keep_rows_outputs: bool = True,
+    num_clusters: int | None = None,
+    by_time: bool = True,
 ) -> BlockGraph:
     """Cut the graph into at most `max_blocks` blocks. A graph with no more possible cuts than that is cut at all of them.
 
@@ -64,6 +69,8 @@ def build_block_graph(
         device, rows: on which, and at how many rows, operators are priced to balance the blocks.
         pins: what the user asked of the stages; more of them than `max_blocks` allows give more blocks.
         keep_rows_outputs: whether outputs with rows are returned to the user.
+        num_clusters: as `choose_blocks`.
+        by_time: make blocks alike in time; False: in the bytes that they keep for backward.
 
     Raises UnknownModuleError, StagePinError.
     """
@@ -71,20 +78,30 @@ def build_block_graph(
     kinds = Kinds(needs_grad)
     costs = _atom_costs(staged, kinds, needs_grad)
     atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
+    if not by_time:
+        atoms = replace(atoms, seconds=_kept_bytes(staged, needs_grad, rows))
     found = find_pins(pins or StagePins(), atoms.modules)
-    line = choose_blocks(atoms, fixed_groups, found, max_blocks=max_blocks)
+    line = choose_blocks(atoms, fixed_groups, found, max_blocks=max_blocks, num_clusters=num_clusters)
     return _Builder(staged, inputs, outputs, needs_grad, keep_rows_outputs, kinds).build(line, costs)
 
 
 def choose_blocks(
-    atoms: AtomGraph, fixed_groups: Sequence[Sequence[int]], pins: FoundPins, *, max_blocks: int
+    atoms: AtomGraph,
+    fixed_groups: Sequence[Sequence[int]],
+    pins: FoundPins,
+    *,
+    max_blocks: int,
+    num_clusters: int | None = None,
 ) -> BlockLine:
-    """The blocks of a graph of atoms. `fixed_groups`: atoms that must not be parted. Raises StagePinError."""
+    """The blocks of a graph of atoms. `fixed_groups`: atoms that must not be parted. Raises StagePinError.
+
+    `num_clusters`: at how many the coarsening for the other order stops; None: at twice `max_blocks`.
+    """
     items = contract(atoms, [*fixed_groups, *pins.groups()])
     floors = pins.stage_floors(items)
     own, other = (
         reorder(items, sorted(order, key=floors.__getitem__))
-        for order in (range(items.num_atoms), line_order(items, num_clusters=2 * max_blocks))
+        for order in (range(items.num_atoms), line_order(items, num_clusters=num_clusters or 2 * max_blocks))
     )
     good_bytes = min(good_crossing(own), good_crossing(other))
     line, (bounds, price) = own, cut_line(own, pins.cuts(own), max_blocks=max_blocks, good_bytes=good_bytes)
@@ -92,6 +109,14 @@ def choose_blocks(
         other_bounds, other_price = cut_line(other, pins.cuts(other), max_blocks=max_blocks, good_bytes=good_bytes)
         if other_price < _BETTER * price:
             line, bounds = other, other_bounds
+    logger.debug(
+        "%d atoms, %d items in a line (%s order): %d blocks, of at most %d",
+        atoms.num_atoms,
+        items.num_atoms,
+        "the model's own" if line is own else "the coarsened",
+        len(bounds) - 1,
+        max_blocks,
+    )
     pairs = zip(bounds, bounds[1:], strict=False)
     return BlockLine(
         atoms=tuple(tuple(sorted(atom for members in line.members[a:b] for atom in members)) for a, b in pairs),
@@ -145,6 +170,17 @@ def _atom_graph(
         members=tuple((index,) for index in range(len(costs))),
     )
     return graph, fixed
+
+
+def _kept_bytes(staged: StagedGraph, needs_grad: Collection[str], rows: int) -> np.ndarray:
+    """Per atom, the bytes of its values that backward needs; of those that it reads, if no atom makes them."""
+    atom_of = {node: index for index, atom in enumerate(staged.atoms) for node in atom}
+    nodes = [node for node in staged.rowwise.graph.nodes if node in staged.reads]
+    saved = [(atom_of[value if value in atom_of else reader], value) for value, reader in saved_values(nodes, needs_grad)]
+    sizes = evaluate([value_bytes(value.meta.get("val")) for _, value in saved], [rows])
+    kept = np.bincount([atom for atom, _ in saved], weights=[float(size) for (size,) in sizes], minlength=len(staged.atoms))
+    # Where nothing is kept, as in evaluation, all atoms weigh the same.
+    return kept + max(kept.sum(), 1.0) * 1e-6
 
 
 def _module_path(node: fx.Node) -> str:

@@ -10,11 +10,14 @@ the other or reads nothing else. Such a merger cannot close a cycle, also with o
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
 import numpy as np
 
 from rannc_backend.partition.atom_graph import AtomGraph, contract
+
+logger = logging.getLogger(__name__)
 
 
 def line_order(graph: AtomGraph, *, num_clusters: int) -> list[int]:
@@ -36,11 +39,15 @@ def coarsen(graph: AtomGraph, *, num_clusters: int) -> AtomGraph:
         modules=graph.modules,
         members=tuple((atom,) for atom in range(graph.num_atoms)),
     )
+    level = 0
+    logger.debug("coarsening: level 0, %d clusters; to stop at %d", current.num_atoms, num_clusters)
     while current.num_atoms > num_clusters:
         pairs = _pairs(current, limit, most=current.num_atoms - num_clusters)
         if not pairs:
+            logger.debug("coarsening: nothing more may be merged")
             break
-        current = contract(current, pairs)
+        current, level = contract(current, pairs), level + 1
+        logger.debug("coarsening: level %d, %d clusters, %d pairs merged", level, current.num_atoms, len(pairs))
     return current
 
 

@@ -108,6 +108,8 @@ def block_graph(
         device=cluster.device,
         rows=max(1, batch_rows // cluster.num_devices),
         max_blocks=config.max_partition_num,
+        num_clusters=config.min_partition_num or None,
+        by_time=config.coarsen_by_time,
         pins=StagePins.from_config(config),
         keep_rows_outputs=config.outputs == "all",
     )

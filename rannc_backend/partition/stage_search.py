@@ -13,6 +13,7 @@ walked through whole keeps the least bound of what was left out. Problems of ten
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rannc_backend.partition.equal_split import best_equal_split
+from rannc_backend.partition.search_log import SearchLog
 from rannc_backend.partition.search_problem import Floats, Ints, Pricer, SearchProblem, Solution, plans_step_seconds
 from rannc_backend.partition.stage_beam import Beam
 from rannc_backend.partition.stage_bounds import Cell, CellBounds, Shapes
 from rannc_backend.partition.stage_moves import first_cells, honours, make_solution, neighbours
 from rannc_backend.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-9  # relative: plans that are less faster than this count as equally fast
 _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
@@ -100,6 +104,7 @@ class StageSearch:
     equal: Solution | None = field(init=False, default=None)  # the best equal split
     entries: list[Entry] = field(init=False, default_factory=list)
     interrupted: bool = field(init=False, default=False)
+    log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
 
     def run(self, start: Solution | None = None) -> SearchResult:
         """Search; see `search`."""
@@ -109,6 +114,7 @@ class StageSearch:
         if self.best is not None:
             self._improve()
         ended = self._walk(heap) and not self.interrupted
+        self.log.tell(self.entries)
         lower = min(self.left_out, self.seconds, heap[0][0] if heap else self.seconds)
         return SearchResult(solution=self.best, lower_bound=lower, num_candidates=self.num_candidates, ended=ended)
 
@@ -127,6 +133,8 @@ class StageSearch:
             for number in problem.micro_batches:
                 self.shapes[schedule, number] = Shapes(Pricer(problem, number, schedule))
         self.equal = equal = best_equal_split(shapes.pricer for shapes in self.shapes.values())
+        if equal is not None:
+            self.log.priced(equal.num_stages, equal.step_seconds)
         if equal is not None and equal.step_seconds < self.limit:
             self.best, self.seconds = equal, equal.step_seconds
             self._improve()
@@ -203,6 +211,7 @@ class StageSearch:
         cuts, options, places, lower = beam.complete_plans()
         self.num_candidates += beam.num_candidates
         self._simulate(bounds.pricer, bounds.cell, cuts, options, places, lower)
+        self.log.opened(bounds.cell, bound=bounds.lower_bound, num_candidates=beam.num_candidates, best=self.seconds)
         return beam.left_out
 
     def _simulate(self, pricer: Pricer, cell: Cell, cuts: Ints, options: Ints, places: Ints, lower: Floats) -> None:
@@ -213,6 +222,7 @@ class StageSearch:
             part = slice(first, first + min(count, most))
             seconds = plans_step_seconds(pricer, cuts[part], options[part], places[part], cell.placement)
             index = int(seconds.argmin())
+            self.log.priced(cell.num_stages, float(seconds[index]))
             if seconds[index] < self.limit:
                 self.seconds = float(seconds[index])
                 chosen = (array[part][index] for array in (cuts, options, places))
