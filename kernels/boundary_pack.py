@@ -1,46 +1,471 @@
-"""Many tensors to one message and back.
+"""Many tensors to one message and back, in one launch; nothing that need not be copied is copied.
 
-In: tensors of any dtype. Out: one contiguous byte buffer in which each tensor starts at a multiple of 128 bytes, and views of such a
-buffer. Unpacking copies nothing; one contiguous tensor needs no packing at all, so callers send it as it is.
+In: tensors of any dtype and size, and a layout (`message_layout.plan_message`) that says how each travels: as it is, as bfloat16, or as
+float8 with one scale per 128 elements. Out: one contiguous byte buffer, or views of one that came. Unpacking copies nothing but tensors
+whose dtype changes, those in one launch too. One contiguous tensor that travels as it is needs no packing: its memory is the message. Nor
+does a tensor that lies in its place of the message already.
 
-This file holds the plain-PyTorch form, which defines the layout that every other form must produce.
+float8 is e4m3; a group's scale is its largest finite or infinite magnitude / 448. A NaN stays one NaN; an infinity turns its group to NaN.
+It is refused for integers and float64 (`plan_message`) and on NVIDIA GPUs before compute capability 8.9 (here).
+
+This file holds the kernels, what starts them, and the plain-PyTorch form, which defines what the kernels must produce.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch.library import wrap_triton
 
-ALIGNMENT_BYTES = 128
+from rannc_backend.kernels.chunk_moves import cast_to, copy_bytes, move_elements, to_float8
+from rannc_backend.kernels.message_layout import (
+    GROUP_ELEMENTS,
+    MessageLayout,
+    Wire,
+    message_offsets,
+    message_views,
+    plan_message,
+    slot_view,
+    wire_item_bytes,
+)
+from rannc_backend.kernels.record_table import CopyReport, KernelError, RecordTables, Span, make_records
+from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, operator, tl
+
+__all__ = ["Packed", "Unpacked", "Wire", "message_offsets", "message_views", "pack", "pack_message", "plan_message", "unpack"]
+
+# What happens to a chunk. The kinds of one wire format are the dtypes that it accepts; COPY is for all that travels as it is.
+COPY = 0
+KINDS = {
+    (Wire.BFLOAT16, torch.float32): 1,
+    (Wire.BFLOAT16, torch.float64): 2,
+    (Wire.FLOAT8, torch.float32): 3,
+    (Wire.FLOAT8, torch.float16): 4,
+    (Wire.FLOAT8, torch.bfloat16): 5,
+}
+FLOAT8_MAX = 448.0
+SMALLEST_MAGNITUDE = 1e-30
+"""Groups of smaller values are scaled as if they held this, so that 448 / magnitude stays finite."""
+FLOAT8_CAPABILITY = (8, 9)
 
 
-def message_offsets(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[tuple[int, ...], int]:
-    """Byte offset of each tensor in its message, and the message's size in bytes."""
-    offsets, end = [], 0
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        offsets.append(end)
-        size = math.prod(shape) * dtype.itemsize
-        end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return tuple(offsets), end
+@dataclass(frozen=True, slots=True)
+class PackConfig:
+    """How the kernels are started."""
+
+    block: int
+    """Elements per chunk (words of four bytes where bytes are copied); a power of two."""
+    num_warps: int
 
 
-def message_views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """Views into ``buffer`` (uint8, one dimension) of the tensors packed there."""
-    offsets, _ = message_offsets(shapes, dtypes)
-    views = []
-    for offset, shape, dtype in zip(offsets, shapes, dtypes, strict=True):
-        size = math.prod(shape) * dtype.itemsize
-        views.append(buffer[offset : offset + size].view(dtype).view(tuple(shape)))
-    return views
+SMALL = PackConfig(block=1024, num_warps=4)
+LARGE = PackConfig(block=4096, num_warps=8)
+LARGE_FROM_BYTES = 4 << 20
+
+
+def choose_config(num_bytes: int) -> PackConfig:
+    """Short chunks while there are too few bytes to give every multiprocessor several long ones."""
+    return LARGE if num_bytes >= LARGE_FROM_BYTES else SMALL
+
+
+@jit
+def _pack_kernel(
+    message, table, scales_offset, kinds: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr
+):
+    """Program i moves chunk i to ``message``. ``kinds``: one bit for each kind that is in ``table``."""
+    record = table + tl.program_id(0).to(tl.int64) * 4
+    address, offset = tl.load(record), tl.load(record + 1)
+    count, kind = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
+    start = message.to(tl.int64)
+    for each in tl.static_range(6):
+        if (kinds >> each) & 1:
+            if kind == each:
+                if each == 0:
+                    copy_bytes(address, start + offset, count, block, lanes)
+                elif each <= 2:
+                    _narrow(address, start + offset, count, each, block, lanes, simulated)
+                else:
+                    _quantize(address, start + offset, start + scales_offset + (offset >> 7) * 4, count, each, block, simulated)
+
+
+@jit
+def _unpack_kernel(
+    message, output, table, scales_offset, kinds: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr
+):
+    """Program i moves chunk i of ``message`` to the byte of ``output`` that its record's first column names."""
+    record = table + tl.program_id(0).to(tl.int64) * 4
+    address, offset = output.to(tl.int64) + tl.load(record), tl.load(record + 1)
+    count, kind = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
+    start = message.to(tl.int64)
+    for each in tl.static_range(1, 6):
+        if (kinds >> each) & 1:
+            if kind == each:
+                if each <= 2:
+                    _widen(start + offset, address, count, each, block, lanes, simulated)
+                else:
+                    _dequantize(start + offset, start + scales_offset + (offset >> 7) * 4, address, count, each, block, simulated)
+
+
+@jit
+def _narrow(source, target, count, kind: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr):
+    dtype: tl.constexpr = tl.float32 if kind == 1 else tl.float64
+    move_elements(source, target, count, 1.0, False, dtype, tl.bfloat16, dtype, False, True, block, lanes, simulated)
+
+
+@jit
+def _widen(source, target, count, kind: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr):
+    dtype: tl.constexpr = tl.float32 if kind == 1 else tl.float64
+    move_elements(source, target, count, 1.0, False, tl.bfloat16, dtype, dtype, False, True, block, lanes, simulated)
+
+
+@jit
+def _quantize(source, target, scales, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr):
+    dtype: tl.constexpr = tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16
+    from_items, to_items = source.to(tl.pointer_type(dtype)), target.to(tl.pointer_type(tl.float8e4nv))
+    if ((source | count) & 15) == 0:
+        # The same code; here the compiler knows that 16 bytes may be loaded at once, and that the mask allows it.
+        aligned_from, aligned_to = tl.multiple_of(from_items, 16), tl.multiple_of(to_items, 16)
+        _quantize_groups(aligned_from, aligned_to, scales, (count >> 4) << 4, block, simulated)
+    else:
+        _quantize_groups(from_items, to_items, scales, count, block, simulated)
+
+
+@jit
+def _quantize_groups(source, target, scales, count, block: tl.constexpr, simulated: tl.constexpr):
+    groups = tl.arange(0, block // 128)
+    offsets = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = offsets < count
+    values = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), axis=1)
+    largest = tl.maximum(largest, 1e-30)
+    scaled = values * tl.div_rn(448.0, largest)[:, None]
+    tl.store(target + offsets, to_float8(scaled, simulated), mask=inside)
+    tl.store(scales.to(tl.pointer_type(tl.float32)) + groups, largest * (1.0 / 448.0), mask=groups * 128 < count)
+
+
+@jit
+def _dequantize(source, scales, target, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr):
+    dtype: tl.constexpr = tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16
+    from_items, to_items = source.to(tl.pointer_type(tl.float8e4nv)), target.to(tl.pointer_type(dtype))
+    if ((target | count) & 15) == 0:
+        aligned_from, aligned_to = tl.multiple_of(from_items, 16), tl.multiple_of(to_items, 16)
+        _dequantize_groups(aligned_from, aligned_to, scales, (count >> 4) << 4, dtype, block, simulated)
+    else:
+        _dequantize_groups(from_items, to_items, scales, count, dtype, block, simulated)
+
+
+@jit
+def _dequantize_groups(source, target, scales, count, dtype: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr):
+    groups = tl.arange(0, block // 128)
+    offsets = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = offsets < count
+    scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + groups, mask=groups * 128 < count, other=0.0)
+    values = tl.load(source + offsets, mask=inside).to(tl.float32) * scale[:, None]
+    tl.store(target + offsets, cast_to(values, dtype, simulated), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A message and what it took to make it."""
+
+    message: torch.Tensor
+    report: CopyReport
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """The tensors of a message, in the layout's order, and what it took to get them."""
+
+    tensors: list[torch.Tensor]
+    report: CopyReport
+
+
+def pack(
+    tensors: Sequence[torch.Tensor],
+    layout: MessageLayout,
+    *,
+    message: torch.Tensor | None = None,
+    tables: RecordTables | None = None,
+) -> Packed:
+    """``tensors`` as one message: one launch, or none where one contiguous tensor is the message.
+
+    ``message``: a buffer of ``layout.num_bytes`` uint8 to write to, else a new one; tensors that lie in their place of it already are left
+    alone. ``tables``: the caller's cache, without which a table is built anew. Raises KernelError for tensors unlike ``layout`` and for
+    float8 on a GPU that has none.
+    """
+    _check(tensors, layout)
+    report = CopyReport()
+    strided = [tensor for tensor in tensors if not tensor.is_contiguous()]
+    if strided:
+        report += CopyReport(bytes_copied=sum(each.nbytes for each in strided), launches=len(strided))
+        tensors = [tensor.contiguous() for tensor in tensors]
+    if layout.is_plain_tensor and message is None:
+        return Packed(tensors[0], report + CopyReport(bytes_without_copy=0 if strided else tensors[0].nbytes))
+    device = tensors[0].device
+    if message is None:
+        message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    _check_buffer(message, layout.num_bytes, device)
+    start = message.data_ptr()
+    moved = [
+        wire != Wire.SAME or tensor.data_ptr() != start + offset
+        for tensor, wire, offset in zip(tensors, layout.wires, layout.offsets)
+    ]
+    if HAS_TRITON and message.is_cuda:
+        num_launches = launch_pack(message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved, tables)
+    else:
+        reference_pack(message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved)
+        num_launches = sum(moved)
+    return Packed(message, report + _count(layout, moved, num_launches))
 
 
 def pack_message(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``tensors`` in one new uint8 buffer, laid out by :func:`message_offsets`."""
-    shapes, dtypes = [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
-    _, size = message_offsets(shapes, dtypes)
-    buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-    for view, tensor in zip(message_views(buffer, shapes, dtypes), tensors, strict=True):
-        view.copy_(tensor)
-    return buffer
+    """``tensors`` in one new uint8 buffer, all as they are, laid out by :func:`message_offsets`."""
+    layout = plan_message([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
+    message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=tensors[0].device)
+    return pack(tensors, layout, message=message).message
+
+
+def unpack(
+    message: torch.Tensor, layout: MessageLayout, *, output: torch.Tensor | None = None, tables: RecordTables | None = None
+) -> Unpacked:
+    """The tensors of ``message``: views of it, except for those whose dtype changes, which one launch writes to ``output``.
+
+    ``output``: a buffer of ``layout.output_bytes`` uint8, else a new one. The tensors are aligned to 128 bytes if their buffers are.
+    """
+    if layout.is_plain_tensor:
+        tensor = message.view(-1).view(layout.dtypes[0]).view(layout.shapes[0])
+        return Unpacked([tensor], CopyReport(bytes_without_copy=tensor.nbytes))
+    _check_buffer(message, layout.num_bytes, message.device)
+    moved = [wire != Wire.SAME for wire in layout.wires]
+    if any(moved):
+        if output is None:
+            output = torch.empty(layout.output_bytes, dtype=torch.uint8, device=message.device)
+        _check_buffer(output, layout.output_bytes, message.device)
+        _check_float8(layout.wires, message.device)
+    tensors = [
+        slot_view(output if converted else message, offset, shape, dtype)
+        for converted, offset, shape, dtype in zip(moved, layout.output_offsets, layout.shapes, layout.dtypes)
+    ]
+    num_launches = 0
+    if any(moved):
+        converted = [index for index, narrowed in enumerate(moved) if narrowed]
+        targets = [tensors[index] for index in converted]
+        offsets, wires = [layout.offsets[index] for index in converted], [layout.wires[index] for index in converted]
+        if HAS_TRITON and message.is_cuda:
+            num_launches = launch_unpack(message, targets, offsets, wires, layout.scales_offset, tables)
+        else:
+            reference_unpack(message, targets, offsets, wires, layout.scales_offset)
+            num_launches = len(targets)
+    return Unpacked(tensors, _count(layout, moved, num_launches))
+
+
+def _count(layout: MessageLayout, moved: Sequence[bool], num_launches: int) -> CopyReport:
+    sizes = [layout.wire_bytes(index) for index in range(len(layout.shapes))]
+    bytes_copied = sum(size for size, was_moved in zip(sizes, moved) if was_moved)
+    return CopyReport(bytes_copied, sum(sizes) - bytes_copied, num_launches)
+
+
+def _check(tensors: Sequence[torch.Tensor], layout: MessageLayout) -> None:
+    if [tensor.shape for tensor in tensors] != list(layout.shapes) or [tensor.dtype for tensor in tensors] != list(layout.dtypes):
+        given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        raise KernelError(f"tensors {given} do not fit a message for {list(zip(layout.shapes, layout.dtypes))}")
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        raise KernelError(f"the tensors of a message must be on one device, not on {sorted(map(str, devices))}")
+    _check_float8(layout.wires, devices.pop())
+
+
+def _check_float8(wires: Sequence[Wire], device: torch.device) -> None:
+    if Wire.FLOAT8 not in wires or device.type != "cuda" or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise KernelError(
+            f"{name} has compute capability {capability[0]}.{capability[1]} and float8 messages need 8.9 or more; use bfloat16 there"
+        )
+
+
+def _check_buffer(buffer: torch.Tensor, num_bytes: int, device: torch.device) -> None:
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != device:
+        raise KernelError(
+            f"a buffer must be contiguous uint8 of one dimension on {device}, not {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
+        )
+    if buffer.numel() < num_bytes or buffer.data_ptr() % 16:
+        raise KernelError(f"a buffer of {num_bytes} bytes, aligned to 16, is needed, not {buffer.numel()} bytes at {buffer.data_ptr():#x}")
+
+
+def reference_pack(
+    message: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    wires: Sequence[int],
+    scales_offset: int,
+    moved: Sequence[bool],
+) -> None:
+    """What the kernel does, in plain PyTorch; also what graphs are traced with."""
+    for tensor, offset, wire, move in zip(tensors, offsets, wires, moved):
+        if not move or tensor.numel() == 0:
+            continue
+        if wire == Wire.SAME:
+            slot_view(message, offset, tensor.shape, tensor.dtype).copy_(tensor)
+        elif wire == Wire.BFLOAT16:
+            slot_view(message, offset, tensor.shape, torch.bfloat16).copy_(tensor)
+        else:
+            values, scales = quantize(tensor)
+            slot_view(message, offset, values.shape, torch.float8_e4m3fn).copy_(values)
+            slot_view(message, scales_offset + offset // GROUP_ELEMENTS * 4, scales.shape, torch.float32).copy_(scales)
+
+
+def reference_unpack(
+    message: torch.Tensor, targets: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
+) -> None:
+    """What the kernel does, in plain PyTorch; also what graphs are traced with."""
+    for target, offset, wire in zip(targets, offsets, wires):
+        if target.numel() == 0:
+            continue
+        if wire == Wire.BFLOAT16:
+            target.copy_(slot_view(message, offset, target.shape, torch.bfloat16))
+        else:
+            num_groups = -(-target.numel() // GROUP_ELEMENTS)
+            scales = slot_view(message, scales_offset + offset // GROUP_ELEMENTS * 4, (num_groups,), torch.float32)
+            values = slot_view(message, offset, target.shape, torch.float8_e4m3fn).to(torch.float32)
+            target.copy_(values * scales.repeat_interleave(GROUP_ELEMENTS)[: target.numel()].view(target.shape))
+
+
+def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values [numel] and float32 scales [groups] of ``tensor``, which is not empty."""
+    values = torch.nn.functional.pad(tensor.reshape(-1).to(torch.float32), (0, -tensor.numel() % GROUP_ELEMENTS))
+    groups = values.view(-1, GROUP_ELEMENTS)
+    largest = groups.abs().masked_fill(groups.isnan(), 0.0).amax(dim=1).clamp(min=SMALLEST_MAGNITUDE)
+    scaled = groups * torch.div(torch.full_like(largest, FLOAT8_MAX), largest)[:, None]
+    return scaled.view(-1)[: tensor.numel()].to(torch.float8_e4m3fn), largest * (1.0 / FLOAT8_MAX)
+
+
+def launch_pack(
+    message: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    wires: Sequence[int],
+    scales_offset: int,
+    moved: Sequence[bool],
+    tables: RecordTables | None,
+    config: PackConfig | None = None,
+) -> int:
+    """Start the kernel on contiguous ``tensors`` where ``moved``, and give the number of launches: one, or none if nothing moves."""
+    config = config or choose_config(message.numel())
+    pointers, numels = tuple([tensor.data_ptr() for tensor in tensors]), tuple([tensor.numel() for tensor in tensors])
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    kinds = [_kind(wire, dtype) for wire, dtype in zip(wires, dtypes)]
+
+    def build() -> np.ndarray:
+        return _records(pointers, numels, dtypes, offsets, wires, moved, config)
+
+    key = ("pack", config, pointers, numels, dtypes, tuple(offsets), tuple(wires), tuple(moved))
+    table = (tables or RecordTables()).get(key, message.device, build)
+    if table.shape[0] == 0:
+        return 0
+    with on_device(message):
+        _pack_kernel[(table.shape[0],)](
+            message,
+            table,
+            scales_offset,
+            kinds=sum({1 << kind for kind, move in zip(kinds, moved) if move}),
+            block=config.block,
+            lanes=32 * config.num_warps,
+            simulated=SIMULATED,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )
+    return 1
+
+
+def launch_unpack(
+    message: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    wires: Sequence[int],
+    scales_offset: int,
+    tables: RecordTables | None,
+    config: PackConfig | None = None,
+) -> int:
+    """Start the kernel that fills ``targets``, and give the number of launches: one, or none if all are empty."""
+    config = config or choose_config(message.numel())
+    # Relative to the first target: with all of them in one buffer the table serves any buffer.
+    first = targets[0].data_ptr()
+    places = tuple([target.data_ptr() - first for target in targets])
+    numels, dtypes = tuple([target.numel() for target in targets]), tuple([target.dtype for target in targets])
+
+    def build() -> np.ndarray:
+        return _records(places, numels, dtypes, offsets, wires, [True] * len(targets), config)
+
+    key = ("unpack", config, places, numels, dtypes, tuple(offsets), tuple(wires))
+    table = (tables or RecordTables()).get(key, message.device, build)
+    if table.shape[0] == 0:
+        return 0
+    with on_device(message):
+        _unpack_kernel[(table.shape[0],)](
+            message,
+            targets[0].view(-1).view(torch.uint8),
+            table,
+            scales_offset,
+            kinds=sum({1 << _kind(wire, dtype) for wire, dtype in zip(wires, dtypes)}),
+            block=config.block,
+            lanes=32 * config.num_warps,
+            simulated=SIMULATED,
+            num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )
+    return 1
+
+
+def _kind(wire: int, dtype: torch.dtype) -> int:
+    return COPY if wire == Wire.SAME else KINDS[Wire(wire), dtype]
+
+
+def _records(
+    addresses: Sequence[int],
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    offsets: Sequence[int],
+    wires: Sequence[int],
+    moved: Sequence[bool],
+    config: PackConfig,
+) -> np.ndarray:
+    spans = []
+    for address, numel, dtype, offset, wire, move in zip(addresses, numels, dtypes, offsets, wires, moved):
+        if not move:
+            continue
+        if wire == Wire.SAME:
+            spans.append(Span(address, offset, numel * dtype.itemsize, COPY, 1, 1, 4 * config.block))
+        else:
+            step = wire_item_bytes(dtype, Wire(wire))
+            spans.append(Span(address, offset, numel, _kind(wire, dtype), dtype.itemsize, step, config.block))
+    return make_records(spans)
+
+
+@operator("rannc::pack_message", mutates_args=("message",))
+def pack_operator(
+    message: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
+) -> None:
+    """:func:`pack` for graphs, into a given message."""
+    contiguous, moved = [tensor.contiguous() for tensor in tensors], [True] * len(tensors)
+    _check_float8(wires, message.device)
+    if HAS_TRITON and message.is_cuda and wrap_triton(_pack_kernel) is _pack_kernel:
+        launch_pack(message, contiguous, offsets, wires, scales_offset, moved, None)
+    else:
+        reference_pack(message, contiguous, offsets, wires, scales_offset, moved)
+
+
+@operator("rannc::unpack_message", mutates_args=("targets",))
+def unpack_operator(
+    message: torch.Tensor, targets: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
+) -> None:
+    """The converting part of :func:`unpack` for graphs, into given contiguous tensors."""
+    _check_float8(wires, message.device)
+    if HAS_TRITON and message.is_cuda and wrap_triton(_unpack_kernel) is _unpack_kernel:
+        launch_unpack(message, targets, offsets, wires, scales_offset, None)
+    else:
+        reference_unpack(message, targets, offsets, wires, scales_offset)
