@@ -9,11 +9,13 @@ What the user did wrong is raised when the compiled model is called, as one of `
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rannc_backend.torch_version import refuse_old_torch
 
@@ -22,14 +24,15 @@ refuse_old_torch(torch.__version__)
 
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import trace_again  # noqa: E402
+from rannc_backend.config import Config  # noqa: E402
 from rannc_backend.config_sources import resolve_config  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
 from rannc_backend.runtime import bootstrap  # noqa: E402
 from rannc_backend.runtime.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
-from rannc_backend.runtime.world import StartOptions  # noqa: E402
-from rannc_backend.session import SessionRegistry  # noqa: E402
+from rannc_backend.runtime.world import StartOptions, World  # noqa: E402
+from rannc_backend.session import Session, SessionRegistry  # noqa: E402
 
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
@@ -53,39 +56,67 @@ def rannc(
     try:
         if mode not in (None, "default"):
             raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
-        config = resolve_config(options, os.environ)
+        config = _chosen_config(options)
         # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
-        bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds)).monitor.phase("capture")
+        world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
+        world.monitor.phase("capture")
+        _check_device(example_inputs, world)
         with log_narrator(verbose=config.verbose).step("capture") as details:
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
-        local_rows = _local_rows(captured, example_inputs)
-        runtime, moved = session.runtime_for(captured, local_rows)
+        runtime, moved = session.runtime_for(captured, _local_rows(captured, example_inputs))
     except RanncError as error:
         return _raising(error)
     if moved:
         trace_again(captured)
-    return _bind(runtime, captured)
+    return _bind(session, runtime, captured)
 
 
-def _local_rows(captured: capture.CapturedGraph, example_inputs: Sequence[Any]) -> int:
+def _chosen_config(options: Mapping[str, object] | None) -> Config:
+    config = resolve_config(options, os.environ)
+    if REGISTRY.switches.sync_params is not None and "sync_params_on_init" not in (options or {}):
+        config = config.model_copy(update={"sync_params_on_init": REGISTRY.switches.sync_params})
+    return config
+
+
+def _check_device(example_inputs: Sequence[Any], world: World) -> None:
+    # A counter on the CPU goes with any device.
+    elsewhere = {value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.dim()} - {world.device}
+    if elsewhere:
+        raise UserInputError(
+            f"the model or its inputs are on {', '.join(sorted(map(str, elsewhere)))}, and this rank computes on {world.device}",
+            cure="call rannc_backend.materialize_by_stage(model) before torch.compile, which brings each rank the stages that it owns, "
+            f"and pass inputs on {world.device}; to compute on the CPU, start the ranks with CUDA_VISIBLE_DEVICES= in the environment.",
+        )
+
+
+def _local_rows(captured: capture.CapturedGraph, flat_args: Sequence[Any]) -> int:
     spec = next(spec for spec in captured.inputs if spec.kind == "batch")
-    return int(example_inputs[spec.position].shape[0])
+    return int(flat_args[spec.position].shape[0])
 
 
-def _bind(runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..., Sequence[Any]]:
+def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..., Sequence[Any]]:
     positions = {spec.name: spec.position for spec in captured.inputs}
     order = [positions[spec.name] for spec in runtime.inputs]
+    # Dynamo keeps what is returned here as long as the model lives: it must neither keep the model alive nor what undeploy frees.
+    graph = replace(captured, root_module=nn.Module())
+    key, root = captured.fingerprint, weakref.ref(captured.root_module)
+    del runtime, captured
 
     def call(*flat_args: Any) -> Sequence[Any]:
+        current = session.runtimes.get(key)
+        if current is None:
+            model = root()
+            assert model is not None, "the model is gone"
+            current, _ = session.runtime_for(replace(graph, root_module=model), _local_rows(graph, flat_args))
         tensors = [flat_args[position] for position in order]
-        if torch.is_grad_enabled() and any(output.differentiable for output in runtime.outputs):
-            results = call_training(runtime, tensors)
+        if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
+            results = call_training(current, tensors)
         else:
-            results = runtime.infer(tensors)
+            results = current.infer(tensors)
         # Only after success: a failure is told with the phase in which it happened.
-        runtime.world.monitor.phase("between steps")
+        session.world.monitor.phase("between steps")
         return results
 
     return call

@@ -24,12 +24,14 @@ from rannc_backend.narrator import log_narrator
 from rannc_backend.partition.planner import choose_schedule
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
-from rannc_backend.runtime.buckets import BucketLayout, GradientBuckets, plan_buckets
+from rannc_backend.runtime.accumulation import DelayableBuckets
+from rannc_backend.runtime.buckets import BucketLayout, plan_buckets
 from rannc_backend.runtime.executor import Executor
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
+from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.user_outputs import RuntimeOutput
 from rannc_backend.runtime.world import Work, World
 from rannc_backend.schedule.edges import EdgeSpec
@@ -122,6 +124,7 @@ class Deployer:
     tensors: Mapping[str, torch.Tensor]
     counter: StepCounter
     cache: CompileCache
+    switches: Switches
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -212,11 +215,18 @@ class Deployer:
             static_shape=tuple(int(size) for size in fake.shape),
         )
 
-    def _buckets(self, analysis: GraphAnalysis, cut: StageCut) -> GradientBuckets:
+    def _buckets(self, analysis: GraphAnalysis, cut: StageCut) -> DelayableBuckets:
         index = self.stage_index
+        capacity_bytes = self.config.bucket_mb * 2**20
         if index is None:
-            return GradientBuckets(
-                layout=BucketLayout(buckets=(), slots={}), parameters={}, stage_ranks=(), start_reduce=_reduce_nothing
+            return DelayableBuckets(
+                layout=BucketLayout(buckets=(), slots={}),
+                parameters={},
+                stage_ranks=(),
+                start_reduce=_reduce_nothing,
+                table=self.table,
+                switches=self.switches,
+                capacity_bytes=capacity_bytes,
             )
         own_order = _backward_order(cut.graphs[index])
         names = {spec.name: spec.fqn for spec in analysis.captured.inputs if spec.name in analysis.trained_parameters}
@@ -224,19 +234,20 @@ class Deployer:
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
         ranks = self.stage_ranks[index]
-        layout = plan_buckets(
-            [(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, self.config.bucket_mb * 2**20
-        )
+        layout = plan_buckets([(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, capacity_bytes)
         limit = self.config.step_timeout_seconds
 
         def start_reduce(buffer: torch.Tensor, group: tuple[int, ...]) -> LimitedWork:
             return LimitedWork(self.world.transport.allreduce(buffer, group), limit)
 
-        return GradientBuckets(
+        return DelayableBuckets(
             layout=layout,
             parameters={fqn: self.tensors[fqn] for fqn in owned},
             stage_ranks=ranks,
             start_reduce=start_reduce,
+            table=self.table,
+            switches=self.switches,
+            capacity_bytes=capacity_bytes,
         )
 
     def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str, RowTable], Executor]:

@@ -10,9 +10,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Protocol
 
 import torch
 from rich.console import Console
@@ -39,16 +39,27 @@ from rannc_backend.profiling import answer_leader, leading
 from rannc_backend.progress import Progress, planning_progress
 from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
 from rannc_backend.runtime.meter import StepMeter
-from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
+from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.promises import Promises
+from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.world import StartOptions, World
 from rannc_backend.torch_version import mention_untried_torch
 
 logger = logging.getLogger(__name__)
 
 _PIPED_COLUMNS = 100
+
+
+class Follower(Protocol):
+    """Something that keeps values beside parameters, where the parameters are: an optimizer's state."""
+
+    def parameters_moved(self, table: ParameterTable, before: Mapping[str, tuple[int, ...]] | None) -> None:
+        """Parameters have gone to the owners that ``table`` says; ``before``: those until now, None at the first time. Collective."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +69,9 @@ class Session:
     root: weakref.ref[nn.Module]
     config: Config
     world: World
+    promises: Promises
+    switches: Switches
+    followers: list[Follower]
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
     plan: Plan | None = None
@@ -85,7 +99,7 @@ class Session:
         with log_narrator(verbose=self.config.verbose).step("analysis") as details:
             analysis = analyze(captured)
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
-        moved = False
+        moved, fresh = False, self.plan is None
         if self.plan is None and self.config.partitioning_dry_run_np:
             self._dry_run(analysis, rows)
         if self.plan is None:
@@ -96,9 +110,9 @@ class Session:
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
         cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
-        if self.table is None:
+        if fresh:
             moved = self._take_ownership(self.plan)
-        runtime = self._deployer().deploy(analysis, cut, label=f"graph {len(self.runtimes)}")
+        runtime = self._deployer().deploy(_without_model(analysis), cut, label=f"graph {len(self.runtimes)}")
         if not any(other.meter for other in self.runtimes.values()) and any(output.differentiable for output in runtime.outputs):
             runtime.meter = self._meter(runtime)
         self.runtimes[key] = runtime
@@ -194,22 +208,42 @@ class Session:
             )
 
     def _take_ownership(self, plan: Plan) -> bool:
+        """Bring the parameters to the ranks that the plan wants them on; whether any moved."""
         root = self.root()
         assert root is not None, "the model is gone"
         owners: dict[str, set[int]] = {}
         for stage in plan.stages:
             for name in (*stage.parameters, *stage.updated_buffers):
                 owners.setdefault(name, set()).update(stage.ranks)
-        self.table = ParameterTable.build(root, {name: tuple(sorted(ranks)) for name, ranks in owners.items()}, self.world)
-        if self.world.size == 1:
-            return False
-        self.world.transport.prepare(channels=[STATE_CHANNEL])
-        if self.config.sync_params_on_init:
-            self.world.monitor.phase("giving parameters to their owners")
-            self.table.synchronize()
-        freed = self.table.release()
-        logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, freed / 2**20)
-        return freed > 0
+        ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
+        self.world.monitor.phase("giving parameters to their owners")
+        if self.table is not None:
+            before: Mapping[str, tuple[int, ...]] | None = self.table.owners
+            moved = self.table.transfer(ranks_of)
+        else:
+            before = None
+            self.table = ParameterTable.build(root, ranks_of, self.world)
+            moved = self.table.settle(self.promises, synchronize=self.config.sync_params_on_init)
+        for follower in self.followers:
+            follower.parameters_moved(self.table, before)
+        logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, moved.freed_bytes / 2**20)
+        return moved.changed
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients that are still each rank's own over their owners. Collective."""
+        assert self.table is not None, "not planned yet"
+        if self.table.gradients_are_local:
+            buckets = next(iter(self.runtimes.values())).buckets
+            assert isinstance(buckets, DelayableBuckets), "buckets that cannot be local"
+            buckets.reduce()
+
+    def undeploy(self) -> None:
+        """Free what steps need (compiled stages, gradients, buffers), and take the parameters off the device; the next call plans anew."""
+        self.runtimes.clear()
+        self.cache = CompileCache()
+        self.plan = None
+        if self.table is not None:
+            self.table.to_host()
 
     def _deployer(self) -> Deployer:
         root = self.root()
@@ -222,16 +256,17 @@ class Session:
             tensors=named_tensors(root),
             counter=self.counter,
             cache=self.cache,
+            switches=self.switches,
         )
 
     def _meter(self, runtime: GraphRuntime) -> StepMeter | None:
         root = self.root()
-        if not self.config.report_steps or root is None or self.plan is None:
+        if not self.config.num_measured_steps or root is None or self.plan is None:
             return None
         return StepMeter(
             device=self.world.device,
             stage_index=self.plan.stage_of_rank(self.world.rank),
-            num_steps=self.config.report_steps,
+            num_steps=self.config.num_measured_steps,
             expected_rows=self.plan.batch_rows,
             model_tensors=tuple(named_tensors(root).values()),
             gradient_tensors=runtime.buckets.tensors,
@@ -263,6 +298,11 @@ class Session:
             )
 
 
+def _without_model(analysis: GraphAnalysis) -> GraphAnalysis:
+    """The analysis as a runtime keeps it: what a session holds must not keep its model alive."""
+    return replace(analysis, captured=replace(analysis.captured, root_module=nn.Module()))
+
+
 def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
     """Parameters and buffers under their primary names."""
     return {**dict(root.named_parameters()), **dict(root.named_buffers())}
@@ -281,6 +321,16 @@ class SessionRegistry:
     """The sessions of this process, by root module; they end with their modules."""
 
     sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
+    promises: Promises = field(default_factory=Promises)
+    switches: Switches = field(default_factory=Switches)
+    followers: weakref.WeakKeyDictionary[nn.Module, list[Follower]] = field(default_factory=weakref.WeakKeyDictionary)
+    optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def of(self, model: nn.Module) -> Session | None:
+        """The session of a model, compiled or not; None before its first call."""
+        while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        return self.sessions.get(model)
 
     def session_of(self, root: nn.Module, config: Config) -> Session:
         """The model's session, begun if there is none. Collective then.
@@ -293,7 +343,14 @@ class SessionRegistry:
             world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
             setup_logging(world.rank, os.environ)
             mention_untried_torch(torch.__version__)
-            session = Session(root=weakref.ref(root), config=config, world=world)
+            session = Session(
+                root=weakref.ref(root),
+                config=config,
+                world=world,
+                promises=self.promises,
+                switches=self.switches,
+                followers=self.followers.setdefault(root, []),
+            )
             self.sessions[root] = session
         elif session.config != config:
             changed = [item for item in Config.model_fields if getattr(session.config, item) != getattr(config, item)]
@@ -305,9 +362,15 @@ class SessionRegistry:
             )
         return session
 
+    def reset_switches(self) -> None:
+        """Set the switches as they were at the start, for the models that exist, too."""
+        start = Switches()
+        for name in Switches.__dataclass_fields__:
+            setattr(self.switches, name, getattr(start, name))
+
     def plan_of(self, model: nn.Module) -> Plan | None:
         """The plan of a model, compiled or not; None before its first call."""
-        session = self.sessions.get(getattr(model, "_orig_mod", model))
+        session = self.of(model)
         return None if session is None else session.plan
 
     def strides_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -315,7 +378,7 @@ class SessionRegistry:
         for table in self.tables():
             if id(tensor) in table.released_strides:
                 return table.released_strides[id(tensor)]
-        return tensor.stride()
+        return self.promises.strides(tensor)
 
     def tables(self) -> list[ParameterTable]:
         """Ownership of every planned model."""

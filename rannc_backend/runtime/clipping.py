@@ -29,6 +29,9 @@ def clip_gradients(
         UserInputError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     parameters = list(parameters)
+    for table in tables:
+        if any(table.name_of(parameter) is not None for parameter in parameters):
+            table.require_reduced_gradients("gradients were to be clipped")
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     counted = [p.grad for p in parameters if p.grad is not None and _counts(p, tables)]
     world = tables[0].world if tables else None

@@ -1,4 +1,4 @@
-"""Who owns which parameter, and what the user's module shows of parameters that live elsewhere.
+"""Who owns which parameter, how parameters come to their owners, and what the user's module shows of those that live elsewhere.
 
 In: the user's root module and, once a plan is there, the ranks that own each parameter and buffer. Out: on each rank the tensors of
 its own stages; every other parameter gives its memory back; ``state_dict`` and ``load_state_dict`` of the module and of its
@@ -6,24 +6,44 @@ submodules work on all ranks together.
 
 Terms. A parameter's *owners* are the ranks of all stages that use it, in ascending order; its *first owner* answers for it where a
 value must be counted or sent once. A *released* parameter keeps its shape, dtype and strides of zero over one NaN: reading it is
-visibly wrong instead of a crash, writing it is an error of torch, and its gradient stays None.
+visibly wrong instead of a crash, writing it is an error of torch, and its gradient stays None. A *promised* parameter has no value on
+any rank yet: each owner makes it (see `promises.py`). *Holders* are the ranks that have a value at present.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.promises import Make, Promises, released_cell
 from rannc_backend.runtime.world import World
 
 STATE_CHANNEL = "state"
+Ranks = tuple[int, ...]
+# Values on their way to their owners, bytes: more of them at once would bring the whole model to a device.
+_MOST_UNDER_WAY = 64 * 2**20
+StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Moved:
+    """Bytes that this rank gave back, and those that it took into its memory or onto its device."""
+
+    freed_bytes: int = 0
+    made_bytes: int = 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether parameters are no longer where, or what, they were when the model was traced."""
+        return bool(self.freed_bytes or self.made_bytes)
 
 
 @dataclass(slots=True)
@@ -32,25 +52,33 @@ class ParameterTable:
 
     root: weakref.ref[nn.Module]
     world: World
-    owners: dict[str, tuple[int, ...]]
+    owners: dict[str, Ranks]
     released_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the parameter
+    gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
+    _states_on_all_ranks: bool = False
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 
     @classmethod
-    def build(cls, root: nn.Module, owners: Mapping[str, tuple[int, ...]], world: World) -> ParameterTable:
-        """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank."""
-        everyone = tuple(range(world.size))
-        tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-        table = cls(
-            root=weakref.ref(root),
-            world=world,
-            owners={name: tuple(owners.get(name, everyone)) for name in tensors},
-        )
+    def build(cls, root: nn.Module, owners: Mapping[str, Ranks], world: World) -> ParameterTable:
+        """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank. Collective."""
+        table = cls(root=weakref.ref(root), world=world, owners=_complete(root, owners, world))
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
+            world.transport.prepare(channels=[STATE_CHANNEL], groups=[table.everyone])
             table._install_hooks(root)
         return table
+
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks of the job."""
+        return tuple(range(self.world.size))
+
+    def module(self) -> nn.Module:
+        """The root module. AssertionError when it is gone."""
+        root = self.root()
+        assert root is not None, "the model is gone"
+        return root
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Primary name of a parameter object of the root module, else None."""
@@ -64,42 +92,153 @@ class ParameterTable:
         """True on the one rank that answers for the parameter."""
         return self.world.rank == self.owners[name][0]
 
-    def synchronize(self) -> None:
-        """Give every owner rank 0's values, so that a model initialised differently on each rank trains as one."""
-        root = self.root()
-        assert root is not None
-        works = []
-        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-            data = tensor.detach()
-            works += self._send_from_zero(name, data)
-        for work in works:
-            work.wait()
+    def settle(self, promises: Promises, *, synchronize: bool) -> Moved:
+        """First deployment: bring every value to its owners' devices and free the others. Collective.
 
-    def _send_from_zero(self, name: str, data: torch.Tensor) -> list[Any]:
-        transport, rank = self.world.transport, self.world.rank
-        receivers = [owner for owner in self.owners[name] if owner != 0]
-        if rank == 0:
-            return [transport.isend(data.contiguous(), receiver, STATE_CHANNEL) for receiver in receivers]
-        if rank in receivers:
-            buffer = torch.empty_like(data, memory_format=torch.contiguous_format)
-            transport.irecv(buffer, 0, STATE_CHANNEL).wait()
-            data.copy_(buffer)
-        return []
+        ``synchronize``: owners take rank 0's values (for promised ones: the first owner's), so that a model initialised
+        differently on each rank trains as one.
+        """
+        holders = {}
+        for name, tensor in self._all_tensors():
+            promise = promises.of(tensor)
+            holders[name] = self.everyone if promise is None or promise.source.held else ()
+        with promises.fulfilling(self.module(), self.world) as make:
+            return self._move(holders, promises, make, synchronize=synchronize)
 
-    def release(self) -> int:
-        """Free the parameters that this rank does not own; returns the number of bytes given back."""
-        root = self.root()
-        assert root is not None
-        freed = 0
-        for name, parameter in root.named_parameters():
-            if not self.owns(name):
-                freed += parameter.numel() * parameter.element_size()
-                filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-                cell = torch.full((), filler, dtype=parameter.dtype, device=parameter.device)
-                self.released_strides[id(parameter)] = parameter.stride()
-                parameter.data = cell.expand(parameter.shape)
-                parameter.grad = None
+    def transfer(self, owners: Mapping[str, Ranks]) -> Moved:
+        """Give the parameters to other owners, after the model was planned anew. Collective."""
+        before, self.owners = self.owners, _complete(self.module(), owners, self.world)
+        return self._move(before, Promises(), _no_value, synchronize=False)
+
+    def _all_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        root = self.module()
+        return [*root.named_parameters(), *root.named_buffers()]
+
+    def _move(self, holders: Mapping[str, Ranks], promises: Promises, make: Make, *, synchronize: bool) -> Moved:
+        moved, rank, device = Moved(), self.world.rank, self.world.device
+        under_way: list[Any] = []
+        num_bytes = 0
+        for name, tensor in self._all_tensors():
+            owners, held = self.owners[name], holders[name]
+            promised, is_parameter = promises.of(tensor) is not None, isinstance(tensor, nn.Parameter)
+            source = held[0] if held else owners[0]
+            takers = [taker for taker in owners if taker != source and (synchronize or taker not in (held or owners))]
+            made = make(name, tensor) if promised and (rank == source or (rank in owners and rank not in takers)) else None
+            if rank in owners and (promised or rank not in held):
+                strides = self.released_strides.pop(id(tensor), None) or promises.strides(tensor)
+                tensor.data = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
+                moved.made_bytes += _num_bytes(tensor)
+                if made is not None:
+                    tensor.data.copy_(made)
+            elif rank in owners or not is_parameter:
+                moved.made_bytes += self._to_device(tensor)
+            if rank == source and takers:
+                value = tensor.detach() if made is None else made
+                data = value.to(dtype=tensor.dtype, device=device).contiguous()
+                under_way += [self.world.transport.isend(data, taker, STATE_CHANNEL) for taker in takers]
+                num_bytes += _num_bytes(data)
+            elif rank in takers:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                self.world.transport.irecv(buffer, source, STATE_CHANNEL).wait()
+                tensor.detach().copy_(buffer)
+            if is_parameter and rank not in owners:
+                moved.freed_bytes += self._release(tensor, promises.strides)
+            if num_bytes > _MOST_UNDER_WAY:
+                _wait(under_way)
+                num_bytes = 0
+        _wait(under_way)
+        return moved
+
+    def _to_device(self, tensor: torch.Tensor) -> int:
+        # A counter on the CPU goes with any device, and was captured there.
+        if tensor.device == self.world.device or (tensor.dim() == 0 and tensor.device.type == "cpu"):
+            return 0
+        tensor.data = tensor.data.to(self.world.device)
+        return _num_bytes(tensor)
+
+    def _release(self, parameter: torch.Tensor, strides_of: StridesOf) -> int:
+        if id(parameter) in self.released_strides:
+            return 0
+        freed = parameter.untyped_storage().nbytes()
+        self.released_strides[id(parameter)] = strides_of(parameter)
+        parameter.data = released_cell(parameter, self.world.device)
+        parameter.grad = None
         return freed
+
+    def to_host(self) -> None:
+        """Take this rank's parameters off its device, and drop their gradients."""
+        for name, parameter in self.module().named_parameters():
+            parameter.grad = None
+            if self.owns(name) and parameter.device.type != "cpu":
+                parameter.data = parameter.data.cpu()
+        self.gradients_are_local = False
+
+    def require_reduced_gradients(self, what: str) -> None:
+        """UserInputError where gradients have not been summed over ranks yet (`delay_grad_allreduce`)."""
+        if self.gradients_are_local and any(p.grad is not None for p in self.module().parameters()):
+            raise UserInputError(
+                f"{what} while gradients are those of each rank's own rows, because delay_grad_allreduce(True) is on",
+                cure="call allreduce_grads() before, or delay_grad_allreduce(False) before the last forward of the step.",
+            )
+
+    def gather(self, name: str) -> torch.Tensor:
+        """The value of a parameter or buffer, on the CPU of every rank. Collective."""
+        agree(self.world, f"get_param({name!r})")
+        return self._from_owner(name, dict(self._all_tensors())[name])
+
+    def gather_gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient of a parameter, on the CPU of every rank; None where it has none. Collective."""
+        parameter = dict(self.module().named_parameters())[name]
+        self.require_reduced_gradients("get_param_grad")
+        given = agree(self.world, f"get_param_grad({name!r})", parameter.grad is not None)
+        if not given[self.owners[name][0]]:
+            return None
+        return self._from_owner(name, parameter if parameter.grad is None else parameter.grad)
+
+    def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The first owner's ``tensor``; on other ranks only its shape and dtype matter."""
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
+        if self.counts(name):
+            buffer.copy_(tensor.detach())
+        if self.world.size > 1:
+            self.world.transport.broadcast(buffer, self.owners[name][0], self.everyone).wait()
+        return buffer.cpu()
+
+    def full_state(self, names: Sequence[tuple[str, torch.Tensor]], *, on_all_ranks: bool) -> dict[str, torch.Tensor]:
+        """Values of the named tensors on the CPU, on rank 0 (else {}) or on all ranks; tied names share one tensor. Collective."""
+        agree(self.world, "state_dict", on_all_ranks)
+        primary = {id(tensor): name for name, tensor in self._all_tensors()}
+        made: dict[int, torch.Tensor] = {}
+        state = {}
+        for name, tensor in names:
+            key = id(tensor)
+            if key not in made:
+                made[key] = self._from_owner(primary[key], tensor) if on_all_ranks else self._to_zero(primary[key], tensor)
+            state[name] = made[key]
+        return state if on_all_ranks or self.world.rank == 0 else {}
+
+    def _to_zero(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The first owner's value on rank 0's CPU; elsewhere ``tensor`` itself."""
+        transport, rank, first = self.world.transport, self.world.rank, self.owners[name][0]
+        if rank == first == 0:
+            return tensor.detach().cpu()
+        if rank == first:
+            transport.isend(tensor.detach().to(self.world.device).contiguous(), 0, STATE_CHANNEL).wait()
+        elif rank == 0:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
+            transport.irecv(buffer, first, STATE_CHANNEL).wait()
+            # The whole model may be larger than the device.
+            return buffer.cpu()
+        return tensor
+
+    @contextmanager
+    def states_on_all_ranks(self, wanted: bool) -> Iterator[None]:
+        """While it lasts, ``state_dict`` of the module gives every rank what rank 0 gets otherwise, if that is ``wanted``."""
+        self._states_on_all_ranks = wanted
+        try:
+            yield
+        finally:
+            self._states_on_all_ranks = False
 
     def _install_hooks(self, root: nn.Module) -> None:
         # torch marks the functions that it is given, which bound methods do not allow.
@@ -116,9 +255,7 @@ class ParameterTable:
 
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         """Local name → (primary name, tensor) of the module's own parameters and persistent buffers."""
-        root = self.root()
-        assert root is not None
-        buffers = {id(tensor): name for name, tensor in root.named_buffers()}
+        buffers = {id(tensor): name for name, tensor in self.module().named_buffers()}
         own: dict[str, tuple[str, torch.Tensor]] = {}
         for local, tensor in module._parameters.items():
             if tensor is not None and (name := self.name_of(tensor)) is not None:
@@ -133,19 +270,16 @@ class ParameterTable:
         return agree(self.world, what, flags)
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        transport, rank = self.world.transport, self.world.rank
         own = self._tensors(module)
         self._agree(f"state_dict of {prefix or 'the model'}", [])
         for local, (name, tensor) in own.items():
             key = prefix + local
-            first = self.owners[name][0]
-            if first != 0 and rank == first:
-                transport.isend(tensor.detach().contiguous(), 0, STATE_CHANNEL).wait()
-            if first != 0 and rank == 0:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                transport.irecv(buffer, first, STATE_CHANNEL).wait()
-                state[key] = buffer
-            if rank != 0:
+            if self._states_on_all_ranks:
+                state[key] = self._from_owner(name, tensor)
+                continue
+            if self.owners[name][0] != 0:
+                state[key] = self._to_zero(name, tensor)
+            if self.world.rank != 0:
                 state.pop(key, None)
 
     def _before_load(
@@ -186,8 +320,29 @@ class ParameterTable:
                 if rank == receiver:
                     state[key] = tensor
             elif rank == 0:
-                transport.isend(state[key].to(tensor.dtype).contiguous(), receiver, STATE_CHANNEL).wait()
+                value = state[key].to(dtype=tensor.dtype, device=self.world.device)
+                transport.isend(value.contiguous(), receiver, STATE_CHANNEL).wait()
             elif rank == receiver:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
                 transport.irecv(buffer, 0, STATE_CHANNEL).wait()
                 state[key] = buffer
+
+
+def _complete(root: nn.Module, owners: Mapping[str, Ranks], world: World) -> dict[str, Ranks]:
+    everyone = tuple(range(world.size))
+    names = [name for name, _ in [*root.named_parameters(), *root.named_buffers()]]
+    return {name: tuple(owners.get(name, everyone)) for name in names}
+
+
+def _no_value(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError(f"nobody has a value for {name}")
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()

@@ -1,0 +1,47 @@
+"""RaNNC's own surface: what RaNNC's documents promise of RaNNCModule, its functions and its optimizers, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+
+
+def _case(name: str, check: str, model: str, replicas: str, **members: Any) -> Case:
+    world = sum(int(number) for number in replicas.split(","))
+    chosen = {"num_micro_batches": 2, "num_steps": 3, "limit_seconds": 240.0, **members}
+    return Case(name=f"rannc-{name}", check=check, model=model, replicas=replicas, world=world, **chosen)
+
+
+TRAINED = (
+    _case("inside", "trains_as_rannc_module", "mlp_loss", "1,1"),
+    _case("tied", "trains_as_rannc_module", "tied_embedding", "1,1", parameters={"optimizer": "amsgrad"}),
+    _case("buffers", "trains_as_rannc_module", "mlp", "2", parameters={"optimizer": "sgd"}),
+    _case("one_process", "trains_as_rannc_module", "mlp_loss", "1"),
+)
+OTHER = (
+    _case("optimizer-sgd", "optimizer_state_goes_round", "mlp_loss", "1,1", parameters={"optimizer": "sgd"}),
+    _case("optimizer-adam", "optimizer_state_goes_round", "tied_embedding", "1,1", parameters={"optimizer": "adam"}),
+)
+
+
+def _parameters(cases: tuple[Case, ...]) -> list[Any]:
+    return [pytest.param(case, id=case.name.removeprefix("rannc-")) for case in cases]
+
+
+@pytest.mark.parametrize("case", _parameters(TRAINED))
+def test_a_rannc_module_trains_as_one_process(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome = outcome_of(case)
+    outcome.raise_if_failed()
+    names = outcome.results[0]["names"]
+    assert {name for result in outcome.results for name in result["owned"]} == set(names)
+    if case.num_stages > 1:
+        assert all(len(result["owned"]) < len(names) for result in outcome.results)
+
+
+@pytest.mark.parametrize("case", _parameters(OTHER))
+def test_behaviours(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
