@@ -29,6 +29,7 @@ MAX_TEST_FILE_LINES = 800
 
 DISTRIBUTED_FILES = (
     "rannc_backend/runtime/transport.py",
+    "rannc_backend/runtime/transport_nccl.py",
     "rannc_backend/runtime/bootstrap.py",
     # torch.distributed.checkpoint only: no collectives.
     "rannc_backend/checkpoint/tensor_storage.py",

@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ import torch.distributed as dist
 from rannc_backend.errors import CommunicationError, LaunchError
 from rannc_backend.runtime.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
+from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
 from rannc_backend.runtime.start_watch import StartWatch
-from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, SingleTransport
-from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.runtime.streams import CudaLayer
+from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, OwnedGroups, SingleTransport
+from rannc_backend.runtime.transport_nccl import NcclCalls, NcclTransport
+from rannc_backend.runtime.transport_staged import StagedTransport
+from rannc_backend.runtime.world import StartOptions, Transport, World
 
 # (host name, CUDA_VISIBLE_DEVICES, number of devices); a plain list because it travels as JSON.
 Seat = list[Any]
@@ -51,6 +56,22 @@ _HOLDER = _Holder()
 _BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_ADDRESS = "127.0.0.1"
 
+# Lets tests run several ranks on one GPU; see StartOptions.share_devices. No option: it shows that things work, slowly.
+SHARE_VARIABLE = "TEST_RANNC_SHARE_GPU"
+_SHARE_CHOICES = ("", "gloo", "nccl")
+# NCCL refuses two ranks on one device of one host. With a name of its own each rank passes for a host, and talks over loopback.
+_SHARED_NCCL = {
+    "NCCL_HOSTID": "rannc-rank-{rank}",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+}
+# Streams beyond this number share hardware queues, where one that waits holds up another; the default is 8.
+_MOST_CONNECTIONS = "32"
+
 
 def start(options: StartOptions | None = None) -> World:
     """Join the job, once per process: later calls return the same World, whatever their options.
@@ -64,8 +85,15 @@ def start(options: StartOptions | None = None) -> World:
     with _HOLDER.lock:
         if _HOLDER.world is None:
             with StartWatch(os.environ):
-                _HOLDER.world = _make_world(options or StartOptions())
+                _HOLDER.world = _make_world(_with_sharing(options or StartOptions(), os.environ))
         return _HOLDER.world
+
+
+def _with_sharing(options: StartOptions, environ: MutableMapping[str, str]) -> StartOptions:
+    choice = environ.get(SHARE_VARIABLE, options.share_devices)
+    if choice not in _SHARE_CHOICES:
+        raise LaunchError(f"{SHARE_VARIABLE} is {choice!r}", cure=f"set it to one of {', '.join(map(repr, _SHARE_CHOICES))}.")
+    return replace(options, share_devices=choice)
 
 
 def _make_world(options: StartOptions) -> World:
@@ -93,16 +121,18 @@ def _make_world(options: StartOptions) -> World:
 
 def _single_world(options: StartOptions) -> World:
     seat = _own_seat()
+    device = _choose_device(options, [seat], rank=0)
     return World(
         rank=0,
         size=1,
         local_rank=0,
         hosts=(seat[0],),
-        device=_choose_device(options, [seat], rank=0),
+        device=device,
         launcher="single",
         control=SingleControl(),
-        transport=SingleTransport(),
+        transport=SingleTransport(device),
         monitor=SingleMonitor(),
+        runs_behind=device.type == "cuda",
     )
 
 
@@ -153,16 +183,7 @@ def _finish(
 ) -> World:
     """Make the parts that stand on torch.distributed and control: the monitor first, so that it sees the rest fail."""
     monitor = _join_monitor(launch.rank, seats, control, options)
-    transport = GroupTransport(
-        rank=launch.rank,
-        size=launch.size,
-        device=device,
-        staged=options.share_devices,
-        limit_seconds=options.limit_seconds,
-        message_group=dist.new_group(backend="gloo", timeout=UNLIMITED),
-        owns_default_group=launch.launcher != "user",
-        watch=monitor,
-    )
+    transport = _make_transport(options, launch, device, monitor)
 
     def on_good_end() -> None:
         control.close()
@@ -181,7 +202,31 @@ def _finish(
         control=control,
         transport=transport,
         monitor=monitor,
+        runs_behind=device.type == "cuda",
     )
+
+
+def _make_transport(options: StartOptions, launch: Launch, device: torch.device, monitor: LinkMonitor) -> Transport:
+    """NCCL between devices, gloo between CPUs, and where ranks share a device gloo with copies."""
+    rank, size, limit = launch.rank, launch.size, options.limit_seconds
+    groups = OwnedGroups(owns_default_group=launch.launcher != "user")
+    if _uses_nccl(options, device):
+        layer, watch = CudaLayer(device), DeviceWatch(monitor, rank=rank, limit_seconds=limit)
+        return NcclTransport(rank=rank, size=size, limit_seconds=limit, layer=layer, calls=NcclCalls(), watch=watch, groups=groups)
+    arguments: dict[str, Any] = {
+        "rank": rank,
+        "size": size,
+        "device": device,
+        "limit_seconds": limit,
+        "message_group": dist.new_group(backend="gloo", timeout=UNLIMITED),
+        "groups": groups,
+        "watch": monitor,
+    }
+    return StagedTransport(layer=CudaLayer(device), **arguments) if device.type == "cuda" else GroupTransport(**arguments)
+
+
+def _uses_nccl(options: StartOptions, device: torch.device) -> bool:
+    return device.type == "cuda" and options.share_devices != "gloo"
 
 
 def _join_monitor(rank: int, seats: Sequence[Seat], control: WireControl, options: StartOptions) -> LinkMonitor:
@@ -196,7 +241,7 @@ def _join_monitor(rank: int, seats: Sequence[Seat], control: WireControl, option
 
 
 def _init_default_group(options: StartOptions, launch: Launch, device: torch.device, store: Any) -> None:
-    nccl = device.type == "cuda" and not options.share_devices
+    nccl = _uses_nccl(options, device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=dist.PrefixStore("rannc", store),
@@ -253,20 +298,36 @@ def _choose_device(options: StartOptions, seats: Sequence[Seat], *, rank: int) -
     device of its own, each takes its first.
 
     Raises:
-        LaunchError: there are fewer devices than ranks, or none.
+        LaunchError: there are fewer devices than ranks, or none, or only some ranks see any.
     """
     num_devices = seats[rank][2]
+    without = [str(other) for other, seat in enumerate(seats) if seat[2] == 0]
+    if options.device == "auto" and 0 < len(without) < len(seats):
+        raise LaunchError(
+            f"rank(s) {', '.join(without)} see no CUDA device and the others do",
+            cure="see whether CUDA_VISIBLE_DEVICES and the driver are the same for all ranks.",
+        )
     if options.device == "cpu" or (options.device == "auto" and num_devices == 0):
         return torch.device("cpu")
     alike = [other for other, seat in enumerate(seats) if seat[:2] == seats[rank][:2]]
     number = alike.index(rank)
-    if options.share_devices and num_devices > 0:
+    shared = bool(options.share_devices) and 0 < num_devices < len(alike)
+    if shared:
         number %= num_devices
     if number >= num_devices:
         raise LaunchError(
             f"{len(alike)} ranks on host {seats[rank][0]} but {num_devices} CUDA device(s)",
             cure="start one rank per device, or compute on the CPU with CUDA_VISIBLE_DEVICES= in the environment.",
         )
+    _set_cuda_environment(os.environ, rank=rank, shared=shared and options.share_devices == "nccl")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+def _set_cuda_environment(environ: MutableMapping[str, str], *, rank: int, shared: bool) -> None:
+    """What CUDA and NCCL read when they start; what the user has set stays."""
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _MOST_CONNECTIONS)
+    if shared:
+        for name, value in _SHARED_NCCL.items():
+            environ.setdefault(name, value.format(rank=rank))

@@ -92,6 +92,7 @@ class Executor:
     def run(self, program: Program, phases: Sequence[str], state: StepState) -> None:
         """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor."""
         prefix = f"step {state.number}, " + (f"stage {self.stage_index}, " if self.stage is not None else "no stage, ")
+        self.world.transport.begin_step()
         with torch.no_grad():
             if state.record is not None:
                 self._run_measured(program, phases, state, prefix, state.record)
@@ -130,8 +131,10 @@ class Executor:
             outputs, state.saved[m] = self.stage.forward(args)
         else:
             outputs = self.stage.infer(args)
+        del args
         for position, (slot, tensor) in enumerate(zip(self.stage.outputs, outputs, strict=True)):
             self._keep_output(position, slot, tensor, m, state)
+        self.world.transport.after_compute()
 
     def _argument(self, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
         match slot.kind:
@@ -148,7 +151,8 @@ class Executor:
             case "first_row":
                 assert self.stage_index is not None, "no stage here"
                 start, _ = state.rows.interval(self.stage_index, self.world.rank, micro_batch)
-                return torch.tensor(start, dtype=torch.int64, device=self.world.device)
+                # Not torch.tensor: that copies from the host, and a copy waits for the device.
+                return torch.full((), start, dtype=torch.int64, device=self.world.device)
             case _:
                 return state.scalars[slot.name]
 
@@ -186,6 +190,8 @@ class Executor:
         for position, gradient in zip(stage.grad_inputs, results, strict=True):
             slot = stage.inputs[position]
             state.input_gradients[slot.name, m] = gradient
+        del saved, grads
+        self.world.transport.after_compute()
 
     def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
         if channel.direction == "F":
@@ -235,7 +241,7 @@ class Executor:
         _, values = self._edge(channel)
         for piece in state.rows.pieces(action.stage, action.peer, self.world.rank, m):
             if piece.peer != self.world.rank:
-                incoming = make_incoming(values, piece, self.world.device)
+                incoming = make_incoming(values, piece, self.world.transport.lend)
                 work = self.world.transport.irecv(incoming.buffer, piece.peer, str(channel))
                 state.receives[channel, m].append((incoming, work))
 

@@ -6,7 +6,8 @@ piece: the tensor itself where an edge has one value, else one packed buffer; on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,16 +44,16 @@ class Incoming:
     views: RowsTensors
 
 
-def make_incoming(values: Sequence[Value], piece: Piece, device: torch.device) -> Incoming:
-    """A buffer that fits what :func:`make_message` makes of ``piece`` on the sending rank."""
+def make_incoming(values: Sequence[Value], piece: Piece, lend: Callable[[int], torch.Tensor]) -> Incoming:
+    """A buffer that fits what :func:`make_message` makes of ``piece`` on the sending rank; ``lend`` gives so many bytes."""
     num_rows = piece.stop - piece.start
     shapes = [(num_rows, value.elements_per_row) for value in values]
     dtypes = [value.dtype for value in values]
     if len(values) == 1:
-        buffer = torch.empty(shapes[0], dtype=dtypes[0], device=device)
+        buffer = lend(math.prod(shapes[0]) * dtypes[0].itemsize).view(dtypes[0]).view(shapes[0])
         return Incoming(piece, buffer, [buffer])
     _, size = message_offsets(shapes, dtypes)
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    buffer = lend(size)
     return Incoming(piece, buffer, message_views(buffer, shapes, dtypes))
 
 

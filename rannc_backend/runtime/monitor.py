@@ -115,6 +115,10 @@ class LinkMonitor:
         data = text.encode()[:255]
         self._memory[COOKIE_BYTES : COOKIE_BYTES + 1 + len(data)] = bytes((len(data),)) + data
 
+    def current_phase(self) -> str:
+        """The text of the last `phase`."""
+        return monitor_hub.read_phase(self._memory)
+
     def begin_call(self) -> None:
         self._num_calls += 1
         if self._num_calls > self._least_left:

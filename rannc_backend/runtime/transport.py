@@ -1,9 +1,7 @@
-"""Tensors between ranks over torch.distributed, and the control wire for jobs without MPI.
+"""Tensors between ranks over gloo, and the control wire for jobs without MPI. Over NCCL: `transport_nccl`.
 
 In: contiguous tensors, peers, channel names, groups of ranks. Out: `Work` objects, to be waited for.
-Terms: gloo carries CPU tensors and tells messages of one pair apart by a *tag*, one per channel; NCCL carries CUDA
-tensors in a process group per channel, because its groups run their operations one after the other. *Staging*: CUDA
-tensors travel over gloo through pinned host memory, where ranks share a device.
+Terms: gloo tells messages of one pair apart by a *tag*, one per channel.
 
 Facts about gloo that shape this file: a message whose Work is dropped is lost; `is_completed()` of a message stays
 False until `wait()`; a `wait` that expires breaks the connection; a send does not complete before its receive is posted.
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rannc_backend.errors import CommunicationError
+from rannc_backend.runtime.world import Ranks, Route
 
 UNLIMITED = datetime.timedelta(days=7)
 # Tags 0 to 15 are left to others on the same group.
@@ -46,11 +45,10 @@ class DistWork:
 
     Args:
         peers: the ranks whose part this waits for.
-        on_stream: NCCL: waiting only orders the current stream.
-        after: to be called when the tensor has arrived.
+        after: to be called when the tensor has arrived, or may be overwritten.
     """
 
-    __slots__ = ("_after", "_on_stream", "_peers", "_tensor", "_transport", "_what", "_work")
+    __slots__ = ("_after", "_peers", "_tensor", "_transport", "_what", "_work")
 
     def __init__(
         self,
@@ -60,7 +58,6 @@ class DistWork:
         *,
         peers: tuple[int, ...],
         what: str,
-        on_stream: bool = False,
         after: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
@@ -68,21 +65,18 @@ class DistWork:
         self._tensor: torch.Tensor | None = tensor
         self._peers = peers
         self._what = what
-        self._on_stream = on_stream
         self._after = after
 
     def wait(self, limit_seconds: float | None = None) -> None:
         if self._work is None:
             return
-        if self._on_stream:
-            self._work.wait()
-        else:
-            self._wait_on_host(self._transport.limit_seconds if limit_seconds is None else limit_seconds)
+        self._wait_on_host(self._transport.limit_seconds if limit_seconds is None else limit_seconds)
         if self._after is not None:
             self._after()
         self._work = self._tensor = self._after = None
 
     def _wait_on_host(self, limit_seconds: float) -> None:
+        self._transport.before_wait()
         watch = self._transport.watch
         watch.begin_wait(self._peers)
         try:
@@ -101,10 +95,29 @@ class DistWork:
         return CommunicationError(f"{self._what} broke: {text}", rank=rank, peer=peer)
 
 
-class SingleTransport:
+class Memory:
+    """Where received tensors lie on a device that does not run behind the host: fresh memory each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def after_compute(self) -> None:
+        return
+
+    def begin_step(self) -> None:
+        return
+
+
+class SingleTransport(Memory):
     """Transport of a job of one process."""
 
-    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"))
+
+    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         return
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> DoneWork:
@@ -113,25 +126,52 @@ class SingleTransport:
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DoneWork:
         raise AssertionError(f"message {channel!r} from rank {peer} in a job of one process")
 
-    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> DoneWork:
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> DoneWork:
         return DoneWork()
 
-    def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> DoneWork:
+    def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:
         return DoneWork()
 
     def close(self) -> None:
         return
 
 
-class GroupTransport:
-    """Transport over process groups of our own, so that the user's collectives cannot meet ours.
+class OwnedGroups:
+    """The process groups that a transport has made, so that the user's collectives cannot meet ours, and their end.
 
     Args:
-        device: device of the tensors. CUDA tensors go over NCCL unless `staged`.
-        staged: carry CUDA tensors over gloo, through pinned host memory.
-        limit_seconds: longest wait where `wait` gives none; with NCCL, the time-out of the groups.
-        message_group: gloo group of all ranks for messages, made by bootstrap.
         owns_default_group: torch.distributed was started by us, and ends with us.
+    """
+
+    def __init__(self, *, owns_default_group: bool) -> None:
+        self._owns_default_group = owns_default_group
+        self._groups: list[Any] = []
+
+    def add(self, group: Any) -> Any:
+        """Take charge of a group; None, for a rank that is not in it, is allowed. Gives it back."""
+        if group is not None:
+            self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        # gloo's threads hold the last tensors of a group; a group that outlives the interpreter aborts the process
+        # when they let go. So everything goes now: groups, our references, and then whatever the collector finds.
+        if dist.is_initialized():
+            if self._owns_default_group:
+                dist.destroy_process_group()
+            else:
+                for group in self._groups:
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        gc.collect()
+
+
+class GroupTransport(Memory):
+    """Transport of CPU tensors over gloo groups.
+
+    Args:
+        limit_seconds: longest wait where `wait` gives none.
+        message_group: group of all ranks for messages, made by bootstrap.
         watch: the monitor.
     """
 
@@ -141,113 +181,78 @@ class GroupTransport:
         rank: int,
         size: int,
         device: torch.device,
-        staged: bool,
         limit_seconds: float,
         message_group: Any,
-        owns_default_group: bool,
+        groups: OwnedGroups,
         watch: WaitWatch,
     ) -> None:
+        super().__init__(device)
         self.rank = rank
         self.limit_seconds = limit_seconds
         self.watch = watch
-        self._size = size
-        self._device = device
-        self._nccl = device.type == "cuda" and not staged
-        self._message_group = message_group
-        self._owns_default_group = owns_default_group
-        self._channels: dict[str, Any] = {}  # tag with gloo, process group with NCCL
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self.created: list[str] = []  # names of groups and channels in the order in which they were made
+        self._message_group = groups.add(message_group)
+        self._groups = groups
+        self._tags: dict[str, int] = {}
+        self._reductions: dict[Ranks, Any] = {}
 
-    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[tuple[int, ...]] = ()) -> None:
-        everyone = tuple(range(self._size))
-        for channel in channels:
-            if channel not in self._channels:
-                self._channels[channel] = (
-                    self._new_group(everyone) if self._nccl else _FIRST_TAG + len(self._channels)
-                )
+    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
+        for channel in [*channels, *(route.channel for route in routes)]:
+            if channel not in self._tags:
+                self.created.append(f"route {channel}")
+                self._tags[channel] = _FIRST_TAG + len(self._tags)
         for ranks in groups:
             assert list(ranks) == sorted(set(ranks)), f"group {ranks} is not in ascending order"
-            if len(ranks) > 1 and ranks not in self._groups:
-                self._groups[ranks] = self._new_group(ranks)
+            if len(ranks) > 1 and ranks not in self._reductions:
+                self.created.append(f"reductions of {ranks}")
+                # gloo's own limit is beyond any that `wait` gives.
+                group = dist.new_group(list(ranks), timeout=UNLIMITED, backend="gloo")
+                self._reductions[ranks] = self._groups.add(group if self.rank in ranks else None)
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> DistWork | DoneWork:
         self._check_message(tensor, peer, channel)
         if tensor.numel() == 0:
             return DoneWork()
-        what = f"send of {channel!r}"
-        if self._nccl:
-            return self._nccl_message(dist.isend, tensor, peer, channel, what)
-        host = tensor
-        if tensor.is_cuda:
-            host = _pinned_like(tensor)
-            host.copy_(tensor, non_blocking=True)
-            torch.cuda.current_stream(tensor.device).synchronize()
-        work = dist.isend(_as_bytes(host), dst=peer, group=self._message_group, tag=self._channels[channel])
-        return DistWork(self, work, host, peers=(peer,), what=what)
+        return DistWork(self, self._start_send(tensor, peer, channel), tensor, peers=(peer,), what=f"send of {channel!r}")
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DistWork | DoneWork:
         self._check_message(tensor, peer, channel)
         if tensor.numel() == 0:
             return DoneWork()
-        what = f"receive of {channel!r}"
-        if self._nccl:
-            return self._nccl_message(dist.irecv, tensor, peer, channel, what)
-        host = _pinned_like(tensor) if tensor.is_cuda else tensor
-        after = (lambda: _copy_into(tensor, host)) if tensor.is_cuda else None
-        work = dist.irecv(_as_bytes(host), src=peer, group=self._message_group, tag=self._channels[channel])
-        return DistWork(self, work, host, peers=(peer,), what=what, after=after)
+        return DistWork(self, self._start_receive(tensor, peer, channel), tensor, peers=(peer,), what=f"receive of {channel!r}")
 
-    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> DistWork | DoneWork:
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        work = dist.all_reduce(tensor, group=self._groups[ranks], async_op=True)
-        what = f"all-reduce over ranks {list(ranks)}"
-        return DistWork(self, work, tensor, peers=ranks, what=what, on_stream=self._nccl)
+        work = dist.all_reduce(tensor, group=self._reductions[ranks], async_op=True)
+        return DistWork(self, work, tensor, peers=ranks, what=f"all-reduce over ranks {list(ranks)}")
 
-    def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> DistWork | DoneWork:
+    def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        work = dist.broadcast(tensor, src=root, group=self._groups[ranks], async_op=True)
+        work = dist.broadcast(tensor, src=root, group=self._reductions[ranks], async_op=True)
         what = f"broadcast from rank {root} over ranks {list(ranks)}"
-        return DistWork(self, work, tensor, peers=(root,), what=what, on_stream=self._nccl)
+        return DistWork(self, work, tensor, peers=(root,), what=what)
+
+    def before_wait(self) -> None:
+        """This rank is about to wait on the host."""
+        return
 
     def close(self) -> None:
-        # gloo's threads hold the last tensors of a group; a group that outlives the interpreter aborts the process
-        # when they let go. So everything goes now: groups, our references, and then whatever the collector finds.
-        groups = [*self._groups.values(), *(group for group in self._channels.values() if self._nccl)]
-        groups.append(self._message_group)
-        self._groups.clear()
-        self._channels.clear()
+        self._reductions.clear()
+        self._tags.clear()
         self._message_group = None
-        if dist.is_initialized():
-            if self._owns_default_group:
-                dist.destroy_process_group()
-            else:
-                for group in groups:
-                    dist.destroy_process_group(group)
-        groups.clear()
-        gc.collect()
+        self._groups.close()
 
-    def _nccl_message(
-        self, operation: Callable[..., Any], tensor: torch.Tensor, peer: int, channel: str, what: str
-    ) -> DistWork:
-        # A batch of one uses the communicator of the whole group, warmed by prepare; a plain isend would make one for
-        # the pair on its first use, which waits for the peer and can deadlock.
-        message = dist.P2POp(operation, tensor, peer, self._channels[channel])
-        (work,) = dist.batch_isend_irecv([message])
-        return DistWork(self, work, tensor, peers=(peer,), what=what, on_stream=True)
+    def _start_send(self, tensor: torch.Tensor, peer: int, channel: str) -> Any:
+        return dist.isend(_as_bytes(tensor), dst=peer, group=self._message_group, tag=self._tags[channel])
 
-    def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        # gloo's own limit is beyond any that `wait` gives; NCCL has no other, its watchdog keeps it.
-        limit = datetime.timedelta(seconds=self.limit_seconds) if self._nccl else UNLIMITED
-        group = dist.new_group(list(ranks), timeout=limit, backend="nccl" if self._nccl else "gloo")
-        if self._nccl and self.rank in ranks:
-            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-        return group
+    def _start_receive(self, tensor: torch.Tensor, peer: int, channel: str) -> Any:
+        return dist.irecv(_as_bytes(tensor), src=peer, group=self._message_group, tag=self._tags[channel])
 
     def _check_message(self, tensor: torch.Tensor, peer: int, channel: str) -> None:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
-        assert channel in self._channels, f"channel {channel!r} was not prepared"
+        assert channel in self._tags, f"channel {channel!r} was not prepared"
         assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"
 
 
@@ -296,11 +301,3 @@ class GroupWire:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-
-
-def _copy_into(target: torch.Tensor, host: torch.Tensor) -> None:
-    target.copy_(host)

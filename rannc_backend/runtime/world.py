@@ -15,6 +15,22 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A channel with the ranks that send and those that receive on it."""
+
+    channel: str
+    sources: Ranks
+    destinations: Ranks
+
+    @property
+    def ranks(self) -> Ranks:
+        """All of them, in ascending order."""
+        return tuple(sorted({*self.sources, *self.destinations}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
@@ -24,13 +40,14 @@ class StartOptions:
         start_limit_seconds: longest wait for the other ranks to start.
         limit_seconds: longest wait of a control operation or a message for which no limit is given.
         device: "auto" (CUDA where there is one), "cuda" or "cpu".
-        share_devices: allow more ranks than devices on a host; tensors then travel through pinned host memory.
+        share_devices: how more ranks than devices on a host may run, for tests: "" (not at all), "gloo" (tensors travel through
+            pinned host memory) or "nccl" (which takes each rank for a host of its own).
     """
 
     start_limit_seconds: float = 1800.0
     limit_seconds: float = 600.0
     device: str = "auto"
-    share_devices: bool = False
+    share_devices: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +106,11 @@ class Work(Protocol):
 class Transport(Protocol):
     """Tensors between ranks. Channels and groups are made by `prepare` before their first use."""
 
-    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[tuple[int, ...]] = ()) -> None:
-        """Make channels and groups of ranks that do not exist yet. All ranks call it with the same arguments."""
+    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
+        """Make channels and groups of ranks that do not exist yet. All ranks call it with the same arguments.
+
+        ``routes``: channels of which it is known who sends and who receives; ``channels``: the others, best used with rank 0.
+        """
         ...
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
@@ -107,6 +127,18 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:
         """Start copying the tensor of `root` (a rank of the job) to all of `ranks`."""
+        ...
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        """Bytes on this rank's device to receive into. They are lent again when nobody refers to them any more."""
+        ...
+
+    def after_compute(self) -> None:
+        """Work has been queued on the device, or done: time to look after messages and memory. Does not wait."""
+        ...
+
+    def begin_step(self) -> None:
+        """A step begins."""
         ...
 
     def close(self) -> None:
@@ -146,6 +178,7 @@ class World:
         local_rank: number of this rank on its host.
         hosts: host name by rank.
         device: where this rank computes.
+        runs_behind: the device works behind the host, so reading a value of it within a step would make both wait.
         launcher: "mpi", "torchrun", "user" (torch.distributed was already initialised) or "single".
     """
 
@@ -158,3 +191,4 @@ class World:
     control: Control
     transport: Transport
     monitor: Monitor
+    runs_behind: bool = False

@@ -25,13 +25,15 @@ from rannc_backend.runtime.world import StartOptions
         (StartOptions(), [["a", "0,1", 2], ["b", "", 1], ["a", "0,1", 2]], ["cuda:0", "cuda:0", "cuda:1"]),
         (StartOptions(), [["a", "3", 1], ["a", "5", 1]], ["cuda:0", "cuda:0"]),
         (StartOptions(device="cpu"), [["a", "", 1], ["a", "", 1]], ["cpu", "cpu"]),
-        (StartOptions(share_devices=True), [["a", "", 1], ["a", "", 1]], ["cuda:0", "cuda:0"]),
+        (StartOptions(share_devices="gloo"), [["a", "", 1], ["a", "", 1]], ["cuda:0", "cuda:0"]),
+        (StartOptions(share_devices="nccl"), [["a", "", 2], ["a", "", 2], ["a", "", 2]], ["cuda:0", "cuda:1", "cuda:0"]),
     ],
 )
 def test_devices(
     monkeypatch: pytest.MonkeyPatch, options: StartOptions, seats: list[bootstrap.Seat], expected: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     assert [str(bootstrap._choose_device(options, seats, rank=rank)) for rank in range(len(seats))] == expected
 
 
@@ -39,6 +41,31 @@ def test_more_ranks_than_devices() -> None:
     seats = [["a", "", 1], ["a", "", 1]]
     with pytest.raises(LaunchError, match=r"2 ranks on host a but 1 CUDA device"):
         bootstrap._choose_device(StartOptions(), seats, rank=1)
+
+
+def test_some_ranks_without_a_device() -> None:
+    seats = [["a", "", 1], ["b", "", 0]]
+    with pytest.raises(LaunchError, match=r"rank\(s\) 1 see no CUDA device and the others do"):
+        bootstrap._choose_device(StartOptions(), seats, rank=0)
+
+
+def test_ranks_on_one_gpu_need_the_switch() -> None:
+    assert bootstrap._with_sharing(StartOptions(), {}).share_devices == ""
+    assert bootstrap._with_sharing(StartOptions(), {bootstrap.SHARE_VARIABLE: "nccl"}).share_devices == "nccl"
+    with pytest.raises(LaunchError, match="TEST_RANNC_SHARE_GPU is 'mpi'"):
+        bootstrap._with_sharing(StartOptions(), {bootstrap.SHARE_VARIABLE: "mpi"})
+
+
+def test_ranks_on_one_gpu_pass_for_hosts() -> None:
+    first: dict[str, str] = {}
+    second = {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    bootstrap._set_cuda_environment(first, rank=0, shared=True)
+    bootstrap._set_cuda_environment(second, rank=1, shared=True)
+    assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"] and first["NCCL_SOCKET_IFNAME"] == "lo"
+    assert second["NCCL_MAX_CTAS"] == "4" and second["CUDA_DEVICE_MAX_CONNECTIONS"] == "1", "what the user has set stays"
+    alone: dict[str, str] = {}
+    bootstrap._set_cuda_environment(alone, rank=0, shared=False)
+    assert not [name for name in alone if name.startswith("NCCL")]
 
 
 def test_ranks_meet_on_the_loopback_only_when_there_is_one_host() -> None:
@@ -93,6 +120,9 @@ class Endpoint:
         self.watch = self
         self.waits: list[tuple[int, ...]] = []
 
+    def before_wait(self) -> None:
+        self.waits.append(())
+
     def begin_wait(self, ranks: tuple[int, ...]) -> None:
         self.waits.append(ranks)
 
@@ -112,7 +142,7 @@ def test_a_wait_that_fails(text: str, expected: str) -> None:
     work = DistWork(endpoint, FailingWork(text), torch.empty(1), peers=(1,), what="receive of 'c'")  # type: ignore[arg-type]
     with pytest.raises(CommunicationError) as caught:
         work.wait(0.5)
-    assert str(caught.value) == expected and endpoint.waits == [(1,)]
+    assert str(caught.value) == expected and endpoint.waits == [(), (1,)]
 
 
 def test_no_messages_in_a_job_of_one() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rannc_backend.ir.exchange import Value
 from rannc_backend.runtime.messages import assemble, make_incoming, make_message, slice_rows
 from rannc_backend.runtime.rows import Piece, split_interval
+from rannc_backend.runtime.transport import SingleTransport
 
 
 @st.composite
@@ -59,7 +60,7 @@ def test_messages_carry_slices(first: Value, second: Value, num_rows: int, num_p
             continue
         piece = Piece(0, start, stop)
         message = make_message(slice_rows(tensors, edge, 10, piece))
-        incoming = make_incoming(edge, piece, torch.device("cpu"))
+        incoming = make_incoming(edge, piece, SingleTransport().lend)
         assert incoming.buffer.numel() * incoming.buffer.itemsize == message.numel() * message.itemsize
         incoming.buffer.view(torch.uint8).copy_(message.view(torch.uint8))
         arrived.append((piece, incoming.views))
