@@ -33,6 +33,7 @@ from rannc_backend.runtime.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import StartOptions, World  # noqa: E402
 from rannc_backend.session import Session, SessionRegistry  # noqa: E402
+from rannc_backend.startup import say_options  # noqa: E402
 
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
@@ -65,6 +66,7 @@ def rannc(
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
+        say_options(options, os.environ)
         runtime, moved = session.runtime_for(captured, _local_rows(captured, example_inputs))
     except RanncError as error:
         return _raising(error)

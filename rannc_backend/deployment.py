@@ -15,8 +15,10 @@ import torch
 
 from rannc_backend.analysis import GraphAnalysis, mixed_batch_error
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
+from rannc_backend.compile_watched import DisplayedStage, VerifiedStage
 from rannc_backend.config import Config
 from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.graph_dump import dump_graphs
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
@@ -26,12 +28,14 @@ from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.buckets import BucketLayout, plan_buckets
-from rannc_backend.runtime.executor import Executor
+from rannc_backend.runtime.executor import Executor, Stage
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.late_reductions import LateReductions
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.transport_watch import describe_values
 from rannc_backend.runtime.user_outputs import RuntimeOutput
 from rannc_backend.runtime.world import Work, World
 from rannc_backend.schedule.edges import EdgeSpec
@@ -140,6 +144,9 @@ class Deployer:
         """The runtime of one graph. Collective: makes the channels that the graph needs."""
         groups = sorted({tuple(range(self.world.size)), *self.stage_ranks, *self.table.owners.values()})
         self.world.transport.prepare(channels=[STATE_CHANNEL, *channel_names(cut.edges)], groups=groups)
+        if self.config.dump_graph and self.world.rank == 0:
+            paths = dump_graphs(self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs)
+            logger.info("%s and its stages are written to %s", label, ", ".join(paths))
         outputs = self._outputs(analysis, cut)
         losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
         return GraphRuntime(
@@ -166,7 +173,7 @@ class Deployer:
             num_micro_batches=config.pipeline_num or self.plan.num_micro_batches,
             eager_backward=schedule == "1f1b",
             gather_inputs=config.gather_inputs,
-            mean_gradients=config.gradients_reduce_method == "mean",
+            mean_gradients=config.mean_gradients,
             step_limit_seconds=config.step_timeout_seconds,
             compile_limit_seconds=config.compile_timeout_seconds,
         )
@@ -244,7 +251,7 @@ class Deployer:
             layout=layout,
             parameters={fqn: self.tensors[fqn] for fqn in owned},
             stage_ranks=ranks,
-            start_reduce=start_reduce,
+            start_reduce=LateReductions(start_reduce) if self.config.sync_allreduce else start_reduce,
             table=self.table,
             switches=self.switches,
             capacity_bytes=capacity_bytes,
@@ -262,11 +269,10 @@ class Deployer:
 
         def make(kind: str, rows: RowTable) -> Executor:
             start, stop = rows.interval(index, self.world.rank, 0)
-            stage = self._compile(analysis, graph, kind, stop - start)
             return Executor(
                 world=self.world,
                 stage_index=index,
-                stage=stage,
+                stage=self._watched(analysis, graph, kind, stop - start),
                 edges=cut.edges,
                 tensors=tensors,
                 buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
@@ -292,7 +298,15 @@ class Deployer:
             limit_seconds=self.config.step_timeout_seconds,
         )
 
-    def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str, num_rows: int) -> CompiledStage:
+    def _watched(self, analysis: GraphAnalysis, graph: StageGraph, kind: str, num_rows: int) -> Stage:
+        """The compiled stage, looked at while it runs if the options ask for it."""
+        budget = self.plan.stages[graph.index].recompute
+        stage: Stage = self._compile(analysis, graph, kind, num_rows, budget)
+        if self.config.verify_recomp and kind != "infer" and budget < 1.0:
+            stage = VerifiedStage(stage, self._compile(analysis, graph, kind, num_rows, 1.0), graph.index)
+        return DisplayedStage(stage, graph.index, describe_values) if self.config.display_act_value else stage
+
+    def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str, num_rows: int, budget: float) -> CompiledStage:
         needs_grad = analysis.needs_grad
         if kind == "loss":
             # Row outputs get no gradient in an eager backward, unless later stages use them too.
@@ -309,7 +323,7 @@ class Deployer:
                 fake_mode=analysis.captured.fake_mode,
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=compiler,
-                activation_budget=self.plan.stages[graph.index].recompute,
+                activation_budget=budget,
                 training=kind != "infer",
                 cache=self.cache,
                 # Inductor tunes its kernels to the size that it expects; operators that run one by one do not care.

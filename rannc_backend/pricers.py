@@ -174,8 +174,8 @@ class Pricing:
 
     def _read_file(self) -> tuple[StageProfile, ...]:
         """Fill the profile from the file; give the stages of a run's report, if it is one."""
-        path = self.config.profile_file
-        if not path or not Path(path).exists():
+        path = self.config.profile_to_read
+        if not path or (not Path(path).exists() and not self.config.load_graph_profile):
             return ()
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -187,8 +187,8 @@ class Pricing:
         return ()
 
     def _write_file(self) -> None:
-        if self.config.profile_file:
-            write_text(self.config.profile_file, self._profile.to_json(), what="profile")
+        if self.config.profile_to_write:
+            write_text(self.config.profile_to_write, self._profile.to_json(), what="profile")
 
     def _setting_of_file(self, compiler: str) -> Setting | None:
         """The setting to use without ranks: that of the cluster's device, else the only one."""

@@ -46,7 +46,9 @@ from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.promises import Promises
 from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.transport_watch import watch_transport
 from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.startup import say_places
 from rannc_backend.torch_version import mention_untried_torch
 
 logger = logging.getLogger(__name__)
@@ -91,10 +93,17 @@ class Session:
         answers = agree(
             self.world,
             "the first call of a graph",
-            {"fingerprint": key, "rows": local_rows, "options": self.config.model_dump(), "torch": torch.__version__},
+            {
+                "fingerprint": key,
+                "rows": local_rows,
+                "options": self.config.model_dump(),
+                "torch": torch.__version__,
+                "device": str(self.world.device),
+            },
             limit_seconds=self.config.compile_timeout_seconds,
         )
         _check_same(answers)
+        say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
         with log_narrator(verbose=self.config.verbose).step("analysis") as details:
             analysis = analyze(captured)
@@ -156,6 +165,7 @@ class Session:
                     )
                     if dry or (self.config.save_deployment and not loaded):
                         write_text(self.config.deployment_file, text, what="plan")
+                        logger.info("plan saved in %s", os.path.abspath(self.config.deployment_file))
                 except RanncError as error:
                     failure = error
             words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
@@ -249,7 +259,7 @@ class Session:
         root = self.root()
         assert root is not None and self.plan is not None and self.table is not None, "not planned yet"
         return Deployer(
-            world=self.world,
+            world=watch_transport(self.world, self.config),
             config=self.config.model_copy(update={"schedule": "fill_drain"}) if self.deferred else self.config,
             plan=self.plan,
             table=self.table,

@@ -99,6 +99,21 @@ def test_another_setting_is_measured_again(tmp_path: Path) -> None:
     assert {item.setting.num_sharing for item in Profile.from_json(Path(config.profile_file).read_text()).blocks} == {1, 2}
 
 
+def test_rannc_saves_and_loads_graph_profiles(tmp_path: Path) -> None:
+    file = {"graph_profile_file": str(tmp_path / "graph.json")}
+    first = pricing_of("chain", CONFIG.model_copy(update={"save_graph_profile": True, **file}))
+    first.pricer()
+    second = pricing_of("chain", CONFIG.model_copy(update={"load_graph_profile": True, **file}))
+    second.pricer()
+    assert first.num_measured > 0 and second.num_measured == 0
+    saving_again = pricing_of("chain", CONFIG.model_copy(update={"save_graph_profile": True, **file}))
+    saving_again.pricer()
+    assert saving_again.num_measured == first.num_measured, "what is not loaded is not used"
+    with pytest.raises(ProfileError, match="missing.json"):
+        missing = {"load_graph_profile": True, "graph_profile_file": str(tmp_path / "missing.json")}
+        pricing_of("chain", CONFIG.model_copy(update=missing)).pricer()
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text("{}x")
