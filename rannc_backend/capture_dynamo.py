@@ -23,6 +23,7 @@ import torch._dynamo.config as dynamo_config
 import torch.fx.experimental._config as symbolic_config
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._guards import CompileContext
 from torch.utils._sympy.numbers import int_oo
@@ -199,6 +200,14 @@ def source_value(source: Any, scope: dict[str, dict[str, Any]]) -> object | None
         return eval(source_name(source), dict(scope))  # noqa: S307 - text made by Dynamo from attribute and item accesses
     except Exception:
         return None
+
+
+def serve_only(source: Any) -> None:
+    """Let the compiled frame serve the object that `source` leads to now, and no other that looks like it.
+
+    Dynamo takes two models of one class for the same: their parameters are arguments of the graph.
+    """
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def is_argument(source: Any) -> bool:

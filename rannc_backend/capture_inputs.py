@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rannc_backend.capture_dynamo import (
     DynamoCall,
     is_argument,
+    serve_only,
     source_chain,
     source_name,
     source_of,
@@ -73,6 +74,7 @@ def find_tensor_inputs(
     ]
     scope = call.scope
     root = _find_root(tensors, scope)
+    _bind_to_root(root, tensors, scope)
     names: dict[int, tuple[str, list[str]]] = {}
     for kind, named in (
         ("parameter", root.named_parameters(remove_duplicate=False)),
@@ -150,6 +152,16 @@ def _find_root(tensors: Iterable[tuple[int, fx.Node, torch.Tensor]], scope: dict
         f"({', '.join(sorted(type(root).__name__ for root in roots))})",
         cure="put them into one nn.Module and compile that, or a function of that one.",
     )
+
+
+def _bind_to_root(root: nn.Module, tensors: Iterable[tuple[int, fx.Node, torch.Tensor]], scope: dict[str, dict[str, Any]]) -> None:
+    """Another model of the same class gets a graph of its own, with its own parameters and plan."""
+    for _, node, _ in tensors:
+        for part in source_chain(source_of(node))[:-1]:
+            owner = source_value(part, scope)
+            if isinstance(owner, nn.Module) and _unwrapped(owner) is root:
+                serve_only(part)
+                return
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
