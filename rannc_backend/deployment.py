@@ -154,6 +154,7 @@ class Deployer:
             world=self.world,
             settings=self._settings(analysis),
             counter=self.counter,
+            switches=self.switches,
             inputs=self._inputs(analysis),
             outputs=outputs,
             scalars=_scalar_graphs(analysis),
@@ -172,6 +173,7 @@ class Deployer:
             stage_ranks=self.stage_ranks,
             num_micro_batches=config.pipeline_num or self.plan.num_micro_batches,
             eager_backward=schedule == "1f1b",
+            narrow_range=_has_narrow_range(analysis),
             gather_inputs=config.gather_inputs,
             mean_gradients=config.mean_gradients,
             step_limit_seconds=config.step_timeout_seconds,
@@ -375,6 +377,13 @@ def _backward_order(graph: StageGraph) -> list[str]:
         if slot.kind == "parameter":
             first_use[slot.name] = min((position[user] for user in node.users), default=0)
     return sorted(first_use, key=lambda name: -first_use[name])
+
+
+def _has_narrow_range(analysis: GraphAnalysis) -> bool:
+    """Whether some value is of a dtype whose largest number a scaled gradient may pass, such as float16."""
+    values = [node.meta.get("val") for node in analysis.split.rowwise.graph.nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return any(torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max for dtype in dtypes)
 
 
 def _differentiable_scalars(analysis: GraphAnalysis) -> frozenset[int]:

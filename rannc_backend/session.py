@@ -41,6 +41,7 @@ from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.parameters import ParameterTable
@@ -331,6 +332,7 @@ class SessionRegistry:
     """The sessions of this process, by root module; they end with their modules."""
 
     sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
+    end_scaling: Callable[[], None] | None = None  # while GradScalers take all ranks into account
     promises: Promises = field(default_factory=Promises)
     switches: Switches = field(default_factory=Switches)
     followers: weakref.WeakKeyDictionary[nn.Module, list[Follower]] = field(default_factory=weakref.WeakKeyDictionary)
@@ -353,6 +355,8 @@ class SessionRegistry:
             world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
             setup_logging(world.rank, os.environ)
             mention_untried_torch(torch.__version__)
+            if world.size > 1 and self.end_scaling is None:
+                self.end_scaling = unscale_over_ranks(world, self.tables)
             session = Session(
                 root=weakref.ref(root),
                 config=config,

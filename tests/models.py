@@ -211,6 +211,37 @@ class Nested(nn.Module):
         return self.inner(torch.tanh(self.outer(self.inner(x))))
 
 
+@torch.library.custom_op("rannc_tests::cubed", mutates_args=(), tags=(torch.Tag.pointwise,))
+def cubed(x: Tensor) -> Tensor:
+    """The third power, by an operator that torch does not know; the tag says that it works element by element."""
+    return x**3
+
+
+def _keep_input(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient_of_cubed(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return grad * 3 * x**2
+
+
+cubed.register_fake(torch.empty_like)
+cubed.register_autograd(_gradient_of_cubed, setup_context=_keep_input)
+
+
+class CustomOperator(nn.Module):
+    """An operator of torch.library between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(3, 3)
+        self.fc2 = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(cubed(self.fc1(x)))
+
+
 class TiedEmbedding(nn.Module):
     """Embedding and head are one tensor, with layers between them; the head lies in the last stage."""
 
@@ -561,6 +592,7 @@ RANNC_SPARE: tuple[Entry, ...] = (
         shared=frozenset({"embedding.weight"}),
     ),
     _outside("layer_norm", HandLayerNorm, 3),
+    _outside("custom_operator", CustomOperator, 3),
     _outside("identity", nn.Identity, 10, trains=False),
     _outside("norm_affine", lambda: OneNorm(affine=True, track_running_stats=False), 10, batch_statistics=True),
     _outside("norm_running", lambda: OneNorm(affine=False, track_running_stats=True), 10, batch_statistics=True),

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from rannc_backend.runtime.graph_runtime import GraphRuntime, TrainingStep
 from rannc_backend.runtime.torch_internals import backward_keeps_graph
-from rannc_backend.runtime.versions import VersionCheck
 
 
 class _Step(torch.autograd.Function):
@@ -37,22 +36,20 @@ class _Step(torch.autograd.Function):
         # Autograd's own error for a second backward without retain_graph comes from reading a saved tensor.
         ctx.save_for_backward(anchor)
         holder.extend(outputs)
-        results = tuple(outputs[i] for i in ctx.positions)
-        ctx.versions = None if step.eager else VersionCheck.of(runtime, step.state, results)
-        return results
+        return tuple(outputs[i] for i in ctx.positions)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         runtime: GraphRuntime = ctx.runtime
-        step: TrainingStep = ctx.step
-        _ = ctx.saved_tensors
-        if ctx.versions is not None:
-            ctx.versions.check()
+        step: TrainingStep | None = ctx.step
+        if step is None:
+            _ = ctx.saved_tensors
+        assert step is not None, "autograd lets a second backward pass"
         by_output: list[torch.Tensor | None] = [None] * ctx.num_outputs
         for position, grad in zip(ctx.positions, grads, strict=True):
             by_output[position] = grad
-        keep = backward_keeps_graph()
+        keep = backward_keeps_graph() or runtime.switches.keep_graph
         input_gradients = runtime.backward(step, by_output, keep=keep)
         if not keep:
             ctx.step = None

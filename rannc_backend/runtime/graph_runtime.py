@@ -4,13 +4,16 @@ In: this rank's user tensors, or the gradients of the outputs. Out: this rank's 
 gradients published in ``p.grad``.
 
 Terms. *Eager backward* (1F1B): one program runs forwards and backwards during the forward call, with the gradient of the first
-differentiable scalar (the *loss*) as seed; backward only scales what is there. *Deferred backward* (fill-drain): forwards run in the
-forward call, backwards in the backward call. A graph is switched to deferred backward for good the first time that something
-other than the loss receives a gradient; that step is run again.
+differentiable scalar (the *loss*) as seed; backward only scales what is there. The seed is the gradient that came last time, since
+nobody knows this step's yet. *Deferred backward* (fill-drain): forwards run in the forward call, backwards in the backward call. A graph
+is switched to deferred backward for good the first time that something other than the loss receives a gradient; that step is run again.
+A graph of *narrow range* computes in float16 somewhere: what overflows and what vanishes there depends on the seed, so scaling
+afterwards cannot make up for a wrong one, and the step is run again with the right one (a GradScaler changes its scale rarely).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +29,14 @@ from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.step_state import StepState
+from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.torch_internals import without_autocast
 from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
+from rannc_backend.runtime.versions import VersionCheck
 from rannc_backend.runtime.world import World
+
+# A seed within these bounds costs no digits in float32 or bfloat16.
+_SMALLEST_SEED, _LARGEST_SEED = 2.0**-24, 2.0**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,7 @@ class RuntimeSettings:
     stage_ranks: tuple[tuple[int, ...], ...]
     num_micro_batches: int
     eager_backward: bool
+    narrow_range: bool
     gather_inputs: bool
     mean_gradients: bool
     step_limit_seconds: float
@@ -54,7 +64,7 @@ class RuntimeSettings:
 
 @dataclass(slots=True)
 class StepCounter:
-    """Number of steps begun by a model, over all its graphs; and the gradient that the last backward started from."""
+    """Number of steps begun by a model, over all its graphs; and the seed of the next eager backward."""
 
     number: int = 0
     loss_gradient: float = 1.0
@@ -62,10 +72,14 @@ class StepCounter:
 
 @dataclass(slots=True)
 class TrainingStep:
-    """A forward whose backward may come: its state, and whether its gradients exist already."""
+    """A forward whose backward may come: its state, whether its gradients exist already, and what must not change until then.
+
+    With eager backward a change matters only if the step has to be run again.
+    """
 
     state: StepState
     eager: bool
+    versions: VersionCheck
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,11 +98,13 @@ class GraphRuntime:
     make_program: Callable[[str, str, int], Program]
     loss_index: int | None
     is_random: bool
+    switches: Switches = field(default_factory=Switches)
     meter: StepMeter | None = None
     _executors: dict[str, Executor] = field(default_factory=dict)
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
 
+    @without_autocast
     def begin(self, user_tensors: Sequence[torch.Tensor], *, training: bool) -> StepState:
         """Agree with the other ranks on this step's rows and random seed; nothing is computed yet.
 
@@ -100,6 +116,7 @@ class GraphRuntime:
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
         seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
         kind = "training step" if training else "inference step"
+        kind += " with delay_grad_allreduce" * (training and self.switches.delay_reductions)
         answers = self._agree_with_measured(f"{kind} of {self.label}", [local_rows, seed, digests])
         self._check_replicated([answer[2] for answer in answers])
         rows_by_rank = tuple(answer[0] for answer in answers)
@@ -180,29 +197,36 @@ class GraphRuntime:
         self.world.monitor.phase(f"step {state.number}, {phase}")
         executor.run(program, phases, state)
 
+    @without_autocast
     def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Outputs of the global batch's forward, this rank's rows of it."""
         state = self.begin(user_tensors, training=False)
         self._run("infer", "infer", state)
         return self._outputs(state)
 
+    @without_autocast
     def forward(self, state: StepState) -> tuple[list[Any], TrainingStep]:
         """Outputs of a training step; with eager backward, its gradients are made too."""
         eager = self.uses_eager_backward
         if eager:
-            state.pending = self.buckets.pending()
-            state.loss_gradient = self.counter.loss_gradient
-            loss = [0.0] * self._num_scalars
-            loss[self._loss_scalar] = state.loss_gradient
-            state.seeds = self.scalars.seeds(state.scalars, loss, self.world.device)
-            self._run("loss", "train", state)
+            self._run_eager(state, self.counter.loss_gradient)
         else:
             self._run("all", "forward", state)
         self.executor("loss" if eager else "all", state.rows).share_buffers()
         outputs = self._outputs(state)
         if state.record is not None:
             state.record.stop(complete=eager)
-        return outputs, TrainingStep(state, eager)
+        # What an eager backward is made of has been used by now; saved values of a deferred one may share memory with outputs.
+        shared = () if eager else [value for spec, value in zip(self.outputs, outputs, strict=True) if spec.differentiable]
+        return outputs, TrainingStep(state, eager, VersionCheck.of(self, state, shared))
+
+    def _run_eager(self, state: StepState, seed: float) -> None:
+        state.pending = self.buckets.pending()
+        state.loss_gradient = seed
+        loss = [0.0] * self._num_scalars
+        loss[self._loss_scalar] = seed
+        state.seeds = self.scalars.seeds(state.scalars, loss, self.world.device)
+        self._run("loss", "train", state)
 
     @property
     def uses_eager_backward(self) -> bool:
@@ -224,13 +248,19 @@ class GraphRuntime:
         scalars = self.scalars.scalars(state.scalars)
         return collect_outputs(self.outputs, state, scalars, self.world)
 
+    @without_autocast
     def backward(
         self, step: TrainingStep, grads: Sequence[torch.Tensor | None], *, keep: bool
     ) -> list[torch.Tensor | None]:
         """Publish gradients; returns the gradients of the inputs that require them, in order of ``inputs``.
 
         ``grads``: of every output, None where none came. ``keep``: the graph is retained for another backward.
+
+        Raises:
+            UserInputError: what backward needs was modified in place since the forward.
         """
+        if not step.eager:
+            step.versions.check()
         kinds = [None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)]
         tangents = [float(grad) if kind == "scalar" and grad is not None else 0.0 for grad, kind in zip(grads, kinds, strict=True)]
         answers = self._agree_with_measured(f"backward of {self.label}", [[kind is not None for kind in kinds], tangents])
@@ -238,28 +268,39 @@ class GraphRuntime:
         flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
         means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
         if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
-            return self._publish_eager(step.state, means, keep=keep)
+            return self._publish_eager(step, means[self.loss_index], keep=keep)
         if step.eager:
-            step.state, step.eager = self._run_again(step.state), False
+            self._deferred = True
+            step.state, step.eager = self._again(step), False
+            self._run("all", "forward", step.state)
         return self._run_deferred(step.state, grads, flagged, means, keep=keep)
 
-    def _publish_eager(self, state: StepState, means: Sequence[float], *, keep: bool) -> list[torch.Tensor | None]:
-        assert state.pending is not None and self.loss_index is not None, "eager step without gradients"
-        gradient = means[self.loss_index]
-        scale = gradient / state.loss_gradient
-        if gradient != 0.0 and abs(gradient) != float("inf") and gradient == gradient:
-            self.counter.loss_gradient = gradient
+    def _publish_eager(self, step: TrainingStep, gradient: float, *, keep: bool) -> list[torch.Tensor | None]:
+        if gradient != step.state.loss_gradient and (self.settings.narrow_range or not math.isfinite(gradient)):
+            step.state = self._again(step)
+            self._run_eager(step.state, gradient)
+        state = step.state
+        assert state.pending is not None, "eager step without gradients"
+        # Not the quotient of equal numbers: both may be zero or infinite.
+        scale = 1.0 if gradient == state.loss_gradient else gradient / state.loss_gradient
+        self._remember_seed(gradient)
         self.buckets.publish(state.pending, scale, keep=keep)
         if not keep:
             state.pending = None
         return [None if grad is None else grad * scale for grad in self._user_gradients(state, 1.0)]
 
-    def _run_again(self, state: StepState) -> StepState:
-        """The step's forward once more, now keeping what backward needs; running statistics are not advanced again."""
-        self._deferred = True
+    def _remember_seed(self, gradient: float) -> None:
+        bounds = (0.0, math.inf) if self.settings.narrow_range else (_SMALLEST_SEED, _LARGEST_SEED)
+        if bounds[0] < abs(gradient) < bounds[1]:
+            self.counter.loss_gradient = gradient
+
+    def _again(self, step: TrainingStep) -> StepState:
+        """The step before its forward, to be run once more; running statistics are not advanced again."""
+        step.versions.check()
+        state = step.state
         if state.record is not None:
             state.record.spoiled = True
-        again = StepState(
+        return StepState(
             number=state.number,
             rows=state.rows,
             inputs=state.inputs,
@@ -267,8 +308,6 @@ class GraphRuntime:
             training=True,
             apply_buffer_updates=False,
         )
-        self._run("all", "forward", again)
-        return again
 
     def _run_deferred(
         self,

@@ -105,7 +105,8 @@ class ScalarGraphs:
                     grads = torch.autograd.grad(
                         [result for result, _ in used],
                         wanted,
-                        [torch.full_like(result, tangent) for result, tangent in used],
+                        # A number beyond the dtype's range becomes infinite, as in torch's own backward.
+                        [torch.full_like(result, tangent, dtype=torch.float64).to(result.dtype) for result, tangent in used],
                         allow_unused=True,
                     )
         by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, grads, strict=False)}

@@ -5,12 +5,18 @@ In: tensors, or nothing. Out: facts that torch has no public name for. Seen on t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+P = ParamSpec("P")
+R = TypeVar("R")
+UnscaleGrads = Callable[..., dict[torch.device, torch.Tensor]]
+"""What `torch.amp.GradScaler._unscale_grads_` is: (scaler, optimizer, inverse scale, found_inf, allow_fp16) to found_inf by device."""
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:
@@ -46,3 +52,27 @@ class NewTensors(TorchDispatchMode):
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors share while they share memory."""
     return tensor.untyped_storage()._cdata
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` with autocast off: captured graphs have their casts in them, and none may be added when they run."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def replace_unscale_grads(make: Callable[[UnscaleGrads], UnscaleGrads]) -> Callable[[], None]:
+    """Put ``make(original)`` in the place of the method of every GradScaler that unscales one optimizer's gradients and looks for
+    infinities among them; returns a function that puts the original back.
+    """
+    original = torch.amp.GradScaler._unscale_grads_
+    torch.amp.GradScaler._unscale_grads_ = functools.wraps(original)(make(original))  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        torch.amp.GradScaler._unscale_grads_ = original  # type: ignore[method-assign]
+
+    return put_back

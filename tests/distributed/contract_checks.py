@@ -399,23 +399,6 @@ def compiled_in_place(context: Context) -> None:
     _agree(context, model, alone, "gradient")
 
 
-def autocast(context: Context) -> None:
-    """bfloat16 autocast around the forward: as near to float64 as one process under autocast."""
-    model, compiled, alone = _start(context)
-    for step in range(2):
-        model.zero_grad()
-        alone.model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = _loss(context, compiled, context.batch(step))
-        loss.backward()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = alone.loss(context.batch(step))[1]
-        expected.backward()
-        # Rounding to 8 bits dominates: what is wrong by a factor is still seen.
-        context.findings.close("loss", "loss", loss, expected.detach(), 2e-2)
-        context.compare_gradients(model, alone.gradients(), factor=3e-2 / context.tolerance)
-
-
 def same_random_rows(context: Context) -> dict[str, Any]:
     """Two steps of dropout, kept in a file for the parent; masks agree between forward, backward and recompute."""
     entry, findings = context.entry, context.findings

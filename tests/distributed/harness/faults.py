@@ -6,6 +6,7 @@ hooks for this.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,6 +109,26 @@ def _swapped_message(direction: str) -> Callable[[], None]:
     return plant
 
 
+def _deaf_scaler() -> None:
+    """Each rank's GradScaler looks at its own gradients only, as torch's does by itself."""
+    from rannc_backend.runtime import grad_scaler
+
+    grad_scaler._of_all_ranks = lambda found, inv_scale, world: found
+
+
+def _late_seed() -> None:
+    """The eager backward keeps the seed that it had, also where float16 has lost digits by it."""
+    from rannc_backend.runtime.graph_runtime import GraphRuntime
+
+    publish = GraphRuntime._publish_eager
+
+    def patched(self: Any, step: Any, gradient: float, *, keep: bool) -> Any:
+        self.settings = dataclasses.replace(self.settings, narrow_range=False)
+        return publish(self, step, gradient, keep=keep)
+
+    GraphRuntime._publish_eager = patched  # type: ignore[method-assign]
+
+
 FAULTS: Mapping[str, Callable[[], None]] = {
     "scaled_leaf": _scaled_leaf,
     "scaled_gradients": _scaled_gradients,
@@ -115,6 +136,8 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "dropped_sum": _dropped_sum,
     "swapped_values": _swapped_message("F"),
     "swapped_gradients": _swapped_message("B"),
+    "deaf_scaler": _deaf_scaler,
+    "late_seed": _late_seed,
 }
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from rannc_backend.runtime.torch_internals import NewTensors, backward_keeps_graph, num_storage_users, storage_key
+from rannc_backend.runtime.torch_internals import (
+    NewTensors,
+    UnscaleGrads,
+    backward_keeps_graph,
+    num_storage_users,
+    replace_unscale_grads,
+    storage_key,
+    without_autocast,
+)
 
 
 def test_storage_users_are_counted_without_the_question() -> None:
@@ -49,3 +57,41 @@ def test_new_tensors_are_told_and_views_and_in_place_results_are_not() -> None:
         z = torch.empty(3)
     assert made == [storage_key(y), storage_key(z)]
     assert storage_key(parts[0]) == storage_key(y) != storage_key(x)
+
+
+def test_without_autocast_no_operator_is_cast() -> None:
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.ops.aten.mm.default(x, x).dtype == torch.bfloat16
+        assert without_autocast(torch.ops.aten.mm.default)(x, x).dtype == torch.float32
+        assert torch.ops.aten.mm.default(x, x).dtype == torch.bfloat16
+
+
+def test_every_scaler_unscales_through_the_method_that_is_replaced() -> None:
+    seen: list[int] = []
+
+    def make(original: UnscaleGrads) -> UnscaleGrads:
+        def unscale(*arguments: object) -> dict[torch.device, torch.Tensor]:
+            found = original(*arguments)
+            seen.append(len(found))
+            return {torch.device("cpu"): torch.ones(())}
+
+        return unscale
+
+    p = torch.nn.Parameter(torch.ones(2))
+    put_back = replace_unscale_grads(make)
+    try:
+        assert issubclass(torch.cuda.amp.GradScaler, torch.amp.GradScaler)
+        scaler = torch.amp.GradScaler("cpu")
+        for unscale_first in (False, True):
+            for optimizer in (torch.optim.SGD([p], lr=1.0), torch.optim.Adam([p], lr=1.0, fused=True)):
+                scaler.scale(p.sum()).backward()
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scale = scaler.get_scale()
+                scaler.update()
+                assert scaler.get_scale() == scale / 2, "what the method finds decides"
+    finally:
+        put_back()
+    assert seen == [1] * 4 and bool((p == 1).all()), "a step was made"
