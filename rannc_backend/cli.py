@@ -15,6 +15,7 @@ from rich.console import Console
 import rannc_backend
 from rannc_backend import cli_plan, cli_show
 from rannc_backend.cli_config import config
+from rannc_backend.cli_doctor import doctor
 from rannc_backend.cli_show import PlanPath
 from rannc_backend.config import environment_name
 from rannc_backend.deployment_file import read_plan
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("config")(config)
+app.command("doctor")(doctor)
 app.command("plan")(cli_plan.plan)
 app.command("show")(cli_show.show)
 app.command("diff")(cli_show.diff)

@@ -1,0 +1,87 @@
+"""`rannc doctor`: whether training can run here, and what to mend.
+
+In: this host. Out: a table, or JSON; exit code 1 where there is a problem. Starts two ranks itself, unless told not to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import rannc_backend
+from rannc_backend.doctor import Finding, find_devices, host_findings
+from rannc_backend.doctor_ranks import launch_command, rank_environment, rank_findings, run_job
+
+EXIT_PROBLEM = 1
+_PIPED_COLUMNS = 140
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ranks: Annotated[bool, typer.Option("--ranks/--no-ranks", help="Start two ranks: messages, all-reduce, abort.")] = True,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Most seconds for each of the two jobs of two ranks.")] = 120.0,
+) -> None:
+    """Look at versions, devices, environment, memory and limits, try two ranks, and say what is wrong and how to mend it."""
+    findings = list(_shown(_all_findings(os.environ, ranks=ranks, limit_seconds=limit), quiet=as_json))
+    if as_json:
+        typer.echo(json.dumps(findings_json(findings), indent=2))
+    else:
+        print_findings(findings)
+    raise typer.Exit(exit_code(findings))
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0, or 1 where there is a problem; warnings are none."""
+    return EXIT_PROBLEM if any(finding.status == "problem" for finding in findings) else 0
+
+
+def findings_json(findings: Sequence[Finding]) -> dict[str, object]:
+    """What `rannc doctor --json` prints."""
+    counts = {status: sum(finding.status == status for finding in findings) for status in _STYLES}
+    return {"version": rannc_backend.__version__, "counts": counts, "findings": [asdict(finding) for finding in findings]}
+
+
+def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """A table of what was found, and below it what to mend."""
+    # Without a terminal rich assumes 80 columns, which folds the table into strips.
+    console = console or (Console() if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS))
+    table = Table("check", "", "found", title=f"rannc doctor {rannc_backend.__version__}", title_justify="left")
+    for finding in findings:
+        table.add_row(escape(finding.name), f"[{_STYLES[finding.status]}]{finding.status}[/]", escape(finding.text))
+    console.print(table)
+    for finding in findings:
+        if finding.cure:
+            style = _STYLES[finding.status]
+            console.print(f"[{style}]{finding.status}[/] {escape(finding.name)}: {escape(finding.cure)}", soft_wrap=True, highlight=False)
+    problems = sum(finding.status == "problem" for finding in findings)
+    console.print("training can run here." if not problems else f"{problems} problem{'s' if problems > 1 else ''} to mend.")
+
+
+def _all_findings(environ: Mapping[str, str], *, ranks: bool, limit_seconds: float) -> Iterator[Finding]:
+    yield from host_findings(environ)
+    if ranks:
+        command = launch_command(shutil.which("mpirun", path=environ.get("PATH")))
+        child = rank_environment(environ, num_devices=len(find_devices().names))
+        yield from rank_findings(lambda task: run_job(task, command, child, limit_seconds=limit_seconds))
+
+
+def _shown(findings: Iterable[Finding], *, quiet: bool) -> Iterator[Finding]:
+    """The findings, with a line on the terminal that says what was looked at last."""
+    console = Console(stderr=True)
+    with nullcontext() if quiet or not sys.stderr.isatty() else console.status("looking ...") as status:
+        for finding in findings:
+            if status is not None:
+                status.update(f"{escape(finding.name)}: {finding.status} ...")
+            yield finding

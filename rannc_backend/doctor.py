@@ -1,0 +1,358 @@
+"""`rannc doctor` on this host, without starting a rank: versions, devices, environment, memory, limits.
+
+In: versions, numbers and texts of the system, each passed in, so that tests can fake them. Out: a `Finding` for each check: what was
+found, whether it is good, and how to mend it. `host_findings` reads the system and makes them all. With ranks: doctor_ranks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from rannc_backend.config_sources import configuration_directory, resolve
+from rannc_backend.errors import BYTES_PER_GB, RanncError
+from rannc_backend.log import LOGGING_FILE
+from rannc_backend.log_file import logging_file
+from rannc_backend.runtime.launch import find_launch
+from rannc_backend.toml_lines import read_toml
+from rannc_backend.torch_version import NEWEST, OLDEST
+
+Status = Literal["ok", "warning", "problem"]
+_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 10), (3, 13)
+_LEAST_TEMPORARY_BYTES = 2**30
+_LEAST_SHARED_BYTES = 2**28  # NCCL and MPI keep buffers of their ranks there; containers have 64 MB if nobody asks for more
+_LEAST_FILES = 1024  # every rank holds connections to others, and a file for each compiled kernel
+_LEAST_LOCKED_BYTES = 2**30
+_FAMILIES = (("Open MPI", r"open ?mpi|open-mpi|openrte|prrte"), ("Intel MPI", r"intel"), ("MPICH", r"mpich|hydra"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One check. `cure`: what to do about it; "" where there is nothing to do."""
+
+    name: str
+    status: Status
+    text: str
+    cure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """What torch sees of accelerators: a name and the bytes of memory of each. `cuda`: what torch was built for; None: CPUs."""
+
+    names: tuple[str, ...] = ()
+    memory_bytes: tuple[int, ...] = ()
+    cuda: str | None = None
+    nccl: str | None = None
+
+
+def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Every check of this host, in the order in which they are read."""
+    devices = find_devices()
+    mpirun = shutil.which("mpirun", path=environ.get("PATH"))
+    yield check_python(sys.version_info[:3])
+    yield check_torch(package_version("torch"))
+    yield check_devices(devices, driver_files=[str(path) for path in Path("/dev").glob("nvidia[0-9]*")])
+    yield check_triton(package_version("triton"), num_devices=len(devices.names))
+    yield check_nccl(devices)
+    yield check_mpi(mpirun, mpirun_version(said_by([mpirun, "--version"])) if mpirun else "", package_version("mpi4py"), mpi_library())
+    yield check_optional("transformers", package_version("transformers"))
+    yield check_launch(environ)
+    yield check_configuration(environ)
+    yield check_logging(environ)
+    yield check_host_name(socket.gethostname())
+    yield check_temporary(tempfile.gettempdir())
+    yield check_shared_memory("/dev/shm", num_devices=len(devices.names))
+    yield check_memory(memory_limit_bytes(), physical_memory_bytes())
+    yield check_cores(len(os.sched_getaffinity(0)), quota_cores(), environ.get("OMP_NUM_THREADS"))
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband=any_entry("/sys/class/infiniband"))
+
+
+def check_python(found: Sequence[int]) -> Finding:
+    """Whether this Python is one that the package runs on."""
+    text = f"{'.'.join(map(str, found))} ({platform.python_implementation()}, {sys.executable})"
+    if not _OLDEST_PYTHON <= tuple(found[:2]) <= _NEWEST_PYTHON:
+        oldest, newest = (".".join(map(str, number)) for number in (_OLDEST_PYTHON, _NEWEST_PYTHON))
+        return Finding(name="Python", status="problem", text=text, cure=f"use Python {oldest} to {newest}.")
+    return Finding(name="Python", status="ok", text=text)
+
+
+def check_torch(found: str | None) -> Finding:
+    """Whether this torch is one that the package runs on."""
+    tried = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    match = re.match(r"(\d+)\.(\d+)", found or "")
+    if found is None or match is None:
+        return Finding(name="torch", status="problem", text="not installed", cure=f"install torch {tried}.")
+    numbers = (int(match[1]), int(match[2]))
+    if numbers < OLDEST:
+        return Finding(name="torch", status="problem", text=f"{found} is too old", cure=f"install torch {tried}.")
+    if numbers > NEWEST:
+        cure = f"if it fails, use torch {tried}."
+        return Finding(name="torch", status="warning", text=f"{found} is newer than what has been tried", cure=cure)
+    return Finding(name="torch", status="ok", text=found)
+
+
+def check_devices(devices: Devices, *, driver_files: Sequence[str]) -> Finding:
+    """Whether torch sees the accelerators that the host has."""
+    if devices.names:
+        texts = [f"{name} ({size / BYTES_PER_GB:.0f} GB)" for name, size in zip(devices.names, devices.memory_bytes, strict=True)]
+        return Finding(name="devices", status="ok", text=f"{len(texts)}: {', '.join(dict.fromkeys(texts))}; CUDA {devices.cuda}")
+    if driver_files and devices.cuda is None:
+        text = f"the host has {', '.join(driver_files)}, and this torch is built for CPUs"
+        return Finding(name="devices", status="problem", text=text, cure="install torch built for CUDA.")
+    if driver_files:
+        text = f"the host has {', '.join(driver_files)}, and torch (CUDA {devices.cuda}) sees no device"
+        cure = "look at CUDA_VISIBLE_DEVICES and nvidia-smi: is the driver new enough for this CUDA?"
+        return Finding(name="devices", status="problem", text=text, cure=cure)
+    return Finding(name="devices", status="ok", text="no CUDA device: ranks compute on the CPU")
+
+
+def check_triton(found: str | None, *, num_devices: int) -> Finding:
+    """Whether the compiler of GPU kernels is there where it is needed."""
+    if found is None and num_devices:
+        cure = "install triton as this torch wants it, or set stage_compiler to eager."
+        return Finding(name="Triton", status="problem", text="not installed; Inductor needs it on GPUs", cure=cure)
+    return Finding(name="Triton", status="ok", text=found or "not installed, and not needed without GPUs")
+
+
+def check_nccl(devices: Devices) -> Finding:
+    """Whether torch has NCCL where there is more than one device."""
+    if len(devices.names) > 1 and devices.nccl is None:
+        return Finding(name="NCCL", status="problem", text="this torch has none", cure="install torch built for CUDA, which brings it.")
+    return Finding(name="NCCL", status="ok", text=devices.nccl or "none; messages between CPUs go over gloo")
+
+
+def check_mpi(mpirun: str | None, mpirun_version: str, mpi4py: str | None, library: str) -> Finding:
+    """Whether the launcher and the library that ranks load are of one MPI. `library`: what mpi4py says it is, or why it fails."""
+    if mpirun is None:
+        text = "no mpirun in PATH; ranks can be started with torchrun"
+        return Finding(name="MPI", status="warning", text=text, cure="install an MPI, as with `pip install rannc-backend[mpi]`.")
+    if mpi4py is None:
+        text = f"{mpirun} ({mpirun_version}), but no mpi4py: its ranks cannot find each other"
+        return Finding(name="MPI", status="problem", text=text, cure="install mpi4py, or start ranks with torchrun.")
+    launched, loaded = mpi_family(mpirun_version), mpi_family(library)
+    text = f"{mpirun} ({mpirun_version}), mpi4py {mpi4py} over {library}"
+    if loaded is None:
+        cure = "put the library of this MPI on LD_LIBRARY_PATH, or install one with `pip install rannc-backend[mpi]`."
+        return Finding(name="MPI", status="problem", text=f"{mpirun} ({mpirun_version}); mpi4py {mpi4py} fails: {library}", cure=cure)
+    if launched is not None and launched != loaded:
+        cure = f"put the mpirun of {loaded} first in PATH: with this one every rank believes to be alone."
+        return Finding(name="MPI", status="problem", text=text, cure=cure)
+    return Finding(name="MPI", status="ok", text=text)
+
+
+def check_optional(name: str, found: str | None) -> Finding:
+    """A package that some models want."""
+    return Finding(name=name, status="ok", text=found or "not installed; only models of it need it")
+
+
+def check_launch(environ: Mapping[str, str]) -> Finding:
+    """What the launcher has left in the environment, if there was one."""
+    try:
+        launch = find_launch(environ)
+    except RanncError as error:
+        return Finding(name="launch", status="problem", text=error.problem, cure=error.cure)
+    text = "not started by a launcher" if launch.launcher == "single" else f"rank {launch.rank} of {launch.size}, by {launch.source}"
+    return Finding(name="launch", status="ok", text=text)
+
+
+def check_configuration(environ: Mapping[str, str]) -> Finding:
+    """Whether options can be resolved."""
+    try:
+        resolution = resolve(None, environ)
+    except RanncError as error:
+        return Finding(name="options", status="problem", text=error.problem, cure=error.cure)
+    others = {item: source for item, source in resolution.sources.items() if source != "default"}
+    text = f"file: {resolution.file or 'none'}; {len(others)} set: {', '.join(others) or 'none'}"
+    if resolution.retired:
+        return Finding(name="options", status="warning", text=text, cure="; ".join(resolution.notices) + ".")
+    return Finding(name="options", status="ok", text=text)
+
+
+def check_logging(environ: Mapping[str, str]) -> Finding:
+    """Whether logging.toml can be read, if there is one."""
+    try:
+        directory = configuration_directory(environ)
+        file = None if directory is None else read_toml(directory / LOGGING_FILE)
+        content = None if file is None else logging_file(file)
+    except RanncError as error:
+        return Finding(name="logging", status="problem", text=error.problem, cure=error.cure)
+    if file is None or content is None:
+        return Finding(name="logging", status="ok", text="no logging.toml: rank 0 writes to stderr")
+    return Finding(name="logging", status="ok", text=f"{file.path}: {len(content.sink)} sinks, {len(content.logger)} loggers")
+
+
+def check_host_name(name: str) -> Finding:
+    """Whether the host's own name has an address, which the ranks' connections need."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        cure = f"add `127.0.1.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface to use."
+        return Finding(name="host name", status="warning", text=f"{name} has no address ({error.strerror or error})", cure=cure)
+    return Finding(name="host name", status="ok", text=f"{name} is {address}")
+
+
+def check_temporary(path: str, free_bytes: int | None = None) -> Finding:
+    """Whether compiled kernels have room. `free_bytes`: None: look."""
+    if not os.access(path, os.W_OK):
+        cure = "set TMPDIR to a directory that can be written."
+        return Finding(name="temporary files", status="problem", text=f"{path} cannot be written", cure=cure)
+    free = shutil.disk_usage(path).free if free_bytes is None else free_bytes
+    text = f"{path}: {free / BYTES_PER_GB:.1f} GB free"
+    if free < _LEAST_TEMPORARY_BYTES:
+        cure = "free some, or set TMPDIR to a larger file system: compiled kernels are kept there."
+        return Finding(name="temporary files", status="warning", text=text, cure=cure)
+    return Finding(name="temporary files", status="ok", text=text)
+
+
+def check_shared_memory(path: str, *, num_devices: int, sizes: tuple[int, int] | None = None) -> Finding:
+    """Whether ranks of one host have room to share. `sizes`: (total, free) bytes; None: look."""
+    cure = "start the container with --shm-size=1g or more, or --ipc=host."
+    if sizes is None:
+        if not Path(path).is_dir():
+            return Finding(name="shared memory", status="problem", text=f"there is no {path}", cure=cure)
+        usage = shutil.disk_usage(path)
+        sizes = (usage.total, usage.free)
+    total, free = sizes
+    text = f"{path}: {total / BYTES_PER_GB:.2f} GB, {free / BYTES_PER_GB:.2f} GB free"
+    if free < _LEAST_SHARED_BYTES:
+        return Finding(name="shared memory", status="problem" if num_devices > 1 else "warning", text=text, cure=cure)
+    return Finding(name="shared memory", status="ok", text=text)
+
+
+def check_memory(limit_bytes: int | None, physical_bytes: int) -> Finding:
+    """How much host memory the ranks of this host may take together."""
+    text = f"{physical_bytes / BYTES_PER_GB:.1f} GB on the host"
+    if limit_bytes is not None and limit_bytes < physical_bytes:
+        text = f"{limit_bytes / BYTES_PER_GB:.1f} GB allowed by the control group, of {text}"
+    return Finding(name="memory", status="ok", text=text)
+
+
+def check_cores(allowed: int, quota: float | None, omp_threads: str | None) -> Finding:
+    """How many cores the ranks of this host share, and whether each would take all of them."""
+    cores = min(allowed, quota) if quota is not None else allowed
+    text = f"{cores:g} of {os.cpu_count() or allowed}; OMP_NUM_THREADS is {omp_threads or 'not set'}"
+    if omp_threads is None:
+        cure = f"set OMP_NUM_THREADS to the cores of one rank ({cores:g} divided by the ranks of this host), or each rank takes all."
+        return Finding(name="cores", status="warning", text=text, cure=cure)
+    return Finding(name="cores", status="ok", text=text)
+
+
+def check_open_files(limit: int) -> Finding:
+    """`ulimit -n`."""
+    if limit == resource.RLIM_INFINITY:
+        return Finding(name="open files", status="ok", text="no limit")
+    if limit < _LEAST_FILES:
+        return Finding(name="open files", status="warning", text=f"at most {limit}", cure=f"run `ulimit -n {_LEAST_FILES}` or more.")
+    return Finding(name="open files", status="ok", text=f"at most {limit}")
+
+
+def check_locked_memory(limit: int, *, has_infiniband: bool) -> Finding:
+    """`ulimit -l`, which InfiniBand needs."""
+    text = "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit / 2**20:.0f} MB"
+    if has_infiniband and limit != resource.RLIM_INFINITY and limit < _LEAST_LOCKED_BYTES:
+        cure = "set `ulimit -l unlimited` (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for containers)."
+        return Finding(name="locked memory", status="problem", text=f"{text}, and InfiniBand registers memory", cure=cure)
+    return Finding(name="locked memory", status="ok", text=text)
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def find_devices() -> Devices:
+    """What torch sees; nothing where there is no torch."""
+    try:
+        import torch
+    except ImportError:
+        return Devices()
+    if not torch.cuda.is_available():
+        return Devices(cuda=torch.version.cuda)
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return Devices(
+        names=tuple(str(item.name) for item in properties),
+        memory_bytes=tuple(int(item.total_memory) for item in properties),
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+    )
+
+
+def mpi_family(text: str) -> str | None:
+    """Whose MPI a version text is of; None if it says none."""
+    return next((family for family, pattern in _FAMILIES if re.search(pattern, text, re.IGNORECASE)), None)
+
+
+def mpi_library() -> str:
+    """What library mpi4py loads, or why it fails. In a process of its own: a wrong library may end it."""
+    return said_by([sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"]).splitlines()[0]
+
+
+def mpirun_version(said: str) -> str:
+    """ "Open MPI 5.0.11" or "Hydra 5.0.2", from what mpirun --version says; its first line if it is another one."""
+    hydra = re.search(r"HYDRA build details:\s*Version:\s*(\S+)", said)
+    open_mpi = re.search(r"\((Open MPI|OpenRTE|PRRTE)\) (\S+)", said)
+    if hydra is not None:
+        return f"Hydra {hydra[1]}"
+    return f"{open_mpi[1]} {open_mpi[2]}" if open_mpi is not None else said.splitlines()[0]
+
+
+def said_by(command: Sequence[str], limit_seconds: float = 60.0) -> str:
+    """What a command prints, or the last line of its error; never empty. Blanks are single."""
+    try:
+        # In a session of its own: whatever MPI starts there must not get this terminal's signals.
+        result = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, start_new_session=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    text = result.stdout.split("\0")[0] if result.returncode == 0 else "".join(result.stderr.strip().splitlines()[-1:])
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return "\n".join(line for line in lines if line) or f"exit code {result.returncode} and no word"
+
+
+def memory_limit_bytes() -> int | None:
+    """What the control group of this process allows; None for all."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = read_text(path).strip()
+        if text.isdecimal():
+            return int(text)
+    return None
+
+
+def physical_memory_bytes() -> int:
+    """Memory of the host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def quota_cores() -> float | None:
+    """Cores that the control group allows; None for all."""
+    fields = read_text("/sys/fs/cgroup/cpu.max").split()
+    return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0].isdecimal() else None
+
+
+def read_text(path: str) -> str:
+    """A file's text; "" if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def any_entry(path: str) -> bool:
+    """Whether a directory is there and has something in it."""
+    return Path(path).is_dir() and any(Path(path).iterdir())

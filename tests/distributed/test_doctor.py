@@ -1,0 +1,19 @@
+"""`rannc doctor` for real: this host is good, and its two jobs of two ranks say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+
+def test_the_doctor_finds_this_host_good() -> None:
+    command = [sys.executable, "-m", "rannc_backend.cli", "doctor", "--json", "--limit", "200"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert result.returncode == 0, [finding for finding in findings.values() if finding["status"] == "problem"]
+    assert {"Python", "torch", "MPI", "options", "shared memory", "two ranks", "message", "all-reduce", "abort"} <= set(findings)
+    assert findings["two ranks"]["text"].startswith("started with mpi on")
+    assert "GB/s" in findings["message"]["text"] and "GB/s" in findings["all-reduce"]["text"]
+    assert "s after one of its ranks had died" in findings["abort"]["text"]
