@@ -82,6 +82,7 @@ class _Uses:
 
     write: tuple[int, str] | None = None
     reads: list[tuple[int, str]] = field(default_factory=list)
+    is_watched: bool = False  # we hear when it dies
 
 
 class FakeDevice:
@@ -147,10 +148,12 @@ class FakeDevice:
         storage = tensor.untyped_storage()
         # By address: an alias made through DLPack has a storage object of its own over the same memory.
         key = storage.data_ptr()
-        if key not in self._uses:
-            self._uses[key] = _Uses()
-            weakref.finalize(storage, self._died, key, self._uses[key])
-        return self._uses[key]
+        uses = self._uses.setdefault(key, _Uses())
+        # An alias lives as long as one call; it is not the memory's owner.
+        if not uses.is_watched and storage.resizable():
+            uses.is_watched = True
+            weakref.finalize(storage, self._died, key, uses)
+        return uses
 
     def _died(self, key: int, uses: _Uses) -> None:
         if self._uses.get(key) is uses:
@@ -175,13 +178,37 @@ class OnDevice(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._allowed_reads = allowed_reads
+        self._methods: dict[str, Any] = {}
+
+    def __enter__(self) -> OnDevice:
+        # These read values without an ATen operator on a CPU.
+        for name in ("tolist", "numpy", "cpu"):
+            self._methods[name] = getattr(torch.Tensor, name)
+            setattr(torch.Tensor, name, self._noting(name, self._methods[name]))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, method in self._methods.items():
+            setattr(torch.Tensor, name, method)
+
+    def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._note_read(name)
+            return method(tensor, *args, **kwargs)
+
+        return read
+
+    def _note_read(self, name: str) -> None:
+        if self._allowed_reads == 0:
+            self._device.host_waits.append(name)
+        self._allowed_reads = max(0, self._allowed_reads - 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in HOST_READS:
-            if self._allowed_reads == 0:
-                self._device.host_waits.append(str(func))
-            self._allowed_reads = max(0, self._allowed_reads - 1)
+            self._note_read(str(func))
         result = func(*args, **kwargs)
         given = _storages((args, kwargs))
         keys = {tensor.untyped_storage().data_ptr() for tensor in given}

@@ -57,7 +57,7 @@ def take_snapshot(
         aliases=model.aliases,
         model_name=type(root).__name__,
         plan_text=plan_text,
-        runtime=RuntimeRecord(num_steps_begun=counter.number, loss_gradient=counter.loss_gradient),
+        runtime=RuntimeRecord(num_steps_begun=counter.number, loss_gradient=float(counter.loss_gradient)),
         schedulers=[_state_of(scheduler, f"scheduler {number}") for number, scheduler in enumerate(schedulers)],
         scaler=None if scaler is None else _state_of(scaler, "the scaler"),
         extra=encode(extra, "extra"),

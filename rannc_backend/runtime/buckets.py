@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from rannc_backend.runtime.tangents import Number, scale_buffers
 from rannc_backend.runtime.torch_internals import num_storage_users
 
 Ranks = tuple[int, ...]
@@ -200,14 +201,13 @@ class GradientBuckets:
         self._pool.append(buffers)
         return [buffer.view(-1) for buffer in buffers]
 
-    def publish(self, pending: PendingGradients, scale: float, *, keep: bool) -> None:
+    def publish(self, pending: PendingGradients, scale: Number, *, keep: bool) -> None:
         """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank.
 
         ``keep``: the pending gradients will be published again (retain_graph), so they must not be given away.
         """
-        if scale != 1.0 and not keep:
-            for buffer in pending.buffers:
-                buffer.mul_(scale)
+        if not keep:
+            scale_buffers(pending.buffers, scale)
         for name, parameter in self.parameters.items():
             shared = self.layout.buckets[self.layout.slots[name].bucket].ranks != self.stage_ranks
             if name not in pending.received and not shared:

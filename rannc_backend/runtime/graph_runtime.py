@@ -24,12 +24,14 @@ from rannc_backend.errors import RanksDifferError, TooFewSamplesError, UserInput
 from rannc_backend.ir.action import INPUT, OUTPUT, Program
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
+from rannc_backend.runtime.digests import Digests
 from rannc_backend.runtime.executor import Executor, describe
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.tangents import Number, if_within, means_on_device, ratio
 from rannc_backend.runtime.torch_internals import without_autocast
 from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
 from rannc_backend.runtime.versions import VersionCheck
@@ -67,7 +69,7 @@ class StepCounter:
     """Number of steps begun by a model, over all its graphs; and the seed of the next eager backward."""
 
     number: int = 0
-    loss_gradient: float = 1.0
+    loss_gradient: Number = 1.0
 
 
 @dataclass(slots=True)
@@ -103,6 +105,7 @@ class GraphRuntime:
     _executors: dict[str, Executor] = field(default_factory=dict)
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
+    _digests: Digests = field(default_factory=Digests)
 
     @without_autocast
     def begin(self, user_tensors: Sequence[torch.Tensor], *, training: bool) -> StepState:
@@ -112,7 +115,8 @@ class GraphRuntime:
         """
         tensors = {spec.name: tensor.detach() for spec, tensor in zip(self.inputs, user_tensors, strict=True)}
         local_rows = self._local_rows(tensors)
-        digests = [_digest(tensors[spec.name]) for spec in self.inputs if spec.kind == "replicated"]
+        pairs = zip(self.inputs, user_tensors, strict=True)
+        digests = [self._digests.of(spec.name, tensor) for spec, tensor in pairs if spec.kind == "replicated"]
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
         seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
         kind = "training step" if training else "inference step"
@@ -126,8 +130,9 @@ class GraphRuntime:
             record = self.meter.begin(rows.global_rows, rows.num_micro_batches, tensors.values())
         device = self.world.device
         scalars = {
-            "rng_seed": torch.tensor(answers[0][1], dtype=torch.int64, device=device),
-            "global_rows": torch.tensor(rows.global_rows, dtype=torch.int64, device=device),
+            # Not torch.tensor: that copies from the host, and a copy waits for the device.
+            "rng_seed": torch.full((), answers[0][1], dtype=torch.int64, device=device),
+            "global_rows": torch.full((), rows.global_rows, dtype=torch.int64, device=device),
         }
         counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
         scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
@@ -220,10 +225,10 @@ class GraphRuntime:
         shared = () if eager else [value for spec, value in zip(self.outputs, outputs, strict=True) if spec.differentiable]
         return outputs, TrainingStep(state, eager, VersionCheck.of(self, state, shared))
 
-    def _run_eager(self, state: StepState, seed: float) -> None:
+    def _run_eager(self, state: StepState, seed: Number) -> None:
         state.pending = self.buckets.pending()
         state.loss_gradient = seed
-        loss = [0.0] * self._num_scalars
+        loss: list[Number] = [0.0] * self._num_scalars
         loss[self._loss_scalar] = seed
         state.seeds = self.scalars.seeds(state.scalars, loss, self.world.device)
         self._run("loss", "train", state)
@@ -262,11 +267,16 @@ class GraphRuntime:
         if not step.eager:
             step.versions.check()
         kinds = [None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)]
-        tangents = [float(grad) if kind == "scalar" and grad is not None else 0.0 for grad, kind in zip(grads, kinds, strict=True)]
+        scalars = [grad if kind == "scalar" else None for grad, kind in zip(grads, kinds, strict=True)]
+        behind = self.world.runs_behind
+        tangents = [] if behind else [0.0 if grad is None else float(grad) for grad in scalars]
         answers = self._agree_with_measured(f"backward of {self.label}", [[kind is not None for kind in kinds], tangents])
         size = len(answers)
         flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
-        means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
+        if behind:
+            means = means_on_device(scalars, self._all_reduce(), size, self.world.device)
+        else:
+            means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
         if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
             return self._publish_eager(step, means[self.loss_index], keep=keep)
         if step.eager:
@@ -275,24 +285,28 @@ class GraphRuntime:
             self._run("all", "forward", step.state)
         return self._run_deferred(step.state, grads, flagged, means, keep=keep)
 
-    def _publish_eager(self, step: TrainingStep, gradient: float, *, keep: bool) -> list[torch.Tensor | None]:
-        if gradient != step.state.loss_gradient and (self.settings.narrow_range or not math.isfinite(gradient)):
+    def _publish_eager(self, step: TrainingStep, gradient: Number, *, keep: bool) -> list[torch.Tensor | None]:
+        if self.settings.narrow_range:
+            # Whether to run again is decided on the host, which waits for the device here; a GradScaler does so in its step anyway.
+            gradient = float(gradient)
+        if not isinstance(gradient, torch.Tensor) and self._needs_another_seed(gradient, step.state.loss_gradient):
             step.state = self._again(step)
             self._run_eager(step.state, gradient)
         state = step.state
         assert state.pending is not None, "eager step without gradients"
-        # Not the quotient of equal numbers: both may be zero or infinite.
-        scale = 1.0 if gradient == state.loss_gradient else gradient / state.loss_gradient
+        scale = ratio(gradient, state.loss_gradient)
         self._remember_seed(gradient)
         self.buckets.publish(state.pending, scale, keep=keep)
         if not keep:
             state.pending = None
         return [None if grad is None else grad * scale for grad in self._user_gradients(state, 1.0)]
 
-    def _remember_seed(self, gradient: float) -> None:
+    def _needs_another_seed(self, gradient: float, seed: Number) -> bool:
+        return bool(gradient != seed) and (self.settings.narrow_range or not math.isfinite(gradient))
+
+    def _remember_seed(self, gradient: Number) -> None:
         bounds = (0.0, math.inf) if self.settings.narrow_range else (_SMALLEST_SEED, _LARGEST_SEED)
-        if bounds[0] < abs(gradient) < bounds[1]:
-            self.counter.loss_gradient = gradient
+        self.counter.loss_gradient = if_within(gradient, *bounds, otherwise=self.counter.loss_gradient)
 
     def _again(self, step: TrainingStep) -> StepState:
         """The step before its forward, to be run once more; running statistics are not advanced again."""
@@ -314,7 +328,7 @@ class GraphRuntime:
         state: StepState,
         grads: Sequence[torch.Tensor | None],
         flagged: Sequence[bool],
-        means: Sequence[float],
+        means: Sequence[Number],
         *,
         keep: bool,
     ) -> list[torch.Tensor | None]:
@@ -324,7 +338,7 @@ class GraphRuntime:
         if state.record is not None:
             state.record.start()
         state.pending = self.buckets.pending()
-        scalar_tangents = [0.0] * self._num_scalars
+        scalar_tangents: list[Number] = [0.0] * self._num_scalars
         for output, mean in zip(self.outputs, means, strict=True):
             if output.kind == "scalar":
                 scalar_tangents[output.scalar_index] = mean
@@ -365,18 +379,3 @@ class GraphRuntime:
             results.append(gradient if scale == 1.0 else gradient * scale)
         state.user_gradients.clear()
         return results
-
-
-def _digest(tensor: torch.Tensor) -> list[float]:
-    """A few numbers that differ when the tensor does; cheap, for inputs that must be equal on all ranks."""
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() == 0:
-        return [0.0]
-    values = flat.double() if not flat.is_complex() else torch.view_as_real(flat).reshape(-1).double()
-    weights = torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device=values.device)
-    return [float(values.numel()), _finite(values[0]), _finite((values * weights).nan_to_num().sum())]
-
-
-def _finite(value: torch.Tensor) -> float:
-    """A float that JSON can carry: NaN and infinities become 0."""
-    return float(torch.nan_to_num(value, nan=0.0, posinf=1e300, neginf=-1e300))

@@ -25,7 +25,7 @@ _IDLE_STEPS = 4
 _MOST_PINNED = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffer:
     memory: torch.Tensor  # uint8
     ready: Event

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rannc_backend.runtime.tangents import Number, filled_like
+
 AllReduce = Callable[[torch.Tensor], None]
 """Sums a float64 tensor over all ranks in place."""
 
@@ -81,7 +83,7 @@ class ScalarGraphs:
             return list(self.epilogue(*[totals[name] for name in self.epilogue_inputs]))
 
     def seeds(
-        self, totals: Mapping[str, torch.Tensor], tangents: Sequence[float], device: torch.device
+        self, totals: Mapping[str, torch.Tensor], tangents: Sequence[Number], device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Gradient of sum(tangent * scalar) for each partial, in the partial's dtype and shape.
 
@@ -105,8 +107,7 @@ class ScalarGraphs:
                     grads = torch.autograd.grad(
                         [result for result, _ in used],
                         wanted,
-                        # A number beyond the dtype's range becomes infinite, as in torch's own backward.
-                        [torch.full_like(result, tangent, dtype=torch.float64).to(result.dtype) for result, tangent in used],
+                        [filled_like(result, tangent) for result, tangent in used],
                         allow_unused=True,
                     )
         by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, grads, strict=False)}

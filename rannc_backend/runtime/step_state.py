@@ -17,6 +17,7 @@ from rannc_backend.runtime.buckets import PendingGradients
 from rannc_backend.runtime.messages import Incoming, RowsTensors
 from rannc_backend.runtime.meter import StepRecord
 from rannc_backend.runtime.rows import Piece, RowTable
+from rannc_backend.runtime.tangents import Number
 
 ValueKey = tuple[str, int]
 MessageKey = tuple[Channel, int]
@@ -31,7 +32,7 @@ class StepState:
     inputs: dict[str, torch.Tensor]  # the user's tensors by placeholder name
     scalars: dict[str, torch.Tensor]  # rng_seed, global_rows and prologue sums by placeholder name
     training: bool
-    loss_gradient: float = 1.0  # seed of an eager backward
+    loss_gradient: Number = 1.0  # seed of an eager backward
     apply_buffer_updates: bool = True
     pending: PendingGradients | None = None
     seeds: dict[str, torch.Tensor] = field(default_factory=dict)  # gradient of each partial sum

@@ -204,9 +204,14 @@ def test_receive_buffers_are_bounded_and_given_back() -> None:
     third = pool.take(600)
     assert pool.num_bytes == 2048, "the one that nobody holds is used again, for less"
     assert third.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr(), "a view keeps it lent"
+    del third
+    pool.after_compute()
+    others = [pool.take(600), pool.take(40_000), pool.take(1000)]
+    assert len({other.untyped_storage().data_ptr() for other in others}) == 3, "buffers of different sizes beside each other"
+    del others
     large = pool.take(100_000)
     assert large.numel() == 100_000 and large.data_ptr() % 64 == 0
-    del kept, third, large
+    del kept, large
     for _ in range(6):
         pool.begin_step()
     assert pool.num_bytes == 0, "what no step has used goes back"

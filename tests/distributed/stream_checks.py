@@ -1,0 +1,89 @@
+"""The check of the NCCL path without a GPU: a whole training on a device that is played, judged for races and host waits.
+
+In: a context. Out: the findings of the equality check, and whatever the played device noticed. Messages go over gloo through the
+transport that NCCL would have; see `tests/fake_device.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.device_watch import DeviceWatch
+from rannc_backend.runtime.graph_runtime import GraphRuntime
+from rannc_backend.runtime.transport import OwnedGroups
+from rannc_backend.runtime.transport_nccl import NcclTransport
+from rannc_backend.runtime.world import StartOptions, World
+from tests.distributed.harness.context import Context
+from tests.distributed.harness.equality import equality
+from tests.fake_device import FakeDevice, GlooLanes, OnDevice, without_modes
+
+LIMIT_SECONDS = 60.0
+
+
+def on_streams(context: Context) -> dict[str, Any]:
+    """Train as in `equality`, with every operator on a stream. ``parameters``: host_reads, how many values each call may read."""
+    world = bootstrap.start(StartOptions(limit_seconds=LIMIT_SECONDS))
+    device = FakeDevice()
+    played = _played(world, device)
+    bootstrap._HOLDER.world = played
+    try:
+        with _operators_on(device, context.case.parameters.get("host_reads", 0)):
+            result = equality(context)
+    finally:
+        bootstrap._HOLDER.world = world
+    findings = context.findings
+    findings.that(not device.races, f"{len(device.races)} races: {device.races[:5]}")
+    findings.that(not device.host_waits, f"values were read on the host within a step: {device.host_waits[:5]}")
+    kinds = {text.split(" on ")[0].split(" ")[0] for text in device.log}
+    findings.that({"send", "receive", "all-reduce"} <= kinds, f"the played device has seen {sorted(kinds)[:20]} only")
+    created = world.control.allgather(played.transport.created)  # type: ignore[attr-defined]
+    findings.that(all(names == created[0] for names in created), f"lanes are made in different orders: {created}")
+    return result
+
+
+def _played(world: World, device: FakeDevice) -> World:
+    """The world with the NCCL transport in it; a single process has none."""
+    watch = DeviceWatch(world.monitor, rank=world.rank, limit_seconds=LIMIT_SECONDS, start_thread=False)  # type: ignore[arg-type]
+    transport = NcclTransport(
+        rank=world.rank,
+        size=world.size,
+        limit_seconds=LIMIT_SECONDS,
+        layer=device,
+        calls=GlooLanes(device),  # type: ignore[arg-type]
+        watch=watch,
+        groups=OwnedGroups(owns_default_group=False),
+    )
+    return replace(world, transport=transport, runs_behind=True)
+
+
+@contextmanager
+def _operators_on(device: FakeDevice, host_reads: int) -> Iterator[None]:
+    """Within it, the runtime's operators go to the device; compiling does not."""
+
+    def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with OnDevice(device, allowed_reads=host_reads):
+                return original(*args, **kwargs)
+
+        return run
+
+    def hidden(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with without_modes():
+                return original(*args, **kwargs)
+
+        return run
+
+    wrapped = {"begin": recorded, "forward": recorded, "backward": recorded, "infer": recorded, "executor": hidden}
+    originals = {name: getattr(GraphRuntime, name) for name in wrapped}
+    for name, wrap in wrapped.items():
+        setattr(GraphRuntime, name, wrap(originals[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(GraphRuntime, name, original)
