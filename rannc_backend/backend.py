@@ -24,8 +24,7 @@ refuse_old_torch(torch.__version__)
 
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import trace_again  # noqa: E402
-from rannc_backend.config import Config  # noqa: E402
-from rannc_backend.config_sources import resolve_config  # noqa: E402
+from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
 from rannc_backend.runtime import bootstrap  # noqa: E402
@@ -57,7 +56,8 @@ def rannc(
     try:
         if mode not in (None, "default"):
             raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
-        config = _chosen_config(options)
+        resolution = _resolution(options)
+        config = resolution.config
         # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
         world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
         world.monitor.phase("capture")
@@ -66,7 +66,7 @@ def rannc(
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
-        say_options(options, os.environ)
+        say_options(resolution)
         runtime, moved = session.runtime_for(captured, _local_rows(captured, example_inputs))
     except RanncError as error:
         return _raising(error)
@@ -75,11 +75,12 @@ def rannc(
     return _bind(session, runtime, captured)
 
 
-def _chosen_config(options: Mapping[str, object] | None) -> Config:
-    config = resolve_config(options, os.environ)
+def _resolution(options: Mapping[str, object] | None) -> Resolution:
+    resolution = resolve(options, os.environ, REGISTRY.options_file)
     if REGISTRY.switches.sync_params is not None and "sync_params_on_init" not in (options or {}):
-        config = config.model_copy(update={"sync_params_on_init": REGISTRY.switches.sync_params})
-    return config
+        config = resolution.config.model_copy(update={"sync_params_on_init": REGISTRY.switches.sync_params})
+        return replace(resolution, config=config)
+    return resolution
 
 
 def _check_device(example_inputs: Sequence[Any], world: World) -> None:

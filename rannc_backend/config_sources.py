@@ -7,8 +7,8 @@ Everything is read from the environment that is passed in, the home directory to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,6 +24,9 @@ ENVIRONMENT_ONLY: Mapping[str, str] = {
     CONFIG_DIRECTORY_VARIABLE: f"Directory of `{CONFIG_FILE}` and `logging.toml`. Default: `~/.pyrannc`.",
     "RANNC_LOG_LEVEL": "Level of the logger `rannc_backend`: debug, info, warning or error. Default: info.",
 }
+ReadFile = Callable[[Mapping[str, str]], TomlFile | None]
+"""Gives the file of options for an environment."""
+
 _DEFAULT = "default"
 # Far beyond any number of things, and still a number that JSON and int64 carry.
 _LARGEST_INTEGER = 2**53
@@ -56,8 +59,8 @@ def resolve_config(options: Mapping[str, object] | None, environ: Mapping[str, s
     return resolve(options, environ).config
 
 
-def resolve(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Resolution:
-    """As `resolve_config`, with the source of each item.
+def resolve(options: Mapping[str, object] | None, environ: Mapping[str, str], read_file: ReadFile | None = None) -> Resolution:
+    """As `resolve_config`, with the source of each item. `read_file`: None for `configuration_file`.
 
     Raises:
         UnknownOptionError: a name that does not exist; says the nearest one that does.
@@ -66,7 +69,7 @@ def resolve(options: Mapping[str, object] | None, environ: Mapping[str, str]) ->
     """
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
-    file = configuration_file(environ)
+    file = (read_file or configuration_file)(environ)
     if file is not None:
         for item, value in file.values.items():
             sources[item] = file.place(item)
@@ -118,6 +121,20 @@ def configuration_file(environ: Mapping[str, str]) -> TomlFile | None:
     """The file of options; None if there is none. Raises ConfigurationFileError."""
     directory = configuration_directory(environ)
     return None if directory is None else read_toml(directory / CONFIG_FILE)
+
+
+@dataclass(slots=True)
+class FileOnce:
+    """`configuration_file`, read at the first question: an edit while a job runs is for the next job."""
+
+    _found: dict[Path | None, TomlFile | None] = field(default_factory=dict)
+
+    def __call__(self, environ: Mapping[str, str]) -> TomlFile | None:
+        """The file of options; None if there is none. Raises ConfigurationFileError."""
+        directory = configuration_directory(environ)
+        if directory not in self._found:
+            self._found[directory] = configuration_file(environ)
+        return self._found[directory]
 
 
 def is_item(name: str) -> bool:

@@ -23,6 +23,7 @@ from rannc_backend.calibration import choose_cluster, device_memory_bytes
 from rannc_backend.capture import CapturedGraph
 from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
+from rannc_backend.config_sources import FileOnce
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.deployment import Deployer, cut_stages
 from rannc_backend.deployment_file import read_plan_text, write_text
@@ -335,6 +336,7 @@ class SessionRegistry:
     end_scaling: Callable[[], None] | None = None  # while GradScalers take all ranks into account
     promises: Promises = field(default_factory=Promises)
     switches: Switches = field(default_factory=Switches)
+    options_file: FileOnce = field(default_factory=FileOnce)
     followers: weakref.WeakKeyDictionary[nn.Module, list[Follower]] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
 

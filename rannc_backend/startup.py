@@ -1,15 +1,15 @@
 """What rank 0 says once when a model starts: the options that are in force, and which rank is where.
 
-In: options, environment, the world. Out: lines of the log. Terms: a *place* is where a rank runs: host and device.
+In: resolved options, the world. Out: lines of the log. Terms: a *place* is where a rank runs: host and device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
-from rannc_backend.config_sources import resolve
+from rannc_backend.config_sources import Resolution
 from rannc_backend.log import say_once
 
 logger = logging.getLogger(__name__)
@@ -18,9 +18,8 @@ _MOST_HOSTS = 8
 _MOST_RANKS = 8
 
 
-def say_options(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> None:
+def say_options(resolution: Resolution) -> None:
     """Say which file was read, what became of retired items, and with show_config_items what every item is. Once per process."""
-    resolution = resolve(options, environ)
     if resolution.file is not None:
         say_once(logger, f"options from {resolution.file}")
     for notice in resolution.notices:

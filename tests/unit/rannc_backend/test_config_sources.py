@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rannc_backend.config import Config, environment_name
 from rannc_backend.config_retired import RETIRED
-from rannc_backend.config_sources import CONFIG_FILE, is_item, option_from_text, resolve
+from rannc_backend.config_sources import CONFIG_FILE, FileOnce, is_item, option_from_text, resolve
 from rannc_backend.errors import ConfigurationFileError, OptionValueError, RanncError, UnknownOptionError
 from rannc_backend.toml_lines import MAX_FILE_BYTES, parse_toml
 
@@ -100,6 +100,16 @@ def test_the_home_directory_is_the_default_place(tmp_path: Path) -> None:
     assert resolve(None, {"HOME": str(tmp_path), "RANNC_CONF_DIR": str(tmp_path / "other")}).config.partition_num == 0
     with pytest.raises(ConfigurationFileError, match="RANNC_CONF_DIR"):
         resolve(None, {"RANNC_CONF_DIR": str(tmp_path / "missing")})
+
+
+def test_an_edit_while_a_job_runs_is_for_the_next_job(tmp_path: Path) -> None:
+    once = FileOnce()
+    environ = environ_with(tmp_path, "pipeline_num = 2\n")
+    assert resolve(None, environ, once).config.pipeline_num == 2
+    environ_with(tmp_path, "pipeline_num = 3\n")
+    assert resolve(None, environ, once).config.pipeline_num == 2
+    assert resolve(None, environ, FileOnce()).config.pipeline_num == 3
+    assert resolve(None, {}, once).config.pipeline_num == 0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from torch import fx, nn
 
 from rannc_backend.config import Config
+from rannc_backend.config_sources import resolve
 from rannc_backend.errors import UserInputError
 from rannc_backend.graph_dump import dump_graphs
 from rannc_backend.startup import places_text, say_options, say_places
@@ -34,7 +35,7 @@ def test_options_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     try:
         with caplog.at_level(logging.INFO, logger="rannc_backend"):
             for _ in range(2):
-                say_options({"pipeline_num": 4}, {"RANNC_CONF_DIR": str(tmp_path)})
+                say_options(resolve({"pipeline_num": 4}, {"RANNC_CONF_DIR": str(tmp_path)}))
                 say_places(["a%b"], ["cpu"], "single")
     finally:
         logger.filters[:] = kept
