@@ -1,0 +1,95 @@
+"""Configurations: the file that the page gives as its example, the larger one of 0.4.2, and variables that win over the file."""
+
+import os
+import pathlib
+import tempfile
+
+import torch
+from torch import nn
+
+import rannc_backend as pyrannc
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE = """
+opt_param_factor=2
+mem_margin=0.1
+min_pipeline=1
+max_pipeline=32
+save_deployment=true
+load_deployment=false
+trace_events=false
+"""
+MANUAL = """
+profiling=false
+dump_graph=false
+dump_graph_prefix="graph_dump"
+partition_num=2
+replica_num=1
+pipeline_num=1
+validate_comm=false
+display_comm_value=false
+profiling_iter=1
+consolidate_grads=false
+checkpointing=true
+checkpointing_no_last=false
+auto_parallel=false
+p2p_comm=true
+opt_param_factor=2
+min_partition_num=5
+max_partition_num=30
+mem_margin=0.1
+do_uncoarsening=true
+min_pipeline=1
+max_pipeline=4
+save_deployment=true
+load_deployment=false
+save_graph_profile=false
+load_graph_profile=false
+trace_events=false
+verify_recomp=false
+coarsen_by_time=false
+skip_grad_scaling=false
+"""
+
+
+def train():
+    torch.manual_seed(0)
+    model = pyrannc.RaNNCModule(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device))
+    out = model(torch.randn(8, 4).to(device))
+    out.backward(torch.randn_like(out))
+    return model
+
+
+def stages(path):
+    pyrannc.barrier()
+    return pyrannc.load_deployment(path).num_stages
+
+
+directory = pathlib.Path(tempfile.gettempdir()) / f"rannc_documents_conf_{pyrannc.get_world_size()}"
+directory.mkdir(exist_ok=True)
+saved = directory / "deployment.bin"
+os.environ["RANNC_CONF_DIR"] = str(directory)
+os.environ["RANNC_DEPLOYMENT_FILE"] = str(saved)
+try:
+    if pyrannc.get_rank() == 0:
+        (directory / "rannc_conf.toml").write_text(PAGE)
+    pyrannc.barrier()
+    train()
+    assert stages(saved) >= 1
+
+    pyrannc.barrier()
+    if pyrannc.get_rank() == 0:
+        saved.unlink()
+        (directory / "rannc_conf.toml").write_text(MANUAL)
+    pyrannc.barrier()
+    train()
+    assert stages(saved) == 2
+
+    os.environ["RANNC_PARTITION_NUM"] = "1"  # "You can overwrite a configuration by setting environment variables"
+    os.environ["RANNC_REPLICA_NUM"] = "0"
+    train()
+    assert stages(saved) == 1
+    pyrannc.barrier()
+finally:
+    for name in ("CONF_DIR", "DEPLOYMENT_FILE", "PARTITION_NUM", "REPLICA_NUM"):
+        os.environ.pop(f"RANNC_{name}", None)
