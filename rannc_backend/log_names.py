@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 ROOT_LOGGER = "rannc_backend"
 
-# Below rannc_backend. A module is told of by the logger that names it, a package's modules by the one that names the package.
+# Below rannc_backend. A module belongs to the logger that names it, else to the one that names its package, else to root.
 MODULES: Mapping[str, tuple[str, ...]] = {
     "root": ("",),
     "main": ("backend",),
-    "RaNNCModule": ("session", "module"),
-    "RaNNCProcess": ("runtime.bootstrap", "runtime.monitor", "runtime.monitor_hub", "runtime.exit_hooks", "runtime.start_watch"),
+    "RaNNCModule": ("session", "module", "rannc_module", "stage_values", "model_recording"),
+    "RaNNCProcess": ("runtime",),
     "GraphLauncher": ("runtime.graph_runtime", "runtime.executor", "runtime.autograd"),
     "GraphValueStorage": ("runtime.messages", "runtime.rows", "runtime.step_state", "runtime.user_outputs"),
     "GraphUtil": ("analysis", "passes"),
@@ -22,13 +22,13 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "Decomposer": ("planning", "planning_factory", "planning_file", "partition.planner", "partition.plan_request", "block_partitions"),
     "Decomposition": ("deployment", "deployment_file", "partition.projection", "partition.plan_checks"),
     "MLPartitioner": ("partition.blocks", "partition.coarsening", "partition.line_cuts", "partition.atom_graph"),
-    "DPStaging": ("partition.stage_search", "partition.stage_beam", "partition.stage_bounds", "partition.equal_split"),
-    "GraphProfiler": ("profiling", "pricers", "calibration", "measured", "runtime.meter"),
-    "ParamStorage": ("runtime.parameters", "checkpoint"),
+    "DPStaging": ("partition",),
+    "GraphProfiler": ("profiling", "pricers", "calibration", "measured", "runtime.meter", "cost"),
+    "ParamStorage": ("runtime.parameters", "runtime.promises", "checkpoint", "checkpoint_api", "optimizer_state"),
     "GraphConnector": ("schedule", "runtime.transport_watch"),
-    "TorchDriver": ("compile_stages", "compile_joint", "compile_inductor", "compile_variants", "compile_partitions"),
-    "AllReduceRunner": ("runtime.buckets", "runtime.clipping"),
-    "NCCLWrapper": ("runtime.transport",),
+    "TorchDriver": ("compile_stages", "compile_joint", "compile_inductor", "compile_variants", "compile_partitions", "compile_watched"),
+    "AllReduceRunner": ("runtime.buckets", "runtime.accumulation", "runtime.late_reductions", "runtime.clipping"),
+    "NCCLWrapper": ("runtime.transport", "runtime.transport_nccl", "runtime.transport_staged", "runtime.device_watch"),
     "SComm": ("runtime.control", "runtime.control_mpi", "runtime.agreement"),
     # Nothing here slices the weights of linear layers; the name is taken, so that a file of RaNNC's is.
     "DistLinearFunction": (),

@@ -20,8 +20,10 @@ from tests.unit.rannc_backend.search_problems import random_problem
 
 
 def heard(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
-    loggers = python_loggers(name) or ()
-    return [record.getMessage() for record in caplog.records if record.name in loggers]
+    blocks = python_loggers("MLPartitioner") or ()
+    (whole,) = python_loggers("DPStaging") or ()
+    ours = [record for record in caplog.records if record.name.startswith(whole)]
+    return [record.getMessage() for record in ours if (record.name in blocks) == (name == "MLPartitioner")]
 
 
 def test_blocks_tell_of_their_coarsening(caplog: pytest.LogCaptureFixture) -> None:
