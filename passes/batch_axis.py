@@ -200,7 +200,8 @@ class _Analysis:
         name = operator_name(node.target)
         inner = trace_decomposition(node) if self.depth < 3 else None
         if inner is None:
-            raise PassError(node, f"unknown operator {name} on rows of the batch: no rule says what it does with them. {ADVICE}")
+            tag = "" if name.startswith("aten.") else "If it works element by element, declare it with tags=(torch.Tag.pointwise,). "
+            raise PassError(node, f"unknown operator {name} on rows of the batch: no rule says what it does with them. {tag}{ADVICE}")
         analysis = _Analysis(self.symbol, depth=self.depth + 1)
         for placeholder, outer in zip(inner.placeholders, inner.arguments):
             analysis.layouts[placeholder] = _Early(self.layouts)[outer]

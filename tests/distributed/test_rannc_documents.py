@@ -25,7 +25,7 @@ def _case(script: str, world: int) -> Case:
 
 
 # By default all on two ranks and some on four; the others show nothing more there.
-ALSO_ON_FOUR = ("readme_usage", "tutorial_usage", "faq_gradient_accumulation")
+ALSO_ON_FOUR = ("readme_usage", "faq_gradient_accumulation")
 
 
 def _parameters(world: int, scripts: Sequence[str]) -> list[Any]:

@@ -241,3 +241,19 @@ def test_gradient_of_an_input_keeps_its_sums_out_of_the_prologue() -> None:
     assert worst_error(centred, split_traced(centred), (2, 3)) <= 1e-12
     with pytest.raises(PassError, match=r"aten\.sub"):
         split_traced(centred, gradient_batch=centred.batch)
+
+
+def test_a_custom_operator_needs_the_word_of_its_author() -> None:
+    @torch.library.custom_op("batch_axis_tests::plain", mutates_args=())
+    def plain(x: Tensor) -> Tensor:
+        return x * 2
+
+    @torch.library.custom_op("batch_axis_tests::tagged", mutates_args=(), tags=(torch.Tag.pointwise,))
+    def tagged(x: Tensor) -> Tensor:
+        return x * 2
+
+    for operator in (plain, tagged):
+        operator.register_fake(torch.empty_like)
+    assert output_layout(lambda x, i, w: tagged(x)) == Rows(0)
+    with pytest.raises(PassError, match=r"batch_axis_tests.plain.*tags=\(torch.Tag.pointwise,\)"):
+        output_layout(lambda x, i, w: plain(x))
