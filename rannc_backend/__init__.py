@@ -37,6 +37,7 @@ _HOMES = {
     "sync_params_on_init": "rannc_backend.module",
     "undeploy": "rannc_backend.module",
     "wait_for_checkpoint": "rannc_backend.checkpoint_api",
+    "write_event_trace": "rannc_backend.trace_api",
 }
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "sync_params_on_init",
     "undeploy",
     "wait_for_checkpoint",
+    "write_event_trace",
 ]
 
 

@@ -35,6 +35,7 @@ from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.transport_watch import describe_values
 from rannc_backend.runtime.user_outputs import RuntimeOutput
 from rannc_backend.runtime.world import Work, World
@@ -147,6 +148,9 @@ class Deployer:
         if self.config.dump_graph and self.world.rank == 0:
             paths = dump_graphs(self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs)
             logger.info("%s and its stages are written to %s", label, ", ".join(paths))
+        if self.stage_index is not None:
+            own = cut.graphs[self.stage_index]
+            trace_artifact(f"rannc_stage_{own.index}_of_{label}", "string", lambda: own.graph_module.print_readable(print_output=False))
         outputs = self._outputs(analysis, cut)
         losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
         return GraphRuntime(
@@ -345,6 +349,7 @@ class Deployer:
             if index is None:  # only the roles that every rank has: owner of input rows and of output rows
                 return tuple(action for action in programs[0] if action.stage < 0)
             program = programs[index]
+            trace_artifact(f"rannc_program_of_stage_{index}_{kind}_{phase}", "string", lambda: "\n".join(map(str, program)))
             if self.config.print_program:
                 logger.info("program of stage %d, %s: %s", index, phase, " ".join(map(str, program)))
             return program

@@ -42,12 +42,15 @@ from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.promises import Promises
 from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.torch_internals import trace_artifact
+from rannc_backend.runtime.trace_file import begin_trace
 from rannc_backend.runtime.transport_watch import watch_transport
 from rannc_backend.runtime.world import StartOptions, World
 from rannc_backend.startup import say_places
@@ -82,6 +85,7 @@ class Session:
     deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
     table: ParameterTable | None = None
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
+    trace: EventTrace | None = None
 
     def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
         """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then stale).
@@ -126,6 +130,9 @@ class Session:
         runtime = self._deployer().deploy(_without_model(analysis), cut, label=f"graph {len(self.runtimes)}")
         if not any(other.meter for other in self.runtimes.values()) and any(output.differentiable for output in runtime.outputs):
             runtime.meter = self._meter(runtime)
+        if self.trace is not None:
+            self.trace.follow(runtime.buckets, stage_index=self.plan.stage_of_rank(self.world.rank))
+            runtime.trace = self.trace
         self.runtimes[key] = runtime
         self._report_outputs(analysis, rows)
         return self.runtimes[key], moved
@@ -179,6 +186,7 @@ class Session:
         if error_class:
             raise rebuild_error(error_class, error_text)
         plan = Plan.from_json(text)
+        trace_artifact("rannc_plan", "json", lambda: text)
         if self.world.rank == 0 and not dry:
             logger.info("%s", plan.summary())
         return plan
@@ -333,6 +341,7 @@ class SessionRegistry:
     """The sessions of this process, by root module; they end with their modules."""
 
     sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
+    trace: EventTrace | None = None  # of all models that are traced
     end_scaling: Callable[[], None] | None = None  # while GradScalers take all ranks into account
     promises: Promises = field(default_factory=Promises)
     switches: Switches = field(default_factory=Switches)
@@ -367,6 +376,8 @@ class SessionRegistry:
                 switches=self.switches,
                 followers=self.followers.setdefault(root, []),
             )
+            if config.trace_events:
+                self.trace = session.trace = self.trace or begin_trace(world, config.event_trace_file)
             self.sessions[root] = session
         elif session.config != config:
             changed = [item for item in Config.model_fields if getattr(session.config, item) != getattr(config, item)]

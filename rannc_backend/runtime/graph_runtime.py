@@ -25,6 +25,7 @@ from rannc_backend.ir.action import INPUT, OUTPUT, Program
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
 from rannc_backend.runtime.digests import Digests
+from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.executor import Executor, describe
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
@@ -102,6 +103,7 @@ class GraphRuntime:
     is_random: bool
     switches: Switches = field(default_factory=Switches)
     meter: StepMeter | None = None
+    trace: EventTrace | None = None
     _executors: dict[str, Executor] = field(default_factory=dict)
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
@@ -137,6 +139,8 @@ class GraphRuntime:
         counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
         scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
         self.counter.number += 1
+        if self.trace is not None:
+            record = self.trace.begin(record, self.counter.number, kind, rows.global_rows, rows.num_micro_batches)
         return StepState(
             number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training, record=record
         )

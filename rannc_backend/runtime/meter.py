@@ -54,6 +54,11 @@ class HostClock:
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
+    def anchor(self) -> tuple[float, float]:
+        """A mark and the host's seconds at it."""
+        now = self.mark()
+        return now, now
+
 
 class DeviceClock:
     """Marks are events in the current CUDA stream; they are read long after the step, so the host never waits within one."""
@@ -66,6 +71,12 @@ class DeviceClock:
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+    def anchor(self) -> tuple[torch.cuda.Event, float]:
+        """A mark and the host's seconds at it: waits for the device."""
+        event = self.mark()
+        event.synchronize()
+        return event, time.perf_counter()
 
 
 @dataclass(slots=True, kw_only=True)

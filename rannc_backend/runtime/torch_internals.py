@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._logging import trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,11 @@ class NewTensors(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
                 self._made(leaf)
         return result
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Put a text (``encoding`` "string" or "json") into torch's structured trace; ``payload`` is called only where TORCH_TRACE is set."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

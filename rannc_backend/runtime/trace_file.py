@@ -1,0 +1,146 @@
+"""The event trace as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: one part per rank, then all ranks in one.
+
+In: `EventTrace`s. Out: JSON of the Trace Event Format: a process per rank, a thread per track, "X" events for slices, "b" and "e" for
+flights; microseconds of rank 0's clock. A part is such a file itself, so that what ranks wrote before a job failed can be opened.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rannc_backend.errors import UserInputError
+from rannc_backend.runtime.event_trace import TRACKS, EventTrace, Slice
+from rannc_backend.runtime.monitor import LinkMonitor
+from rannc_backend.runtime.world import World
+
+logger = logging.getLogger(__name__)
+
+_END_LIMIT_SECONDS = 30.0
+_POLL_SECONDS = 0.02
+_FIRST, _LAST = '"traceEvents":[\n', "\n]}\n"
+
+
+def begin_trace(world: World, file: str) -> EventTrace:
+    """Trace this process from now on, and write ``file`` when it ends."""
+    if world.rank == 0:
+        remove_parts(file)
+    trace = EventTrace(world=world, file=file)
+    # After the world's own handler, so called before it: the other ranks are still there.
+    atexit.register(write_at_exit, trace)
+    return trace
+
+
+def part_path(file: str, rank: int) -> Path:
+    """Where rank ``rank`` writes its own events."""
+    path = Path(file)
+    return path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
+
+
+def write_part(trace: EventTrace) -> None:
+    """Write this rank's events. Raises `UserInputError` saying why they cannot be written."""
+    rank = trace.world.rank
+    lines = [json.dumps(event, separators=(",", ":")) for event in _events(trace)]
+    details = {
+        "rank": rank,
+        "clock_error_microseconds": round(trace.offsets.error_seconds * 1e6, 3),
+        "events_forgotten": trace.num_forgotten,
+        "most_events": trace.most_marks,
+    }
+    _write(part_path(trace.file, rank), lines, [details])
+
+
+def merge(trace: EventTrace, ranks: Sequence[int]) -> None:
+    """On rank 0: one file of the parts of ``ranks``, which are removed."""
+    lines: list[str] = []
+    details: list[dict[str, Any]] = []
+    for rank in ranks:
+        head, _, rest = part_path(trace.file, rank).read_text(encoding="utf-8").partition(_FIRST)
+        details += json.loads(f"{head.rstrip().rstrip(',')}}}")["otherData"]["ranks"]
+        lines += rest.removesuffix(_LAST).split(",\n")
+    _write(Path(trace.file), lines, details)
+    for rank in ranks:
+        part_path(trace.file, rank).unlink(missing_ok=True)
+
+
+def remove_parts(file: str) -> None:
+    """Remove parts that an earlier job has left."""
+    path = Path(file)
+    for part in path.parent.glob(f"{path.stem}.rank[0-9][0-9][0-9][0-9][0-9]{path.suffix}"):
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def write_at_exit(trace: EventTrace) -> None:
+    """The end of the process: no collectives, since other ranks may be anywhere; rank 0 takes what the others have written in time."""
+    trace.close()
+    try:
+        write_part(trace)
+        if trace.world.rank == 0 and not (isinstance(trace.world.monitor, LinkMonitor) and trace.world.monitor.is_failing):
+            ranks = _await_parts(trace)
+            merge(trace, ranks)
+            missing = trace.world.size - len(ranks)
+            logger.info("event trace of %d rank(s) in %s%s", len(ranks), trace.file, f"; {missing} did not write theirs" if missing else "")
+    except (OSError, ValueError) as error:
+        logger.warning("no event trace: %s", error)
+
+
+def _await_parts(trace: EventTrace) -> list[int]:
+    begin = time.monotonic()
+    while True:
+        there = [rank for rank in range(trace.world.size) if part_path(trace.file, rank).exists()]
+        if len(there) == trace.world.size or time.monotonic() - begin > _END_LIMIT_SECONDS:
+            return there
+        time.sleep(_POLL_SECONDS)
+
+
+def _events(trace: EventTrace) -> Iterator[dict[str, Any]]:
+    rank = trace.world.rank
+    heading = f"rank {rank}{': ' if trace.label else ''}{trace.label}"
+    yield _named("process_name", rank, 0, name=heading)
+    yield _named("process_sort_index", rank, 0, sort_index=rank)
+    for number, track in enumerate(TRACKS):
+        yield _named("thread_name", rank, number, name=track)
+        yield _named("thread_sort_index", rank, number, sort_index=number)
+    timed = [event for number, item in enumerate(trace.slices()) for event in _slice_events(trace, item, number)]
+    yield from sorted(timed, key=lambda event: event["ts"])
+
+
+def _named(name: str, rank: int, track: int, /, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": rank, "tid": track, "args": arguments}
+
+
+def _slice_events(trace: EventTrace, item: Slice, number: int) -> list[dict[str, Any]]:
+    # Of one clock for both ends: a slice is not stretched by a change of the offset within it.
+    shift = trace.offsets.at(item.begin).seconds
+    begin, end = (round((seconds - shift) * 1e6, 3) for seconds in (item.begin, item.end))
+    event = {"name": item.name, "cat": item.track, "pid": trace.world.rank, "tid": TRACKS.index(item.track), "ts": begin}
+    event["args"] = {"step": item.step} | ({"micro_batch": item.micro_batch} if item.micro_batch >= 0 else {})
+    if not item.flight:
+        return [event | {"ph": "X", "dur": round(max(0.0, end - begin), 3)}]
+    own = {"cat": f"{item.track} under way", "id": f"{trace.world.rank}-{number}"}
+    return [event | own | {"ph": "b"}, event | own | {"ph": "e", "ts": max(begin, end)}]
+
+
+def _write(path: Path, lines: Sequence[str], details: Sequence[dict[str, Any]]) -> None:
+    head = json.dumps({"displayTimeUnit": "ns", "otherData": {"kind": "rannc event trace", "ranks": details}})
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(f"{head[:-1]},\n{_FIRST}")
+            file.write(",\n".join(lines))
+            file.write(_LAST)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserInputError(
+            f"cannot write the event trace to {str(path)!r}: {error.strerror}",
+            cure="give event_trace_file a path in a directory that can be written to.",
+        ) from None
