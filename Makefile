@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 RUN := source scripts/mpi_environment.sh; export PATH="$(abspath $(VENV))/bin:$$PATH" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1};
 READY := $(VENV)/.ready
 
-.PHONY: help environment demo test test-full test-gpu bench lint docs clean
+.PHONY: help environment demo test test-full test-gpu bench bench-gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,20 +27,24 @@ $(READY): pyproject.toml scripts/make_environment.sh
 demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the plan and a falling loss
 	@$(RUN) mpirun -np $(RANKS) python examples/train_gpt2.py $(DEMO_ARGS) </dev/null
 
+# The tests for CPUs leave a GPU alone: their models would move to it, several ranks to one device.
 test: $(READY) ## all tests but those for GPUs and the full matrix, under 15 minutes on 2 cores
-	@$(RUN) failed=0; \
+	@$(RUN) export CUDA_VISIBLE_DEVICES=; failed=0; \
 	python -m pytest tests/distributed $(PYTEST_ARGS) </dev/null || failed=1; \
 	python -m pytest tests/unit tests/test_architecture.py -n 2 $(PYTEST_ARGS) </dev/null || failed=1; \
 	exit $$failed
 
 test-full: $(READY) ## all tests, with the whole matrix of models, stages, replicas and micro-batches
-	@$(RUN) python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null
+	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@$(RUN) python -m pytest tests/gpu -m "full or not full" $(PYTEST_ARGS) </dev/null
 
 bench: $(READY) ## step time beside torch.distributed.pipelining, DDP and plain torch.compile; prints JSON
 	@$(RUN) python tests/benchmarks/pipeline_step.py $(BENCH_ARGS) </dev/null
+
+bench-gpu: $(READY) ## kernels, step, backward and profile on a GPU; prints JSON lines, ratios in them (BENCH_ARGS="--tiny --device cpu" runs anywhere)
+	@$(RUN) for file in tests/benchmarks/*_gpu.py; do echo "# $$file" >&2; python $$file $(BENCH_ARGS) </dev/null; done
 
 lint: $(READY) ## ruff, import contracts and size limits
 	@$(RUN) ruff check . && python -m pytest -q tests/test_architecture.py </dev/null

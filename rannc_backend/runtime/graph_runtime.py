@@ -24,6 +24,7 @@ from rannc_backend.errors import RanksDifferError, TooFewSamplesError, UserInput
 from rannc_backend.ir.action import INPUT, OUTPUT, Program
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
+from rannc_backend.runtime.compile_watch import CompileWatch
 from rannc_backend.runtime.digests import Digests
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.executor import Executor, describe
@@ -192,8 +193,12 @@ class GraphRuntime:
     def executor(self, kind: str, rows: RowTable) -> Executor:
         """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for the slowest."""
         if kind not in self._executors:
-            self._executors[kind] = self.make_executor(kind, rows)
-            agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
+            stage = next((i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks), None)
+            part = f"stage {stage}" if stage is not None else "nothing"
+            with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
+                self._executors[kind] = self.make_executor(kind, rows)
+                watch.done()
+                agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
         return self._executors[kind]
 
     def _run(self, kind: str, phase: str, state: StepState) -> None:
