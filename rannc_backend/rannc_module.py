@@ -108,6 +108,11 @@ class RaNNCModule(nn.Module):
         self.__dict__["_compiled"] = None
         if load_deployment is not None:
             self.load_deployment(load_deployment)
+        if any(id(parameter) in REGISTRY.stored for parameter in model.parameters()):
+            raise UserInputError(
+                "parameters of the model were spread over ranks by store_dist_param, so their shapes are lost",
+                cure="build the model under `with rannc_backend.DistributeModelParams():` instead, or call remove_dist_param on each.",
+            )
         world = bootstrap.start()
         for argument, given in (("enable_zero", enable_zero), ("offload_params", offload_params)):
             if given and world.rank == 0:

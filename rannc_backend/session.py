@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from rich.console import Console
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rannc_backend.analysis import GraphAnalysis, analyze
 from rannc_backend.calibration import choose_cluster, device_memory_bytes
@@ -341,13 +342,15 @@ class SessionRegistry:
     """The sessions of this process, by root module; they end with their modules."""
 
     sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
-    trace: EventTrace | None = None  # of all models that are traced
-    end_scaling: Callable[[], None] | None = None  # while GradScalers take all ranks into account
     promises: Promises = field(default_factory=Promises)
     switches: Switches = field(default_factory=Switches)
     options_file: FileOnce = field(default_factory=FileOnce)
     followers: weakref.WeakKeyDictionary[nn.Module, list[Follower]] = field(default_factory=weakref.WeakKeyDictionary)
+    recordings: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # of models that are built without memory
+    stored: dict[int, Any] = field(default_factory=dict)  # parameters that are spread over the ranks, by id: see tensor_coll.py
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
+    trace: EventTrace | None = None  # of all models that are traced
+    end_scaling: Callable[[], None] | None = None  # while GradScalers take all ranks into account
 
     def of(self, model: nn.Module) -> Session | None:
         """The session of a model, compiled or not; None before its first call."""
@@ -379,6 +382,8 @@ class SessionRegistry:
             if config.trace_events:
                 self.trace = session.trace = self.trace or begin_trace(world, config.event_trace_file)
             self.sessions[root] = session
+        elif session.plan is None and not session.runtimes:
+            session.config = config
         elif session.config != config:
             changed = [item for item in Config.model_fields if getattr(session.config, item) != getattr(config, item)]
             raise OptionValueError(

@@ -11,9 +11,9 @@ does. They are not the numbers that building the model on the CPU draws.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import nn
 
 from rannc_backend.backend import REGISTRY
 from rannc_backend.errors import UserInputError
-from rannc_backend.model_recording import recorded_source
+from rannc_backend.model_recording import recorded_source, seed_generator
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.promises import Promise, Source, give_no_memory, released_cell
 
@@ -53,6 +53,10 @@ def materialize_by_stage(model: nn.Module, source: ValueSource | None = None) ->
     chosen = None if source is None else _given_source(source, [name for name, p in named if p.device == _META])
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     resets = ModuleResets(model, seed)
+    _make_buffers(model, resets, device)
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
     for name, parameter in named:
         if parameter.device == device:
             continue
@@ -66,9 +70,12 @@ def materialize_by_stage(model: nn.Module, source: ValueSource | None = None) ->
         if maker is resets:
             resets.require(name)
         key = recorded.key_of(parameter) if recorded is not None else name
+        # Tensors change places only while nothing refers to them weakly, as this and torch's recurrent modules do.
+        REGISTRY.recordings.pop(parameter, None)
         give_no_memory(parameter, device)
         REGISTRY.promises.add(parameter, Promise(source=maker, name=key, strides=strides))
-    _make_buffers(model, resets, device)
+    for module in recurrent:
+        module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
 
 
 def take_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -204,9 +211,8 @@ def reset_values(module: nn.Module, path: str, seed: int) -> dict[str, torch.Ten
         name: None if p is None else nn.Parameter(fresh[name], requires_grad=p.requires_grad) for name, p in module._parameters.items()
     }
     alone.__dict__["_buffers"] = {name: None if b is None else fresh[name] for name, b in module._buffers.items()}
-    digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        seed_generator(f"{seed} {path}")
         alone.reset_parameters()  # type: ignore[operator]
     made = {name: tensor.detach() for name, tensor in {**alone._parameters, **alone._buffers}.items() if tensor is not None}
     return made
@@ -226,7 +232,7 @@ def _make_buffers(model: nn.Module, resets: ModuleResets, device: torch.device) 
         if buffer.device == _META:
             recorded = recorded_source(buffer)
             if recorded is not None:
-                value = recorded.value(recorded.key_of(buffer), world.control.broadcast(recorded.seed, what="seed of buffers"))
+                value = recorded.value(recorded.key_of(buffer), recorded.seed)
             else:
                 resets.require(name)
                 value = resets.value(name, seed)

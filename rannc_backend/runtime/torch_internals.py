@@ -5,14 +5,15 @@ In: tensors, or nothing. Out: facts that torch has no public name for. Seen on t
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._logging import trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +49,54 @@ class NewTensors(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
                 self._made(leaf)
         return result
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Context manager that lets ``run(operator, args, kwargs)`` run every ATen operator."""
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._run(func, args, kwargs or {})
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """All leaves of nested lists, tuples and dicts."""
+    return tree_leaves(values)
+
+
+def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
+    """The same nest with ``function`` of every leaf."""
+    return tree_map(function, values)
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an ATen operator changes, by its schema."""
+    written = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written
+
+
+@contextlib.contextmanager
+def whole_fill_functions(note: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, ``note(function, tensor, ...)`` stands for torch's function behind ``nn.init.trunc_normal_``, which would ask for
+    what it has drawn and leaves tensors on "meta" alone.
+    """
+    module = torch.nn.init
+    name = "_no_grad_trunc_normal_"
+    original = getattr(module, name)
+    setattr(module, name, functools.partial(note, original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

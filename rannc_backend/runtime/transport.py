@@ -132,6 +132,9 @@ class SingleTransport(Memory):
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:
         return DoneWork()
 
+    def recreate(self) -> None:
+        return
+
     def close(self) -> None:
         return
 
@@ -152,6 +155,11 @@ class OwnedGroups:
         if group is not None:
             self._groups.append(group)
         return group
+
+    def destroy(self) -> None:
+        """End the groups, and let others be made. All ranks call it."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
 
     def close(self) -> None:
         # gloo's threads hold the last tensors of a group; a group that outlives the interpreter aborts the process
@@ -237,6 +245,14 @@ class GroupTransport(Memory):
     def before_wait(self) -> None:
         """This rank is about to wait on the host."""
         return
+
+    def recreate(self) -> None:
+        groups = list(self._reductions)
+        self._reductions.clear()
+        self._message_group = None
+        self._groups.destroy()
+        self._message_group = self._groups.add(dist.new_group(backend="gloo", timeout=UNLIMITED))
+        self.prepare(groups=groups)
 
     def close(self) -> None:
         self._reductions.clear()

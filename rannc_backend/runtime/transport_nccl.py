@@ -150,6 +150,7 @@ class NcclTransport:
         self._watch = watch
         self._groups = groups
         self._routes: dict[str, _Lane] = {}
+        self._asked: dict[str, tuple[Route, bool]] = {}  # what the routes were made from
         self._reductions: dict[Ranks, _Lane] = {}
 
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
@@ -204,6 +205,15 @@ class NcclTransport:
     def begin_step(self) -> None:
         self.buffers.begin_step()
 
+    def recreate(self) -> None:
+        groups, asked = list(self._reductions), list(self._asked.values())
+        self._routes.clear()
+        self._reductions.clear()
+        self._groups.destroy()
+        for route, both in asked:
+            self._add_route(route, both=both)
+        self.prepare(groups=groups)
+
     def close(self) -> None:
         self._watch.close()
         self._routes.clear()
@@ -225,6 +235,7 @@ class NcclTransport:
 
     def _add_route(self, route: Route, *, both: bool) -> None:
         if route.channel not in self._routes and len(route.ranks) > 1:
+            self._asked[route.channel] = route, both
             lane = self._new_lane(f"route {route.channel}", route.ranks)
             self._routes[route.channel] = lane
             self._connect(lane, route, both=both)

@@ -141,6 +141,10 @@ class Transport(Protocol):
         """A step begins."""
         ...
 
+    def recreate(self) -> None:
+        """Make all channels and groups anew. All ranks call it, while nothing is under way."""
+        ...
+
     def close(self) -> None:
         """Give the connections back. Nothing may be under way."""
         ...

@@ -6,6 +6,7 @@ In: a context. Out: findings. Every function is collective. Terms as in contract
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,172 @@ def _step(
     alone.backward(context.batch(step))
     optimizer.step()
     expected.step()
+
+
+def gradients_are_delayed(context: Context) -> None:
+    """delay_grad_allreduce: however steps with and without it follow each other, the sum is that of one process on all their batches."""
+    findings = context.findings
+    given, alone = context.model(), Alone(context)
+    optimizer = make_optimizer("adam", given)
+    model = wrap(context, given, optimizer)
+    world = context.case.world
+    # A letter is a step: d delayed, n not; w: its forward delayed and its backward not, v the other way round. r is allreduce_grads.
+    for pattern in ("ddn", "nddr", "dwn", "dvr", "vdn", "n", "drdr"):
+        optimizer.zero_grad()
+        alone.model.zero_grad()
+        for number, letter in enumerate(pattern):
+            if letter == "r":
+                findings.that(pyrannc.allreduce_grads(model) is False, f"{pattern}: gradients are not finite")
+                continue
+            pyrannc.delay_grad_allreduce(letter in "dw")
+            loss = loss_of(context, model, number)
+            pyrannc.delay_grad_allreduce(letter in "dv")
+            loss.backward()
+            alone.backward(context.batch(number))
+            if letter == "d" and world > 1:
+                raised = findings.raises("a step in between", ("UserInputError",), optimizer.step)
+                findings.that("delay_grad_allreduce" in str(raised), f"{raised}")
+        for name, gradient in alone.gradients().items():
+            found = model.get_param_grad(name)
+            findings.close("gradient", f"{name} after {pattern}", found, gradient, context.tolerance * 10)
+        context.compare_gradients(given, alone.gradients(), kind=f"own gradient after {pattern}", factor=10)
+        norm = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1e9)
+        findings.close("norm", pattern, model.clip_grad_norm(1e9).to(norm.dtype), norm, context.tolerance * 10)
+    pyrannc.clear()
+
+
+def surface(context: Context) -> dict[str, Any]:
+    """keep_graph, undeploy and planning anew with optimizer state, recreated communicators, modes, to and cuda, refusals, helpers."""
+    findings, case = context.findings, context.case
+    given, alone = context.model(), Alone(context)
+    optimizer, expected = make_optimizer("adam", given), make_optimizer("adam", alone.model)
+    model = wrap(context, given, optimizer)
+    _step(context, model, optimizer, alone, expected, 0)
+
+    pyrannc.keep_graph(True)
+    optimizer.zero_grad()
+    alone.model.zero_grad()
+    loss = loss_of(context, model, 1)
+    loss.backward()
+    loss.backward()
+    pyrannc.keep_graph(False)
+    alone.backward(context.batch(1), 2.0)
+    context.compare_gradients(given, alone.gradients(), kind="gradient of two backwards")
+    second = loss_of(context, model, 1)
+    second.backward()
+    findings.raises("a second backward without keep_graph", ("RuntimeError",), second.backward)
+
+    plan = context.directory / f"{case.name}.json"
+    model.save_deployment(plan)
+    pyrannc.barrier()
+    findings.that(plan.exists() and model.ready, "no deployment was saved")
+    model.undeploy()
+    findings.that(not model.ready, "it is ready after undeploy")
+    findings.that(all(p.grad is None for p in given.parameters()), "gradients are kept after undeploy")
+    compare_optimizer(context, optimizer.state_dict(from_global=True), expected.state_dict(), "after undeploy")
+    before = [name for name, _ in model.named_parameters()]
+    if case.num_stages == 2:
+        # Other owners: parameters and their optimizer state change places.
+        swapped = context.directory / f"{case.name}-swapped.json"
+        if context.rank == 0:
+            swapped.write_text(_swapped(plan.read_text()))
+        pyrannc.barrier()
+        model.load_deployment(swapped)
+    for step in (2, 3):
+        _step(context, model, optimizer, alone, expected, step)
+    after = [name for name, _ in model.named_parameters()]
+    findings.that((before != after) == (case.num_stages == 2), f"parameters here: {before}, then {after}")
+    findings.raises("a deployment now", ("UserInputError",), lambda: model.load_deployment(plan))
+    compare_optimizer(context, optimizer.state_dict(from_global=True), expected.state_dict(), "planned anew")
+    context.compare_gradients(given, alone.gradients(), kind="gradient when planned anew", factor=LATER_STEPS_FACTOR)
+
+    pyrannc.recreate_all_communicators()
+    _step(context, model, optimizer, alone, expected, 4)
+    context.compare_gradients(given, alone.gradients(), kind="gradient over new communicators", factor=LATER_STEPS_FACTOR)
+    with torch.no_grad():
+        model.eval()
+        batch = context.batch(5)
+        rows = context.entry.rows_of(context.entry.call(model, context.local(batch)))
+        alone.model.eval()
+        findings.that(not given.training and not model.training, "eval() did not reach the model")
+        for name, value in context.entry.rows_of(context.entry.call(alone.model, batch)).items():
+            start, stop = context.interval
+            findings.close("rows", f"{name} in eval", rows[name], value[start:stop], context.tolerance * 1e3)
+        findings.that(model.train() is model and given.training, "train() did not reach the model")
+        alone.model.train()
+    findings.that(model.to("cpu") is model and model.cuda() is model, "to and cuda give something else")
+    findings.raises("another dtype now", ("UserInputError",), lambda: model.to(torch.float32))
+    apex = findings.raises("Apex", ("UserInputError",), lambda: wrap(context, context.model(), enable_apex_amp=True))
+    findings.that("autocast" in str(apex), f"the Apex error says {apex}")
+    _helpers(context)
+    return {"before": before, "after": after}
+
+
+def _helpers(context: Context) -> None:
+    findings, world, rank = context.findings, context.case.world, context.rank
+    own = torch.tensor([rank, -rank], dtype=torch.int32)
+    rows = [[other, -other] for other in range(world)]
+    findings.that(pyrannc.all_gather(own).tolist() == rows, "all_gather")
+    findings.that(pyrannc.tensor_coll._allreduce_min(own.clone()).tolist() == [0, 1 - world], "_allreduce_min")
+    findings.that(pyrannc.tensor_coll._allreduce_sum(own.clone()).tolist() == [sum(range(world)), -sum(range(world))], "_allreduce_sum")
+    findings.that(pyrannc.tensor_coll.bcast(own, world - 1).tolist() == [world - 1, 1 - world], "bcast")
+    whole = torch.arange(15.0).reshape(3, 5)
+    whole[0, 0] = float("nan")
+    parameter = nn.Parameter(whole.clone())
+    pid = pyrannc.store_dist_param(parameter)
+    piece = pyrannc.get_dist_param_range(pid)
+    findings.that(parameter.numel() == piece.stop - piece.start < 15 or world == 1, "each rank keeps its part")
+    findings.that(torch.equal(pyrannc.load_dist_param(pid).nan_to_num(-1), whole.nan_to_num(-1)), "load_dist_param")
+    pyrannc.set_dist_param(pid, whole * 2)
+    pyrannc.set_dist_param_dtype(pid, torch.float64)
+    pyrannc.remove_dist_param(pid)
+    findings.that(torch.equal(parameter.detach().nan_to_num(-1), (whole * 2).double().nan_to_num(-1)), "a stored parameter came back")
+
+
+def _swapped(text: str) -> str:
+    plan = json.loads(text)
+    first, second = plan["stages"]
+    first["ranks"], second["ranks"] = second["ranks"], first["ranks"]
+    return json.dumps(plan)
+
+
+def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
+    """A model built under DistributeModelParams, and one on meta: values as in one process, made on their owners only."""
+    findings, case = context.findings, context.case
+    results: dict[str, Any] = {}
+    for kind in case.parameters["kinds"]:
+        given = _without_memory(context, kind)
+        total = sum(p.numel() * p.element_size() for p in given.parameters())
+        optimizer = make_optimizer("adam", given)
+        model = wrap(context, given, optimizer)
+        here = sum(p.untyped_storage().nbytes() for p in given.parameters())
+        findings.that(here <= 8 * len(list(given.parameters())), f"{kind}: {here} of {total} bytes before the first call")
+        findings.raises(f"{kind}: state_dict before there is one", ("UserInputError",), model.state_dict)
+        if kind == "loaded":
+            weights = dict(context.model().state_dict())
+            model.load_state_dict(weights)
+        loss = loss_of(context, model)
+        made = sum(p.untyped_storage().nbytes() for p in given.parameters() if p.untyped_storage().nbytes() > 8)
+        findings.that(made < total or case.num_stages == 1, f"{kind}: this rank holds {made} of {total} bytes")
+        state = model.state_dict(rank0_only=False)
+        plain = Alone(context)
+        plain.model.load_state_dict(state)
+        findings.close("loss", kind, loss, plain.loss(context.batch())[1], context.tolerance)
+        loss.backward()
+        plain.backward(context.batch())
+        context.compare_gradients(given, plain.gradients(), kind=f"gradient of the {kind} model")
+        optimizer.step()
+        findings.that(all(bool(torch.isfinite(value).all()) for value in state.values()), f"{kind}: values that nobody made")
+        if kind == "loaded":
+            findings.that(all(torch.equal(state[name], value) for name, value in weights.items()), "loaded values are others")
+        results[kind] = {name: float(value.double().sum()) for name, value in state.items()}
+    return results
+
+
+def _without_memory(context: Context, kind: str) -> nn.Module:
+    torch.manual_seed(11)
+    if kind == "recorded":
+        with pyrannc.DistributeModelParams():
+            return context.entry.build(context.dtype)
+    with torch.device("meta"):
+        return context.entry.build(context.dtype)

@@ -25,6 +25,17 @@ TRAINED = (
 OTHER = (
     _case("optimizer-sgd", "optimizer_state_goes_round", "mlp_loss", "1,1", parameters={"optimizer": "sgd"}),
     _case("optimizer-adam", "optimizer_state_goes_round", "tied_embedding", "1,1", parameters={"optimizer": "adam"}),
+    _case("delayed-replicas", "gradients_are_delayed", "mlp_loss", "2"),
+    _case("delayed-tied", "gradients_are_delayed", "tied_embedding", "1,1"),
+    _case("surface", "surface", "mlp", "1,1"),
+    _case("surface-one_process", "surface", "mlp", "1"),
+)
+
+
+# The same model on one rank and on two: values must not depend on the number of stages.
+WITHOUT_MEMORY = tuple(
+    _case(f"without_memory-{replicas}", "recorded_models_fill_by_stage", "tied_embedding", replicas, parameters={"kinds": kinds})
+    for replicas, kinds in (("1", ["recorded", "reset"]), ("1,1", ["recorded", "reset", "loaded"]))
 )
 
 
@@ -45,3 +56,14 @@ def test_a_rannc_module_trains_as_one_process(case: Case, outcome_of: OutcomeOf)
 @pytest.mark.parametrize("case", _parameters(OTHER))
 def test_behaviours(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
+
+
+@pytest.mark.parametrize("cases", [pytest.param(WITHOUT_MEMORY, id="tied")])
+def test_a_model_without_memory_is_filled_stage_by_stage(cases: tuple[Case, ...], outcome_of: OutcomeOf) -> None:
+    sums = []
+    for case in cases:
+        outcome = outcome_of(case)
+        outcome.raise_if_failed()
+        sums += [{kind: result[kind] for kind in ("recorded", "reset")} for result in outcome.results]
+    assert all(found == sums[0] for found in sums), "values depend on the number of stages"
+    assert sums[0]["recorded"] != sums[0]["reset"]

@@ -1,0 +1,132 @@
+"""Collectives on tensors over all ranks, and parameters that are spread over the host memories of all ranks: RaNNC's helpers.
+
+In: tensors, the same shape and dtype on every rank. Out: what comes of all ranks' tensors. All functions are collective. Terms: a *stored*
+parameter keeps this rank's *segment*, an equal part of its elements in rank order (the last segments may be shorter).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from rannc_backend.backend import REGISTRY
+from rannc_backend.errors import UserInputError
+from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.agreement import agree
+
+
+def all_gather(tensor: torch.Tensor, buf: torch.Tensor | None = None) -> torch.Tensor:
+    """All ranks' tensors one after the other along dimension 0 of a new dimension: shape [ranks, *tensor.shape]; into ``buf`` if given."""
+    world = bootstrap.start()
+    agree(world, "all_gather", [list(tensor.shape), str(tensor.dtype)])
+    everyone = tuple(range(world.size))
+    world.transport.prepare(groups=[everyone])
+    # Bytes, and zeros where others fill in: a sum is exact for any dtype.
+    own = tensor.detach().to(world.device).contiguous().reshape(-1).view(torch.uint8)
+    parts = torch.zeros(world.size, own.numel(), dtype=torch.uint8, device=world.device)
+    parts[world.rank] = own
+    world.transport.allreduce(parts.view(-1), everyone).wait()
+    gathered = parts.view(-1).view(tensor.dtype).view(world.size, *tensor.shape).to(tensor.device)
+    if buf is None:
+        return gathered
+    buf.copy_(gathered.reshape(buf.shape))
+    return buf
+
+
+def bcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    """The tensor of rank ``root``, on every rank; that of the others gives shape and dtype."""
+    world = bootstrap.start()
+    agree(world, "bcast", [root, list(tensor.shape), str(tensor.dtype)])
+    everyone = tuple(range(world.size))
+    world.transport.prepare(groups=[everyone])
+    buffer = tensor.detach().to(world.device).contiguous().clone()
+    world.transport.broadcast(buffer, root, everyone).wait()
+    return buffer.to(tensor.device)
+
+
+def _allreduce_sum(t: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' tensors, in rank order; in place, as RaNNC's."""
+    return t.copy_(all_gather(t).sum(dim=0))
+
+
+def _allreduce_min(t: torch.Tensor) -> torch.Tensor:
+    """The smallest of all ranks' tensors, element by element; in place, as RaNNC's."""
+    return t.copy_(all_gather(t).amin(dim=0))
+
+
+@dataclass(slots=True)
+class StoredParameter:
+    """A parameter of which each rank keeps one segment, as ``p.data`` (one-dimensional)."""
+
+    parameter: weakref.ref[torch.Tensor]
+    shape: tuple[int, ...]
+    numel: int
+    segment: tuple[int, int]
+
+
+def store_dist_param(p: torch.Tensor) -> int:
+    """Keep 1/ranks of a parameter on each rank from now on; gives its id. For whole models: `DistributeModelParams`."""
+    world = bootstrap.start()
+    if id(p) in REGISTRY.stored and REGISTRY.stored[id(p)].parameter() is p:
+        return id(p)
+    agree(world, "store_dist_param", list(p.shape))
+    length = -(-p.numel() // world.size)
+    segment = (min(world.rank * length, p.numel()), min((world.rank + 1) * length, p.numel()))
+    REGISTRY.stored[id(p)] = StoredParameter(weakref.ref(p), tuple(p.shape), p.numel(), segment)
+    p.data = p.detach().reshape(-1)[segment[0] : segment[1]].clone()
+    p.distributed = True  # type: ignore[attr-defined]
+    return id(p)
+
+
+def load_dist_param(pid: int) -> torch.Tensor:
+    """The whole parameter, on every rank. Collective."""
+    world = bootstrap.start()
+    stored, p = _stored(pid)
+    length = -(-stored.numel // world.size)
+    padded = torch.zeros(length, dtype=p.dtype, device=p.device)
+    padded[: p.numel()] = p.detach()
+    return all_gather(padded).reshape(-1)[: stored.numel].reshape(stored.shape)
+
+
+def set_dist_param(pid: int, src: torch.Tensor) -> None:
+    """Give a stored parameter the values of a whole tensor: each rank takes its segment."""
+    stored, p = _stored(pid)
+    if tuple(src.shape) != stored.shape:
+        raise UserInputError(f"the tensor has shape {list(src.shape)}, the parameter {list(stored.shape)}", cure="give a whole tensor.")
+    with torch.no_grad():
+        p.copy_(src.reshape(-1)[stored.segment[0] : stored.segment[1]])
+
+
+def get_dist_param_range(pid: int) -> slice:
+    """The elements of the flat parameter that this rank keeps."""
+    return slice(*_stored(pid)[0].segment)
+
+
+def get_dist_param_segment(pid: int) -> torch.Tensor:
+    """This rank's elements of a stored parameter."""
+    return _stored(pid)[1].detach()
+
+
+def set_dist_param_dtype(pid: int, dtype: torch.dtype) -> None:
+    """Convert this rank's segment. All ranks must do so."""
+    p = _stored(pid)[1]
+    p.data = p.data.to(dtype)
+
+
+def remove_dist_param(pid: int) -> None:
+    """Make a stored parameter whole again, on every rank. Collective."""
+    whole = load_dist_param(pid)
+    p = _stored(pid)[1]
+    p.data = whole
+    p.distributed = False  # type: ignore[attr-defined]
+    del REGISTRY.stored[pid]
+
+
+def _stored(pid: int) -> tuple[StoredParameter, torch.Tensor]:
+    stored = REGISTRY.stored.get(pid)
+    p = None if stored is None else stored.parameter()
+    if stored is None or p is None:
+        raise UserInputError(f"no parameter is stored under the id {pid}", cure="call store_dist_param(p), which gives the id of p.")
+    return stored, p
