@@ -1,15 +1,18 @@
-"""Train a small ResNet on scikit-learn's images of digits, with the loss outside of the model.
+"""Train an enlarged ResNet on scikit-learn's images of digits, with the loss outside of the model and validation after each epoch.
 
-    mpirun -np 2 python examples/train_resnet.py --width 32
+    mpirun -np 2 python examples/train_resnet.py --width-factor 2
+    mpirun -np 4 python examples/train_resnet.py --arch resnet50x2 --batch 256 --save run --resume
 
-The model is Hugging Face's, unmodified. The last batch of an epoch is smaller, and the ranks' shares of it differ. After each epoch
-the model is validated in eval mode: BatchNorm then uses its running statistics.
+The model is Hugging Face's, unmodified. `--arch` is the small one for digits, or resnet50, resnet101, resnet152; a factor behind it, as in
+RaNNC's resnet152x8, multiplies every number of channels, as --width-factor does. The last batch of an epoch is smaller, and the ranks'
+shares of it differ. In validation the model is in eval mode: BatchNorm then uses its running statistics.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -18,18 +21,29 @@ from reporting import Progress, rank_and_world
 from sklearn.datasets import load_digits
 from transformers import ResNetConfig, ResNetForImageClassification
 
+import rannc_backend
+
 NUM_VALIDATION_IMAGES = 297
+# Kind of block, channels of the embedding and of each resolution, blocks per resolution.
+ARCHITECTURES = {
+    "digits": ("basic", 16, (16, 32, 64), (1, 1, 1)),
+    "resnet50": ("bottleneck", 64, (256, 512, 1024, 2048), (3, 4, 6, 3)),
+    "resnet101": ("bottleneck", 64, (256, 512, 1024, 2048), (3, 4, 23, 3)),
+    "resnet152": ("bottleneck", 64, (256, 512, 1024, 2048), (3, 8, 36, 3)),
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; see --help."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--width", type=int, default=16, help="channels of the first layers; later ones have up to four times as many")
-    parser.add_argument("--depth", type=int, default=1, help="blocks per resolution")
+    parser.add_argument("-a", "--arch", default="digits", help=f"{', '.join(ARCHITECTURES)}; with a width factor: resnet50x2")
+    parser.add_argument("--width-factor", type=float, default=1.0, help="multiplies every number of channels")
     parser.add_argument("--batch", type=int, default=128, help="images per step over all ranks")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3, help="in all, those before --resume included")
     parser.add_argument("--images", type=int, default=1500, help="images to train on")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--save", default="", help="directory for checkpoints after each epoch; empty: none")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --save, if there is one")
     parser.add_argument("--micro-batches", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stages", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stage-compiler", default="inductor" if torch.cuda.is_available() else "eager")
@@ -60,22 +74,37 @@ def total(number: float) -> float:
     return tensor.item()
 
 
+def build(arch: str, width_factor: float) -> ResNetForImageClassification:
+    """The model, in training mode; `arch` as in the flags."""
+    name, _, multiple = arch.partition("x")
+    if name not in ARCHITECTURES or not (multiple or "1").isdigit():
+        raise SystemExit(f"--arch {arch}: there are {', '.join(ARCHITECTURES)}, with x2, x4, ... behind for a width factor")
+    factor = width_factor * int(multiple or 1)
+    kind, embedding, channels, depths = ARCHITECTURES[name]
+    config = ResNetConfig(
+        num_channels=1,
+        embedding_size=round(embedding * factor),
+        hidden_sizes=[round(number * factor) for number in channels],
+        depths=list(depths),
+        layer_type=kind,
+        num_labels=10,
+    )
+    torch.manual_seed(0)
+    return ResNetForImageClassification(config).train()
+
+
+def has_checkpoint(flags: argparse.Namespace) -> bool:
+    """Whether there is something to resume from."""
+    return bool(flags.resume and flags.save) and any(Path(flags.save).glob("step-*"))
+
+
 def main(argv: Sequence[str] | None = None) -> float:
     """Train; give the accuracy on the validation images."""
     flags = parse(argv)
     images, labels = digits()
     train = slice(0, min(flags.images, len(images) - NUM_VALIDATION_IMAGES))
     validation = slice(len(images) - NUM_VALIDATION_IMAGES, None)
-    config = ResNetConfig(
-        num_channels=1,
-        embedding_size=flags.width,
-        hidden_sizes=[flags.width, 2 * flags.width, 4 * flags.width],
-        depths=[flags.depth] * 3,
-        layer_type="basic",
-        num_labels=10,
-    )
-    torch.manual_seed(0)
-    model = ResNetForImageClassification(config).train()
+    model = build(flags.arch, flags.width_factor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr)
     options = {
         "pipeline_num": flags.micro_batches,
@@ -83,9 +112,10 @@ def main(argv: Sequence[str] | None = None) -> float:
         "stage_compiler": flags.stage_compiler,
     }
     compiled = torch.compile(model, backend="rannc", options=options)
+    first = rannc_backend.load_checkpoint(flags.save, model, optimizer).step if has_checkpoint(flags) else 0
     progress = Progress(what="images", every=flags.every)
     accuracy = 0.0
-    for _ in range(flags.epochs):
+    for epoch in range(first, flags.epochs):
         model.train()
         for batch, answers in zip(images[train].split(flags.batch), labels[train].split(flags.batch)):
             optimizer.zero_grad()
@@ -97,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> float:
         with torch.no_grad():
             guesses = compiled(pixel_values=share(images[validation])).logits.argmax(-1)
         accuracy = total((guesses == share(labels[validation])).sum().item()) / NUM_VALIDATION_IMAGES
+        if flags.save:
+            rannc_backend.save_checkpoint(flags.save, model, optimizer, step=epoch + 1, keep=2)
     progress.end(accuracy=f"{accuracy:.3f}")
     return accuracy
 

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
 from tests.distributed.harness.launch import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_SECONDS = 150.0
+_RESNET = ("--width-factor", "0.5")
 RUNS = (
     ("tutorial", 2, ("--hidden", "64", "--layers", "8", "--steps", "10", "--stages", "2"), 2),
     ("tutorial", 1, ("--hidden", "64", "--layers", "4", "--steps", "5"), 1),
     ("train_gpt2", 2, ("--layers", "2", "--width", "32", "--seq", "32", "--steps", "20", "--stages", "2"), 2),
-    ("train_resnet", 2, ("--width", "8", "--images", "600", "--epochs", "5", "--batch", "64", "--stages", "2", "--micro-batches", "2"), 2),
+    ("train_resnet", 2, (*_RESNET, "--images", "600", "--epochs", "5", "--batch", "64", "--stages", "2", "--micro-batches", "2"), 2),
 )
 
 
@@ -34,6 +37,36 @@ def test_example(name: str, world: int, flags: tuple[str, ...], num_stages: int,
     if name == "train_resnet":
         accuracy = re.search(r"accuracy (\S+)", output)
         assert accuracy and float(accuracy[1]) > 0.4, output[-3000:]
+
+
+def _case(name: str, world: int, *flags: str, check: str = "example") -> Case:
+    parameters = {"script": name.split("-")[0], "flags": flags}
+    return Case(name=f"example-{name}", world=world, check=check, parameters=parameters, limit_seconds=300.0)
+
+
+_BERT = ("--hidden", "16", "--layers", "2", "--heads", "2", "--seq", "16", "--batch", "4", "--stages", "2", "--micro-batches", "2")
+# In the ranks that other tests have started, to save their start.
+IN_PROCESS = (
+    _case("tutorial_rannc", 2, "--hidden", "16", "--layers", "4", "--batch", "8", "--steps", "6"),
+    _case("train_bert-resumed", 2, *_BERT, "--accumulate", "2", "--steps", "4", "--save-every", "2", check="example_resumed"),
+)
+IN_FULL = (
+    _case("train_bert-bfloat16", 2, *_BERT, "--precision", "bfloat16", "--steps", "30", "--lr", "3e-3"),
+    _case("train_bert-float16", 4, *_BERT, "--precision", "float16", "--steps", "30", "--lr", "3e-3", "--dropout", "0.1"),
+    _case("train_resnet-wide", 2, "--arch", "resnet50x2", "--width-factor", "0.0625", "--images", "64", "--batch", "32", "--epochs", "3"),
+    _case("train_resnet-resumed", 2, "--width-factor", "0.5", "--images", "128", "--epochs", "2", check="example_resumed"),
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("example-")) for case in IN_PROCESS])
+def test_example_in_process(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("example-")) for case in IN_FULL])
+def test_example_in_process_full(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
 
 
 def test_torchrun_starts_it_too(tmp_path: Path) -> None:
