@@ -224,6 +224,44 @@ def conformance_deployment(context: Context) -> None:
         context.findings.that(pyrannc.load_deployment(copy).stages == saved.stages, "the loaded deployment has other stages")
 
 
+def conformance_switches(context: Context) -> None:
+    """sync_params_on_init, buffers of this rank and of all, allreduce_grads_zero with a scale, clear."""
+    findings = context.findings
+    with environment(context):
+        pyrannc.sync_params_on_init(False)
+        net, plain = context.model(), context.model()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(context.rank)
+        model = pyrannc.RaNNCModule(net)
+        every = dict(plain.named_buffers())
+        findings.that(dict(model.named_buffers()).keys() == every.keys(), "buffers before the first call")
+        batch = context.local(context.batch())
+        context.entry.loss_of(context.entry.call(model, batch), batch).backward()
+        pyrannc.sync_params_on_init(True)
+        own = {name for name, _ in model.named_parameters()}
+        findings.that(bool(own) and len(own) < len(list(plain.parameters())), f"this rank owns {sorted(own)}")
+        for name, value in plain.named_parameters():
+            if name in own:
+                findings.that(torch.equal(model.get_parameter(name), value + context.rank), f"{name} was given away")
+        here = {name for name, _ in model.named_buffers()}
+        findings.that(bool(here) and len(here) < len(every), f"buffers here: {sorted(here)}")
+        findings.that({name for name, _ in model.named_buffers(from_global=True)} == set(every), "buffers of all ranks")
+        findings.that(len(list(model.buffers())) == len(here) and len(list(model.buffers(from_global=True))) == len(every), "buffers()")
+        before = {name: model.get_param_grad(name) for name, _ in plain.named_parameters()}
+        model.zero_grad()
+        pyrannc.delay_grad_allreduce(True)
+        context.entry.loss_of(context.entry.call(model, batch), batch).backward()
+        pyrannc.delay_grad_allreduce(False)
+        model.allreduce_grads_zero(0.5)
+        floor = floor_of({name: value for name, value in before.items() if value is not None})
+        for name, value in before.items():
+            assert value is not None, f"{name} has no gradient"
+            findings.close("prescaled", name, model.get_param_grad(name), value * 0.5, context.tolerance, floor)
+        pyrannc.clear()
+        findings.that(not model.ready and not list(net.parameters())[0].grad, "clear() left a deployment")
+
+
 def conformance_training(context: Context) -> None:
     """Training alone: in bfloat16 outputs, gradients and parameters agree within a few roundings to eight bits."""
     with environment(context):

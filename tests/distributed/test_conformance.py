@@ -69,6 +69,7 @@ def others() -> list[Case]:
         for model in ("basic", "tied_embedding", "norm_running"):
             if world == 2 or model != "norm_running":
                 cases.append(_case(f"evaluation-{model}", model, world, 2, check="conformance_evaluation"))
+        cases.append(_case("switches", "batch_norm", world, world, check="conformance_switches"))
         for model in ("basic", "tied_embedding"):
             cases.append(_case(f"deployment-{model}", model, world, 2, check="conformance_deployment"))
     return cases
@@ -81,6 +82,7 @@ def chosen() -> list[Case]:
     names += ["loss_out-r4-p2-a4"]
     names += ["norm_running-r2-p2-a2", "tied_embedding-r2-p2-a2", "custom_operator-r2-p2-a2", "rank_0-shared_param-r2-p2-a2"]
     names += ["bfloat16-r2-p2-a2", "clipping-tied_embedding-r2-p2-a1", "evaluation-norm_running-r2-p2-a1", "deployment-basic-r2-p2-a1"]
+    names += ["switches-r2-p2-a1"]
     return [by_name[f"conformance-{name}"] for name in names]
 
 
