@@ -20,6 +20,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
+from rannc_backend.compile_cuda_graphs import recorder_of
 from rannc_backend.compile_joint import clean_tracing
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -50,7 +51,8 @@ def compile_pair(
         # With this flag the strides are reported as expressions in the batch size, not as their values for the hint.
         context.fakify_first_call = True
         context.output_strides = []
-        compiled_forward = _compile(forward, num_visible=num_outputs, is_backward=False, is_inference=False)
+        record = recorder_of("forward", forward)
+        compiled_forward = record(_compile(forward, num_visible=num_outputs, is_backward=False, is_inference=False))
         strides = list(context.output_strides)
         context.output_strides = None
         inputs = backward.graph.find_nodes(op="placeholder")
@@ -58,7 +60,8 @@ def compile_pair(
             stride = strides[num_outputs + position] if strides else None
             if stride is not None:
                 _restride(node, stride)
-        compiled_backward = _compile(backward, num_visible=0, is_backward=True, is_inference=False)
+        record = recorder_of("backward", backward, len(saved_order))
+        compiled_backward = record(_compile(backward, num_visible=0, is_backward=True, is_inference=False))
     return compiled_forward, compiled_backward
 
 
@@ -67,7 +70,8 @@ def compile_forward_only(graph_module: fx.GraphModule, fake_mode: FakeTensorMode
     with _compiling(fake_mode):
         joint_graph_passes(graph_module)
         (output,) = graph_module.graph.find_nodes(op="output")
-        return _compile(graph_module, num_visible=len(output.args[0]), is_backward=False, is_inference=True)
+        record = recorder_of("inference", graph_module)
+        return record(_compile(graph_module, num_visible=len(output.args[0]), is_backward=False, is_inference=True))
 
 
 def _compile(graph_module: fx.GraphModule, *, num_visible: int, is_backward: bool, is_inference: bool) -> BoxedCallable:

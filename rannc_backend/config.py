@@ -113,6 +113,11 @@ class Config(BaseModel):
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
         "auto", description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: inductor."
     )
+    cuda_graphs: Literal["off", "auto", "on"] = Field(
+        "off",
+        description="Replay a compiled stage's kernels as one CUDA graph: auto where that is measured to help and micro-batches are of one "
+        "size, on always. Takes the memory of all micro-batches in flight for good.",
+    )
     schedule: Literal["auto", "1f1b", "fill_drain"] = Field(
         "auto", description="Order of forwards and backwards; auto: 1f1b wherever it gives exact results."
     )

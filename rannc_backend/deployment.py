@@ -7,13 +7,14 @@ factory that compiles this rank's stage, and one that makes its verified program
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rannc_backend.analysis import GraphAnalysis, mixed_batch_error
+from rannc_backend.compile_cuda_graphs import GraphRecorder, recording
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
 from rannc_backend.compile_watched import DisplayedStage, VerifiedStage
 from rannc_backend.config import Config
@@ -38,7 +39,7 @@ from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.transport_watch import describe_values
 from rannc_backend.runtime.user_outputs import RuntimeOutput
-from rannc_backend.runtime.world import Work, World
+from rannc_backend.runtime.world import Ranks, Route, Work, World
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, in_flight_bounds
@@ -110,12 +111,16 @@ def edge_specs(edges: Mapping[tuple[int, int], Edge]) -> tuple[EdgeSpec, ...]:
     )
 
 
-def channel_names(edges: Mapping[tuple[int, int], Edge]) -> list[str]:
-    """Names of all channels that the edges can use, in an order that is the same on every rank."""
-    names = []
+def routes_of(edges: Mapping[tuple[int, int], Edge], stage_ranks: Sequence[Ranks], size: int) -> list[Route]:
+    """All channels that the edges can use with the ranks at their ends, in an order that is the same on every rank."""
+    ends = {place: tuple(range(size)) for place in (INPUT, OUTPUT)} | dict(enumerate(stage_ranks))
+    routes = []
     for src, dst in sorted(edges):
-        names += [str(Channel(src, dst, "F")), str(Channel(dst, src, "B"))]
-    return names
+        routes += [
+            Route(str(Channel(src, dst, "F")), ends[src], ends[dst]),
+            Route(str(Channel(dst, src, "B")), ends[dst], ends[src]),
+        ]
+    return routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +149,8 @@ class Deployer:
     def deploy(self, analysis: GraphAnalysis, cut: StageCut, label: str) -> GraphRuntime:
         """The runtime of one graph. Collective: makes the channels that the graph needs."""
         groups = sorted({tuple(range(self.world.size)), *self.stage_ranks, *self.table.owners.values()})
-        self.world.transport.prepare(channels=[STATE_CHANNEL, *channel_names(cut.edges)], groups=groups)
+        routes = routes_of(cut.edges, self.stage_ranks, self.world.size)
+        self.world.transport.prepare(channels=[STATE_CHANNEL], routes=routes, groups=groups)
         if self.config.dump_graph and self.world.rank == 0:
             paths = dump_graphs(self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs)
             logger.info("%s and its stages are written to %s", label, ", ".join(paths))
@@ -158,7 +164,6 @@ class Deployer:
             world=self.world,
             settings=self._settings(analysis),
             counter=self.counter,
-            switches=self.switches,
             inputs=self._inputs(analysis),
             outputs=outputs,
             scalars=_scalar_graphs(analysis),
@@ -167,6 +172,7 @@ class Deployer:
             make_program=self._program_factory(cut),
             loss_index=losses[0] if losses else None,
             is_random=any(name == "rng_seed" for name in analysis.input_kinds),
+            switches=self.switches,
         )
 
     def _settings(self, analysis: GraphAnalysis) -> RuntimeSettings:
@@ -275,10 +281,12 @@ class Deployer:
 
         def make(kind: str, rows: RowTable) -> Executor:
             start, stop = rows.interval(index, self.world.rank, 0)
+            with recording(self._recorder(index, rows)):
+                stage = self._watched(analysis, graph, kind, stop - start)
             return Executor(
                 world=self.world,
                 stage_index=index,
-                stage=self._watched(analysis, graph, kind, stop - start),
+                stage=stage,
                 edges=cut.edges,
                 tensors=tensors,
                 buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
@@ -289,6 +297,15 @@ class Deployer:
             )
 
         return make
+
+    def _recorder(self, stage: int, rows: RowTable) -> GraphRecorder | None:
+        """What records this rank's compiled graphs as CUDA graphs; "auto" leaves out micro-batches of different sizes."""
+        mode, rank = self.config.cuda_graphs, self.world.rank
+        intervals = [rows.interval(stage, rank, m) for m in range(rows.num_micro_batches)]
+        changes = len({stop - start for start, stop in intervals}) > 1
+        if mode == "off" or self.world.device.type != "cuda" or (mode == "auto" and changes):
+            return None
+        return GraphRecorder(mode=mode)
 
     def _idle_executor(self, cut: StageCut) -> Executor:
         return Executor(

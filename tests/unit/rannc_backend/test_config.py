@@ -44,6 +44,7 @@ OTHER_VALUES = {
     "cluster": ("a100-80gb", "a100-80gb"),
     "cache_dir": ("cache", "cache"),
     "stage_compiler": ("eager", "eager"),
+    "cuda_graphs": ("on", "on"),
     "schedule": ("fill_drain", "fill_drain"),
     "outputs": ("loss", "loss"),
     "gather_inputs": (False, "0"),
