@@ -399,6 +399,25 @@ def compiled_in_place(context: Context) -> None:
     _agree(context, model, alone, "gradient")
 
 
+def two_models(context: Context) -> None:
+    """Two models of one class, trained by turns: each has its own parameters, plan and gradients."""
+    entry = context.entry
+    pairs = []
+    for seed in (0, 1):
+        model, plain = (entry.model(seed, context.dtype) for _ in range(2))
+        alone = Alone(context)
+        alone.model = plain
+        pairs.append((model, context.compile(model), alone))
+    for step in range(2):
+        for model, compiled, alone in pairs:
+            model.zero_grad()
+            alone.model.zero_grad()
+            loss = _loss(context, compiled, context.batch(step))
+            loss.backward()
+            context.findings.close("loss", f"of step {step}", loss, alone.backward(context.batch(step)), context.tolerance)
+            _agree(context, model, alone, f"gradient of step {step}")
+
+
 def same_random_rows(context: Context) -> dict[str, Any]:
     """Two steps of dropout, kept in a file for the parent; masks agree between forward, backward and recompute."""
     entry, findings = context.entry, context.findings

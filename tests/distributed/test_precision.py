@@ -28,6 +28,7 @@ CASES = (
     _case("structure_float16", "mlp", "1,1", "autocast_structure", 1, **_cast("float16")),
     _case("accuracy_bfloat16", "mlp_loss", "1,1", "autocast_accuracy", 3, **_cast("bfloat16")),
     _case("accuracy_outside", "mlp", "1,1", "autocast_accuracy", 2, **_cast("bfloat16")),
+    _case("accuracy_inductor", "mlp_loss", "1,1", "autocast_accuracy", 2, stage_compiler="inductor", **_cast("bfloat16")),
     _case("accuracy_tied", "tied_embedding", "1,2,1", "autocast_accuracy", 3, **_cast("bfloat16")),
     _case("accuracy_float16", "padded", "1,1", "autocast_accuracy", 2, **_cast("float16")),
     _case("bfloat16", "mlp_loss", "1,1", "in_bfloat16", 3, dtype="bfloat16", rows=(12, 13)),
