@@ -19,6 +19,7 @@ from rannc_backend.config_sources import option_from_text, resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.deployment_file import write_text
 from rannc_backend.errors import OptionValueError
+from rannc_backend.log import is_logging_asked_for, setup_logging
 from rannc_backend.narrator import Narrator
 from rannc_backend.progress import planning_progress
 
@@ -74,6 +75,8 @@ def plan(
     FACTORY is called under torch.device("meta"). Ctrl-C during the search takes the best plan so far; a second one aborts.
     """
     config = _config(option or [], cluster, mem_limit_gb, profile)
+    if is_logging_asked_for(os.environ):
+        setup_logging(0, os.environ)
     _check_folders(json, html, save_blocks)
     described = load_cluster(config.cluster, np, gpus_per_node)
     narrator = _narrator()

@@ -27,6 +27,12 @@ LEVELS: Mapping[str, int] = {
 }
 
 
+def is_logging_asked_for(environ: Mapping[str, str]) -> bool:
+    """Whether RANNC_LOG_LEVEL or `logging.toml` says what is to be told. Raises ConfigurationFileError: RANNC_CONF_DIR is no directory."""
+    directory = configuration_directory(environ)
+    return "RANNC_LOG_LEVEL" in environ or (directory is not None and (directory / LOGGING_FILE).exists())
+
+
 def setup_logging(rank: int, environ: Mapping[str, str]) -> None:
     """Give the logger its level and, once per process, its handler. May be called again, when the rank is known.
 

@@ -12,6 +12,7 @@ from rannc_backend import cli_plan, planning
 from rannc_backend.cli import main
 from rannc_backend.ir.plan import Plan
 from tests.unit.rannc_backend.capture_harness import fresh_dynamo
+from tests.unit.rannc_backend.log_harness import fresh_logger
 
 FACTORY = """
 import torch
@@ -78,7 +79,28 @@ def test_a_plan_is_printed_and_written(place, capsys):
     assert not torch.distributed.is_initialized()
 
 
-def test_saved_blocks_take_the_place_of_the_model(place, capsys):
+LOGGING = """global_pattern = "%n %l %v"
+[[sink]]
+name = "file"
+type = "basic_file_sink_st"
+filename = "search.log"
+[[logger]]
+name = "DPStaging"
+sinks = ["file"]
+level = "debug"
+"""
+
+
+def _check_the_search_is_logged(place, monkeypatch):
+    (place / "logging.toml").write_text(LOGGING)
+    monkeypatch.setenv("RANNC_CONF_DIR", str(place))
+    with fresh_logger():
+        assert _plan(factory="model.blocks") == 0
+    lines = (place / "search.log").read_text().splitlines()
+    assert any(line.startswith("DPStaging debug 1 stages: best step") for line in lines), lines
+
+
+def test_saved_blocks_take_the_place_of_the_model(place, capsys, monkeypatch):
     assert _plan("--save-blocks", "model.blocks", "--json", "a.json") == 0
     assert _plan("--json", "b.json", factory="model.blocks") == 0
     assert (place / "a.json").read_text() == (place / "b.json").read_text()
@@ -86,6 +108,7 @@ def test_saved_blocks_take_the_place_of_the_model(place, capsys):
     assert Plan.from_json((place / "c.json").read_text()).world_size == 2
     assert _plan("--dtype", "bf16", factory="model.blocks") == 2
     assert "the blocks have their dtype" in capsys.readouterr().err
+    _check_the_search_is_logged(place, monkeypatch)
 
 
 def test_options_come_from_the_environment_and_the_command_line(place, capsys, monkeypatch):
