@@ -284,7 +284,8 @@ class RaNNCModule(nn.Module):
         """Run under a saved plan. Raises UserInputError after the first call."""
         if self.ready:
             raise UserInputError("the model has a deployment already", cure="call load_deployment before the first call, or undeploy().")
-        self.__dict__["_options"] |= {"load_deployment": True, "deployment_file": os.fspath(file)}
+        # Another dict: torch.compile tells its results apart by the options that it was given.
+        self.__dict__["_options"] = {**self.__dict__["_options"], "load_deployment": True, "deployment_file": os.fspath(file)}
         self.__dict__["_compiled"] = None
 
     def undeploy(self, sync: bool = False) -> None:

@@ -217,13 +217,13 @@ def surface(context: Context) -> dict[str, Any]:
     pyrannc.keep_graph(True)
     optimizer.zero_grad()
     alone.model.zero_grad()
-    loss = loss_of(context, model, 1)
-    loss.backward()
-    loss.backward()
+    outputs = context.entry.call(model, context.local(context.batch(1)))
+    outputs.backward(torch.ones_like(outputs))
+    outputs.backward(torch.ones_like(outputs))
     pyrannc.keep_graph(False)
-    alone.backward(context.batch(1), 2.0)
-    context.compare_gradients(given, alone.gradients(), kind="gradient of two backwards")
-    second = loss_of(context, model, 1)
+    (context.entry.call(alone.model, context.batch(1)).sum() * 2 / case.world).backward()
+    context.compare_gradients(given, alone.gradients(), kind="gradient of two backwards", factor=10)
+    second = context.entry.call(model, context.local(context.batch(1))).sum()
     second.backward()
     findings.raises("a second backward without keep_graph", ("RuntimeError",), second.backward)
 
@@ -317,8 +317,10 @@ def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
             weights = dict(context.model().state_dict())
             model.load_state_dict(weights)
         loss = loss_of(context, model)
-        made = sum(p.untyped_storage().nbytes() for p in given.parameters() if p.untyped_storage().nbytes() > 8)
-        findings.that(made < total or case.num_stages == 1, f"{kind}: this rank holds {made} of {total} bytes")
+        held = sum(p.untyped_storage().nbytes() for p in given.parameters() if p.untyped_storage().nbytes() > 8)
+        owned = sum(p.numel() * p.element_size() for p in model.parameters())
+        findings.that(held == owned <= total, f"{kind}: this rank holds {held} bytes, and {owned} are of its stage")
+        results[f"{kind} bytes"] = held
         state = model.state_dict(rank0_only=False)
         plain = Alone(context)
         plain.model.load_state_dict(state)
@@ -330,6 +332,7 @@ def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
         findings.that(all(bool(torch.isfinite(value).all()) for value in state.values()), f"{kind}: values that nobody made")
         if kind == "loaded":
             findings.that(all(torch.equal(state[name], value) for name, value in weights.items()), "loaded values are others")
+        results["total bytes"] = total
         results[kind] = {name: float(value.double().sum()) for name, value in state.items()}
     return results
 
