@@ -3,7 +3,7 @@
 In: the Python stack below `torch.compile`'s backend call. Out: a `DynamoCall`; or a restart of the trace with the
 settings under which sizes stay symbolic. Terms: a *frame* is the function of the user that Dynamo traces; a *restart*
 is Dynamo tracing the same frame again from its beginning. Everything private that is used of `torch._dynamo` to do so is in
-this file (seen on torch 2.13.0; see tests/unit/rannc_backend/test_capture_dynamo.py).
+this file (seen on torch 2.11.0 and 2.13.0; see tests/unit/rannc_backend/test_capture_dynamo.py).
 """
 
 from __future__ import annotations
@@ -155,6 +155,13 @@ def skip_library_loggers() -> None:
     ignored = getattr(dynamo_config, name)
     if not isinstance(ignored, _WithLibraryLoggers):
         setattr(dynamo_config, name, _WithLibraryLoggers(ignored))
+        logging.getLogger("torch._dynamo.metrics_context").addFilter(_no_settings_complaint)
+
+
+def _no_settings_complaint(record: logging.LogRecord) -> bool:
+    """Drop the traceback that torch 2.11 prints when it cannot write functions among its settings into its own metrics."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, TypeError) and "logging compilation metrics" in record.getMessage())
 
 
 class _WithLibraryLoggers(set[Callable[..., Any]]):

@@ -213,6 +213,25 @@ def test_loggers_of_libraries_imported_later_are_left_out(monkeypatch):
     assert later_once in ignored and any(function is later_once for function in ignored)
 
 
+def test_only_the_complaint_about_settings_is_dropped():
+    capture_dynamo.skip_library_loggers()
+    logger, kept = logging.getLogger("torch._dynamo.metrics_context"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: kept.append((record.getMessage(), type(record.exc_info[1])))
+    logger.addHandler(handler)
+    try:
+        for error in (TypeError("'<' not supported"), ValueError("another")):
+            for message in ("Unexpected exception logging compilation metrics", "something else"):
+                logger.error(message, exc_info=error)
+    finally:
+        logger.removeHandler(handler)
+    assert kept == [
+        ("something else", TypeError),
+        ("Unexpected exception logging compilation metrics", ValueError),
+        ("something else", ValueError),
+    ]
+
+
 def test_trace_again(monkeypatch):
     captured = []
 
