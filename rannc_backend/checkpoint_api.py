@@ -6,6 +6,7 @@ their content back in the model, on any number of ranks. Collective but where a 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import StepCounter
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.world import World
+
+logger = logging.getLogger(__name__)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -200,6 +203,8 @@ def load_checkpoint(
     _finish_when_planned(root, loading)
     world.monitor.phase("between steps")
     reader = loading.reader
+    if world.rank == 0:
+        logger.info("loaded the checkpoint %s of step %d, saved by %d rank(s)", reader.path, reader.step, reader.world_size)
     return LoadedCheckpoint(
         path=reader.path,
         step=reader.step,

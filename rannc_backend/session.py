@@ -43,6 +43,7 @@ from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.buckets import BufferPool
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
@@ -82,6 +83,7 @@ class Session:
     followers: list[Follower]
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
+    pool: BufferPool = field(default_factory=BufferPool)
     plan: Plan | None = None
     deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
     table: ParameterTable | None = None
@@ -262,6 +264,7 @@ class Session:
         """Free what steps need (compiled stages, gradients, buffers), and take the parameters off the device; the next call plans anew."""
         self.runtimes.clear()
         self.cache = CompileCache()
+        self.pool = BufferPool()
         self.plan = None
         if self.table is not None:
             self.table.to_host()
@@ -278,6 +281,7 @@ class Session:
             counter=self.counter,
             cache=self.cache,
             switches=self.switches,
+            pool=self.pool,
         )
 
     def _meter(self, runtime: GraphRuntime) -> StepMeter | None:
@@ -380,7 +384,7 @@ class SessionRegistry:
                 followers=self.followers.setdefault(root, []),
             )
             if config.trace_events:
-                self.trace = session.trace = self.trace or begin_trace(world, config.event_trace_file)
+                self.trace = session.trace = begin_trace(world, config.event_trace_file, self.trace)
             self.sessions[root] = session
         elif session.plan is None and not session.runtimes:
             session.config = config

@@ -92,6 +92,7 @@ class SaveJob:
     tensors: Mapping[str, torch.Tensor]
     disk: Disk = field(default_factory=Disk)
     file_bytes: int = FILE_BYTES
+    begun: float = field(default_factory=time.monotonic)
 
     @property
     def path(self) -> Path:
@@ -132,6 +133,8 @@ class SaveJob:
             self.disk.remove(self.temporary / _part_file(rank))
         self._write(MANIFEST_FILE, to_bytes(self._manifest(files)))
         directory.publish(self.temporary, self.name, self.disk)
+        size = sum(record.num_bytes for part in parts for record in part.files.values())
+        logger.info("checkpoint %s: %.1f MB in %.2f s", self.path, size / 2**20, time.monotonic() - self.begun)
         directory.rotate(self.temporary.parent, self.keep, self.disk)
 
     def _write(self, name: str, content: bytes) -> None:

@@ -4,19 +4,22 @@ In: rounds of an all-gather. Out: offsets in seconds.
 
 Each rank notes its clock before (a) and after (b) a round. Nobody leaves a round before all have entered it, so for rank r with offset
 d = clock of r - clock of rank 0 at the same moment: a_r - d <= b_0 and a_0 <= b_r - d, hence a_r - b_0 <= d <= b_r - a_0. Several
-rounds narrow the interval; its middle is the estimate, half its length the error.
+rounds narrow the interval; its middle is the estimate, half its length the error. Measurements at different times narrow it further: an
+interval is good for other times too, when it is widened by as much as the clocks can have drifted meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rannc_backend.runtime.world import World
 
 NUM_ROUNDS = 8
+MOST_KEPT = 16
+# Seconds per second; quartz clocks stay below a tenth of it, and those that a time service steers below a half.
+MOST_DRIFT = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Offset:
 
 @dataclass(slots=True)
 class ClockOffsets:
-    """Offsets of this rank, measured from time to time; between two of them the clocks are taken to drift evenly."""
+    """Offsets of this rank, measured from time to time."""
 
     found: list[Offset] = field(default_factory=list)
 
@@ -49,23 +52,21 @@ class ClockOffsets:
         found = offset_of(own[:-1], zeros[1:])
         # Rank 0 knows its distance from itself.
         self.found.append(found if world.rank else Offset(found.at, 0.0, 0.0))
+        del self.found[:-MOST_KEPT]
 
     def at(self, seconds: float) -> Offset:
-        """The offset when this rank's clock said ``seconds``."""
+        """The offset when this rank's clock said ``seconds``: what all measurements agree on, each the wider the longer ago."""
         if not self.found:
             return Offset(seconds, 0.0, 0.0)
-        place = bisect_right([offset.at for offset in self.found], seconds)
-        if place in (0, len(self.found)):
-            return self.found[0 if place == 0 else -1]
-        before, after = self.found[place - 1], self.found[place]
-        share = (seconds - before.at) / (after.at - before.at)
-        error = max(before.error_seconds, after.error_seconds)
-        return Offset(seconds, before.seconds + share * (after.seconds - before.seconds), error)
+        spans = [(item, item.error_seconds + MOST_DRIFT * abs(seconds - item.at)) for item in self.found]
+        least = max(item.seconds - width for item, width in spans)
+        most = min(item.seconds + width for item, width in spans)
+        return Offset(seconds, (least + most) / 2, abs(most - least) / 2)
 
     @property
     def error_seconds(self) -> float:
-        """The largest error of all that was measured."""
-        return max((offset.error_seconds for offset in self.found), default=0.0)
+        """The largest error at the times of measurement."""
+        return max((self.at(item.at).error_seconds for item in self.found), default=0.0)
 
 
 def offset_of(own: Sequence[tuple[float, float]], zeros: Sequence[Sequence[float]]) -> Offset:

@@ -28,8 +28,12 @@ _POLL_SECONDS = 0.02
 _FIRST, _LAST = '"traceEvents":[\n', "\n]}\n"
 
 
-def begin_trace(world: World, file: str) -> EventTrace:
-    """Trace this process from now on, and write ``file`` when it ends."""
+def begin_trace(world: World, file: str, running: EventTrace | None) -> EventTrace:
+    """Trace this process from now on, and write ``file`` when it ends; all models go into the trace that is ``running``."""
+    if running is not None:
+        if running.file != file and world.rank == 0:
+            logger.warning("a trace goes to %s already: event_trace_file=%r of this model has no effect", running.file, file)
+        return running
     if world.rank == 0:
         remove_parts(file)
     trace = EventTrace(world=world, file=file)
@@ -118,9 +122,7 @@ def _named(name: str, rank: int, track: int, /, **arguments: Any) -> dict[str, A
 
 
 def _slice_events(trace: EventTrace, item: Slice, number: int) -> list[dict[str, Any]]:
-    # Of one clock for both ends: a slice is not stretched by a change of the offset within it.
-    shift = trace.offsets.at(item.begin).seconds
-    begin, end = (round((seconds - shift) * 1e6, 3) for seconds in (item.begin, item.end))
+    begin, end = (round((seconds - trace.offsets.at(seconds).seconds) * 1e6, 3) for seconds in (item.begin, item.end))
     event = {"name": item.name, "cat": item.track, "pid": trace.world.rank, "tid": TRACKS.index(item.track), "ts": begin}
     event["args"] = {"step": item.step} | ({"micro_batch": item.micro_batch} if item.micro_batch >= 0 else {})
     if not item.flight:

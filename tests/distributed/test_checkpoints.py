@@ -1,0 +1,99 @@
+"""Checkpoints over ranks: any number saves, any number loads, and the next steps are those of the job that went on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+
+# Jobs of several worlds meet in it, each a group of ranks of its own.
+DIRECTORY = Path(tempfile.gettempdir()) / f"rannc-checkpoints-{os.getpid()}"
+STAGES = {1: "1", 2: "1,1", 4: "1,2,1"}
+# Rows of the global batch are the same whatever the number of ranks.
+ROWS = {1: (12,), 2: (7, 5), 4: (3, 4, 3, 2)}
+
+
+def _case(name: str, model: str, world: int, check: str, **members: Any) -> Case:
+    return Case(
+        name=f"checkpoint-{name}-{model}-{world}",
+        model=model,
+        world=world,
+        replicas=STAGES[world],
+        rows=ROWS[world],
+        num_micro_batches=2,
+        check=check,
+        limit_seconds=300,
+        **members,
+    )
+
+
+def _path(model: str, world: int) -> str:
+    return str(DIRECTORY / f"{model}-{world}")
+
+
+def _saving(model: str, world: int) -> Case:
+    return _case("saved", model, world, "checkpoint_saved", parameters={"path": _path(model, world)})
+
+
+def _loading(model: str, sources: dict[int, list[str]], world: int, phase: str) -> Case:
+    """``sources``: worlds that saved, with when to load what they saved. ``phase``: cases of one start together."""
+    return _case(
+        f"loaded-from-{''.join(map(str, sources))}",
+        model,
+        world,
+        "checkpoint_loaded",
+        parameters={"sources": {_path(model, saver): times for saver, times in sources.items()}, "same": _path(model, world)},
+        # Groups of their own, which start when those that save have ended.
+        environment={"CHECKPOINT_PHASE": phase},
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+
+
+TIMES = ["before", "after"]
+MODELS = ("dropout", "tied_embedding")
+SAVING = {(model, world): _saving(model, world) for model in MODELS for world in STAGES}
+
+
+# All that save come first: those that load are in one group of ranks, and start with the first of them that is asked for.
+SOME_SAVING = [SAVING["dropout", 2], SAVING["tied_embedding", 1]]
+SOME_LOADING = [_loading("dropout", {2: ["before"]}, 2, "some"), _loading("tied_embedding", {1: ["after"]}, 2, "some")]
+
+
+@pytest.mark.parametrize("cases", [[*SOME_SAVING, case] for case in SOME_LOADING], ids=MODELS)
+def test_saved_and_loaded(cases: list[Case], outcome_of: OutcomeOf) -> None:
+    for case in cases:
+        outcome_of(case).raise_if_failed()
+
+
+ALL_LOADING = [_loading(model, dict.fromkeys(STAGES, TIMES), world, "all") for model in MODELS for world in STAGES]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cases", [[*SAVING.values(), case] for case in ALL_LOADING], ids=[case.name for case in ALL_LOADING])
+def test_saved_on_any_loaded_on_any(cases: list[Case], outcome_of: OutcomeOf) -> None:
+    for case in cases:
+        outcome_of(case).raise_if_failed()
+
+
+OTHER = [
+    _case("failures", "mlp_loss", 2, "checkpoint_failures"),
+    _case("meta", "mlp_loss", 2, "checkpoint_of_a_meta_model"),
+]
+
+
+@pytest.mark.parametrize("case", OTHER, ids=lambda case: case.name)
+def test_checkpoint(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
