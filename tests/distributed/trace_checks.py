@@ -35,6 +35,10 @@ def every_rank_is_traced(context: Context) -> None:
     runtime_programs = [program for runtime in REGISTRY.sessions[model].runtimes.values() for program, _ in runtime._programs.values()]
     spelled = [[str(action) for action in program] for program in runtime_programs]
     gathered = [json.loads(text) for text in _of_all_ranks(json.dumps(spelled))]
+    # The next case of this process begins a trace of its own.
+    assert REGISTRY.trace is not None
+    REGISTRY.trace.close()
+    REGISTRY.trace = None
     trace = json.loads(path.read_text())
     context.findings.that(not (found := findings(trace)), f"the file: {found[:3]}")
     if context.rank == 0:
