@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.distributed.conftest import OutcomeOf
@@ -18,10 +20,17 @@ WATCHED = {
     "min_partition_num": 5,
     "p2p_comm": True,
 }
+
+
+def _case(name: str, **members: Any) -> Case:
+    # Stages are compiled twice.
+    return Case(name=name, num_micro_batches=2, limit_seconds=240.0, **members)
+
+
 CASES = (
-    Case(name="options-watched-loss", model="tied_embedding", world=3, replicas="2,1", num_micro_batches=2, options=WATCHED),
-    Case(name="options-watched-outside", model="mlp", world=2, replicas="1,1", num_micro_batches=2, options=WATCHED),
-    Case(name="options-late-reductions", model="mlp_loss", world=2, replicas="2", num_micro_batches=2, options={"sync_allreduce": True}),
+    _case("options-watched-loss", model="tied_embedding", world=3, replicas="2,1", options=WATCHED),
+    _case("options-watched-outside", model="mlp", world=2, replicas="1,1", options=WATCHED),
+    _case("options-late-reductions", model="mlp_loss", world=2, replicas="2", options={"sync_allreduce": True}),
 )
 
 
