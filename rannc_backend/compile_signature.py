@@ -67,6 +67,12 @@ class StageSignature:
     def zeros_of_output(self, position: int, rows: int) -> Tensor:
         return _zeros(self.output_values[position], rows, self.rows_symbol)
 
+    def empty_output(self, position: int, rows: int) -> Tensor:
+        return _empty(self.output_values[position], rows, self.rows_symbol)
+
+    def empty_input(self, position: int, rows: int) -> Tensor:
+        return _empty(self.values[position], rows, self.rows_symbol)
+
     def fakes(self, *, requires_grad: bool) -> list[Any]:
         """Fresh inputs for tracing, under the current fake mode: batch size, stage inputs, constants."""
         differentiated = self.trained | set(self.grad_inputs) if requires_grad else set()
@@ -194,5 +200,9 @@ def _rows_of_fake(value: Tensor, dim: int, factor: int) -> Any:
 
 
 def _zeros(value: Tensor, rows: int, rows_symbol: sympy.Symbol) -> Tensor:
+    return _empty(value, rows, rows_symbol).zero_()
+
+
+def _empty(value: Tensor, rows: int, rows_symbol: sympy.Symbol) -> Tensor:
     shape = [int(_expression(size).subs(rows_symbol, rows)) for size in value.shape]
-    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+    return torch.empty(shape, dtype=value.dtype, device=value.device)

@@ -7,13 +7,14 @@ gradients that differ; `DisplayedStage` logs the outputs of every forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rannc_backend.compile_stages import CompiledStage, ParameterSink, Saved
+from rannc_backend.compile_gradients import GradientSink
+from rannc_backend.compile_stages import NOTHING, CompiledStage, Saved
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,24 @@ class DisplayedStage:
         self._stage, self._index, self._describe = stage, index, describe
         self.inputs, self.outputs = stage.inputs, stage.outputs
         self.grad_outputs, self.grad_inputs, self.grad_parameters = stage.grad_outputs, stage.grad_inputs, stage.grad_parameters
+        self.stored_outputs, self.stored_gradients = stage.stored_outputs, stage.stored_gradients
+        self.gradient_copies = stage.gradient_copies
 
-    def forward(self, args: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
+    def forward(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> tuple[list[Tensor], Saved]:
         """As `CompiledStage.forward`."""
-        outputs, saved = self._stage.forward(args)
+        outputs, saved = self._stage.forward(args, destinations)
         self._tell(outputs)
         return outputs, saved
 
-    def backward(self, saved: Saved, grads: Sequence[Tensor | None], parameter_sink: ParameterSink) -> list[Tensor]:
+    def backward(
+        self, saved: Saved, grads: Sequence[Tensor | None], sink: GradientSink, destinations: Mapping[int, Tensor] = NOTHING
+    ) -> list[Tensor]:
         """As `CompiledStage.backward`."""
-        return self._stage.backward(saved, grads, parameter_sink)
+        return self._stage.backward(saved, grads, sink, destinations)
 
-    def infer(self, args: Sequence[Tensor]) -> list[Tensor]:
+    def infer(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> list[Tensor]:
         """As `CompiledStage.infer`."""
-        outputs = self._stage.infer(args)
+        outputs = self._stage.infer(args, destinations)
         self._tell(outputs)
         return outputs
 
@@ -61,35 +66,39 @@ class VerifiedStage:
         self._stage, self._twin, self._index = stage, twin, index
         self.inputs, self.outputs = stage.inputs, stage.outputs
         self.grad_outputs, self.grad_inputs, self.grad_parameters = stage.grad_outputs, stage.grad_inputs, stage.grad_parameters
+        self.stored_outputs, self.stored_gradients = stage.stored_outputs, stage.stored_gradients
+        self.gradient_copies = stage.gradient_copies
         self.num_different = 0
 
-    def forward(self, args: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
+    def forward(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> tuple[list[Tensor], Saved]:
         """As `CompiledStage.forward`. What is saved: how much of it is the stage's, that, and the twin's."""
-        outputs, saved = self._stage.forward(args)
+        outputs, saved = self._stage.forward(args, destinations)
         _, twin_saved = self._twin.forward(args)
         return outputs, (len(saved), *saved, *twin_saved)
 
-    def backward(self, saved: Saved, grads: Sequence[Tensor | None], parameter_sink: ParameterSink) -> list[Tensor]:
+    def backward(
+        self, saved: Saved, grads: Sequence[Tensor | None], sink: GradientSink, destinations: Mapping[int, Tensor] = NOTHING
+    ) -> list[Tensor]:
         """As `CompiledStage.backward`."""
         number = saved[0]
         own, twins = saved[1 : 1 + number], saved[1 + number :]
         if isinstance(saved, list):
             saved.clear()
-        expected: dict[int, Tensor] = {}
-        expected_inputs = self._twin.backward(twins, grads, lambda position, gradient: expected.update({position: gradient.clone()}))
-
-        def sink(position: int, gradient: Tensor) -> None:
-            self._compare(f"parameter {self.inputs[position].name}", gradient, expected.pop(position))
-            parameter_sink(position, gradient)
-
-        results = self._stage.backward(own, grads, sink)
+        expected, made = self._twin.scratch_gradients(), self._stage.scratch_gradients()
+        expected_inputs = self._twin.backward(twins, grads, expected)
+        results = self._stage.backward(own, grads, made, destinations)
+        for position, gradient in made.gradients.items():
+            self._compare(f"parameter {self.inputs[position].name}", gradient, expected.gradients[position])
+            total, holds = sink.target(position)
+            total.copy_(total + gradient if holds else gradient)
+            sink.made(position)
         for position, gradient, other in zip(self.grad_inputs, results, expected_inputs, strict=True):
             self._compare(f"input {self.inputs[position].name}", gradient, other)
         return results
 
-    def infer(self, args: Sequence[Tensor]) -> list[Tensor]:
+    def infer(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> list[Tensor]:
         """As `CompiledStage.infer`."""
-        return self._stage.infer(args)
+        return self._stage.infer(args, destinations)
 
     def _compare(self, what: str, gradient: Tensor, expected: Tensor) -> None:
         difference = relative_difference(gradient, expected)

@@ -28,13 +28,15 @@ from rannc_backend.partition.planner import choose_schedule
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.runtime.accumulation import DelayableBuckets
-from rannc_backend.runtime.buckets import BucketLayout, plan_buckets
+from rannc_backend.runtime.buckets import BucketLayout, BufferPool, plan_buckets
+from rannc_backend.runtime.copy_report import CopyLog
 from rannc_backend.runtime.executor import Executor, Stage
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
 from rannc_backend.runtime.late_reductions import LateReductions
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
+from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.transport_watch import describe_values
@@ -135,6 +137,7 @@ class Deployer:
     counter: StepCounter
     cache: CompileCache
     switches: Switches
+    pool: BufferPool
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -171,6 +174,7 @@ class Deployer:
             make_executor=self._executor_factory(analysis, cut),
             make_program=self._program_factory(cut),
             loss_index=losses[0] if losses else None,
+            copies=CopyLog(label=label, world=self.world, stage_ranks=self.stage_ranks, verbose=self.config.verbose),
             is_random=any(name == "rng_seed" for name in analysis.input_kinds),
             switches=self.switches,
         )
@@ -246,6 +250,7 @@ class Deployer:
                 table=self.table,
                 switches=self.switches,
                 capacity_bytes=capacity_bytes,
+                pool=self.pool,
             )
         own_order = _backward_order(cut.graphs[index])
         names = {spec.name: spec.fqn for spec in analysis.captured.inputs if spec.name in analysis.trained_parameters}
@@ -267,6 +272,7 @@ class Deployer:
             table=self.table,
             switches=self.switches,
             capacity_bytes=capacity_bytes,
+            pool=self.pool,
         )
 
     def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str, RowTable], Executor]:
@@ -278,15 +284,17 @@ class Deployer:
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
         updated = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
+        send_buffers = SendBuffers(self.world.device)
 
         def make(kind: str, rows: RowTable) -> Executor:
             start, stop = rows.interval(index, self.world.rank, 0)
             with recording(self._recorder(index, rows)):
-                stage = self._watched(analysis, graph, kind, stop - start)
+                stage = self._watched(analysis, cut, kind, stop - start)
             return Executor(
                 world=self.world,
                 stage_index=index,
                 stage=stage,
+                send_buffers=send_buffers,
                 edges=cut.edges,
                 tensors=tensors,
                 buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
@@ -312,6 +320,7 @@ class Deployer:
             world=self.world,
             stage_index=None,
             stage=None,
+            send_buffers=SendBuffers(self.world.device),
             edges=cut.edges,
             tensors={},
             buffers={},
@@ -321,15 +330,20 @@ class Deployer:
             limit_seconds=self.config.step_timeout_seconds,
         )
 
-    def _watched(self, analysis: GraphAnalysis, graph: StageGraph, kind: str, num_rows: int) -> Stage:
+    def _watched(self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int) -> Stage:
         """The compiled stage, looked at while it runs if the options ask for it."""
-        budget = self.plan.stages[graph.index].recompute
-        stage: Stage = self._compile(analysis, graph, kind, num_rows, budget)
+        index = self.stage_index
+        assert index is not None, "no stage here"
+        budget = self.plan.stages[index].recompute
+        stage: Stage = self._compile(analysis, cut, kind, num_rows, budget)
         if self.config.verify_recomp and kind != "infer" and budget < 1.0:
-            stage = VerifiedStage(stage, self._compile(analysis, graph, kind, num_rows, 1.0), graph.index)
-        return DisplayedStage(stage, graph.index, describe_values) if self.config.display_act_value else stage
+            stage = VerifiedStage(stage, self._compile(analysis, cut, kind, num_rows, 1.0), index)
+        return DisplayedStage(stage, index, describe_values) if self.config.display_act_value else stage
 
-    def _compile(self, analysis: GraphAnalysis, graph: StageGraph, kind: str, num_rows: int, budget: float) -> CompiledStage:
+    def _compile(self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int, budget: float) -> CompiledStage:
+        assert self.stage_index is not None, "no stage here"
+        graph = cut.graphs[self.stage_index]
+        stored, stored_gradients = stored_names(cut.edges, graph.index, [slot.name for slot in graph.outputs])
         needs_grad = analysis.needs_grad
         if kind == "loss":
             # Row outputs get no gradient in an eager backward, unless later stages use them too.
@@ -351,6 +365,8 @@ class Deployer:
                 cache=self.cache,
                 # Inductor tunes its kernels to the size that it expects; operators that run one by one do not care.
                 rows_hint=num_rows if compiler == "inductor" else None,
+                stored=stored,
+                stored_gradients=stored_gradients,
             )
 
     def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], Program]:

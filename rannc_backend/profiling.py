@@ -23,6 +23,7 @@ import torch
 
 from rannc_backend.analysis import GraphAnalysis
 from rannc_backend.block_partitions import needs_grad_in_training
+from rannc_backend.compile_gradients import ScratchGradients
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
 from rannc_backend.cost.profile import Point, Setting
 from rannc_backend.passes.split_stages import StageGraph, split_stages
@@ -102,7 +103,9 @@ class Bench:
 
     def _timed(self, graph: StageGraph, stage: CompiledStage, rows: int) -> Point:
         args = example_inputs(graph, self.analysis, rows, self.device)
-        peak = self._peak_bytes(stage, args)  # the first run, which warms up too
+        # Written, never added to: adding them up is priced apart.
+        gradients = stage.scratch_gradients(keep_adding=False)
+        peak = self._peak_bytes(stage, args, gradients)  # the first run, which warms up too
         forwards: list[float] = []
         backwards: list[float] = []
         began = self.clock()
@@ -112,7 +115,7 @@ class Bench:
             grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
             del outputs
             middle = self._now()
-            stage.backward(list(saved), grads, _drop)
+            stage.backward(list(saved), grads, gradients)
             backwards.append(self._now() - middle)
             forwards.append(middle - start)
             del saved, grads
@@ -123,8 +126,8 @@ class Bench:
             peak_bytes=peak,
         )
 
-    def _peak_bytes(self, stage: CompiledStage, args: Sequence[torch.Tensor]) -> int:
-        """Most bytes beside the inputs during a forward and a backward."""
+    def _peak_bytes(self, stage: CompiledStage, args: Sequence[torch.Tensor], gradients: ScratchGradients) -> int:
+        """Most bytes beside the inputs and the gradients of parameters during a forward and a backward."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self.device)
@@ -138,7 +141,7 @@ class Bench:
             del outputs
             kept = list(saved)
             del saved
-            stage.backward(kept, grads, _drop)
+            stage.backward(kept, grads, gradients)
         if not on_gpu:
             return tracker.peak_bytes
         torch.cuda.synchronize(self.device)
@@ -347,7 +350,3 @@ def _job_words(job: Job) -> dict[str, Any]:
 
 def _job_from(words: Mapping[str, Any]) -> Job:
     return Job(begin=words["begin"], end=words["end"], budget=words["budget"], rows=tuple(words["rows"]))
-
-
-def _drop(position: int, gradient: torch.Tensor) -> None:
-    """Where parameter gradients go: nowhere, as adding them up is priced apart."""

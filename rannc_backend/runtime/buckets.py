@@ -1,7 +1,8 @@
 """Flat buffers in which the gradients of one step are summed over micro-batches and then over ranks.
 
-In: the parameters of this rank with the ranks that own each of them, and gradients as backward makes them. Out: per step, one view
-per parameter of the reduced gradient; ``publish`` puts these views where ``torch.optim`` looks for them.
+In: the parameters of this rank with the ranks that own each of them, and backwards that write gradients into the buckets. Out: per step,
+one view per parameter of the reduced gradient; ``publish`` puts these views where ``torch.optim`` looks for them. Where nothing was
+published before, nothing is copied on the way.
 
 Terms. A *bucket* holds parameters of one dtype and one owner group (the ranks that own all of them: the replicas of a stage, or of
 several stages for tied parameters). A bucket's all-reduce starts when its last gradient of the last micro-batch is there, in
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
 from rannc_backend.runtime.tangents import Number, scale_buffers
 from rannc_backend.runtime.torch_internals import num_storage_users
 
@@ -35,7 +37,7 @@ StartReduce = Callable[[torch.Tensor, Ranks], Waitable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where a parameter's gradient lies: elements [offset, offset + numel) of bucket ``bucket``."""
+    """Where a parameter's gradient lies: elements [offset, offset + numel) of bucket ``bucket``, at a multiple of 128 bytes."""
 
     name: str
     bucket: int
@@ -97,38 +99,67 @@ def plan_buckets(
                 numel=tensor.numel(),
             )
             names.append(name)
-            numel += tensor.numel()
+            # Kernels that read and write 16 bytes at a time would have to copy what begins elsewhere.
+            step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+            numel += -(-tensor.numel() // step) * step
         buckets.append(BucketSpec(ranks=ranks, dtype=dtype, device=device, numel=numel, names=tuple(names)))
     return BucketLayout(buckets=tuple(buckets), slots=slots)
 
 
+@dataclass(slots=True)
+class BufferPool:
+    """Flat buffers that are used again when nobody else refers to them, so that a gradient that the user keeps is never overwritten.
+
+    Shared by all graphs of a model: ``p.grad`` of one graph's step keeps its buffers from the others.
+    """
+
+    _buffers: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = field(default_factory=dict)
+
+    def take(self, spec: BucketSpec) -> torch.Tensor:
+        """A buffer for a bucket, free again when the result and all views of it are gone. New ones hold zeros."""
+        buffers = self._buffers.setdefault((spec.numel, spec.dtype, spec.device), [])
+        for buffer in buffers:
+            if num_storage_users(buffer) == 1:
+                return buffer.view(-1)
+        # Zeros, since what lies between gradients is summed and scaled with them; nobody reads it.
+        buffers.append(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device))
+        return buffers[-1].view(-1)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer that has been made so far."""
+        return [buffer for buffers in self._buffers.values() for buffer in buffers]
+
+
 @dataclass(slots=True, kw_only=True)
 class PendingGradients:
-    """Gradients of one step: accumulate, reduce, then hand out views."""
+    """Gradients of one step: written and added up in place, reduced, then handed out as views."""
 
     layout: BucketLayout
     buffers: list[torch.Tensor]
     start_reduce: StartReduce
     armed: bool = False
     received: set[str] = field(default_factory=set)
+    _views: dict[str, torch.Tensor] = field(default_factory=dict)
     _missing: list[set[str]] = field(default_factory=list)
     _works: list[Waitable | None] = field(default_factory=list)
     _started: list[bool] = field(default_factory=list)
 
     def view(self, name: str) -> torch.Tensor:
-        """The parameter's gradient, in the memory of its bucket."""
-        slot = self.layout.slots[name]
-        buffer = self.buffers[slot.bucket]
-        # Not a view to autograd: Dynamo would follow p.grad to its base, and fail over the sizes that it finds there.
-        return buffer.new_empty(0).set_(buffer, slot.offset, slot.shape, slot.stride)
+        """The parameter's gradient, in the memory of its bucket; always the same tensor."""
+        if name not in self._views:
+            slot = self.layout.slots[name]
+            buffer = self.buffers[slot.bucket]
+            # Not a view to autograd: Dynamo would follow p.grad to its base, and fail over the sizes that it finds there.
+            self._views[name] = buffer.new_empty(0).set_(buffer, slot.offset, slot.shape, slot.stride)
+        return self._views[name]
 
-    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient; starts the bucket's all-reduce when it was the last one that is missing."""
-        if name in self.received:
-            self.view(name).add_(gradient)
-        else:
-            self.view(name).copy_(gradient)
-            self.received.add(name)
+    def target(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Where a micro-batch's gradient is to be written, and whether the sum of earlier ones is there to add to."""
+        return self.view(name), name in self.received
+
+    def made(self, name: str) -> None:
+        """One micro-batch's gradient has been written; starts the bucket's all-reduce when it was the last one that is missing."""
+        self.received.add(name)
         if self.armed:
             bucket = self.layout.slots[name].bucket
             self._missing[bucket].discard(name)
@@ -169,50 +200,51 @@ class PendingGradients:
                     self._works[index] = self.start_reduce(self.buffers[index], bucket.ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class StageGradients:
+    """What one stage's backward writes to: pending gradients by the position of the parameter among the stage's inputs."""
+
+    pending: PendingGradients
+    names: Mapping[int, str]
+
+    def target(self, position: int) -> tuple[torch.Tensor, bool]:
+        """See `PendingGradients.target`."""
+        return self.pending.target(self.names[position])
+
+    def made(self, position: int) -> None:
+        """See `PendingGradients.made`."""
+        self.pending.made(self.names[position])
+
+
 @dataclass(slots=True, kw_only=True)
 class GradientBuckets:
-    """Makes the pending gradients of a step and publishes them as ``p.grad``.
-
-    Published gradients are views of the step's own buffers. A set of buffers is used again only when nobody else refers to it, so a
-    gradient that the user keeps is never overwritten.
-    """
+    """Makes the pending gradients of a step and publishes them as ``p.grad``: views of the buckets in which they were made."""
 
     layout: BucketLayout
     parameters: Mapping[str, torch.Tensor]
     stage_ranks: Ranks
     start_reduce: StartReduce
-    _pool: list[list[torch.Tensor]] = field(default_factory=list)
+    pool: BufferPool = field(default_factory=BufferPool)
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
-        return PendingGradients(layout=self.layout, buffers=self._free_buffers(), start_reduce=self.start_reduce)
+        buffers = [self.pool.take(bucket) for bucket in self.layout.buckets]
+        return PendingGradients(layout=self.layout, buffers=buffers, start_reduce=self.start_reduce)
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer that has been made so far."""
-        return [buffer for buffers in self._pool for buffer in buffers]
-
-    def _free_buffers(self) -> list[torch.Tensor]:
-        for buffers in self._pool:
-            if all(num_storage_users(buffer) == 1 for buffer in buffers):
-                return [buffer.view(-1) for buffer in buffers]
-        buffers = [
-            torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self.layout.buckets
-        ]
-        self._pool.append(buffers)
-        return [buffer.view(-1) for buffer in buffers]
+        return self.pool.tensors()
 
     def publish(self, pending: PendingGradients, scale: Number, *, keep: bool) -> None:
         """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank.
 
         ``keep``: the pending gradients will be published again (retain_graph), so they must not be given away.
         """
+        views = {name: pending.view(name) for name in self.parameters if self._has_gradient(pending, name)}
         if not keep:
             scale_buffers(pending.buffers, scale)
-        for name, parameter in self.parameters.items():
-            shared = self.layout.buckets[self.layout.slots[name].bucket].ranks != self.stage_ranks
-            if name not in pending.received and not shared:
-                continue  # no gradient flows to it, on any of its ranks: as in plain torch, p.grad stays as it is
-            view = pending.view(name)
+        for name, view in views.items():
+            parameter = self.parameters[name]
             if keep:
                 view = view * scale
             if parameter.grad is None:
@@ -220,3 +252,7 @@ class GradientBuckets:
             else:
                 parameter.grad.add_(view)
 
+    def _has_gradient(self, pending: PendingGradients, name: str) -> bool:
+        """False where no gradient flows, on any of the parameter's ranks: as in plain torch, ``p.grad`` stays as it is."""
+        shared = self.layout.buckets[self.layout.slots[name].bucket].ranks != self.stage_ranks
+        return shared or name in pending.received

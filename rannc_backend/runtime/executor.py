@@ -14,9 +14,14 @@ import torch
 
 from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
 from rannc_backend.ir.exchange import Edge, Value
-from rannc_backend.runtime.messages import assemble, make_incoming, make_message, slice_rows
+from rannc_backend.kernels.record_table import CopyReport
+from rannc_backend.runtime.buckets import StageGradients
+from rannc_backend.runtime.copy_report import BUCKETS, MESSAGES
+from rannc_backend.runtime.messages import RowsTensors, assemble, make_incoming, make_message, slice_rows
 from rannc_backend.runtime.meter import StepRecord
+from rannc_backend.runtime.send_buffers import SendBuffers
 from rannc_backend.runtime.step_state import StepState
+from rannc_backend.runtime.torch_internals import storage_key
 from rannc_backend.runtime.world import World
 
 
@@ -35,17 +40,24 @@ class Stage(Protocol):
     grad_outputs: tuple[int, ...]
     grad_inputs: tuple[int, ...]
     grad_parameters: tuple[int, ...]
+    stored_outputs: tuple[int, ...]
+    stored_gradients: tuple[int, ...]
+    gradient_copies: CopyReport
 
-    def forward(self, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def forward(self, args: Sequence[torch.Tensor], destinations: Destinations) -> tuple[list[torch.Tensor], Any]:
         """Outputs and saved values."""
 
     def backward(
-        self, saved: Any, grads: Sequence[torch.Tensor | None], parameter_sink: Callable[[int, torch.Tensor], None]
+        self, saved: Any, grads: Sequence[torch.Tensor | None], sink: StageGradients, destinations: Destinations
     ) -> list[torch.Tensor]:
-        """Gradients of `grad_inputs`."""
+        """Gradients of `grad_inputs`; those of `grad_parameters` go to the sink."""
 
-    def infer(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def infer(self, args: Sequence[torch.Tensor], destinations: Destinations) -> list[torch.Tensor]:
         """Outputs only."""
+
+
+Destinations = Mapping[int, torch.Tensor]
+"""Memory for outputs, or for gradients of inputs, by position: parts of messages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +77,7 @@ class Executor:
     updated_buffers: frozenset[str]
     replicas: tuple[int, ...]
     limit_seconds: float
+    send_buffers: SendBuffers
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict)
     _num_readers: dict[str, int] = field(default_factory=dict)
 
@@ -93,6 +106,7 @@ class Executor:
         """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor."""
         prefix = f"step {state.number}, " + (f"stage {self.stage_index}, " if self.stage is not None else "no stage, ")
         self.world.transport.begin_step()
+        self.send_buffers.begin()
         with torch.no_grad():
             if state.record is not None:
                 self._run_measured(program, phases, state, prefix, state.record)
@@ -128,9 +142,9 @@ class Executor:
         assert self.stage is not None, "no stage here"
         args = [self._argument(slot, m, state) for slot in self.stage.inputs]
         if state.training:
-            outputs, state.saved[m] = self.stage.forward(args)
+            outputs, state.saved[m] = self.stage.forward(args, self._destinations("F", m, state))
         else:
-            outputs = self.stage.infer(args)
+            outputs = self.stage.infer(args, self._destinations("F", m, state))
         del args
         for position, (slot, tensor) in enumerate(zip(self.stage.outputs, outputs, strict=True)):
             self._keep_output(position, slot, tensor, m, state)
@@ -180,18 +194,35 @@ class Executor:
         # A list is emptied by the stage, so that each saved value is freed after its last use.
         saved = state.saved[m] if state.keep_saved else list(state.saved.pop(m))
         grads = [state.output_gradient(stage.outputs[position], m) for position in stage.grad_outputs]
-        pending = state.pending
-        assert pending is not None, "backward without gradient buffers"
-
-        def sink(position: int, gradient: torch.Tensor) -> None:
-            pending.accumulate(self.parameter_names[stage.inputs[position].name], gradient)
-
-        results = stage.backward(saved, grads, sink)
+        assert state.pending is not None, "backward without gradient buffers"
+        names = {position: self.parameter_names[stage.inputs[position].name] for position in stage.grad_parameters}
+        results = stage.backward(saved, grads, StageGradients(state.pending, names), self._destinations("B", m, state))
+        state.copies.add(BUCKETS, m, stage.gradient_copies)
         for position, gradient in zip(stage.grad_inputs, results, strict=True):
             slot = stage.inputs[position]
             state.input_gradients[slot.name, m] = gradient
         del saved, grads
         self.world.transport.after_compute()
+
+    def _destinations(self, direction: str, micro_batch: int, state: StepState) -> Destinations:
+        """Lend the buffers of messages that hold several values, where the stage writes some of them itself."""
+        stage, index = self.stage, self.stage_index
+        assert stage is not None and index is not None, "no stage here"
+        if direction == "F":
+            stored = {stage.outputs[position].name: position for position in stage.stored_outputs}
+        else:
+            stored = {stage.inputs[position].name: position for position in stage.stored_gradients}
+        found: dict[int, torch.Tensor] = {}
+        for (source, destination), edge in self.edges.items() if stored else ():
+            own, other, values = (source, destination, edge.forward) if direction == "F" else (destination, source, edge.gradient)
+            if own == index and other >= 0 and any(value.name in stored for value in values):
+                pieces = state.rows.pieces(own, other, self.world.rank, micro_batch)
+                start, stop = state.rows.interval(own, self.world.rank, micro_batch)
+                # Rows that go to several ranks are packed for each.
+                if [(piece.start, piece.stop) for piece in pieces] == [(start, stop)]:
+                    channel = Channel(own, other, direction)
+                    found |= self.send_buffers.destinations(channel, micro_batch, pieces[0].peer, values, stop - start, stored)
+        return found
 
     def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
         if channel.direction == "F":
@@ -210,8 +241,21 @@ class Executor:
             if piece.peer == self.world.rank:
                 state.mail[channel, m].append((piece, rows))
             else:
-                work = self.world.transport.isend(make_message(rows), piece.peer, str(channel))
+                message = self._message(action, piece.peer, tensors, rows, state)
+                work = self.world.transport.isend(message, piece.peer, str(channel))
                 state.sends[channel, m].append(work)
+
+    def _message(
+        self, action: Action, peer: int, tensors: Sequence[torch.Tensor], rows: RowsTensors, state: StepState
+    ) -> torch.Tensor:
+        if action.stage < 0 or action.peer < 0:
+            return make_message(rows)  # of the user's tensors, or for the user; memory is not kept for these
+        packed = self.send_buffers.pack(action.channel, action.micro_batch, peer, rows)
+        state.copies.add(MESSAGES, action.micro_batch, packed.report)
+        for tensor, row in zip(tensors, rows, strict=True):
+            if storage_key(tensor) != storage_key(row):  # its samples do not lie one after the other
+                state.copies.add(MESSAGES, action.micro_batch, CopyReport(bytes_copied=row.nbytes, launches=1))
+        return packed.message
 
     def _outgoing(self, action: Action, values: Sequence[Value], state: StepState) -> tuple[list[torch.Tensor], int]:
         """The tensors to send and the global row at which they begin."""
@@ -235,6 +279,7 @@ class Executor:
     def _send_done(self, action: Action, state: StepState) -> None:
         for work in state.sends.pop((action.channel, action.micro_batch), ()):
             work.wait(self.limit_seconds)
+        self.send_buffers.done(action.channel, action.micro_batch)
 
     def _post_receive(self, action: Action, state: StepState) -> None:
         channel, m = action.channel, action.micro_batch

@@ -25,6 +25,7 @@ from rannc_backend.ir.action import INPUT, OUTPUT, Program
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
 from rannc_backend.runtime.compile_watch import CompileWatch
+from rannc_backend.runtime.copy_report import CopyLog
 from rannc_backend.runtime.digests import Digests
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.executor import Executor, describe
@@ -103,6 +104,7 @@ class GraphRuntime:
     loss_index: int | None
     is_random: bool
     switches: Switches = field(default_factory=Switches)
+    copies: CopyLog | None = None
     meter: StepMeter | None = None
     trace: EventTrace | None = None
     _executors: dict[str, Executor] = field(default_factory=dict)
@@ -287,12 +289,16 @@ class GraphRuntime:
         else:
             means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
         if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
-            return self._publish_eager(step, means[self.loss_index], keep=keep)
-        if step.eager:
-            self._deferred = True
-            step.state, step.eager = self._again(step), False
-            self._run("all", "forward", step.state)
-        return self._run_deferred(step.state, grads, flagged, means, keep=keep)
+            gradients = self._publish_eager(step, means[self.loss_index], keep=keep)
+        else:
+            if step.eager:
+                self._deferred = True
+                step.state, step.eager = self._again(step), False
+                self._run("all", "forward", step.state)
+            gradients = self._run_deferred(step.state, grads, flagged, means, keep=keep)
+        if self.copies is not None:
+            self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
+        return gradients
 
     def _publish_eager(self, step: TrainingStep, gradient: Number, *, keep: bool) -> list[torch.Tensor | None]:
         if self.settings.narrow_range:

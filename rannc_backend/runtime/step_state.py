@@ -14,6 +14,7 @@ import torch
 
 from rannc_backend.ir.action import Channel
 from rannc_backend.runtime.buckets import PendingGradients
+from rannc_backend.runtime.copy_report import StepCopies
 from rannc_backend.runtime.messages import Incoming, RowsTensors
 from rannc_backend.runtime.meter import StepRecord
 from rannc_backend.runtime.rows import Piece, RowTable
@@ -54,6 +55,7 @@ class StepState:
     partials: dict[str, torch.Tensor] = field(default_factory=dict)  # summed over this rank's slices
     row_outputs: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # this rank's rows of user outputs
     user_gradients: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # gradients of this rank's input rows
+    copies: StepCopies = field(default_factory=StepCopies)
     replicated_outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def output_gradient(self, slot: Any, micro_batch: int) -> torch.Tensor | None:

@@ -232,10 +232,10 @@ def run_pipeline(
                 else:
                     chosen.append(grads.get(output.name))
 
-            def sink(position: int, gradient: Tensor, stage: CompiledStage = stage) -> None:
-                _add(results.parameter_gradients, stage.inputs[position].name, gradient)
-
+            sink = stage.scratch_gradients()
             returned = stage.backward(saved, chosen, sink)
+            for position, gradient in sink.gradients.items():
+                _add(results.parameter_gradients, stage.inputs[position].name, gradient)
             for position, gradient in zip(stage.grad_inputs, returned, strict=True):
                 _add(grads, stage.inputs[position].name, gradient)
         for name in rowwise.batch_names:

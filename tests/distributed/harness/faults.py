@@ -51,8 +51,16 @@ def _scaled_gradients() -> None:
 
 
 class _Nowhere:
-    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
-        """Forget the gradient."""
+    """Takes gradients and forgets them."""
+
+    def __init__(self, pending: Any) -> None:
+        self.pending = pending
+
+    def target(self, name: str) -> tuple[torch.Tensor, bool]:
+        return torch.empty_like(self.pending.view(name)), False
+
+    def made(self, name: str) -> None:
+        return
 
 
 def _dropped_gradient() -> None:
@@ -64,7 +72,7 @@ def _dropped_gradient() -> None:
     def patched(self: Any, action: Any, state: Any) -> None:
         kept = state.pending
         if action.micro_batch == 1:
-            state.pending = _Nowhere()
+            state.pending = _Nowhere(kept)
         backward(self, action, state)
         state.pending = kept
 

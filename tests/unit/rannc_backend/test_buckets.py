@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from rannc_backend.runtime.buckets import GradientBuckets, plan_buckets
+from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
+from rannc_backend.runtime.buckets import BufferPool, GradientBuckets, PendingGradients, StageGradients, plan_buckets
 
 STAGE = (0, 1)
+SLOT = ALIGNMENT_BYTES // 4  # elements that a gradient of four floats takes
 
 
 class Reductions:
@@ -24,39 +27,74 @@ class Reductions:
         """Done at once."""
 
 
-def make(owners: dict[str, tuple[int, ...]], capacity_bytes: float = 40) -> tuple[GradientBuckets, Reductions]:
+def make(owners: dict[str, tuple[int, ...]], capacity_bytes: float = 1.5 * ALIGNMENT_BYTES) -> tuple[GradientBuckets, Reductions]:
     parameters = {name: torch.nn.Parameter(torch.zeros(4)) for name in owners}
     reductions = Reductions()
     layout = plan_buckets(list(parameters.items()), owners, STAGE, capacity_bytes)
     return GradientBuckets(layout=layout, parameters=parameters, stage_ranks=STAGE, start_reduce=reductions), reductions
 
 
+def give(pending: PendingGradients, name: str, gradient: torch.Tensor) -> None:
+    """What a backward does with one gradient."""
+    view, holds = pending.target(name)
+    view.copy_(view + gradient if holds else gradient)
+    pending.made(name)
+
+
+def step(buckets: GradientBuckets, value: float, scale: float = 1.0) -> None:
+    """One step in which every parameter gets one gradient."""
+    pending = buckets.pending()
+    pending.arm()
+    for name in buckets.parameters:
+        give(pending, name, torch.full((4,), value))
+    pending.finish()
+    buckets.publish(pending, scale, keep=False)
+
+
 def test_sum_over_micro_batches_then_over_ranks() -> None:
     buckets, reductions = make({"a": STAGE, "b": STAGE, "c": STAGE})
     pending = buckets.pending()
     for name in "abc":
-        pending.accumulate(name, torch.ones(4))
+        give(pending, name, torch.ones(4))
     assert reductions.started == []
     pending.arm()
-    pending.accumulate("a", torch.ones(4))
-    pending.accumulate("b", torch.ones(4))
-    assert reductions.started == [(8, STAGE)], "the first bucket goes while the rest of backward runs"
-    pending.accumulate("c", torch.ones(4))
+    give(pending, "a", torch.ones(4))
+    give(pending, "b", torch.ones(4))
+    assert reductions.started == [(2 * SLOT, STAGE)], "the first bucket goes while the rest of backward runs"
+    give(pending, "c", torch.ones(4))
     pending.finish()
     buckets.publish(pending, 0.5, keep=False)
     assert all(torch.equal(parameter.grad, torch.full((4,), 2.0)) for parameter in buckets.parameters.values())
-    assert [count for count, _ in reductions.started] == [8, 4]
+    assert [count for count, _ in reductions.started] == [2 * SLOT, SLOT]
     # A base would be followed by Dynamo when it compiles the next mode of the model.
     assert all(parameter.grad._base is None for parameter in buckets.parameters.values())
+
+
+def test_gradients_begin_at_multiples_of_128_bytes() -> None:
+    parameters = [("a", torch.zeros(3, 5)), ("b", torch.zeros(1)), ("c", torch.zeros(40)), ("d", torch.zeros(0)), ("e", torch.zeros(2))]
+    layout = plan_buckets(parameters, {name: STAGE for name, _ in parameters}, STAGE, 2**20)
+    assert [slot.offset * 4 % ALIGNMENT_BYTES for slot in layout.slots.values()] == [0] * 5
+    spans = sorted((slot.offset, slot.offset + slot.numel) for slot in layout.slots.values())
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert spans[-1][1] <= layout.buckets[0].numel
+
+
+def test_positions_of_a_stage_are_names_of_the_buckets() -> None:
+    buckets, _ = make({"a": STAGE, "b": STAGE})
+    pending = buckets.pending()
+    sink = StageGradients(pending, {5: "b", 0: "a"})
+    assert sink.target(5)[0] is pending.view("b") and sink.target(5)[1] is False
+    sink.made(5)
+    assert pending.received == {"b"} and sink.target(5)[1] is True and sink.target(0)[1] is False
 
 
 def test_buckets_of_a_group_start_in_order_even_when_a_later_one_fills_first() -> None:
     buckets, reductions = make({"a": STAGE, "b": STAGE}, capacity_bytes=16)
     pending = buckets.pending()
     pending.arm()
-    pending.accumulate("b", torch.ones(4))
+    give(pending, "b", torch.ones(4))
     assert reductions.started == []
-    pending.accumulate("a", torch.ones(4))
+    give(pending, "a", torch.ones(4))
     assert len(reductions.started) == 2
 
 
@@ -64,10 +102,10 @@ def test_tied_parameter_without_gradient_here_still_joins_its_group() -> None:
     buckets, reductions = make({"own": STAGE, "tied": (0, 1, 2)})
     pending = buckets.pending()
     pending.arm()
-    pending.accumulate("own", torch.ones(4))
+    give(pending, "own", torch.ones(4))
     pending.finish()
     buckets.publish(pending, 1.0, keep=False)
-    assert (4, (0, 1, 2)) in reductions.started
+    assert (SLOT, (0, 1, 2)) in reductions.started
     assert torch.equal(buckets.parameters["tied"].grad, torch.zeros(4))
 
 
@@ -75,7 +113,7 @@ def test_parameter_that_no_gradient_reaches_keeps_none() -> None:
     buckets, _ = make({"a": STAGE, "b": STAGE})
     pending = buckets.pending()
     pending.arm()
-    pending.accumulate("a", torch.ones(4))
+    give(pending, "a", torch.ones(4))
     pending.finish()
     buckets.publish(pending, 1.0, keep=False)
     assert buckets.parameters["b"].grad is None
@@ -84,34 +122,83 @@ def test_parameter_that_no_gradient_reaches_keeps_none() -> None:
 def test_published_gradients_accumulate_and_buffers_are_reused_only_when_free() -> None:
     buckets, _ = make({"a": (0,)})
     parameter = buckets.parameters["a"]
-
-    def step(value: float) -> None:
-        pending = buckets.pending()
-        pending.arm()
-        pending.accumulate("a", torch.full((4,), value))
-        pending.finish()
-        buckets.publish(pending, 1.0, keep=False)
-
-    step(1.0)
+    step(buckets, 1.0)
     address = parameter.grad.data_ptr()
-    step(2.0)
+    step(buckets, 2.0)
     assert torch.equal(parameter.grad, torch.full((4,), 3.0)) and parameter.grad.data_ptr() == address
     kept = parameter.grad.detach()
     parameter.grad = None
-    step(5.0)
+    step(buckets, 5.0)
     assert torch.equal(kept, torch.full((4,), 3.0)), "a gradient that the user keeps is never overwritten"
     del kept
     parameter.grad = None
-    step(7.0)
+    step(buckets, 7.0)
     assert parameter.grad.data_ptr() == address, "zero_grad(set_to_none=True) makes no new memory"
-    assert len(buckets._pool) == 2
+    assert len(buckets.pool.tensors()) == 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_costs_no_memory_and_the_gradient_is_born_where_it_is_published(set_to_none: bool) -> None:
+    buckets, _ = make({"a": (0,), "b": (0,)}, capacity_bytes=16)
+    optimizer = torch.optim.SGD(buckets.parameters.values(), lr=0.1)
+    addresses = set()
+    for number in range(5):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        step(buckets, float(number))
+        addresses.add(tuple(parameter.grad.data_ptr() for parameter in buckets.parameters.values()))
+        assert all(torch.equal(p.grad, torch.full((4,), float(number))) for p in buckets.parameters.values())
+    assert len(addresses) == 1
+    # Where gradients stay and are added to, what is added needs memory as well.
+    assert len(buckets.pool.tensors()) == (2 if set_to_none else 4)
+
+
+def test_one_kept_gradient_keeps_one_bucket() -> None:
+    buckets, _ = make({"a": (0,), "b": (0,)}, capacity_bytes=16)
+    step(buckets, 1.0)
+    kept = buckets.parameters["a"].grad
+    for parameter in buckets.parameters.values():
+        parameter.grad = None
+    step(buckets, 2.0)
+    assert torch.equal(kept, torch.ones(4))
+    assert len(buckets.pool.tensors()) == 3, "the other bucket was used again"
+
+
+@pytest.mark.parametrize("keep", ["detach", "numpy", "view", "alias"])
+def test_whatever_refers_to_a_gradient_keeps_it(keep: str) -> None:
+    buckets, _ = make({"a": (0,)})
+    step(buckets, 1.0)
+    parameter = buckets.parameters["a"]
+    match keep:
+        case "detach":
+            kept = parameter.grad.detach()
+        case "numpy":
+            kept = parameter.grad.numpy()
+        case "view":
+            kept = parameter.grad[1:3]
+        case _:
+            kept = parameter.grad
+    buckets.parameters["a"].grad = None
+    step(buckets, 2.0)
+    assert all(value == 1.0 for value in kept), "a gradient that the user keeps is never overwritten"
+
+
+def test_graphs_of_a_model_share_buffers() -> None:
+    first, _ = make({"a": (0,)})
+    second, _ = make({"a": (0,)})
+    second.pool = first.pool = BufferPool()
+    step(first, 1.0)
+    first.parameters["a"].grad = None
+    step(second, 2.0)
+    second.parameters["a"].grad = None
+    step(first, 3.0)
+    assert len(first.pool.tensors()) == 1
 
 
 def test_retained_graph_publishes_copies() -> None:
     buckets, _ = make({"a": (0,)})
     pending = buckets.pending()
     pending.arm()
-    pending.accumulate("a", torch.ones(4))
+    give(pending, "a", torch.ones(4))
     pending.finish()
     buckets.publish(pending, 2.0, keep=True)
     buckets.publish(pending, 3.0, keep=False)

@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
+from rannc_backend.compile_gradients import ScratchGradients
 from rannc_backend.compile_partitions import StagePartition, partitions_of
 from rannc_backend.compile_stages import CompileCache, CompiledStage
 from rannc_backend.errors import UnsupportedModelError
@@ -148,7 +149,12 @@ def test_swapped_parameter_gradients_are_seen() -> None:
 
     def swapped(saved: Any, grads: Any, sink: Any) -> list[Tensor]:
         other = {weights[0]: weights[1], weights[1]: weights[0]}
-        return honest(saved, grads, lambda position, gradient: sink(other.get(position, position), gradient))
+        own = stages[0].scratch_gradients()
+        returned = honest(saved, grads, own)
+        for position, gradient in own.gradients.items():
+            sink.target(other.get(position, position))[0].copy_(gradient)
+            sink.made(other.get(position, position))
+        return returned
 
     stages[0].backward = swapped  # type: ignore[method-assign]
     assert compare("perceptron", stages, SIZES) > 1e-4
@@ -182,10 +188,11 @@ def _one_stage(name: str, rows: int = 4, **options: Any) -> tuple[CompiledStage,
 def test_saved_values_serve_twice_unless_handed_over() -> None:
     stage, _, outputs, saved = _one_stage("gpt2")
     grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
-    runs: list[dict[int, Tensor]] = [{}, {}, {}]
+    sinks = [stage.scratch_gradients() for _ in range(3)]
     handed_over = list(saved)
-    for kept, run in zip((saved, saved, handed_over), runs, strict=True):
-        stage.backward(kept, grads, run.__setitem__)
+    for kept, sink in zip((saved, saved, handed_over), sinks, strict=True):
+        stage.backward(kept, grads, sink)
+    runs = [sink.gradients for sink in sinks]
     assert handed_over == []
     assert isinstance(saved, tuple)
     assert set(runs[0]) == set(stage.grad_parameters)
@@ -202,15 +209,17 @@ def test_gradients_come_early_and_saved_values_go_early() -> None:
     assert len(watched) >= 3
     grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
     alive_at: list[int] = []
-    stage.backward(saved, grads, lambda position, gradient: alive_at.append(sum(w() is not None for w in watched)))
+    sink = stage.scratch_gradients()
+    sink.on_made = lambda position: alive_at.append(sum(w() is not None for w in watched))
+    stage.backward(saved, grads, sink)
     assert len(alive_at) == 8
     # Something is still kept when the first gradient comes, and less and less after it.
     assert alive_at[0] > alive_at[4] > alive_at[-1] or alive_at[0] > alive_at[-1] == 0
-    order: list[int] = []
     _, saved_again = stage.forward(args)
-    stage.backward(saved_again, grads, lambda position, gradient: order.append(position))
+    again = stage.scratch_gradients()
+    stage.backward(saved_again, grads, again)
     used = [position for position, source in enumerate(stage.inputs) if source.kind == "parameter"]
-    assert set(order[:2]) == set(used[-2:]), "the last layer's gradients come first"
+    assert set(again.order[:2]) == set(used[-2:]), "the last layer's gradients come first"
 
 
 def test_nothing_of_autograd_is_recorded_and_inputs_stay() -> None:
@@ -288,13 +297,13 @@ def test_gradients_of_a_value_listed_twice_are_summed() -> None:
     (boundary, shown), saved = first.forward([x])
     assert torch.equal(boundary, shown)
     one, two = torch.randn_like(x), torch.randn_like(x)
-    (gradient,) = first.backward(saved, [one, two], _no_sink)
+    (gradient,) = first.backward(saved, [one, two], _no_sink(first))
     leaf = x.clone().requires_grad_()
     torch.tanh(leaf).backward(one + two)
     assert relative_error(gradient, leaf.grad) <= EXACT
-    (only_one,) = first.backward(saved, [one, None], _no_sink)
+    (only_one,) = first.backward(saved, [one, None], _no_sink(first))
     assert relative_error(only_one, one * (1 - torch.tanh(x) ** 2)) <= EXACT
-    (nothing,) = first.backward(saved, [None, None], _no_sink)
+    (nothing,) = first.backward(saved, [None, None], _no_sink(first))
     assert torch.equal(nothing, torch.zeros_like(x))
 
 
@@ -308,7 +317,7 @@ def test_too_many_names_in_needs_grad_are_harmless() -> None:
     (stage,) = rowwise.compile(rowwise.cut(1))
     outputs, saved = stage.forward([x[:5]])
     assert stage.grad_outputs == (0,), "integers take no gradient"
-    (gradient,) = stage.backward(saved, [torch.ones_like(outputs[0])], _no_sink)
+    (gradient,) = stage.backward(saved, [torch.ones_like(outputs[0])], _no_sink(stage))
     assert torch.equal(gradient, torch.zeros(5, 3, dtype=torch.float64))
 
 
@@ -327,7 +336,7 @@ def test_outputs_and_gradients_own_their_memory() -> None:
     pointers = {output.untyped_storage().data_ptr() for output in outputs}
     assert x.untyped_storage().data_ptr() not in pointers
     grads = [torch.randn_like(outputs[position]) for position in stage.grad_outputs]
-    (gradient,) = stage.backward(saved, grads, _no_sink)
+    (gradient,) = stage.backward(saved, grads, _no_sink(stage))
     leaf = x.clone().requires_grad_()
     torch.autograd.backward(Views()(leaf), grads)
     assert relative_error(gradient, leaf.grad) <= EXACT
@@ -340,7 +349,7 @@ def test_outputs_and_gradients_own_their_memory() -> None:
     (stage,) = rowwise.compile(rowwise.cut(1))
     (output,), saved = stage.forward([x])
     grad = torch.randn_like(output)
-    (gradient,) = stage.backward(saved, [grad], _no_sink)
+    (gradient,) = stage.backward(saved, [grad], _no_sink(stage))
     assert torch.equal(gradient, grad)
     assert gradient.untyped_storage().data_ptr() != grad.untyped_storage().data_ptr()
 
@@ -355,7 +364,7 @@ def test_inputs_and_gradients_may_be_strided_or_of_another_dtype() -> None:
     for value in (x, strided):
         outputs, saved = stage.forward(_forward_args(rowwise, stage, [value]))
         grads = [torch.ones((), dtype=torch.float32).expand(outputs[p].shape) for p in stage.grad_outputs]
-        results.append(stage.backward(saved, grads, lambda position, gradient: None)[0])
+        results.append(stage.backward(saved, grads, stage.scratch_gradients())[0])
     assert torch.equal(results[0], results[1])
 
 
@@ -368,9 +377,9 @@ def test_autocast_of_the_caller_changes_nothing() -> None:
         (stage,) = rowwise.compile(rowwise.cut(1))
         args = _forward_args(rowwise, stage, [x])
         (output,), saved = stage.forward(args)
-        found: dict[int, Tensor] = {}
-        (gradient,) = stage.backward(saved, [torch.ones_like(output)], found.__setitem__)
-    assert {value.dtype for value in (output, gradient, *found.values())} == {torch.float32}
+        sink = stage.scratch_gradients()
+        (gradient,) = stage.backward(saved, [torch.ones_like(output)], sink)
+    assert {value.dtype for value in (output, gradient, *sink.gradients.values())} == {torch.float32}
     assert relative_error(output, model(x).detach()) <= 1e-6
     assert relative_error(gradient, torch.ones(6, 6) @ model.weight.detach()) <= 1e-6
 
@@ -441,8 +450,9 @@ def test_a_batch_size_that_compilation_excluded_is_compiled_for_again() -> None:
         rowwise.compile(rowwise.cut(1))[0].forward([x])
 
 
-def _no_sink(position: int, gradient: Tensor) -> None:
-    raise AssertionError(f"no parameter at {position} has a gradient")
+def _no_sink(stage: CompiledStage) -> ScratchGradients:
+    assert stage.grad_parameters == (), "no parameter has a gradient"
+    return stage.scratch_gradients()
 
 
 def test_kernel_choice_of_a_convolution_does_not_limit_the_batch() -> None:

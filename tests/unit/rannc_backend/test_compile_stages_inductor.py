@@ -96,9 +96,10 @@ def test_saved_values_survive_a_backward(
     values = {**rowwise.parameters, rowwise.batch_names[0]: torch.randn(3, 4, 6, dtype=torch.float64)}
     outputs, saved = stage.forward([values[source.name] for source in stage.inputs])
     grads = [torch.randn_like(outputs[position]) for position in stage.grad_outputs]
-    runs: list[dict[int, Tensor]] = [{}, {}]
-    for run in runs:
-        stage.backward(saved, grads, run.__setitem__)
+    sinks = [stage.scratch_gradients() for _ in range(2)]
+    for sink in sinks:
+        stage.backward(saved, grads, sink)
+    runs = [sink.gradients for sink in sinks]
     assert set(runs[0]) == set(stage.grad_parameters)
     assert all(torch.equal(runs[0][position], runs[1][position]) for position in runs[0])
 
@@ -115,6 +116,59 @@ def test_inductor_takes_strided_inputs_and_gradients(
         outputs, saved = stage.forward([values[source.name] for source in stage.inputs])
         ones = [torch.ones((), dtype=torch.float32).expand(outputs[position].shape) for position in stage.grad_outputs]
         grads = ones if strided else [grad.double().contiguous() for grad in ones]
-        results.append((outputs, stage.backward(saved, grads, lambda position, gradient: None)))
+        results.append((outputs, stage.backward(saved, grads, stage.scratch_gradients())))
     for plain, other in zip(results[0], results[1], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+EXACT = 1e-12
+
+
+class Pair(nn.Module):
+    """Two values cross the cut; the linear layer before them and after them is used in both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        left, right = hidden.sin(), hidden.cos()
+        return self.outer(left * right + left).exp() + right
+
+
+def test_values_and_gradients_are_stored_in_messages() -> None:
+    torch.manual_seed(0)
+    model = Pair().double()
+    x = torch.randn(6, 6, dtype=torch.float64)
+    rowwise = capture(model, lambda m, v: (m(v),), [x], ["rows"])
+    places = [rowwise.staged_names.index("cos") + 1]
+    crossing = frozenset({"sin", "cos"})
+    first, second = rowwise.compile(rowwise.cut(2, places), "inductor", stored=crossing, stored_gradients=crossing)
+    assert [first.outputs[position].name for position in first.stored_outputs] == ["sin", "cos"]
+    assert {second.inputs[position].name for position in second.stored_gradients} == crossing
+    leaf = x[:5].clone().requires_grad_()
+    expected = model(leaf)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    for given in (True, False):
+        message = torch.full((2, 5, 6), torch.nan, dtype=torch.float64)
+        values = {**rowwise.parameters, rowwise.batch_names[0]: x[:5]}
+        destinations = {position: message[i] for i, position in enumerate(first.stored_outputs)} if given else {}
+        outputs, saved = first.forward([values[source.name] for source in first.inputs], destinations)
+        values |= {slot.name: output for slot, output in zip(first.outputs, outputs, strict=True)}
+        (result,), saved_behind = second.forward([values[source.name] for source in second.inputs])
+        assert relative_error(result, expected.detach()) <= EXACT
+        sent_back = torch.full((2, 5, 6), torch.nan, dtype=torch.float64)
+        places_back = {position: sent_back[i] for i, position in enumerate(second.stored_gradients)} if given else {}
+        returned = second.backward(saved_behind, [grad], second.scratch_gradients(), places_back)
+        by_name = {second.inputs[p].name: gradient for p, gradient in zip(second.grad_inputs, returned, strict=True)}
+        sink = first.scratch_gradients()
+        (of_input,) = first.backward(saved, [by_name[first.outputs[p].name] for p in first.grad_outputs], sink)
+        assert relative_error(of_input, leaf.grad) <= EXACT
+        weight = next(p for p in first.grad_parameters if rowwise.parameters[first.inputs[p].name] is model.inner.weight)
+        assert relative_error(sink.gradients[weight], model.inner.weight.grad) <= EXACT
+        assert first.how_gradients_are_written[weight] == ("product",) and first.gradient_copies.launches == 0
+        if given:
+            assert not message.isnan().any() and not sent_back.isnan().any()
+            assert outputs[first.stored_outputs[0]].data_ptr() == message.data_ptr()

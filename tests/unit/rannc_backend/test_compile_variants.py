@@ -78,10 +78,9 @@ def test_a_stage_over_new_fakes_gives_the_same(hint: int) -> None:
         torch.testing.assert_close(output, expected.detach(), rtol=1e-12, atol=1e-12)
         model.zero_grad()
         expected.sum().backward()
-        gradients: dict[str, torch.Tensor] = {}
-        compiled.backward(
-            saved, [torch.ones_like(output)], lambda place, grad, into=gradients: into.update({stage.inputs[place].name: grad.clone()})
-        )
+        sink = compiled.scratch_gradients()
+        compiled.backward(saved, [torch.ones_like(output)], sink)
+        gradients = {stage.inputs[position].name: gradient for position, gradient in sink.gradients.items()}
         by_value = {id(parameter): parameter.grad for parameter in model.parameters()}
         for name, parameter in graph.parameters.items():
             torch.testing.assert_close(gradients[name], by_value[id(parameter)], rtol=1e-12, atol=1e-12)

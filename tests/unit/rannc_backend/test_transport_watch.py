@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rannc_backend.compile_gradients import GradientSink, ScratchGradients
 from rannc_backend.compile_watched import DisplayedStage, VerifiedStage, relative_difference
 from rannc_backend.config import Config
 from rannc_backend.errors import CommunicationError
+from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.buckets import PendingGradients, plan_buckets
 from rannc_backend.runtime.late_reductions import LateReductions
 from rannc_backend.runtime.transport import SingleTransport
@@ -148,7 +150,7 @@ def test_late_reductions_start_after_the_last_backward(late: bool) -> None:
         pending = gradients()
         pending.arm()
         for name in "abc":
-            pending.accumulate(name, torch.ones(4))
+            pending.made(name)
             events.append(f"gradient {name}")
         pending.finish()
         backward = [event for event in events if event.startswith(("start", "gradient"))]
@@ -163,21 +165,27 @@ class FakeStage:
     inputs = (SimpleNamespace(name="w", kind="parameter"), SimpleNamespace(name="x", kind="batch"))
     outputs = (SimpleNamespace(name="y", kind="boundary"),)
     grad_outputs, grad_inputs, grad_parameters = (0,), (1,), (0,)
+    stored_outputs = stored_gradients = ()
+    gradient_copies = CopyReport()
 
     def __init__(self, error: float = 0.0, num_saved: int = 1) -> None:
         self.error, self.num_saved = error, num_saved
 
-    def forward(self, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    def forward(self, args: Sequence[torch.Tensor], destinations: Any = None) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         return [2 * args[1]], (len(args[1]), *[args[1]] * self.num_saved)
 
-    def backward(self, saved: Any, grads: Sequence[Any], sink: Callable[[int, torch.Tensor], None]) -> list[torch.Tensor]:
+    def scratch_gradients(self) -> ScratchGradients:
+        return ScratchGradients({0: torch.empty(4)})
+
+    def backward(self, saved: Any, grads: Sequence[Any], sink: GradientSink, destinations: Any = None) -> list[torch.Tensor]:
         assert len(saved) == 1 + self.num_saved
         if isinstance(saved, list):
             saved.clear()
-        sink(0, grads[0] + self.error)
+        sink.target(0)[0].copy_(grads[0] + self.error)
+        sink.made(0)
         return [2 * grads[0] + self.error]
 
-    def infer(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def infer(self, args: Sequence[torch.Tensor], destinations: Any = None) -> list[torch.Tensor]:
         return [2 * args[1]]
 
 
@@ -189,9 +197,9 @@ def test_a_backward_with_recompute_is_compared(
     stage: Any = VerifiedStage(FakeStage(error, 1), FakeStage(0.0, 3), 2)  # type: ignore[arg-type]
     outputs, saved = stage.forward([torch.ones(1), torch.ones(4)])
     assert torch.equal(outputs[0], torch.full((4,), 2.0))
-    taken: dict[int, torch.Tensor] = {}
-    results = stage.backward(list(saved) if as_list else saved, [torch.ones(4)], taken.__setitem__)
-    assert torch.equal(results[0], torch.full((4,), 2.0) + error) and torch.equal(taken[0], torch.ones(4) + error)
+    taken = ScratchGradients({0: torch.empty(4)})
+    results = stage.backward(list(saved) if as_list else saved, [torch.ones(4)], taken)
+    assert torch.equal(results[0], torch.full((4,), 2.0) + error) and torch.equal(taken.gradients[0], torch.ones(4) + error)
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split("gradient of ")[1].split(":")[0] for message in messages] == found
     assert all(message.startswith("verify_recomp: stage 2") for message in messages)

@@ -1,0 +1,130 @@
+"""Operators by which a backward graph writes parameter gradients where they stay: into views of gradient buckets.
+
+In: a view of a bucket, and what the gradient is made of. Out: nothing; the view holds the sum over the micro-batches so far. The operators
+are registered with torch.library, so they stay visible in graphs, and Inductor keeps them as they are.
+
+Terms. The *turn* says what a view holds before: nothing (FIRST) or a sum to add to (LATER). It is a number of the graph, hence not 0 or 1,
+which torch takes for constants. The *listener* is told as soon as a gradient has its last term; it is who reduces the bucket over ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rannc_backend.kernels import gradient_bucket
+from rannc_backend.kernels.gradient_bucket import DTYPE_CODES
+
+FIRST, LATER = 2, 3
+
+
+class Listener(Protocol):
+    """Who wants to know that gradients are complete."""
+
+    def made(self, position: int) -> None:
+        """The gradient of parameter `position` (whatever the graph's maker counts) has its last term of this micro-batch."""
+
+
+# Graphs hold tensors and numbers only, so who listens is known by who calls: set for the time of one call, by `listening`.
+_LISTENER: ContextVar[Listener | None] = ContextVar("gradient listener", default=None)
+
+_LIBRARY = torch.library.Library("rannc", "FRAGMENT")
+_LIBRARY.define(
+    "write_product_(Tensor(a!) bucket, int[] size, int[] stride, Tensor left, Tensor right, SymInt turn) -> ()",
+    tags=(torch.Tag.flexible_layout,),  # products read either order
+)
+_LIBRARY.define("write_rows_(Tensor(a!) bucket, Tensor index, Tensor rows, int padding_index, SymInt turn) -> ()")
+_LIBRARY.define("write_gradients_(Tensor(a!)[] buckets, Tensor[] gradients, SymInt turn) -> ()")
+_LIBRARY.define("gradients_made_(Tensor(a!)[] buckets, int[] positions) -> ()")
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of gradients that graphs called in this context complete."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def write_product(bucket: Tensor, size: Sequence[int], stride: Sequence[int], left: Tensor, right: Tensor, turn: int) -> None:
+    """bucket (+)= left @ right, by the matrix product itself: nothing is written beside the bucket.
+
+    Args:
+        bucket: a gradient; `size` and `stride` are how its memory looks as the product, [m, n] or [batch, m, n].
+        left, right: [m, k] and [k, n], or with a batch dimension in front.
+        turn: FIRST or LATER.
+    """
+    out = bucket.as_strided(size, stride)
+    if turn == FIRST:
+        (torch.mm if len(size) == 2 else torch.bmm)(left, right, out=out)
+    elif len(size) == 2:
+        out.addmm_(left, right)
+    else:
+        out.baddbmm_(left, right)
+
+
+def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, turn: int) -> None:
+    """bucket[index[i]] += rows[i], over all i, as the gradient of an embedding table; only rows that occur are touched after FIRST.
+
+    Args:
+        bucket: [rows of the table, *features].
+        index: integers of any shape; those equal to `padding_index` are left out.
+        rows: [*index.shape, *features].
+        turn: FIRST or LATER.
+    """
+    if turn == FIRST:
+        bucket.zero_()
+    if padding_index >= 0:
+        padding = (index == padding_index).reshape(*index.shape, *[1] * (rows.dim() - index.dim()))
+        rows = rows.masked_fill(padding, 0)
+    bucket.index_add_(0, index.reshape(-1), rows.reshape(-1, *bucket.shape[1:]))
+
+
+def write_gradients(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
+    """buckets[i] (+)= gradients[i], cast where the dtypes differ; on a GPU one launch for those of a bucket."""
+    if len(buckets) > 1 and all(tensor.is_cuda and tensor.dtype in DTYPE_CODES for tensor in (*buckets, *gradients)):
+        write_in_one_launch(buckets, gradients, turn)
+        return
+    for bucket, gradient in zip(buckets, gradients, strict=True):
+        if turn == FIRST:
+            bucket.copy_(gradient)
+        else:
+            bucket.add_(gradient)
+
+
+def write_in_one_launch(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
+    """`write_gradients` by the kernel of gradient_bucket.py, once for all views of the same memory. Views must be contiguous."""
+    members: dict[int, list[int]] = {}
+    for index, bucket in enumerate(buckets):
+        members.setdefault(bucket.untyped_storage().data_ptr(), []).append(index)
+    for indices in members.values():
+        first = buckets[indices[0]]
+        flat = first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
+        offsets = [int(buckets[index].storage_offset()) for index in indices]
+        gradient_bucket.write_gradients(flat, [gradients[index] for index in indices], offsets, accumulate=turn == LATER)
+
+
+def gradients_made(buckets: Sequence[Tensor], positions: Sequence[int]) -> None:
+    """Tell the listener; `buckets` are named so that this comes after all that writes them."""
+    del buckets
+    listener = _LISTENER.get()
+    if listener is not None:
+        for position in positions:
+            listener.made(position)
+
+
+for _name, _function in (
+    ("write_product_", write_product),
+    ("write_rows_", write_rows),
+    ("write_gradients_", write_gradients),
+    ("gradients_made_", gradients_made),
+):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rannc::{_name}", lambda *arguments: None, lib=_LIBRARY)
