@@ -4,7 +4,10 @@ In: tensors of the compute stream, peers, routes, groups of ranks. Out: works wh
 `streams` and `lent_buffers`; a *lane* is a process group of its own with the stream that its operations are queued on.
 
 - One lane per route (a channel with its ranks), one per group of ranks that reduces. NCCL runs the operations of one group one after
-  the other, so two directions that shared a group would wait for each other. All ranks make the same lanes in the same order.
+  the other, so two directions that shared a group would wait for each other. Where ranks both send and receive on a channel (input
+  rows, between the replicas of a stage), it has a lane for each destination, or for each source where those are fewer: then no rank
+  does both on one lane, and since all post in the order of micro-batches and ranks, no circle of waits can close. All ranks make the same
+  lanes in the same order.
 - A send starts after what the compute stream had been given when it was posted, which ends with the kernel that made the message. A
   receive is posted from its lane's own stream and starts when its buffer is ready, whatever the compute stream is doing. A reduction
   runs on its lane's stream, after the gradients that it reduces.
@@ -88,6 +91,38 @@ class _Lane:
     stream: Stream | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """The lanes of one channel: one, or one for each rank at one of its ends (``split``: "", "source" or "destination")."""
+
+    split: str
+    by_pivot: dict[int | None, _Lane]
+
+    def of(self, source: int, destination: int) -> _Lane:
+        """The lane of a message."""
+        return self.by_pivot[{"": None, "source": source, "destination": destination}[self.split]]
+
+
+def split_by(route: Route) -> str:
+    """The end by which a channel must be split so that no rank both sends and receives on one lane; "" where none does."""
+    sends = {s for s in route.sources if any(d != s for d in route.destinations)}
+    receives = {d for d in route.destinations if any(s != d for s in route.sources)}
+    if not sends & receives:
+        return ""
+    return "destination" if len(route.destinations) <= len(route.sources) else "source"
+
+
+def parts_of(route: Route, split: str) -> list[tuple[int | None, Route]]:
+    """The parts of a split route, with the rank that each is for; those in which nobody has anybody to talk to are left out."""
+    if split == "destination":
+        parts = [(rank, Route(route.channel, route.sources, (rank,))) for rank in route.destinations]
+    elif split == "source":
+        parts = [(rank, Route(route.channel, (rank,), route.destinations)) for rank in route.sources]
+    else:
+        return [(None, route)]
+    return [(pivot, part) for pivot, part in parts if len(part.ranks) > 1]
+
+
 class StreamWork:
     """A message; keeps its tensor until the compute stream waits for it."""
 
@@ -149,7 +184,7 @@ class NcclTransport:
         self._calls = calls
         self._watch = watch
         self._groups = groups
-        self._routes: dict[str, _Lane] = {}
+        self._routes: dict[str, _Lanes] = {}
         self._asked: dict[str, tuple[Route, bool]] = {}  # what the routes were made from
         self._reductions: dict[Ranks, _Lane] = {}
 
@@ -167,7 +202,7 @@ class NcclTransport:
                     self._queue(self._reductions[ranks], self._layer.empty(4).zero_(), "all-reduce", None).wait()
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> StreamWork | DoneWork:
-        lane = self._lane_of(tensor, peer, channel)
+        lane = self._lane_of(tensor, peer, channel, source=self.rank, destination=peer)
         if tensor.numel() == 0:
             return DoneWork()
         posted = self._calls.exchange([(unrecorded_alias(tensor), peer)], [], lane.group)
@@ -175,7 +210,7 @@ class NcclTransport:
         return StreamWork(posted, tensor)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> StreamWork | DoneWork:
-        lane = self._lane_of(tensor, peer, channel)
+        lane = self._lane_of(tensor, peer, channel, source=peer, destination=self.rank)
         if tensor.numel() == 0:
             return DoneWork()
         assert lane.stream is not None, f"rank {self.rank} has no part in {channel!r}"
@@ -236,9 +271,13 @@ class NcclTransport:
     def _add_route(self, route: Route, *, both: bool) -> None:
         if route.channel not in self._routes and len(route.ranks) > 1:
             self._asked[route.channel] = route, both
-            lane = self._new_lane(f"route {route.channel}", route.ranks)
-            self._routes[route.channel] = lane
-            self._connect(lane, route, both=both)
+            split = "" if both else split_by(route)
+            by_pivot: dict[int | None, _Lane] = {}
+            for pivot, part in parts_of(route, split):
+                name = f"route {route.channel}" + ("" if pivot is None else f" by {split} {pivot}")
+                by_pivot[pivot] = self._new_lane(name, part.ranks)
+                self._connect(by_pivot[pivot], part, both=both)
+            self._routes[route.channel] = _Lanes(split, by_pivot)
 
     def _new_lane(self, name: str, ranks: Ranks) -> _Lane:
         self.created.append(name)
@@ -255,9 +294,9 @@ class NcclTransport:
         receives = [(self._layer.empty(1), peer) for peer, destination in pairs if destination == self.rank]
         self._calls.exchange(sends, receives, lane.group).wait()
 
-    def _lane_of(self, tensor: torch.Tensor, peer: int, channel: str) -> _Lane:
+    def _lane_of(self, tensor: torch.Tensor, peer: int, channel: str, *, source: int, destination: int) -> _Lane:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
         assert channel in self._routes, f"channel {channel!r} was not prepared"
         assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"
-        return self._routes[channel]
+        return self._routes[channel].of(source, destination)
 

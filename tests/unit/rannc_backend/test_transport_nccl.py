@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rannc_backend.runtime import transport_nccl
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.lent_buffers import PinnedBuffers, ReceiveBuffers
 from rannc_backend.runtime.streams import unrecorded_alias
@@ -89,7 +90,7 @@ def test_a_receive_does_not_wait_for_what_is_being_computed() -> None:
     """It waits for its buffer's last use, and for nothing that was queued later."""
     first, second = make_ranks(2, [ROUTE])
     device, transport = second.device, second.transport
-    lane_stream: Any = transport._routes["0F1"].stream
+    lane_stream: Any = transport._routes["0F1"].of(0, 1).stream
     for number in range(4):
         first.transport.isend(torch.full((4,), float(number)), 1, "0F1").wait()
     last_addition: list[int] = []
@@ -178,7 +179,9 @@ def test_lanes_are_made_in_one_order_everywhere() -> None:
     ranks = make_ranks(4, routes, groups)
     assert len({tuple(rank.transport.created) for rank in ranks}) == 1
     assert len({tuple(rank.lanes.created) for rank in ranks}) == 1
-    assert ranks[0].lanes.created[:2] == [(0, 1, 2, 3), (0, 1, 2, 3)] and (1,) not in ranks[0].lanes.created
+    # The channel of all ranks, then the input rows by destination, since ranks 0 and 1 send and receive them.
+    assert ranks[0].transport.created[:3] == ["route state", "route -1F0 by destination 0", "route -1F0 by destination 1"]
+    assert ranks[0].lanes.created[:3] == [(0, 1, 2, 3)] * 3 and (1,) not in ranks[0].lanes.created
     # Every pair of a route is connected, in one batch per lane, with both ends in it.
     for number in {number for rank in ranks for number, _, _ in rank.lanes.exchanges}:
         batches = [(index, out, come) for index, rank in enumerate(ranks) for n, out, come in rank.lanes.exchanges if n == number]
@@ -190,6 +193,54 @@ def test_lanes_are_made_in_one_order_everywhere() -> None:
     before = list(ranks[0].transport.created)
     ranks[0].transport.prepare(channels=["state"], routes=routes, groups=groups)
     assert ranks[0].transport.created == before, "nothing is made twice"
+
+
+def rest_of_the_queues(ranks: list[Rank]) -> int:
+    """Operations that never run when each lane runs its operations one after the other, and a message needs both its ends."""
+    queues: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for index, rank in enumerate(ranks):
+        for number, sends, receives in rank.lanes.exchanges:
+            queues.setdefault((index, number), []).extend([("send", peer) for peer in sends] + [("receive", peer) for peer in receives])
+    moved = True
+    while moved:
+        moved = False
+        for (index, number), queue in queues.items():
+            if queue and queue[0][0] == "send":
+                other = queues.get((queue[0][1], number), [])
+                if other and other[0] == ("receive", index):
+                    del queue[0], other[0]
+                    moved = True
+    return sum(map(len, queues.values()))
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations"),
+    [((0, 1, 2), (0, 1, 2)), ((0, 1, 2, 3), (0, 1)), ((1, 2), (0, 1, 2, 3)), ((0, 1), (2, 3)), ((0, 1, 2), (2,))],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_sends_before_receives_cannot_block(
+    monkeypatch: pytest.MonkeyPatch, sources: tuple[int, ...], destinations: tuple[int, ...], whole: bool
+) -> None:
+    """As a program posts input rows: all sends first, then receives, by micro-batch and rank. One lane for all would hang."""
+    if whole:
+        monkeypatch.setattr(transport_nccl, "split_by", lambda route: "")
+    ranks = make_ranks(4, [Route("-1F0", sources, destinations)])
+    for rank in ranks:
+        rank.lanes.exchanges.clear()
+    for index, rank in enumerate(ranks):
+        if index in sources:
+            for _ in range(3):
+                for peer in destinations:
+                    if peer != index:
+                        rank.transport.isend(torch.ones(4), peer, "-1F0")
+    for index, rank in enumerate(ranks):
+        if index in destinations:
+            for _ in range(3):
+                for peer in sources:
+                    if peer != index:
+                        rank.transport.irecv(torch.empty(4), peer, "-1F0")
+    both_ends = bool(set(sources) & set(destinations)) and len(sources) > 1 and len(destinations) > 1
+    assert (rest_of_the_queues(ranks) > 0) is (whole and both_ends)
 
 
 def test_receive_buffers_are_bounded_and_given_back() -> None:
