@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.library import wrap_triton
 
-from rannc_backend.kernels.chunk_moves import cast_to, copy_bytes, move_elements, to_float8
+from rannc_backend.kernels.chunk_moves import cast_to, copy_bytes, from_float8, move_elements, to_float8
 from rannc_backend.kernels.message_layout import (
     GROUP_ELEMENTS,
     MessageLayout,
@@ -162,7 +162,7 @@ def _dequantize_groups(source, target, scales, count, dtype: tl.constexpr, block
     offsets = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = offsets < count
     scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + groups, mask=groups * 128 < count, other=0.0)
-    values = tl.load(source + offsets, mask=inside).to(tl.float32) * scale[:, None]
+    values = from_float8(tl.load(source + offsets, mask=inside), simulated) * scale[:, None]
     tl.store(target + offsets, cast_to(values, dtype, simulated), mask=inside)
 
 
@@ -235,7 +235,7 @@ def unpack(
     ``output``: a buffer of ``layout.output_bytes`` uint8, else a new one. The tensors are aligned to 128 bytes if their buffers are.
     """
     if layout.is_plain_tensor:
-        tensor = message.view(-1).view(layout.dtypes[0]).view(layout.shapes[0])
+        tensor = slot_view(message.view(-1).view(torch.uint8), 0, layout.shapes[0], layout.dtypes[0])
         return Unpacked([tensor], CopyReport(bytes_without_copy=tensor.nbytes))
     _check_buffer(message, layout.num_bytes, message.device)
     moved = [wire != Wire.SAME for wire in layout.wires]

@@ -8,8 +8,8 @@ Why it is written this way (seen in the code that Triton 3.6 and 3.7 make for sm
 - Where element sizes differ, 16-byte accesses on both sides would need an exchange through shared memory. Claiming a lesser alignment
   on the narrow side makes each thread own the same elements on both sides: 16 bytes on the wide one.
 - A loop over masked blocks of several elements per thread makes such an exchange too: one element per access there.
-- `SIMULATED`: the interpreter truncates where a GPU rounds to the nearest even, and cannot round to float8; there the value is
-  rounded first, by integer arithmetic, so that the cast that follows is exact.
+- `simulated`: the interpreter truncates where a GPU rounds to the nearest even, and its float8 is wrong in several ways; there the bits
+  are made by integer arithmetic.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def cast_to(x, dtype: tl.constexpr, simulated: tl.constexpr):
     if dtype == tl.bfloat16:
         if simulated:
             bits = x.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
+            bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+            return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 
@@ -35,12 +35,23 @@ def to_float8(x, simulated: tl.constexpr):
     """``x`` (float32, magnitude at most 448 or NaN) as e4m3, rounded to the nearest even."""
     if simulated:
         bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
+        sign = (bits >> 24) & 0x80
+        rounded = (bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)
+        normal = ((rounded >> 20) & 0x7FF) - (120 << 3)
         # Below 2**-6 steps are 2**-9: the sum with 1.5 * 2**14 has just these steps in float32.
-        small = (tl.abs(x) + 24576.0) - 24576.0
-        small = tl.where(x < 0, -small, small)
-        x = tl.where(x == x, tl.where(tl.abs(x) < 0.015625, small, normal), x)
+        small = (((tl.abs(x) + 24576.0) - 24576.0) * 512.0).to(tl.int32)
+        code = tl.where(x == x, tl.where(tl.abs(x) < 0.015625, small, normal), 0x7F)
+        return (sign | code).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
+
+
+@jit
+def from_float8(x, simulated: tl.constexpr):
+    """``x`` (e4m3) as float32."""
+    values = x.to(tl.float32)
+    if simulated:
+        values = tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), values)
+    return values
 
 
 @jit

@@ -356,14 +356,21 @@ def reference(
     compute = torch.float64 if bucket.dtype == torch.float64 else torch.float32
     scaled = is_scaled(scale)
     factor = scale.to(compute) if isinstance(scale, torch.Tensor) else scale
-    squares = torch.zeros((), dtype=compute, device=bucket.device)
-    num_bad = torch.zeros((), dtype=torch.int64, device=bucket.device)
+    squares = num_bad = 0
+    if results is not None:
+        squares = torch.zeros((), dtype=compute, device=bucket.device)
+        num_bad = torch.zeros((), dtype=torch.int64, device=bucket.device)
     for gradient, offset, added, there in zip(gradients, offsets, accumulate, placed):
         slot = bucket[offset : offset + gradient.numel()]
         source, target = (gradient.view(-1), slot) if to_bucket else (slot, gradient.view(-1))
         if scaled or not there:
             values = source.to(compute) * factor if scaled else source
-            target.copy_(target.to(compute) + values.to(compute) if added and not there else values)
+            if not added or there:
+                target.copy_(values)
+            elif target.dtype == compute:
+                target.add_(values.to(compute))
+            else:
+                target.copy_(target.to(compute) + values.to(compute))
         if results is not None:
             written = target.to(compute)
             squares = squares + (written * written).sum()

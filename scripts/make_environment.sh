@@ -41,6 +41,15 @@ fi
 echo "Installing rannc-backend and what its tests and examples need"
 "${pip[@]}" --editable '.[test,demo]'
 
+# The oldest Triton that the package admits, beside the environment's own: the tests of the kernels run with both.
+oldest_triton=3.6.0
+beside="$venv/share/triton-$oldest_triton"
+if [ ! -d "$beside/triton" ]; then
+    rm -rf "$beside" "$beside.part"
+    "${pip[@]}" --no-deps --target "$beside.part" "triton==$oldest_triton"
+    mv "$beside.part" "$beside"
+fi
+
 # An MPI of this machine is used if mpi4py really joins two of its ranks; otherwise a wheel brings one into the environment.
 two_ranks='from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2'
 if [ ! -e "$venv/bin/mpirun" ] && command -v mpirun >/dev/null 2>&1; then
