@@ -70,7 +70,8 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
     layout = plan_buckets(mine, table.owners, (), capacity_bytes)
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
-        buffer = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        # Zeros between gradients: see `BufferPool.take`.
+        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         views = []
         for name in bucket.names:
             slot = layout.slots[name]

@@ -133,31 +133,31 @@ def optimizer_state_goes_round(context: Context) -> None:
         torch.save(whole, shared)
     pyrannc.barrier()
     given_by_all = torch.load(shared)
-    for moment in ("before", "after"):
-        for giver, state in (("all ranks", given_by_all), ("rank 0", whole)):
-            what = f"loaded {moment} the first call by {giver}"
-            again = context.model()
-            fresh = make_optimizer(kind, again)
-            loaded = wrap(context, again, fresh)
-            loaded.load_state_dict(copy.deepcopy(weights))
-            if moment == "after":
-                loss_of(context, loaded, 7).backward()
-                fresh.zero_grad()
-            fresh.load_state_dict(copy.deepcopy(state), from_global=True)
-            if moment == "before":
-                loss_of(context, loaded, 7).backward()
-                fresh.zero_grad()
-            compare_optimizer(context, fresh.state_dict(from_global=True), expected.state_dict(), what)
-            other, other_expected = copy.deepcopy(alone.model), None
-            other_expected = make_optimizer(kind, other)
-            other_expected.load_state_dict(copy.deepcopy(expected.state_dict()))
-            twin = Alone(context)
-            twin.model = other
-            _step(context, loaded, fresh, twin, other_expected, 3)
-            for name, value in other.named_parameters():
-                context.findings.close("parameter", f"{name}, {what}", loaded.get_param(name), value, context.tolerance * 1e3)
-            held = {id(p) for p in fresh.state if num_elements(fresh.state[p])}
-            context.findings.that(held <= {id(p) for p in loaded.parameters()}, f"{what}: state of other ranks' parameters is kept")
+    for moment, giver in context.case.parameters["loads"]:
+        state = given_by_all if giver == "all ranks" else whole
+        what = f"loaded {moment} the first call by {giver}"
+        again = context.model()
+        fresh = make_optimizer(kind, again)
+        loaded = wrap(context, again, fresh)
+        loaded.load_state_dict(copy.deepcopy(weights))
+        if moment == "after":
+            loss_of(context, loaded, 7).backward()
+            fresh.zero_grad()
+        fresh.load_state_dict(copy.deepcopy(state), from_global=True)
+        if moment == "before":
+            loss_of(context, loaded, 7).backward()
+            fresh.zero_grad()
+        compare_optimizer(context, fresh.state_dict(from_global=True), expected.state_dict(), what)
+        twin = Alone(context)
+        twin.model.load_state_dict(alone.model.state_dict())
+        twin_optimizer = make_optimizer(kind, twin.model)
+        # The twin's own state: a loaded state_dict is not copied.
+        twin_optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
+        _step(context, loaded, fresh, twin, twin_optimizer, 3)
+        for name, value in twin.model.named_parameters():
+            context.findings.close("parameter", f"{name}, {what}", loaded.get_param(name), value, context.tolerance * 1e3)
+        held = {id(p) for p in fresh.state if num_elements(fresh.state[p])}
+        context.findings.that(held <= {id(p) for p in loaded.parameters()}, f"{what}: state of other ranks' parameters is kept")
     context.findings.that(
         type(optimizer).state_dict is torch.optim.Optimizer.state_dict, "the optimizer's class was changed"
     )
