@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rannc_backend as pyrannc
+from rannc_backend.backend import REGISTRY
 from rannc_backend.errors import UserInputError
 from rannc_backend.module import rows_of_plan
 from rannc_backend.optimizer_state import Coded, tensors_of_form, value_of_form
+from rannc_backend.runtime.promises import Promise, released_cell
+from rannc_backend.stage_values import HeldValues
 from tests.unit.rannc_backend.sample_plans import sample_plan
 
 EAGER = {"stage_compiler": "eager"}
@@ -186,3 +189,30 @@ def test_rows_of_a_plan_add_up() -> None:
     for line in lines[1:]:
         shares = line.split(": ")[1]
         assert sum(int(part) for micro_batch in shares.split("; ") for part in micro_batch.split("+")) == 37
+
+
+def test_values_on_the_host_come_to_the_device_when_the_model_is_planned() -> None:
+    # As on a GPU, whose rank has its model on the CPU: here both are the CPU, and only the promise is looked at.
+    net, x = Net().eval(), torch.randn(4, 3)
+    expected, state = net(x), copy.deepcopy(net.state_dict())
+    source = HeldValues({name: p.detach() for name, p in net.named_parameters()})
+    for name, parameter in net.named_parameters():
+        REGISTRY.promises.add(parameter, Promise(source=source, name=name, strides=parameter.stride()))
+        parameter.data = released_cell(parameter, torch.device("cpu"))
+    model = pyrannc.RaNNCModule(net, options=EAGER)
+    with pytest.raises(UserInputError, match="no value yet"):
+        model.state_dict()
+    assert torch.allclose(model(x), expected) and not source.tensors
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_memory_runs_through_torch_compile() -> None:
+    x = torch.randn(4, 3)
+    with pyrannc.DistributeModelParams():
+        net = Net()
+    pyrannc.materialize_by_stage(net)
+    compiled = torch.compile(net.eval(), backend="rannc", options=EAGER)
+    outputs = compiled(x)
+    outputs.sum().backward()
+    assert torch.allclose(outputs, Net.forward(net, x)) and outputs.isfinite().all() and net.head.weight.grad.any()
+    assert net.head.weight.is_contiguous()
