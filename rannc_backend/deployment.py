@@ -118,10 +118,9 @@ def routes_of(edges: Mapping[tuple[int, int], Edge], stage_ranks: Sequence[Ranks
     ends = {place: tuple(range(size)) for place in (INPUT, OUTPUT)} | dict(enumerate(stage_ranks))
     routes = []
     for src, dst in sorted(edges):
-        routes += [
-            Route(str(Channel(src, dst, "F")), ends[src], ends[dst]),
-            Route(str(Channel(dst, src, "B")), ends[dst], ends[src]),
-        ]
+        routes.append(Route(str(Channel(src, dst, "F")), ends[src], ends[dst]))
+        if edges[src, dst].gradient:
+            routes.append(Route(str(Channel(dst, src, "B")), ends[dst], ends[src]))
     return routes
 
 

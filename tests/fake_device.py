@@ -9,7 +9,7 @@ b's stream had waited for an event behind a. Two operations that touch one stora
 Torch's allocator gives memory of the compute stream out again in that stream's order: when a storage dies, whatever other streams do
 with it must be before what is queued on the compute stream next. Everything else is a *race*.
 
-`FakeLanes` play NCCL's part, with a stream of its own in each group, as torch has it: over gloo between processes, by mail within one.
+`FakeLinks` play NCCL's part, with a stream of its own in each group, as torch has it: over gloo between processes, by mail within one.
 """
 
 from __future__ import annotations
@@ -215,7 +215,9 @@ class OnDevice(TorchDispatchMode):
         made = [tensor for tensor in _storages(result) if tensor.untyped_storage().data_ptr() not in keys]
         mutated = _mutated(func, args, kwargs)
         factory = func.overloadpacket in (aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty)
-        if (made or mutated) and not factory:
+        # Says that it writes, to come after those that do; it starts no kernel.
+        announces = func._schema.name == "rannc::gradients_made_"
+        if (made or mutated) and not factory and not announces:
             self._device.operation(str(func), reads=given, writes=[*made, *mutated])
         return result
 
@@ -243,7 +245,7 @@ class FakePosted:
         return self.event.passed
 
 
-class FakeLanes:
+class FakeLinks:
     """Stands for `transport_nccl.NcclCalls`; a `FakeDevice` judges the order. Subclasses move the bytes, each with a function to finish."""
 
     def __init__(self, device: FakeDevice) -> None:
@@ -296,7 +298,7 @@ class FakeLanes:
         raise NotImplementedError
 
 
-class GlooLanes(FakeLanes):
+class GlooLinks(FakeLinks):
     """Between processes."""
 
     def make_group(self, ranks: tuple[int, ...]) -> Any:
@@ -323,7 +325,7 @@ class MailGroup:
     number: int
 
 
-class MailLanes(FakeLanes):
+class MailLinks(FakeLinks):
     """Between transports of one process, which share a ``mail`` box. An all-reduce finds the same on every rank and multiplies."""
 
     def __init__(self, device: FakeDevice, rank: int, mail: dict[Any, list[torch.Tensor]]) -> None:

@@ -1,23 +1,23 @@
 """Tensors between CUDA devices over NCCL: every operation is queued, and the host never waits.
 
 In: tensors of the compute stream, peers, routes, groups of ranks. Out: works whose `wait` makes the compute stream wait. Terms: as in
-`streams` and `lent_buffers`; a *lane* is a process group of its own with the stream that its operations are queued on.
+`streams` and `lent_buffers`; a *link* is a process group of its own with the stream that its operations are queued on.
 
-- One lane per route (a channel with its ranks), one per group of ranks that reduces. NCCL runs the operations of one group one after
+- One link per route (a channel with its ranks), one per group of ranks that reduces. NCCL runs the operations of one group one after
   the other, so two directions that shared a group would wait for each other. Where ranks both send and receive on a channel (input
-  rows, between the replicas of a stage), it has a lane for each destination, or for each source where those are fewer: then no rank
-  does both on one lane, and since all post in the order of micro-batches and ranks, no circle of waits can close. All ranks make the same
-  lanes in the same order.
+  rows, between the replicas of a stage), it has a link for each destination, or for each source where those are fewer: then no rank
+  does both on one link, and since all post in the order of micro-batches and ranks, no circle of waits can close. All ranks make the same
+  links in the same order.
 - A send starts after what the compute stream had been given when it was posted, which ends with the kernel that made the message. A
-  receive is posted from its lane's own stream and starts when its buffer is ready, whatever the compute stream is doing. A reduction
-  runs on its lane's stream, after the gradients that it reduces.
+  receive is posted from its link's own stream and starts when its buffer is ready, whatever the compute stream is doing. A reduction
+  runs on its link's stream, after the gradients that it reduces.
 - `Work.wait` is an event wait of the compute stream: of a receive before its first use, of a send where the program ends it (its memory
   is then given back in the order of the compute stream), of a reduction at the end of the step.
 - No memory is handed to the allocator while another stream uses it: works keep their tensors until `wait`, receive buffers belong to
   the pool. Torch's point-to-point operations record their stream on the memory that they are given all the same, which would hold it back
   until the host sees their event; sends are therefore given an alias that the allocator does not know.
 - The first message of a pair sets its connection up and waits for the other end on the host. `prepare` does that for all pairs of a
-  route in one batch, lane by lane in the same order on all ranks, so that no later post can wait.
+  route in one batch, link by link in the same order on all ranks, so that no later post can wait.
 - Limits are kept by `DeviceWatch`, since no host wait could; the time-out of the groups stands behind it.
 """
 
@@ -83,7 +83,7 @@ class NcclCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _Link:
     """A process group and the stream on which this rank queues its operations; both None where this rank has no part."""
 
     ranks: Ranks
@@ -92,19 +92,19 @@ class _Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lanes:
-    """The lanes of one channel: one, or one for each rank at one of its ends (``split``: "", "source" or "destination")."""
+class _Links:
+    """The links of one channel: one, or one for each rank at one of its ends (``split``: "", "source" or "destination")."""
 
     split: str
-    by_pivot: dict[int | None, _Lane]
+    by_pivot: dict[int | None, _Link]
 
-    def of(self, source: int, destination: int) -> _Lane:
-        """The lane of a message."""
+    def of(self, source: int, destination: int) -> _Link:
+        """The link of a message."""
         return self.by_pivot[{"": None, "source": source, "destination": destination}[self.split]]
 
 
 def split_by(route: Route) -> str:
-    """The end by which a channel must be split so that no rank both sends and receives on one lane; "" where none does."""
+    """The end by which a channel must be split so that no rank both sends and receives on one link; "" where none does."""
     sends = {s for s in route.sources if any(d != s for d in route.destinations)}
     receives = {d for d in route.destinations if any(s != d for s in route.sources)}
     if not sends & receives:
@@ -139,7 +139,7 @@ class StreamWork:
 
 
 class EventWork:
-    """An operation on a lane's own stream; keeps its tensor until the compute stream waits for it."""
+    """An operation on a link's own stream; keeps its tensor until the compute stream waits for it."""
 
     __slots__ = ("_event", "_layer", "_tensor")
 
@@ -178,15 +178,15 @@ class NcclTransport:
         self.rank = rank
         self.limit_seconds = limit_seconds
         self.buffers = ReceiveBuffers(layer)
-        self.created: list[str] = []  # names of the lanes in the order in which they were made
+        self.created: list[str] = []  # names of the links in the order in which they were made
         self._everyone = tuple(range(size))
         self._layer = layer
         self._calls = calls
         self._watch = watch
         self._groups = groups
-        self._routes: dict[str, _Lanes] = {}
+        self._routes: dict[str, _Links] = {}
         self._asked: dict[str, tuple[Route, bool]] = {}  # what the routes were made from
-        self._reductions: dict[Ranks, _Lane] = {}
+        self._reductions: dict[Ranks, _Link] = {}
 
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         for channel in channels:
@@ -197,27 +197,27 @@ class NcclTransport:
         for ranks in groups:
             assert list(ranks) == sorted(set(ranks)), f"group {ranks} is not in ascending order"
             if len(ranks) > 1 and ranks not in self._reductions:
-                self._reductions[ranks] = self._new_lane(f"reductions of {ranks}", ranks)
+                self._reductions[ranks] = self._new_link(f"reductions of {ranks}", ranks)
                 if self.rank in ranks:
                     self._queue(self._reductions[ranks], self._layer.empty(4).zero_(), "all-reduce", None).wait()
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> StreamWork | DoneWork:
-        lane = self._lane_of(tensor, peer, channel, source=self.rank, destination=peer)
+        link = self._link_of(tensor, peer, channel, source=self.rank, destination=peer)
         if tensor.numel() == 0:
             return DoneWork()
-        posted = self._calls.exchange([(unrecorded_alias(tensor), peer)], [], lane.group)
+        posted = self._calls.exchange([(unrecorded_alias(tensor), peer)], [], link.group)
         self._watch.add(posted.is_completed, (peer,), f"send of {channel!r}")
         return StreamWork(posted, tensor)
 
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> StreamWork | DoneWork:
-        lane = self._lane_of(tensor, peer, channel, source=peer, destination=self.rank)
+        link = self._link_of(tensor, peer, channel, source=peer, destination=self.rank)
         if tensor.numel() == 0:
             return DoneWork()
-        assert lane.stream is not None, f"rank {self.rank} has no part in {channel!r}"
+        assert link.stream is not None, f"rank {self.rank} has no part in {channel!r}"
         # Memory that is not the pool's may be in use by anything that is queued.
-        lane.stream.wait_event(self.buffers.ready_of(tensor) or self._layer.compute().record_event())
-        with self._layer.on(lane.stream):
-            posted = self._calls.exchange([], [(byte_view(tensor), peer)], lane.group)
+        link.stream.wait_event(self.buffers.ready_of(tensor) or self._layer.compute().record_event())
+        with self._layer.on(link.stream):
+            posted = self._calls.exchange([], [(byte_view(tensor), peer)], link.group)
         self._watch.add(posted.is_completed, (peer,), f"receive of {channel!r}")
         return StreamWork(posted, tensor)
 
@@ -255,46 +255,46 @@ class NcclTransport:
         self._reductions.clear()
         self._groups.close()
 
-    def _queue(self, lane: _Lane, tensor: torch.Tensor, what: str, root: int | None) -> EventWork:
-        assert lane.stream is not None, f"rank {self.rank} is not in {lane.ranks}"
-        lane.stream.wait_event(self._layer.compute().record_event())
-        with self._layer.on(lane.stream):
+    def _queue(self, link: _Link, tensor: torch.Tensor, what: str, root: int | None) -> EventWork:
+        assert link.stream is not None, f"rank {self.rank} is not in {link.ranks}"
+        link.stream.wait_event(self._layer.compute().record_event())
+        with self._layer.on(link.stream):
             if root is None:
-                self._calls.all_reduce(tensor, lane.group)
+                self._calls.all_reduce(tensor, link.group)
             else:
-                self._calls.broadcast(byte_view(tensor), root, lane.group)
-            done = lane.stream.record_event()
-        peers = tuple(rank for rank in lane.ranks if rank != self.rank)
-        self._watch.add(done.query, peers, f"{what} over ranks {list(lane.ranks)}")
+                self._calls.broadcast(byte_view(tensor), root, link.group)
+            done = link.stream.record_event()
+        peers = tuple(rank for rank in link.ranks if rank != self.rank)
+        self._watch.add(done.query, peers, f"{what} over ranks {list(link.ranks)}")
         return EventWork(done, tensor, self._layer)
 
     def _add_route(self, route: Route, *, both: bool) -> None:
         if route.channel not in self._routes and len(route.ranks) > 1:
             self._asked[route.channel] = route, both
             split = "" if both else split_by(route)
-            by_pivot: dict[int | None, _Lane] = {}
+            by_pivot: dict[int | None, _Link] = {}
             for pivot, part in parts_of(route, split):
                 name = f"route {route.channel}" + ("" if pivot is None else f" by {split} {pivot}")
-                by_pivot[pivot] = self._new_lane(name, part.ranks)
+                by_pivot[pivot] = self._new_link(name, part.ranks)
                 self._connect(by_pivot[pivot], part, both=both)
-            self._routes[route.channel] = _Lanes(split, by_pivot)
+            self._routes[route.channel] = _Links(split, by_pivot)
 
-    def _new_lane(self, name: str, ranks: Ranks) -> _Lane:
+    def _new_link(self, name: str, ranks: Ranks) -> _Link:
         self.created.append(name)
         group = self._groups.add(self._calls.new_group(ranks, self.limit_seconds * _TIMEOUT_FACTOR))
-        return _Lane(ranks, group, self._layer.new_stream() if self.rank in ranks else None)
+        return _Link(ranks, group, self._layer.new_stream() if self.rank in ranks else None)
 
-    def _connect(self, lane: _Lane, route: Route, *, both: bool) -> None:
+    def _connect(self, link: _Link, route: Route, *, both: bool) -> None:
         """Set up the connections between sources and destinations of a route; ``both``: in both directions."""
-        if lane.stream is None:
+        if link.stream is None:
             return
         pairs = [(source, destination) for source in route.sources for destination in route.destinations if source != destination]
         pairs += [(destination, source) for source, destination in pairs] if both else []
         sends = [(self._layer.empty(1).zero_(), peer) for source, peer in pairs if source == self.rank]
         receives = [(self._layer.empty(1), peer) for peer, destination in pairs if destination == self.rank]
-        self._calls.exchange(sends, receives, lane.group).wait()
+        self._calls.exchange(sends, receives, link.group).wait()
 
-    def _lane_of(self, tensor: torch.Tensor, peer: int, channel: str, *, source: int, destination: int) -> _Lane:
+    def _link_of(self, tensor: torch.Tensor, peer: int, channel: str, *, source: int, destination: int) -> _Link:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
         assert channel in self._routes, f"channel {channel!r} was not prepared"
         assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"

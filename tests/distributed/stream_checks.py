@@ -19,7 +19,7 @@ from rannc_backend.runtime.transport_nccl import NcclTransport
 from rannc_backend.runtime.world import StartOptions, World
 from tests.distributed.harness.context import Context
 from tests.distributed.harness.equality import equality
-from tests.fake_device import FakeDevice, GlooLanes, OnDevice, without_modes
+from tests.fake_device import FakeDevice, GlooLinks, OnDevice, without_modes
 
 LIMIT_SECONDS = 60.0
 
@@ -41,7 +41,7 @@ def on_streams(context: Context) -> dict[str, Any]:
     kinds = {text.split(" on ")[0].split(" ")[0] for text in device.log}
     findings.that({"send", "receive", "all-reduce"} <= kinds, f"the played device has seen {sorted(kinds)[:20]} only")
     created = world.control.allgather(played.transport.created)  # type: ignore[attr-defined]
-    findings.that(all(names == created[0] for names in created), f"lanes are made in different orders: {created}")
+    findings.that(all(names == created[0] for names in created), f"links are made in different orders: {created}")
     return result
 
 
@@ -53,7 +53,7 @@ def _played(world: World, device: FakeDevice) -> World:
         size=world.size,
         limit_seconds=LIMIT_SECONDS,
         layer=device,
-        calls=GlooLanes(device),  # type: ignore[arg-type]
+        calls=GlooLinks(device),  # type: ignore[arg-type]
         watch=watch,
         groups=OwnedGroups(owns_default_group=False),
     )

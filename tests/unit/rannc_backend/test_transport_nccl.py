@@ -16,7 +16,7 @@ from rannc_backend.runtime.transport import OwnedGroups
 from rannc_backend.runtime.transport_nccl import NcclTransport
 from rannc_backend.runtime.transport_staged import StagedTransport
 from rannc_backend.runtime.world import Route
-from tests.fake_device import FakeDevice, FakeEvent, MailLanes, OnDevice
+from tests.fake_device import FakeDevice, FakeEvent, MailLinks, OnDevice
 
 
 class Reporter:
@@ -44,14 +44,14 @@ class Rank:
 
     def __init__(self, rank: int, size: int, mail: dict[Any, list[torch.Tensor]]) -> None:
         self.device = FakeDevice()
-        self.lanes = MailLanes(self.device, rank, mail)
+        self.links = MailLinks(self.device, rank, mail)
         watch = DeviceWatch(Reporter(), rank=rank, limit_seconds=10, start_thread=False)
         self.transport = NcclTransport(
             rank=rank,
             size=size,
             limit_seconds=10,
             layer=self.device,
-            calls=self.lanes,  # type: ignore[arg-type]
+            calls=self.links,  # type: ignore[arg-type]
             watch=watch,
             groups=OwnedGroups(owns_default_group=False),
         )
@@ -90,7 +90,7 @@ def test_a_receive_does_not_wait_for_what_is_being_computed() -> None:
     """It waits for its buffer's last use, and for nothing that was queued later."""
     first, second = make_ranks(2, [ROUTE])
     device, transport = second.device, second.transport
-    lane_stream: Any = transport._routes["0F1"].of(0, 1).stream
+    link_stream: Any = transport._routes["0F1"].of(0, 1).stream
     for number in range(4):
         first.transport.isend(torch.full((4,), float(number)), 1, "0F1").wait()
     last_addition: list[int] = []
@@ -99,7 +99,7 @@ def test_a_receive_does_not_wait_for_what_is_being_computed() -> None:
             buffer = transport.lend(16).view(torch.float32)
             work = transport.irecv(buffer, 0, "0F1")
             # Posted behind the last multiplication, whose buffer it takes, but not behind the addition after that.
-            assert not any(lane_stream.seen & bit for bit in last_addition)
+            assert not any(link_stream.seen & bit for bit in last_addition)
             work.wait()
             used = buffer * 2
             del buffer, work
@@ -160,10 +160,10 @@ def test_reductions_run_beside_compute() -> None:
         other = torch.ones(16)
         work = transport.allreduce(bucket, (0, 1))
         other.mul_(3)  # the rest of the backward
-        lane = transport._reductions[0, 1].stream
-        assert lane is not None
+        link = transport._reductions[0, 1].stream
+        assert link is not None
         multiplied = 1 << len(device.log)
-        assert not lane.seen & multiplied, "the reduction waits for what was queued after it"  # type: ignore[attr-defined]
+        assert not link.seen & multiplied, "the reduction waits for what was queued after it"  # type: ignore[attr-defined]
         work.wait()
         total = bucket + other
     assert total.tolist() == [5.0] * 16 and not device.races
@@ -173,22 +173,22 @@ def test_reductions_run_beside_compute() -> None:
     assert any("add_" in race and "all-reduce" in race for race in device.races)
 
 
-def test_lanes_are_made_in_one_order_everywhere() -> None:
+def test_links_are_made_in_one_order_everywhere() -> None:
     routes = [Route("-1F0", (0, 1, 2, 3), (0, 1)), Route("0F1", (0, 1), (2, 3)), Route("1B0", (2, 3), (0, 1)), Route("0F0", (2,), (2,))]
     groups = [(0, 1), (0, 1, 2, 3), (2, 3), (1,)]
     ranks = make_ranks(4, routes, groups)
     assert len({tuple(rank.transport.created) for rank in ranks}) == 1
-    assert len({tuple(rank.lanes.created) for rank in ranks}) == 1
+    assert len({tuple(rank.links.created) for rank in ranks}) == 1
     # The channel of all ranks, then the input rows by destination, since ranks 0 and 1 send and receive them.
     assert ranks[0].transport.created[:3] == ["route state", "route -1F0 by destination 0", "route -1F0 by destination 1"]
-    assert ranks[0].lanes.created[:3] == [(0, 1, 2, 3)] * 3 and (1,) not in ranks[0].lanes.created
-    # Every pair of a route is connected, in one batch per lane, with both ends in it.
-    for number in {number for rank in ranks for number, _, _ in rank.lanes.exchanges}:
-        batches = [(index, out, come) for index, rank in enumerate(ranks) for n, out, come in rank.lanes.exchanges if n == number]
+    assert ranks[0].links.created[:3] == [(0, 1, 2, 3)] * 3 and (1,) not in ranks[0].links.created
+    # Every pair of a route is connected, in one batch per link, with both ends in it.
+    for number in {number for rank in ranks for number, _, _ in rank.links.exchanges}:
+        batches = [(index, out, come) for index, rank in enumerate(ranks) for n, out, come in rank.links.exchanges if n == number]
         sends = {(index, peer) for index, out, _ in batches for peer in out}
         receives = {(peer, index) for index, _, come in batches for peer in come}
         assert sends == receives and sends
-    orders = [[number for number, _, _ in rank.lanes.exchanges] for rank in ranks]
+    orders = [[number for number, _, _ in rank.links.exchanges] for rank in ranks]
     assert all(order == sorted(order) for order in orders)
     before = list(ranks[0].transport.created)
     ranks[0].transport.prepare(channels=["state"], routes=routes, groups=groups)
@@ -196,10 +196,10 @@ def test_lanes_are_made_in_one_order_everywhere() -> None:
 
 
 def rest_of_the_queues(ranks: list[Rank]) -> int:
-    """Operations that never run when each lane runs its operations one after the other, and a message needs both its ends."""
+    """Operations that never run when each link runs its operations one after the other, and a message needs both its ends."""
     queues: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for index, rank in enumerate(ranks):
-        for number, sends, receives in rank.lanes.exchanges:
+        for number, sends, receives in rank.links.exchanges:
             queues.setdefault((index, number), []).extend([("send", peer) for peer in sends] + [("receive", peer) for peer in receives])
     moved = True
     while moved:
@@ -221,12 +221,12 @@ def rest_of_the_queues(ranks: list[Rank]) -> int:
 def test_sends_before_receives_cannot_block(
     monkeypatch: pytest.MonkeyPatch, sources: tuple[int, ...], destinations: tuple[int, ...], whole: bool
 ) -> None:
-    """As a program posts input rows: all sends first, then receives, by micro-batch and rank. One lane for all would hang."""
+    """As a program posts input rows: all sends first, then receives, by micro-batch and rank. One link for all would hang."""
     if whole:
         monkeypatch.setattr(transport_nccl, "split_by", lambda route: "")
     ranks = make_ranks(4, [Route("-1F0", sources, destinations)])
     for rank in ranks:
-        rank.lanes.exchanges.clear()
+        rank.links.exchanges.clear()
     for index, rank in enumerate(ranks):
         if index in sources:
             for _ in range(3):
