@@ -27,19 +27,20 @@ INSIDE = ("rank 1", "stage 1", "micro-batch 1")
 JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("exception", "forward", (*INSIDE, CAUSE)),
     ("exception", "backward", (*INSIDE, CAUSE)),
-    ("memory", "forward", (*INSIDE, CAUSE)),
     ("exit", "forward", (*INSIDE, "exit")),
-    ("exit_0", "between", ("rank 1",)),
     ("kill", "forward", INSIDE),
     # It has not joined yet: the launcher speaks.
     ("kill", "before", ("signal 9",)),
     ("segfault", "backward", INSIDE),
     ("exception", "capture", ("rank 1", CAUSE)),
-    ("exception", "between", ("rank 1", CAUSE)),
     ("exception", "data", ("rank 1", "stage 1", "micro-batch")),
 )
+# The runtime alone meets these kinds in test_failures_runtime.py.
 JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("stop", "forward", ("rank 1", "stage 1")),
+    ("exception", "between", ("rank 1", CAUSE)),
+    ("exit_0", "between", ("rank 1",)),
+    ("memory", "forward", (*INSIDE, CAUSE)),
     ("kill", "between", ("rank 1",)),
     ("kill", "backward", INSIDE),
     ("exception", "before", ("rank 1", CAUSE)),
