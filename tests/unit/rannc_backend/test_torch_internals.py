@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from rannc_backend.runtime.torch_internals import (
     NewTensors,
+    OperatorWatch,
     UnscaleGrads,
     backward_keeps_graph,
     num_storage_users,
     replace_unscale_grads,
     storage_key,
+    whole_fill_functions,
     without_autocast,
+    written_arguments,
 )
 
 
@@ -95,3 +101,38 @@ def test_every_scaler_unscales_through_the_method_that_is_replaced() -> None:
     finally:
         put_back()
     assert seen == [1] * 4 and bool((p == 1).all()), "a step was made"
+
+
+def test_operators_and_what_they_write_are_seen() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def run(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        seen.append((str(operator), len(written_arguments(operator, args, kwargs))))
+        return operator(*args, **kwargs)
+
+    with OperatorWatch(run):
+        tensor = torch.zeros(2)
+        tensor.add_(1)
+        torch.add(tensor, tensor, out=torch.empty(2))
+        tensor.view(2, 1)
+    assert seen == [
+        ("aten.zeros.default", 0),
+        ("aten.add_.Tensor", 1),
+        ("aten.empty.memory_format", 0),
+        ("aten.add.out", 1),
+        ("aten.view.default", 0),
+    ]
+
+
+def test_truncated_normals_go_through_the_function_that_is_replaced() -> None:
+    noted: list[Any] = []
+
+    def note(function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        noted.append((function, args))
+        return tensor
+
+    with whole_fill_functions(note):
+        torch.nn.init.trunc_normal_(torch.empty(3), mean=1.0, std=2.0, a=-1.0, b=3.0)
+    assert [args for _, args in noted] == [(1.0, 2.0, -1.0, 3.0)]
+    filled = noted[0][0](torch.empty(300), 1.0, 2.0, -1.0, 3.0)
+    assert -1.0 <= filled.min() and filled.max() <= 3.0
