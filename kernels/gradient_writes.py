@@ -89,7 +89,8 @@ def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, 
 
 def write_gradients(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
     """buckets[i] (+)= gradients[i], cast where the dtypes differ; on a GPU one launch for those of a bucket."""
-    if len(buckets) > 1 and all(tensor.is_cuda and tensor.dtype in DTYPE_CODES for tensor in (*buckets, *gradients)):
+    on_gpu = all(tensor.is_cuda and tensor.dtype in DTYPE_CODES for tensor in (*buckets, *gradients))
+    if len(buckets) > 1 and on_gpu and all(bucket.is_contiguous() for bucket in buckets):
         write_in_one_launch(buckets, gradients, turn)
         return
     for bucket, gradient in zip(buckets, gradients, strict=True):
@@ -100,15 +101,13 @@ def write_gradients(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn
 
 
 def write_in_one_launch(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
-    """`write_gradients` by the kernel of gradient_bucket.py, once for all views of the same memory. Views must be contiguous."""
-    members: dict[int, list[int]] = {}
+    """`write_gradients` by the kernel of gradient_bucket.py, once for all views of one dtype. Views must be contiguous."""
+    members: dict[torch.dtype, list[int]] = {}
     for index, bucket in enumerate(buckets):
-        members.setdefault(bucket.untyped_storage().data_ptr(), []).append(index)
+        members.setdefault(bucket.dtype, []).append(index)
     for indices in members.values():
-        first = buckets[indices[0]]
-        flat = first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
-        offsets = [int(buckets[index].storage_offset()) for index in indices]
-        gradient_bucket.write_gradients(flat, [gradients[index] for index in indices], offsets, accumulate=turn == LATER)
+        views, sources = [buckets[index] for index in indices], [gradients[index] for index in indices]
+        gradient_bucket.write_views(views, sources, accumulate=turn == LATER)
 
 
 def gradients_made(buckets: Sequence[Tensor], positions: Sequence[int]) -> None:

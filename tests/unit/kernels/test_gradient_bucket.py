@@ -7,6 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.kernels.gradient_bucket import BucketStatistics, aligned_offsets, read_bucket, write_bucket, write_views
+from rannc_backend.kernels.gradient_writes import FIRST, LATER, write_in_one_launch
 from rannc_backend.kernels.record_table import CopyReport, KernelError
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -86,6 +87,14 @@ def test_views_of_several_buckets_are_written_together() -> None:
     assert write_views([], []) == CopyReport()
     with pytest.raises(KernelError, match="view 0 must be contiguous torch.float32 with 2 elements"):
         write_views([first], [torch.ones(2)])
+
+
+def test_gradients_of_a_graph_reach_all_their_buckets() -> None:
+    buckets = [torch.ones(2, 3), torch.ones(4), torch.ones(5, dtype=torch.float64)]
+    gradients = [torch.full((2, 3), 2.0), torch.full((4,), 3.0).bfloat16(), torch.full((5,), 4.0)]
+    for turn, wanted in ((FIRST, (2, 3, 4)), (LATER, (4, 6, 8))):
+        write_in_one_launch(buckets, gradients, turn)
+        assert [bucket.unique().tolist() for bucket in buckets] == [[value] for value in wanted]
 
 
 def test_what_does_not_fit_is_refused() -> None:
