@@ -47,6 +47,10 @@ EQUAL = (
     _case("small_buckets", "mlp_loss", "2,2", 3, options={"bucket_mb": 0.0001}),
     _case("rows_not_kept", "mlp_loss", "1,2,1", 3, options={"outputs": "loss"}),
     _case("planner_decides", "mlp_loss", "1,1,1,1", 0),
+    # Two values cross the cut in one message, which Inductor's kernels write; what is copied is counted by all ranks.
+    _case(
+        "written_into_messages", "long_skip_loss", "1,1", 3, stage_compiler="inductor", options={"verbose": True}, limit_seconds=200.0
+    ),
 )
 _SIZES = {"rows_of_steps": [[4, 3], [3, 4], [7, 2], [1, 1], [1, 2], [4, 3]]}
 _FOUR_SIZES = {"rows_of_steps": [[4, 4, 4, 4], [4, 4, 4, 2], [1, 1, 1, 1], [2, 1, 1, 9]]}

@@ -13,7 +13,7 @@ from rannc_backend.ir.action import OUTPUT, Action, ActionKind, Channel
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
 from rannc_backend.kernels.record_table import CopyReport
-from rannc_backend.runtime.copy_report import BUCKETS, MESSAGES, StepCopies, plan_copies
+from rannc_backend.runtime.copy_report import BUCKETS, MESSAGES, CopyLog, StepCopies, plan_copies
 from rannc_backend.runtime.executor import Executor
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
@@ -204,3 +204,25 @@ def test_counts_of_all_ranks_make_the_plan() -> None:
     assert plan.stages[1].messages == (CopyReport(20, 3, 1), CopyReport())
     assert plan.total(BUCKETS) == CopyReport(0, 3 * 2**20, 0)
     assert "stage 0, micro-batch 1: messages 0.000 + 0.000, 0; gradients 0.000 + 2.000, 0" in str(plan)
+
+
+def test_the_first_step_is_told_once_and_by_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[str] = []
+
+    def allgather(words: list[Any], *, what: str, limit_seconds: float | None) -> list[Any]:
+        asked.append(what)
+        return [words, words]
+
+    world: Any = SimpleNamespace(monitor=SimpleNamespace(begin_call=lambda: None), control=SimpleNamespace(allgather=allgather))
+    first, second = StepCopies(), StepCopies()
+    first.add(BUCKETS, 0, CopyReport(0, 2**20, 0))
+    quiet = CopyLog(label="graph 0", world=world, stage_ranks=((0,), (1,)), verbose=False)
+    quiet.take(first, 1)
+    assert quiet.own is first and quiet.plan is None and not asked
+    told = CopyLog(label="graph 0", world=world, stage_ranks=((0,), (1,)), verbose=True)
+    with caplog.at_level("INFO", logger="rannc_backend.runtime.copy_report"):
+        told.take(first, 1)
+        told.take(second, 1)
+    assert told.own is first and asked == ["count of copies of graph 0"]
+    assert told.plan is not None and told.plan.total(BUCKETS) == CopyReport(0, 2**21, 0)
+    assert "in all: messages 0.000 + 0.000, 0; gradients 0.000 + 2.000, 0" in caplog.text
