@@ -236,8 +236,8 @@ def _make_buffers(model: nn.Module, resets: ModuleResets, device: torch.device) 
             else:
                 resets.require(name)
                 value = resets.value(name, seed)
-        elif buffer.dim() == 0:
-            continue
+        elif buffer.dim() == 0 and buffer.device.type == "cpu":
+            continue  # a counter there goes with any device
         else:
             value = buffer
         made[id(buffer)] = value.to(device)

@@ -61,7 +61,8 @@ def clip_gradients(
             cure="look for the step in which the loss became infinite, or clip without error_if_nonfinite",
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
+    # Nothing to clip to: an infinite norm must not make NaN of what is finite.
+    for grad in () if math.isinf(max_norm) else grads:
         grad.mul_(factor.to(dtype=grad.dtype, device=grad.device))
     # A rank without gradients answers in the same dtype as the others.
     return total.to(parameters[0].dtype) if parameters else total.float()

@@ -216,3 +216,12 @@ def test_a_model_without_memory_runs_through_torch_compile() -> None:
     outputs.sum().backward()
     assert torch.allclose(outputs, Net.forward(net, x)) and outputs.isfinite().all() and net.head.weight.grad.any()
     assert net.head.weight.is_contiguous()
+
+
+def test_asking_for_the_norm_leaves_gradients_alone() -> None:
+    net = Net()
+    model = pyrannc.RaNNCModule(net)
+    net.head.weight.grad, net.head.bias.grad = torch.full((2, 4), float("inf")), torch.ones(2)
+    assert model._calc_grad_norm() == float("inf") and torch.equal(net.head.bias.grad, torch.ones(2))
+    net.head.weight.grad = None
+    assert model._calc_grad_norm() == pytest.approx(2**0.5)
