@@ -69,6 +69,37 @@ def test_a_region_without_autocast_stays_in_float32(dtype: torch.dtype) -> None:
     Pair().step(1.0, dtype)
 
 
+class OfMeans(nn.Module):
+    """A loss that multiplies matrices made of batch means, in float32: outside of the stages, in what follows the sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        with torch.autocast("cpu", enabled=False):
+            mean = x.float().mean(0).view(2, 3)
+            return (mean @ mean.t()).square().sum()
+
+
+def test_what_follows_the_sums_keeps_its_dtype_too() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, plain = OfMeans(), OfMeans()
+    plain.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend="rannc", options={"stage_compiler": "eager", "pipeline_num": 1})
+    x = torch.randn(5, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, expected = compiled(x), plain(x)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=CLOSE, atol=0)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        # The product goes back in bfloat16 to both; sums of it are in float32.
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_what_vanishes_or_overflows_in_float16_does_so_as_in_plain_torch() -> None:
     pair = Pair()
     seen = []
