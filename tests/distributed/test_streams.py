@@ -31,10 +31,10 @@ def _case(name: str, model: str, replicas: str, num_micro_batches: int, **member
 
 CASES = (
     _case("pipeline", "mlp_loss", "1,1", 4),
-    _case("loss_outside", "mlp", "1,1", 3),
     _case("replicas", "padded", "2", 2),
 )
 FULL = (
+    _case("loss_outside", "mlp", "1,1", 3),
     _case("tied", "tied_embedding", "1,1", 3),
     _case("long_skip", "long_skip_loss", "1,2,1", 4),
     _case("four_stages", "mlp_loss", "1,1,1,1", 6),
