@@ -322,6 +322,9 @@ def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
         findings.that(held == owned <= total, f"{kind}: this rank holds {held} bytes, and {owned} are of its stage")
         results[f"{kind} bytes"] = held
         state = model.state_dict(rank0_only=False)
+        # Now: in one process the state is the parameters themselves, which a step changes.
+        results[kind] = {name: float(value.double().sum()) for name, value in state.items()}
+        results["total bytes"] = total
         plain = Alone(context)
         plain.model.load_state_dict(state)
         findings.close("loss", kind, loss, plain.loss(context.batch())[1], context.tolerance)
@@ -332,8 +335,6 @@ def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
         findings.that(all(bool(torch.isfinite(value).all()) for value in state.values()), f"{kind}: values that nobody made")
         if kind == "loaded":
             findings.that(all(torch.equal(state[name], value) for name, value in weights.items()), "loaded values are others")
-        results["total bytes"] = total
-        results[kind] = {name: float(value.double().sum()) for name, value in state.items()}
     return results
 
 
