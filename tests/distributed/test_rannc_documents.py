@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,19 @@ def _case(script: str, world: int) -> Case:
     return Case(name=f"document-{script}-{world}", world=world, check="document", parameters=parameters, limit_seconds=180.0)
 
 
-# By default all on two ranks and some on four; the others show nothing more there.
-ALSO_ON_FOUR = ("readme_usage", "faq_gradient_accumulation")
+# The others show by default what other tests show too.
+BY_DEFAULT = (
+    "configuration", "faq_amp", "faq_gradient_accumulation", "faq_save_and_load",
+    "readme_usage", "tutorial_usage", "tutorial_without_optimizer",
+)  # fmt: skip
 
 
-def _parameters(world: int, scripts: Sequence[str]) -> list[Any]:
-    return [pytest.param(_case(script, world), id=f"{script}-{world}") for script in scripts]
+def _parameters() -> list[Any]:
+    marks = {(world, script): () if world == 2 and script in BY_DEFAULT else (pytest.mark.full,) for world in (2, 4) for script in SCRIPTS}
+    return [pytest.param(_case(script, world), id=f"{script}-{world}", marks=chosen) for (world, script), chosen in marks.items()]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", _parameters(4, [script for script in SCRIPTS if script not in ALSO_ON_FOUR]))
-def test_document_on_four_ranks(case: Case, outcome_of: OutcomeOf) -> None:
-    outcome_of(case).raise_if_failed()
-
-
-@pytest.mark.parametrize("case", [*_parameters(2, SCRIPTS), *_parameters(4, ALSO_ON_FOUR)])
+@pytest.mark.parametrize("case", _parameters())
 def test_document(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 

@@ -65,23 +65,25 @@ def stages(path):
     return pyrannc.load_deployment(path).num_stages
 
 
-directory = pathlib.Path(tempfile.gettempdir()) / f"rannc_documents_conf_{pyrannc.get_world_size()}"
-directory.mkdir(exist_ok=True)
-saved = directory / "deployment.bin"
-os.environ["RANNC_CONF_DIR"] = str(directory)
-os.environ["RANNC_DEPLOYMENT_FILE"] = str(saved)
-try:
+def use(name, text):
+    """A directory of its own with this rannc_conf.toml: an edit of a file that has been read is for the next job."""
+    directory = pathlib.Path(tempfile.gettempdir()) / f"rannc_documents_{name}_{pyrannc.get_world_size()}"
+    directory.mkdir(exist_ok=True)
     if pyrannc.get_rank() == 0:
-        (directory / "rannc_conf.toml").write_text(PAGE)
+        (directory / "rannc_conf.toml").write_text(text)
+        (directory / "deployment.bin").unlink(missing_ok=True)
     pyrannc.barrier()
+    os.environ["RANNC_CONF_DIR"] = str(directory)
+    os.environ["RANNC_DEPLOYMENT_FILE"] = str(directory / "deployment.bin")
+    return directory / "deployment.bin"
+
+
+try:
+    saved = use("page", PAGE)
     train()
     assert stages(saved) >= 1
 
-    pyrannc.barrier()
-    if pyrannc.get_rank() == 0:
-        saved.unlink()
-        (directory / "rannc_conf.toml").write_text(MANUAL)
-    pyrannc.barrier()
+    saved = use("manual", MANUAL)
     train()
     assert stages(saved) == 2
 
