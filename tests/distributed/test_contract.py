@@ -134,7 +134,8 @@ ONLY_IN_FULL = {
     for name in (
         "fourteen_padded_replicas", "tied_over_replicas", "batch_norm_four_stages", "lora_over_four", "accumulate_outside",
         "retain_graph_outside", "modes_outside", "modes_tied", "eval_first_outside", "loss_only_padded", "rows_differentiated_several",
-        "incoming_gradient_nonlinear", "random-1-2-1-m4",
+        "incoming_gradient_nonlinear", "random-1-2-1-m4", "sum_over_ranks", "incoming_gradient_outside", "forward_without_backward_outside",
+        "sizes_change_outside",
     )
 }  # fmt: skip
 

@@ -108,12 +108,23 @@ INPUTS = (
     _case("inputs_disagree", 1, "inputs_disagree", model="mlp_loss"),
     *(
         _case(f"ranks_differ-{what}", 2, "ranks_differ", parameters={"what": what}, replicas="")
-        for what in ("layers", "widths", "activation", "frozen", "options")
+        for what in ("layers", "frozen", "options")
     ),
     _case("ranks_differ-four", 4, "ranks_differ", parameters={"what": "layers"}, replicas=""),
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("failure-")) for case in INPUTS])
+INPUTS_FULL = tuple(
+    _case(f"ranks_differ-{what}", 2, "ranks_differ", parameters={"what": what}, replicas="") for what in ("widths", "activation")
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name.removeprefix("failure-"), marks=[pytest.mark.full] if case in INPUTS_FULL else [])
+        for case in (*INPUTS, *INPUTS_FULL)
+    ],
+)
 def test_wrong_input_has_its_own_error(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

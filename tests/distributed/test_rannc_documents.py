@@ -25,8 +25,7 @@ def _case(script: str, world: int) -> Case:
 
 # The others show by default what other tests show too.
 BY_DEFAULT = (
-    "configuration", "faq_amp", "faq_gradient_accumulation", "faq_save_and_load",
-    "readme_usage", "tutorial_usage", "tutorial_without_optimizer",
+    "configuration", "faq_gradient_accumulation", "faq_save_and_load", "readme_usage", "tutorial_usage",
 )  # fmt: skip
 
 

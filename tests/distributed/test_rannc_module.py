@@ -27,11 +27,11 @@ _ONE_OF_EACH = [["before", "rank 0"], ["after", "all ranks"]]
 _ALL = [[moment, giver] for moment in ("before", "after") for giver in ("rank 0", "all ranks")]
 OTHER = (
     _case("optimizer-sgd", "optimizer_state_goes_round", "mlp_loss", "1,1", parameters={"optimizer": "sgd", "loads": _ONE_OF_EACH}),
-    _case("delayed-replicas", "gradients_are_delayed", "mlp_loss", "2"),
     _case("delayed-tied", "gradients_are_delayed", "tied_embedding", "1,1"),
     _case("surface", "surface", "mlp", "1,1"),
 )
 MORE_OTHER = (
+    _case("delayed-replicas", "gradients_are_delayed", "mlp_loss", "2"),
     _case("optimizer-adam", "optimizer_state_goes_round", "tied_embedding", "1,1", parameters={"optimizer": "adam", "loads": _ALL}),
     _case("delayed-four", "gradients_are_delayed", "tied_embedding", "1,2,1"),
     _case("surface-one_process", "surface", "mlp", "1"),
