@@ -61,7 +61,7 @@ def rannc(
         # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
         world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
         world.monitor.phase("capture")
-        _check_device(example_inputs, world)
+        _check_device(graph_module, example_inputs, world)
         with log_narrator(verbose=config.verbose).step("capture") as details:
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
@@ -83,10 +83,11 @@ def _resolution(options: Mapping[str, object] | None) -> Resolution:
     return resolution
 
 
-def _check_device(example_inputs: Sequence[Any], world: World) -> None:
+def _check_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any], world: World) -> None:
     # A counter on the CPU goes with any device.
     elsewhere = {value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.dim()} - {world.device}
     if elsewhere:
+        capture.check_one_device(graph_module, example_inputs)
         raise UserInputError(
             f"the model or its inputs are on {', '.join(sorted(map(str, elsewhere)))}, and this rank computes on {world.device}",
             cure="call rannc_backend.materialize_by_stage(model) before torch.compile, which brings each rank the stages that it owns, "

@@ -92,6 +92,11 @@ def capture_or_restart(
     return capture(graph_module, example_inputs, call, device=device, strides_of=strides_of, finished=finished)
 
 
+def check_one_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raises ModelDevicesError where the parameters of the model lie on several devices. To be called from the backend, as above."""
+    find_tensor_inputs(graph_module, example_inputs, find_dynamo_call())
+
+
 def capture(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
