@@ -259,7 +259,8 @@ def _backward_live(stage: StagePartition, virtual: Collection[str]) -> Sequence[
     if stage.backward is None:
         return ()
     graph = stage.backward.graph
-    return live_bytes(graph, ignored=stage.kept_anyway, virtual=virtual, rows_symbol=stage.rows_symbol)
+    nowhere = {*virtual, *stage.written_in_place}
+    return live_bytes(graph, ignored=stage.kept_anyway, virtual=nowhere, rows_symbol=stage.rows_symbol)
 
 
 def _virtual(graph_module: fx.GraphModule | None) -> frozenset[str]:

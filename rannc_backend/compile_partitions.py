@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
+from rannc_backend.compile_build import Gradients
 from rannc_backend.compile_joint import TracedStage
 from rannc_backend.compile_signature import StageSignature, signature_of
 from rannc_backend.compile_stages import StageBuilder
 from rannc_backend.compile_variants import with_hint
+from rannc_backend.kernels.gradient_writes import FIRST
+from rannc_backend.passes.gradient_buckets import write_into_buckets
 from rannc_backend.passes.partition_backward import deliver_early
 from rannc_backend.passes.recompute import saved_bytes
 from rannc_backend.passes.split_stages import StageGraph
@@ -38,6 +42,7 @@ class StagePartition:
     num_outputs: int
     output_index: tuple[int, ...]
     kept_anyway: frozenset[str]
+    written_in_place: frozenset[str]  # values of the backward graph that are computed in the memory of a gradient bucket
     gradients_at_end: bool
     saved_bytes: sympy.Expr
     rows_symbol: sympy.Symbol
@@ -70,11 +75,12 @@ def partitions_of(
 
 
 def _partition(builder: StageBuilder, traced: TracedStage) -> StagePartition:
-    forward, backward, saved = traced.joint, None, sympy.Integer(0)
+    forward, backward, saved, in_place = traced.joint, None, sympy.Integer(0), frozenset[str]()
     if traced.tangent_of:
         split, gradients = builder.split_safely(traced)
         forward, backward = split.forward, split.backward
         saved = saved_bytes(forward, traced.num_outputs, builder.kept_anyway(forward))
+        in_place = _written_in_place(builder, backward, gradients)
         if not builder.inductor:
             backward = deliver_early(backward, gradients.parameters, gradients.num_gradients)
     return StagePartition(
@@ -85,7 +91,26 @@ def _partition(builder: StageBuilder, traced: TracedStage) -> StagePartition:
         num_outputs=traced.num_outputs,
         output_index=builder.output_index,
         kept_anyway=builder.kept_anyway(forward),
+        written_in_place=in_place,
         gradients_at_end=builder.inductor,
         saved_bytes=saved,
         rows_symbol=builder.signature.rows_symbol,
     )
+
+
+def _written_in_place(builder: StageBuilder, backward: fx.GraphModule, gradients: Gradients) -> frozenset[str]:
+    """Names of the matrix products, and of their views, that `passes.gradient_buckets` lets write to a bucket."""
+    with builder.fake_mode:
+        values = {position: builder.signature.values[position] for position in gradients.parameters.values()}
+        slots = {position: torch.empty(value.shape, dtype=value.dtype, device=value.device) for position, value in values.items()}
+        how = write_into_buckets(backward, gradients.parameters, slots, FIRST, fuse=builder.inductor).how
+    (output,) = backward.graph.find_nodes(op="output")
+    names: set[str] = set()
+    for index, position in gradients.parameters.items():
+        node = output.args[0][index]
+        while how[position] == ("product",) and len(node.users) == 1:
+            names.add(node.name)
+            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+                break
+            node = node.all_input_nodes[0]
+    return frozenset(names)
