@@ -31,7 +31,7 @@ from rannc_backend.kernels.message_layout import (
     slot_view,
     wire_item_bytes,
 )
-from rannc_backend.kernels.record_table import CopyReport, KernelError, RecordTables, Span, make_records
+from rannc_backend.kernels.record_table import LARGE, SMALL, CopyReport, KernelError, LaunchConfig, RecordTables, Span, make_records
 from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, operator, tl
 
 __all__ = ["Packed", "Unpacked", "Wire", "message_offsets", "message_views", "pack", "pack_message", "plan_message", "unpack"]
@@ -49,23 +49,10 @@ FLOAT8_MAX = 448.0
 SMALLEST_MAGNITUDE = 1e-30
 """Groups of smaller values are scaled as if they held this, so that 448 / magnitude stays finite."""
 FLOAT8_CAPABILITY = (8, 9)
-
-
-@dataclass(frozen=True, slots=True)
-class PackConfig:
-    """How the kernels are started."""
-
-    block: int
-    """Elements per chunk (words of four bytes where bytes are copied); a power of two."""
-    num_warps: int
-
-
-SMALL = PackConfig(block=1024, num_warps=4)
-LARGE = PackConfig(block=4096, num_warps=8)
 LARGE_FROM_BYTES = 4 << 20
 
 
-def choose_config(num_bytes: int) -> PackConfig:
+def choose_config(num_bytes: int) -> LaunchConfig:
     """Short chunks while there are too few bytes to give every multiprocessor several long ones."""
     return LARGE if num_bytes >= LARGE_FROM_BYTES else SMALL
 
@@ -352,7 +339,7 @@ def launch_pack(
     scales_offset: int,
     moved: Sequence[bool],
     tables: RecordTables | None,
-    config: PackConfig | None = None,
+    config: LaunchConfig | None = None,
 ) -> int:
     """Start the kernel on contiguous ``tensors`` where ``moved``, and give the number of launches: one, or none if nothing moves."""
     config = config or choose_config(message.numel())
@@ -389,7 +376,7 @@ def launch_unpack(
     wires: Sequence[int],
     scales_offset: int,
     tables: RecordTables | None,
-    config: PackConfig | None = None,
+    config: LaunchConfig | None = None,
 ) -> int:
     """Start the kernel that fills ``targets``, and give the number of launches: one, or none if all are empty."""
     config = config or choose_config(message.numel())
@@ -432,7 +419,7 @@ def _records(
     offsets: Sequence[int],
     wires: Sequence[int],
     moved: Sequence[bool],
-    config: PackConfig,
+    config: LaunchConfig,
 ) -> np.ndarray:
     spans = []
     for address, numel, dtype, offset, wire, move in zip(addresses, numels, dtypes, offsets, wires, moved):

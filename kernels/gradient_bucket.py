@@ -22,45 +22,31 @@ import torch
 from torch.library import wrap_triton
 
 from rannc_backend.kernels.chunk_moves import move_elements
-from rannc_backend.kernels.record_table import CopyReport, KernelError, RecordTables, Span, make_records
+from rannc_backend.kernels.message_layout import slot_elements
+from rannc_backend.kernels.record_table import LARGE, SMALL, CopyReport, KernelError, LaunchConfig, RecordTables, Span, make_records
 from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, operator, tl, triton_dtype
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 ACCUMULATE = 4
 """Added to a record's dtype code: the chunk is added to what is there."""
 
-SLOT_ALIGNMENT_BYTES = 128
 MAX_PROGRAMS = 4096
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs that gather statistics: as many as can be resident, so that few partial sums are left."""
-
-
-@dataclass(frozen=True, slots=True)
-class BucketConfig:
-    """How the kernel is started."""
-
-    block: int
-    """Elements per chunk; a power of two."""
-    num_warps: int
-
-
-SMALL = BucketConfig(block=1024, num_warps=4)
-LARGE = BucketConfig(block=4096, num_warps=8)
 LARGE_FROM_ELEMENTS = 1 << 20
 
 
-def choose_config(num_elements: int) -> BucketConfig:
+def choose_config(num_elements: int) -> LaunchConfig:
     """Short chunks while there are too few elements to give every multiprocessor several long ones."""
     return LARGE if num_elements >= LARGE_FROM_ELEMENTS else SMALL
 
 
 def aligned_offsets(numels: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], int]:
     """Elements at which tensors of these sizes begin in a bucket so that each is aligned to 128 bytes, and the bucket's size."""
-    step = SLOT_ALIGNMENT_BYTES // dtype.itemsize
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)
-        end += -(-numel // step) * step
+        end += slot_elements(numel, dtype)
     return tuple(offsets), end
 
 
@@ -389,7 +375,7 @@ def launch(
     tables: RecordTables | None,
     *,
     to_bucket: bool,
-    config: BucketConfig | None = None,
+    config: LaunchConfig | None = None,
 ) -> CopyReport:
     """Start the kernel once for all ``gradients``, contiguous and checked; not at all if nothing has to move and nothing is measured."""
     placed = in_place(bucket, gradients, offsets)
@@ -397,7 +383,7 @@ def launch(
     moved = [scaled or not there for there in placed]
     config = config or choose_config(sum(gradient.numel() for gradient in gradients))
     if bucket.dtype == torch.float64 or any([gradient.dtype == torch.float64 for gradient in gradients]):
-        config = BucketConfig(block=config.block // 2, num_warps=config.num_warps)
+        config = LaunchConfig(block=config.block // 2, num_warps=config.num_warps)
     pointers, numels = [gradient.data_ptr() for gradient in gradients], [gradient.numel() for gradient in gradients]
     codes = [DTYPE_CODES[gradient.dtype] for gradient in gradients]
     chosen = range(len(gradients)) if statistics is not None else [index for index, move in enumerate(moved) if move]

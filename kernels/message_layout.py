@@ -58,6 +58,12 @@ def wire_item_bytes(dtype: torch.dtype, wire: Wire) -> int:
     return {Wire.SAME: dtype.itemsize, Wire.BFLOAT16: 2, Wire.FLOAT8: 1}[wire]
 
 
+def slot_elements(numel: int, dtype: torch.dtype) -> int:
+    """Elements that a tensor of ``numel`` takes in a flat buffer of ``dtype`` whose next tensor is to be aligned, too."""
+    step = ALIGNMENT_BYTES // dtype.itemsize
+    return -(-numel // step) * step
+
+
 def align(num_bytes: int) -> int:
     """``num_bytes`` rounded up to the alignment of a slot."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -43,6 +43,19 @@ class CopyReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """How a kernel is started."""
+
+    block: int
+    """Items per chunk: elements, or words of four bytes where bytes are copied; a power of two."""
+    num_warps: int
+
+
+SMALL = LaunchConfig(block=1024, num_warps=4)
+LARGE = LaunchConfig(block=4096, num_warps=8)
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """One tensor's share of the work: ``count`` items at ``address``, and their place at byte ``offset``."""
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
+from rannc_backend.kernels.message_layout import slot_elements
 from rannc_backend.runtime.tangents import Number, scale_buffers
 from rannc_backend.runtime.torch_internals import num_storage_users
 
@@ -100,8 +100,7 @@ def plan_buckets(
             )
             names.append(name)
             # Kernels that read and write 16 bytes at a time would have to copy what begins elsewhere.
-            step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-            numel += -(-tensor.numel() // step) * step
+            numel += slot_elements(tensor.numel(), dtype)
         buckets.append(BucketSpec(ranks=ranks, dtype=dtype, device=device, numel=numel, names=tuple(names)))
     return BucketLayout(buckets=tuple(buckets), slots=slots)
 

@@ -24,10 +24,10 @@ if __name__ == "__main__":
 import torch
 
 from rannc_backend.kernels import boundary_pack, gradient_bucket, record_table
-from rannc_backend.kernels.boundary_pack import PackConfig, Wire, plan_message
-from rannc_backend.kernels.gradient_bucket import BucketConfig, BucketStatistics
+from rannc_backend.kernels.boundary_pack import Wire, plan_message
+from rannc_backend.kernels.gradient_bucket import BucketStatistics
 from rannc_backend.kernels.message_layout import choose_wires
-from rannc_backend.kernels.record_table import RecordTables
+from rannc_backend.kernels.record_table import LaunchConfig, RecordTables
 
 SIZES = (1, 15, 127, 4096)
 LARGE_SIZE = 1_000_003
@@ -38,8 +38,8 @@ DTYPES = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint
 POISON = 0xA5
 # Large chunks make few programs, which is what costs time in the interpreter.
 PREPARED: set[str] = set()
-WIDE_PACK = PackConfig(block=65536, num_warps=512)
-WIDE_BUCKET = BucketConfig(block=65536, num_warps=512)
+WIDE_PACK = LaunchConfig(block=65536, num_warps=512)
+WIDE_BUCKET = LaunchConfig(block=65536, num_warps=512)
 
 
 def random_tensor(dtype: torch.dtype, numel: int, device: torch.device, *, shift: int = 0, special: bool = False) -> torch.Tensor:
@@ -102,7 +102,7 @@ def compare_messages(name: str, got: torch.Tensor, wanted: torch.Tensor, layout:
 
 
 def check_message(
-    name: str, tensors: list[torch.Tensor], wires: tuple[Wire, ...], device: torch.device, config: PackConfig | None = None
+    name: str, tensors: list[torch.Tensor], wires: tuple[Wire, ...], device: torch.device, config: LaunchConfig | None = None
 ) -> list[str]:
     """Pack with the kernel and the reference, unpack what changed its dtype with both."""
     layout = plan_message([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors], wires)
@@ -138,7 +138,7 @@ class BucketCase:
     gradients: list[torch.Tensor]
     aligned: bool = True
     scale: float | torch.Tensor = 1.0
-    config: BucketConfig | None = None
+    config: LaunchConfig | None = None
     thorough: bool = False
 
 
@@ -191,7 +191,7 @@ def compare_results(name: str, got: torch.Tensor, wanted: torch.Tensor) -> list[
 def message_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable[[], list[str]]]:
     """Every dtype, size and alignment; 1 to 500 tensors; every wire format."""
 
-    def check(name: str, make: Callable[[], list[torch.Tensor]], wire: Wire = Wire.SAME, config: PackConfig | None = None):
+    def check(name: str, make: Callable[[], list[torch.Tensor]], wire: Wire = Wire.SAME, config: LaunchConfig | None = None):
         def run() -> list[str]:
             tensors = make()
             wires = choose_wires([tensor.dtype for tensor in tensors], wire)
