@@ -11,12 +11,11 @@ Each rank draws its own pairs, by step and rank alone, so that a resumed run see
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from reporting import Progress, rank_and_world
+from sources import has_checkpoint, standard_library_text
 from transformers import BertConfig, BertForPreTraining
 
 import rannc_backend
@@ -50,16 +49,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage-compiler", default="inductor" if torch.cuda.is_available() else "eager")
     parser.add_argument("--every", type=int, default=10, help="updates between two lines")
     return parser.parse_args(argv)
-
-
-def standard_library_text(most_bytes: int = 4_000_000) -> torch.Tensor:
-    """Bytes of the standard library's modules, one after the other, as an int64 vector."""
-    text = b""
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= most_bytes:
-            break
-    return torch.frombuffer(bytearray(text[:most_bytes]), dtype=torch.uint8).long()
 
 
 def draw_pairs(text: torch.Tensor, rows: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -113,11 +102,6 @@ def warm_up(flags: argparse.Namespace, update: int) -> float:
     rising = (update + 1) / max(1, flags.warmup)
     falling = (flags.steps - update) / max(1, flags.steps - flags.warmup)
     return max(0.0, min(rising, falling))
-
-
-def has_checkpoint(flags: argparse.Namespace) -> bool:
-    """Whether there is something to resume from."""
-    return bool(flags.resume and flags.save) and any(Path(flags.save).glob("step-*"))
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:

@@ -10,12 +10,11 @@ The model is Hugging Face's, unmodified, and returns its loss. Each rank draws i
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from reporting import Progress, rank_and_world
+from sources import standard_library_text
 from transformers import AutoModelForCausalLM, GPT2Config
 
 
@@ -36,16 +35,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage-compiler", default="inductor" if torch.cuda.is_available() else "eager")
     parser.add_argument("--every", type=int, default=10, help="steps between two lines")
     return parser.parse_args(argv)
-
-
-def standard_library_text(most_bytes: int = 4_000_000) -> torch.Tensor:
-    """Bytes of the standard library's modules, one after the other, as an int64 vector."""
-    text = b""
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= most_bytes:
-            break
-    return torch.frombuffer(bytearray(text[:most_bytes]), dtype=torch.uint8).long()
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:

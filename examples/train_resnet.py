@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed
 import torch.nn.functional as F
 from reporting import Progress, rank_and_world
 from sklearn.datasets import load_digits
+from sources import has_checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import rannc_backend
@@ -91,11 +91,6 @@ def build(arch: str, width_factor: float) -> ResNetForImageClassification:
     )
     torch.manual_seed(0)
     return ResNetForImageClassification(config).train()
-
-
-def has_checkpoint(flags: argparse.Namespace) -> bool:
-    """Whether there is something to resume from."""
-    return bool(flags.resume and flags.save) and any(Path(flags.save).glob("step-*"))
 
 
 def main(argv: Sequence[str] | None = None) -> float:
