@@ -19,37 +19,7 @@ save_deployment=true
 load_deployment=false
 trace_events=false
 """
-MANUAL = """
-profiling=false
-dump_graph=false
-dump_graph_prefix="graph_dump"
-partition_num=2
-replica_num=1
-pipeline_num=1
-validate_comm=false
-display_comm_value=false
-profiling_iter=1
-consolidate_grads=false
-checkpointing=true
-checkpointing_no_last=false
-auto_parallel=false
-p2p_comm=true
-opt_param_factor=2
-min_partition_num=5
-max_partition_num=30
-mem_margin=0.1
-do_uncoarsening=true
-min_pipeline=1
-max_pipeline=4
-save_deployment=true
-load_deployment=false
-save_graph_profile=false
-load_graph_profile=false
-trace_events=false
-verify_recomp=false
-coarsen_by_time=false
-skip_grad_scaling=false
-"""
+MANUAL = pathlib.Path(__file__).with_name("manual_conf.toml").read_text()
 
 
 def train():

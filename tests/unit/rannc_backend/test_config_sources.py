@@ -16,36 +16,7 @@ from rannc_backend.errors import ConfigurationFileError, OptionValueError, Rannc
 from rannc_backend.toml_lines import MAX_FILE_BYTES, parse_toml
 
 # The example file of RaNNC's documentation of 0.4.2.
-RANNC_EXAMPLE = """profiling=false
-dump_graph=false
-dump_graph_prefix="graph_dump"
-partition_num=2
-replica_num=1
-pipeline_num=1
-validate_comm=false
-display_comm_value=false
-profiling_iter=1
-consolidate_grads=false
-checkpointing=true
-checkpointing_no_last=false
-auto_parallel=false
-p2p_comm=true
-opt_param_factor=2
-min_partition_num=5
-max_partition_num=30
-mem_margin=0.1
-do_uncoarsening=true
-min_pipeline=1
-max_pipeline=4
-save_deployment=true
-load_deployment=false
-save_graph_profile=false
-load_graph_profile=false
-trace_events=false
-verify_recomp=false
-coarsen_by_time=false
-skip_grad_scaling=false
-"""
+RANNC_EXAMPLE = (Path(__file__).parents[2] / "rannc_documents" / "manual_conf.toml").read_text()
 # All 65 items of RaNNC 0.7.5 but `conf_dir`, which only its environment variable sets, and the two that 0.5 alone had.
 RANNC_ITEMS = """show_config_items profiling graph_profiling profile_dump_path dump_graph dump_graph_prefix partition_num replica_num
 pipeline_num validate_comm display_comm_value display_act_value consolidate_grads profiling_iter checkpointing checkpointing_no_last
