@@ -128,14 +128,19 @@ class Executor:
                     record.tracker.add([*state.saved.get(action.micro_batch, ()), *state.values.values()])
 
     def share_buffers(self) -> None:
-        """Give the first replica's running statistics to the others, so that all replicas evaluate alike."""
-        if len(self.replicas) > 1:
-            works = [
-                self.world.transport.broadcast(self.buffers[name], self.replicas[0], self.replicas)
-                for name in sorted(self.buffers)
-            ]
-            for work in works:
-                work.wait(self.limit_seconds)
+        """Give the first replica's running statistics to the others, in one message per dtype, so that all replicas evaluate alike."""
+        if len(self.replicas) == 1:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for name in sorted(self.buffers):
+            by_dtype.setdefault(self.buffers[name].dtype, []).append(self.buffers[name])
+        flats = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in by_dtype.values()]
+        works = [self.world.transport.broadcast(flat, self.replicas[0], self.replicas) for flat in flats]
+        for flat, tensors, work in zip(flats, by_dtype.values(), works, strict=True):
+            work.wait(self.limit_seconds)
+            if self.world.rank != self.replicas[0]:
+                parts = flat.split([tensor.numel() for tensor in tensors])
+                torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
 
     def _forward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch

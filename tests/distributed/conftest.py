@@ -1,11 +1,15 @@
-"""Runs the distributed cases of all selected tests, one group of ranks per world size, when the first one is asked for.
+"""Runs the distributed cases of all selected tests when the first one is asked for, in groups of ranks, two groups at a time.
 
 In: the parameters `case` and `cases` of the collected tests. Out: fixture `outcome_of`: Case -> Outcome.
+Terms: a *share* is what one group of ranks runs at most: cases of one `Case.group`, those of a model together, as its reference is kept.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,45 +17,79 @@ import pytest
 from tests.distributed.harness.case import Case, Outcome
 from tests.distributed.harness.launch import run_cases
 
+# In a group of two ranks rank 0 plans while the other waits: two groups keep two cores busy.
+NUM_GROUPS_AT_A_TIME = 2
+# Starting a group takes some seconds, and the last one runs alone.
+MOST_CASES_OF_A_SHARE = 32
 
-def cases_of(items: list[pytest.Item]) -> Iterator[Case]:
-    """All cases that these tests ask for."""
-    for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if isinstance(parameters.get("case"), Case):
-            yield parameters["case"]
-        for case in parameters.get("cases", ()):
-            yield case
+
+def cases_of(item: pytest.Item) -> Iterator[Case]:
+    """All cases that this test asks for."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if isinstance(parameters.get("case"), Case):
+        yield parameters["case"]
+    yield from parameters.get("cases", ())
+
+
+def shares_of(cases: list[Case]) -> list[list[Case]]:
+    """Each case in one share; those that take longest first, so that little is left to run alone."""
+    shares = []
+    ordered = sorted(cases, key=lambda case: (case.group, case.model))
+    for _, group in itertools.groupby(ordered, key=lambda case: case.group):
+        members = list(group)
+        number = -(-len(members) // MOST_CASES_OF_A_SHARE)
+        bounds = [len(members) * place // number for place in range(number + 1)]
+        shares += [members[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return sorted(shares, key=lambda share: -len(share) * share[0].world)
 
 
 class Runs:
-    """Outcomes of this session; a group of ranks runs when the first of its cases is asked for."""
+    """Outcomes of this session; all cases are begun when the first is asked for."""
 
     def __init__(self, items: list[pytest.Item], directory: Path) -> None:
-        self._waiting = {case.name: case for case in cases_of(items)}
-        self._outcomes: dict[str, Outcome] = {}
+        self._cases: dict[str, Case] = {}
+        for item in items:
+            for case in cases_of(item):
+                assert self._cases.setdefault(case.name, case) == case, f"two cases are called {case.name}"
+        self._futures: dict[str, Future[dict[str, Outcome]]] = {}
         self._directory = directory
+        self._stop = threading.Event()
+        self._executor = ThreadPoolExecutor(NUM_GROUPS_AT_A_TIME)
 
     def __call__(self, case: Case) -> Outcome:
-        if case.name not in self._outcomes:
-            assert self._waiting[case.name] == case, f"two cases are called {case.name}"
-            members = [other for other in self._waiting.values() if other.group == case.group]
-            self._outcomes |= run_cases(members, self._directory / f"group{len(self._outcomes)}")
-        return self._outcomes[case.name]
+        assert self._cases.get(case.name) == case, f"{case.name} is not among the parameters of a collected test"
+        if not self._futures:
+            for number, share in enumerate(shares_of(list(self._cases.values()))):
+                future = self._executor.submit(run_cases, share, self._directory / f"share{number}", self._stop)
+                self._futures |= {member.name: future for member in share}
+        return self._futures[case.name].result()[case.name]
+
+    def end(self) -> None:
+        """End what still runs."""
+        self._stop.set()
+        self._executor.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")
-def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Gives a case's outcome; runs all cases of its group at the first call."""
-    return Runs(request.session.items, tmp_path_factory.mktemp("distributed"))
+def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Gives a case's outcome; runs all cases at the first call."""
+    runs = Runs(request.session.items, tmp_path_factory.mktemp("distributed"))
+    yield runs
+    runs.end()
 
 
 OutcomeOf = Callable[[Case], Outcome]
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test of a group waits for the whole group; the groups have limits of their own."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            limit = 14_400 if item.get_closest_marker("full") else 1200
-            item.add_marker(pytest.mark.timeout(limit))
+    """Tests with cases come first: other tests start jobs of their own and look at the time, so nothing should run beside them.
+
+    The first test waits for its share of the cases, which may be any; such tests have limits of their own.
+    """
+    own = [item for item in items if Path(__file__).parent in item.path.parents]
+    limit = 14_400 if any(item.get_closest_marker("full") for item in own) else 1200
+    for item in own:
+        item.add_marker(pytest.mark.timeout(limit))
+    first = {id(item) for item in own if any(True for _ in cases_of(item))}
+    items.sort(key=lambda item: id(item) not in first)

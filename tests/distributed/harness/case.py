@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+MAX_BLOCKS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -62,7 +64,12 @@ class Case:
 
     def compile_options(self) -> dict[str, Any]:
         """The `options` of torch.compile."""
-        chosen: dict[str, Any] = {"pipeline_num": self.num_micro_batches, "stage_compiler": self.stage_compiler}
+        chosen: dict[str, Any] = {
+            "pipeline_num": self.num_micro_batches,
+            "stage_compiler": self.stage_compiler,
+            # Each distinct block is traced to price it, which is most of a case's time; what is tested here is not where cuts are.
+            "max_partition_num": MAX_BLOCKS,
+        }
         if self.replicas:
             chosen["stage_replicas"] = self.replicas
         return chosen | dict(self.options)

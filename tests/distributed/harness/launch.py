@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -120,20 +121,22 @@ def run_script(
     return code, process.output.read_text(errors="replace"), seconds
 
 
-def run_cases(cases: Iterable[Case], directory: Path) -> dict[str, Outcome]:
-    """Run all cases, one group of ranks for those that can share one."""
+def run_cases(cases: Iterable[Case], directory: Path, stop: threading.Event | None = None) -> dict[str, Outcome]:
+    """Run all cases, one group of ranks for those that can share one; with `stop` set, what runs is ended and the rest fails."""
     ordered = sorted(cases, key=lambda case: case.group)
     outcomes: dict[str, Outcome] = {}
     for (world, extra), members in itertools.groupby(ordered, key=lambda case: case.group):
         waiting, num_deaths = list(members), 0
         while waiting:
+            if stop is not None and stop.is_set():
+                break
             if num_deaths >= MOST_DEATHS_IN_A_ROW:
                 text = f"not run: {num_deaths} groups of ranks died one after the other"
                 outcomes |= {case.name: Outcome(failures=(f"{case.name}: {text}",), results=()) for case in waiting}
                 break
             group_directory = directory / f"world{world}_{len(outcomes)}"
             group_directory.mkdir(parents=True)
-            done = _run_group(waiting, world, dict(extra), group_directory)
+            done = _run_group(waiting, world, dict(extra), group_directory, stop or threading.Event())
             assert done, "a group of ranks ended without a result for any case"
             outcomes |= done
             waiting = [case for case in waiting if case.name not in done]
@@ -141,12 +144,14 @@ def run_cases(cases: Iterable[Case], directory: Path) -> dict[str, Outcome]:
     return outcomes
 
 
-def _run_group(cases: list[Case], world: int, extra: dict[str, str], directory: Path) -> dict[str, Outcome]:
+def _run_group(
+    cases: list[Case], world: int, extra: dict[str, str], directory: Path, stop: threading.Event
+) -> dict[str, Outcome]:
     path = directory / "cases.jsonl"
     path.write_text("\n".join(case.to_json() for case in cases))
     command = [*launcher(world), sys.executable, str(WORKER), str(path), str(directory)]
     with Process(command, directory / "output.log", extra) as process:
-        reason = _watch(process, cases, world, directory)
+        reason = _watch(process, cases, world, directory, stop)
     return _outcomes(cases, directory, world, reason or "the ranks ended early", process.tail())
 
 
@@ -167,11 +172,13 @@ def _outcomes(cases: list[Case], directory: Path, world: int, reason: str, tail:
     return outcomes
 
 
-def _watch(process: Process, cases: list[Case], world: int, directory: Path) -> str:
+def _watch(process: Process, cases: list[Case], world: int, directory: Path, stop: threading.Event) -> str:
     """Wait for the group: "" when it ended well, else why it was ended or how it ended."""
     limits = {case.name: case.limit_seconds for case in cases}
     seen, since, allowed = -1, time.monotonic(), START_LIMIT_SECONDS
     while (code := process.wait(0.1)) is None:
+        if stop.is_set():
+            return "the tests were ended"
         events = [line for rank in range(world) for line in _lines(directory, rank)]
         if len(events) != seen:
             seen, since = len(events), time.monotonic()
