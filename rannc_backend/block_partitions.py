@@ -33,6 +33,7 @@ from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.block_graph import Block, BlockGraph, OperatorCost
 from rannc_backend.passes.liveness import live_bytes, storage_bytes, storages, virtual_values
 from rannc_backend.passes.split_stages import StageGraph, split_stages
+from rannc_backend.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,14 @@ class BlockPartitions:
             for position, item in enumerate(stage.inputs):
                 if item.kind == "boundary":
                     self._readers.setdefault(item.name, []).append((index, position))
+
+    def trace(self, progress: Progress) -> None:
+        """Trace the distinct blocks that are not traced yet, telling how far that is."""
+        distinct = {block.structure: block for block in reversed(self.graph.blocks)}
+        with progress.task("prices", len(distinct)) as task:
+            for block in distinct.values():
+                self._of_structure(block)
+                task.advance()
 
     def partition(self, block: Block, budget: float) -> BlockPartition | None:
         """The block's partition; None if it cannot be traced alone."""
@@ -157,16 +166,22 @@ class BlockPartitions:
 
 
 def partition_blocks(
-    analysis: GraphAnalysis, graph: BlockGraph, *, compiler: str, rows: int, budget: float | None = None
+    analysis: GraphAnalysis,
+    graph: BlockGraph,
+    *,
+    compiler: str,
+    rows: int,
+    budget: float | None = None,
+    progress: Progress | None = None,
 ) -> BlockPartitions:
-    """Cut each block out as a stage.
+    """Cut each block out as a stage; with `progress`, trace them all now.
 
     Args:
         budget: the activation budget of all stages, 0 to 1; None: it is still to be chosen.
         compiler: "eager" or "inductor", as stages will be compiled.
         rows: about how many rows a replica will compute; the partitioner weighs sizes with it.
     """
-    return BlockPartitions(
+    partitions = BlockPartitions(
         graph=graph,
         stages=block_stages(analysis, graph),
         needs_grad=needs_grad_in_training(analysis),
@@ -176,6 +191,9 @@ def partition_blocks(
         rows=max(2, rows),
         budgets=BUDGETS if budget is None else tuple(dict.fromkeys((1.0, budget or 1.0))),
     )
+    if progress is not None:
+        partitions.trace(progress)
+    return partitions
 
 
 def block_stages(analysis: GraphAnalysis, graph: BlockGraph) -> tuple[StageGraph, ...]:

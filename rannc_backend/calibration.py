@@ -28,13 +28,14 @@ from rannc_backend.cost.cluster import Cluster, Device, Link
 from rannc_backend.cost.cluster_file import FORMAT, LOCAL, cluster_toml, load_cluster, parse_cluster, read_cluster
 from rannc_backend.deployment_file import write_text
 from rannc_backend.errors import RanncError, rebuild_error
+from rannc_backend.ir.plan import DeviceKind
 from rannc_backend.runtime.link_speed import TransferSeconds, allreduce_seconds, message_seconds
 from rannc_backend.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
 # Raised when what is measured, or how, changes: files of an older number are not read.
-_VERSION = 1
+_VERSION = 2
 # Where links are not measured: a cluster of the same kind of device.
 _GENERIC = {"cpu": "generic-cpu", "cuda": "a100-80gb"}
 _DIGITS = 4
@@ -82,7 +83,7 @@ class _Seat:
     """A rank's device, as far as it is known without measuring. `name`: for people."""
 
     name: str
-    kind: str
+    kind: DeviceKind
     memory_bytes: int
     num_threads: int
 
@@ -188,7 +189,7 @@ def _measured(world: World, per_node: int, limit: float) -> tuple[list[DeviceRat
     def together() -> None:
         world.control.barrier(what="measuring devices", limit_seconds=limit)
 
-    rates = measure_device(Stopwatch(device=world.device, share=_core_share(world)), together)
+    rates = measure_device(Stopwatch(device=world.device), together)
     transfers = {name: times for name, times in _own_transfers(world, per_node).items() if times is not None}
     own = {
         "rates": {
@@ -255,6 +256,8 @@ def _assembled(
             memory_bytes_per_second=_median(each.memory_bytes_per_second for each in rates),
             launch_seconds=_median(each.launch_seconds for each in rates),
             efficiencies=tuple(shares.items()),
+            kind=seats[0].kind,
+            core_share=_rounded(_core_share(world)) if seats[0].kind == "cpu" else 1.0,
         ),
         intra_node=_link("near", transfers, per_node, generic.intra_node),
         inter_node=_link("far", transfers, world.size, generic.inter_node),

@@ -69,14 +69,16 @@ def capture_or_restart(
     *,
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
+    begun: RestartReason | None = None,
 ) -> CapturedGraph:
     """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
 
+    `begun`: what `symbolic_trace` gave before the call, if that was done; then the first trace may do.
     Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) at the first call for each frame,
     GraphBreakError, and the errors of `capture`. Dynamo's settings are as before when this returns or raises anything else.
     """
     call = find_dynamo_call()
-    restart = previous_restart(call)
+    restart = previous_restart(call) or begun
     if restart is not None:
         restart.restore()
     refuse_resumed_frame(call)

@@ -66,7 +66,7 @@ class DynamoCall:
 
 
 class RestartReason(str):
-    """The text that Dynamo records as reason of our restart; carries what was set and the way back."""
+    """What a trace runs under, and the way back. A text, because Dynamo records it where it is the reason of a restart."""
 
     restore: Callable[[], object]
     batch_tensors: tuple[torch.Tensor, ...]
@@ -116,12 +116,27 @@ def previous_restart(call: DynamoCall) -> RestartReason | None:
 def restart_trace(
     call: DynamoCall, batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None
 ) -> NoReturn:
-    """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic.
+    """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic; see `symbolic_trace`.
 
-    `hint`: what the trace takes for that size where it has to decide something; by default the real one. `finished` comes
-    back with the reason.
     The settings go back when the reason's `restore` is called, at the latest when Dynamo has ended the compilation in
     whichever way. Raises TensorifyScalarRestartAnalysis, which must reach Dynamo.
+    """
+    attempt = sum(isinstance(reason, RestartReason) for reason in call.restart_reasons)
+    reason = symbolic_trace(batch_tensors, hint=hint, finished=finished, attempt=attempt)
+    # Dynamo remembers where the graph broke and would break it there again.
+    call.output_graph.root_tx.speculation_log.clear()
+    # The context object lives as long as this compilation: a trace that fails before it comes back here cleans up too.
+    reason.restore = weakref.finalize(CompileContext.get(), reason.restore)
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def symbolic_trace(
+    batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None, attempt: int = 0
+) -> RestartReason:
+    """From now on, until `restore` of the result is called, let Dynamo trace with dimension 0 of `batch_tensors` symbolic.
+
+    `hint`: what the trace takes for that size where it has to decide something; by default the real one. `finished` comes back with
+    the reason.
     """
     undo = contextlib.ExitStack()
     with contextlib.ExitStack() as guard:
@@ -130,18 +145,14 @@ def restart_trace(
         undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
         undo.enter_context(_ignored_functions(library_log_methods().values()))
         undo.enter_context(_marked_dynamic(batch_tensors, hint))
-        # Dynamo remembers where the graph broke and would break it there again.
-        call.output_graph.root_tx.speculation_log.clear()
         guard.pop_all()
-    attempt = sum(isinstance(reason, RestartReason) for reason in call.restart_reasons)
     reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
     reason.batch_tensors = tuple(batch_tensors)
     reason.hint = hint
     reason.finished = finished
     reason.break_counts = _break_counts()
-    # The context object lives as long as this compilation: a trace that fails before it comes back here cleans up too.
-    reason.restore = weakref.finalize(CompileContext.get(), undo.close)
-    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+    reason.restore = undo.close
+    return reason
 
 
 def skip_library_loggers() -> None:

@@ -16,6 +16,8 @@ from torch._dynamo.exc import Unsupported
 
 from rannc_backend.capture import CapturedGraph, capture_or_restart, skip_library_loggers
 from rannc_backend.capture_breaks import graph_break_error
+from rannc_backend.capture_dynamo import symbolic_trace
+from rannc_backend.capture_example import tensors_in
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 
 
@@ -37,9 +39,13 @@ def capture_model(
         Exception: what the model itself raises.
     """
 
+    # Dynamo's trace takes most of the time: with symbolic batch sizes from the start there is one, not two.
+    batches = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() > 0 and tensor.shape[0] != 1]
+    begun = symbolic_trace(batches)
+
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
         try:
-            captured = capture_or_restart(graph_module, example_inputs, device=device)
+            captured = capture_or_restart(graph_module, example_inputs, device=device, begun=begun)
         except RanncError as error:
             raise _CalledOff(error) from error
         raise _CalledOff(captured)
@@ -54,6 +60,8 @@ def capture_model(
         return end.result
     except Unsupported as error:
         raise graph_break_error(str(error), user_location("".join(traceback.format_list(list(error.real_stack))))) from None
+    finally:
+        begun.restore()
     raise UnsupportedModelError(
         f"{type(model).__name__} was called without computing anything that Dynamo captures",
         cure="pass at least one tensor with a batch dimension, and a model that is not compiled already.",

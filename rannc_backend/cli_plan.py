@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,10 +28,11 @@ from rannc_backend.progress import planning_progress
 if TYPE_CHECKING:
     import torch
 
-    from rannc_backend.cost.cluster import Cluster
     from rannc_backend.ir.plan import Plan
     from rannc_backend.planning_file import PlannableModel
+    from rannc_backend.planning_search import PlanningQuestion
 
+_WITH_BARS = ("blocks", "prices", "search")  # run while progress bars have the terminal
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
@@ -80,41 +83,39 @@ def plan(
     _check_folders(json, html, save_blocks)
     described = load_cluster(config.cluster, np, gpus_per_node)
     narrator = _narrator()
-    # Only now: importing torch takes seconds, and what is wrong with the words above is said before.
-    from rannc_backend.planning import plan_prepared
+    # Only now: what is wrong with the words above is said before. Torch is imported for a model only, not for its blocks.
+    from rannc_backend import planning_search
     from rannc_backend.planning_file import PlannableModel, is_blocks_file
 
+    question = planning_search.PlanningQuestion(config=config, cluster=described, batch_rows=batch_size, narrator=narrator)
     if is_blocks_file(model):
         if dtype is not None:
             raise OptionValueError("--dtype", value=dtype, source="command line", expected="left out: the blocks have their dtype")
         prepared = PlannableModel.read(model)
     else:
-        prepared = _prepared(model, config, described, dtype, np, batch_size, narrator)
+        prepared = _prepared(model, question, dtype)
     if save_blocks is not None:
         write_text(save_blocks, prepared.to_json(), what="blocks")
         _say(f"blocks written to {save_blocks}")
     # From here on Ctrl-C means: enough. Before, there is no plan to give.
     with planning_progress() as progress:
-        found = plan_prepared(
-            prepared, config=config, num_devices=np, cluster=described, batch_rows=batch_size, progress=progress, narrator=narrator
-        )
+        found = planning_search.plan_prepared(prepared, replace(question, progress=progress))
         if progress.cancelled():
             _say("the search was ended before it was done: this is the best plan so far")
     _deliver(found, json, html)
 
 
-def _prepared(
-    path: str, config: Config, cluster: Cluster, dtype: str | None, num_devices: int, batch_rows: int, narrator: Narrator
-) -> PlannableModel:
+def _prepared(path: str, question: PlanningQuestion, dtype: str | None) -> PlannableModel:
     from rannc_backend.planning import analyze_model, prepare
     from rannc_backend.planning_factory import call_factory
 
     floats = parse_dtype(dtype)
-    with narrator.step("model") as details:
+    with question.narrator.step("model") as details:
         model, args, kwargs = call_factory(path)
         details.append(_size_of(model.parameters()))
-    analysis = analyze_model(model, args, kwargs, cluster=cluster, dtype=floats, narrator=narrator)
-    return prepare(analysis, config=config, num_devices=num_devices, cluster=cluster, batch_rows=batch_rows, narrator=narrator)
+    analysis = analyze_model(model, args, kwargs, cluster=question.cluster, dtype=floats, narrator=question.narrator)
+    with planning_progress(catches_interrupt=False) as progress:
+        return prepare(analysis, replace(question, progress=progress))
 
 
 def _deliver(plan: Plan, json: Path | None, html: Path | None) -> None:
@@ -172,7 +173,11 @@ def _size_of(parameters: object) -> str:
 def _narrator() -> Narrator:
     if sys.stderr.isatty():
         console = Console(stderr=True)
-        return Narrator(tell=lambda step: _say(str(step)), show=lambda name: console.status(f"{name} ..."))
+
+        def show(name: str) -> AbstractContextManager[object]:
+            return nullcontext() if name in _WITH_BARS else console.status(f"{name} ...")
+
+        return Narrator(tell=lambda step: _say(str(step)), show=show)
     return Narrator(tell=lambda step: _say(str(step)))
 
 

@@ -51,11 +51,15 @@ def show(
 def diff(
     a: PlanPath,
     b: Annotated[Path, typer.Argument(help="The plan to compare with.", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="Print the difference as JSON, with the values themselves.")] = False,
 ) -> None:
     """Print what differs between two plans: settings, cluster, costs of stages, and what moved to another stage."""
     from rannc_backend.report.comparison import compare, difference_report
 
     difference = compare(read_plan(a), read_plan(b))
+    if json:
+        typer.echo(json_text.dumps(difference.summary(), indent=2, allow_nan=False))
+        return
     console = report_console()
     for section in difference_report(difference, str(a), str(b)):
         console.print(section)

@@ -24,7 +24,7 @@ from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import log_narrator
-from rannc_backend.partition.planner import choose_schedule
+from rannc_backend.partition.plan_checks import choose_schedule
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.runtime.accumulation import DelayableBuckets

@@ -1,15 +1,12 @@
 """Plans a model without process groups or ranks, wherever it is: on the CPU, on a GPU, or on "meta", where it has no memory.
 
-In: a model and the arguments of one call, or an analysed graph; the options, the cluster and the number of devices to plan for. Out: a
-`Plan`. A session plans with the same functions as the command line, so that a plan made without ranks is the plan of the ranks.
-
-Terms. Rows to plan for: those of one training step, of all replicas together; the example batch may have any number.
+In: a model and the arguments of one call, or an analysed graph; the question (planning_search.py). Out: a `Plan`. A session plans with the
+same functions as the command line, so that a plan made without ranks is the plan of the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,17 +16,15 @@ from rannc_backend.analysis import GraphAnalysis, analyze
 from rannc_backend.block_partitions import partition_blocks
 from rannc_backend.capture_example import convert_model, convert_values, tensors_in
 from rannc_backend.capture_model import capture_model
-from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.pricing import BlockPricer
+from rannc_backend.cost.profile import stage_compiler
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
+from rannc_backend.partition.blocks import block_graph
 from rannc_backend.partition.plan_checks import exact_schedules
-from rannc_backend.partition.planner import block_graph, plan_blocks
 from rannc_backend.planning_file import PlannableModel
-from rannc_backend.pricers import Pricing
+from rannc_backend.planning_search import PlanningQuestion, plan_prepared
 from rannc_backend.profiling import LeadingProfiler
-from rannc_backend.progress import Progress
 
 _META = torch.device("meta")
 
@@ -38,16 +33,11 @@ def plan_model(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    question: PlanningQuestion,
     *,
-    config: Config,
-    num_devices: int,
-    cluster: Cluster,
-    batch_rows: int,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
-    narrator: Narrator | None = None,
 ) -> Plan:
-    """Plan training ``model``, called with such arguments, for steps of ``batch_rows`` rows on ``num_devices`` devices of ``cluster``.
+    """Plan training ``model``, called with such arguments.
 
     A model with any part on "meta" goes there as a whole. ``dtype`` is given to all its floating-point parameters, buffers and inputs.
     Nothing is computed.
@@ -55,17 +45,8 @@ def plan_model(
     Raises:
         RanncError: whatever capture, analysis or search refuse; InfeasiblePlanError says the smallest memory or number of devices.
     """
-    narrator = narrator or Narrator()
-    analysis = analyze_model(model, args, kwargs, cluster=cluster, dtype=dtype, narrator=narrator)
-    return plan_analysis(
-        analysis,
-        config=config,
-        num_devices=num_devices,
-        cluster=cluster,
-        batch_rows=batch_rows,
-        progress=progress,
-        narrator=narrator,
-    )
+    analysis = analyze_model(model, args, kwargs, cluster=question.cluster, dtype=dtype, narrator=question.narrator)
+    return plan_analysis(analysis, question)
 
 
 def analyze_model(
@@ -94,61 +75,33 @@ def analyze_model(
     return analysis
 
 
-def plan_analysis(
-    analysis: GraphAnalysis,
-    *,
-    config: Config,
-    num_devices: int,
-    cluster: Cluster,
-    batch_rows: int,
-    progress: Progress | None = None,
-    narrator: Narrator | None = None,
-    profiler: LeadingProfiler | None = None,
-) -> Plan:
-    """Plan an analysed graph; see `plan_model`. With a `profiler`, blocks may be measured; the other ranks must be ready for it."""
-    model = prepare(analysis, config=config, num_devices=num_devices, cluster=cluster, batch_rows=batch_rows, narrator=narrator)
-    return plan_prepared(
-        model,
-        config=config,
-        num_devices=num_devices,
-        cluster=cluster,
-        batch_rows=batch_rows,
-        progress=progress,
-        narrator=narrator,
-        profiler=profiler,
-    )
+def plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, *, profiler: LeadingProfiler | None = None) -> Plan:
+    """Plan an analysed graph; see `plan_model` and `plan_prepared`."""
+    return plan_prepared(prepare(analysis, question), question, profiler=profiler)
 
 
-def prepare(
-    analysis: GraphAnalysis,
-    *,
-    config: Config,
-    num_devices: int,
-    cluster: Cluster,
-    batch_rows: int,
-    narrator: Narrator | None = None,
-) -> PlannableModel:
+def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableModel:
     """Blocks, balanced for these devices and rows, and what each distinct one computes and keeps at every activation budget."""
-    narrator = narrator or Narrator()
-    captured = analysis.captured
-    with narrator.step("blocks") as details:
+    captured, config = analysis.captured, question.config
+    with question.narrator.step("blocks") as details:
         graph = block_graph(
             analysis.split,
             captured.inputs,
             analysis.needs_grad,
             config,
-            cluster=replace(cluster, num_devices=num_devices),
-            batch_rows=batch_rows,
+            cluster=question.cluster,
+            batch_rows=question.batch_rows,
             rows_symbol=captured.rows_symbol,
         )
         distinct = {block.structure: block for block in graph.blocks}
         details.append(f"{len(graph.blocks)} blocks, {len(distinct)} distinct")
-    with narrator.step("prices"):
-        compiler = "inductor" if config.stage_compiler == "auto" else config.stage_compiler
-        rows = max(1, batch_rows // num_devices)
+    with question.narrator.step("prices"):
         partitions = None
         if graph.blocks:
-            partitions = partition_blocks(analysis, graph, compiler=compiler, rows=rows, budget=config.fixed_recompute)
+            rows = max(1, question.batch_rows // question.cluster.num_devices)
+            partitions = partition_blocks(
+                analysis, graph, compiler=stage_compiler(config), rows=rows, budget=config.fixed_recompute, progress=question.progress
+            )
         return PlannableModel.of(
             graph,
             partitions,
@@ -159,46 +112,8 @@ def prepare(
         )
 
 
-def plan_prepared(
-    model: PlannableModel,
-    *,
-    config: Config,
-    num_devices: int,
-    cluster: Cluster,
-    batch_rows: int,
-    progress: Progress | None = None,
-    narrator: Narrator | None = None,
-    profiler: LeadingProfiler | None = None,
-) -> Plan:
-    """Plan from blocks that were made before, perhaps for other devices; see `plan_model`. BlocksFileError: under other options."""
-    model.check_options(config)
-    cluster = replace(cluster, num_devices=num_devices)
-    narrator = narrator or Narrator()
-    pricing = Pricing(
-        graph=model.graph, partitions=model, config=config, cluster=cluster, batch_rows=batch_rows, profiler=profiler
-    )
-
-    def search(pricer: BlockPricer) -> Plan:
-        with narrator.step("search") as details:
-            plan = plan_blocks(
-                model.graph,
-                config,
-                cluster=cluster,
-                batch_rows=batch_rows,
-                schedules=model.searched_schedules(config),
-                fingerprint=model.fingerprint,
-                model_name=model.model_name,
-                pricer=pricer,
-                progress=progress,
-            )
-            details.append(f"{plan.num_stages} stages")
-        return plan
-
-    return pricing.plan(search, cancelled=progress.cancelled if progress is not None else lambda: False)
-
-
 def trace_device(cluster: Cluster) -> torch.device:
     """The device to take a model on "meta" for: the cluster's kind, where this torch can trace for it."""
     # Without CUDA torch aborts the process as soon as autograd asks for the device of a tensor.
-    is_gpu = cluster.device.name != "cpu"
-    return torch.device("cuda", 0) if is_gpu and torch.cuda.is_available() else torch.device("cpu")
+    is_gpu = cluster.device.kind == "cuda" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if is_gpu else torch.device("cpu")

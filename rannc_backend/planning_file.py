@@ -1,7 +1,7 @@
 """A model as far as planning asks about it: small enough for a file, from which plans for other clusters are made in seconds.
 
 In: blocks and how each is partitioned. Out: `PlannableModel`, and its text as JSON. Reading checks everything and runs nothing.
-Terms. Sizes and FLOPs are expressions over the number of rows; equal ones are written once, and stand for themselves by number.
+Terms. Sizes (ir/size.py) are written once where they are equal, and stand for themselves by number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import sympy
-
 from rannc_backend.config import Config
-from rannc_backend.cost.expression_text import expression_from_text, expression_text
+from rannc_backend.cost.formula import Formula
 from rannc_backend.cost.pricing import BlockPartition, Partitions
 from rannc_backend.errors import BlocksFileError
 from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.ir.size import Size
 from rannc_backend.schedule.orders import ScheduleName
 
 FORMAT = "rannc blocks 1"
@@ -135,7 +134,7 @@ class PlannableModel:
         if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
             raise _invalid("expressions: not a list of texts")
         try:
-            reader = _Reader(tuple(expression_from_text(item) for item in texts))
+            reader = _Reader(tuple(map(Formula.of_text, texts)))
         except ValueError as error:
             raise _invalid(str(error)) from None
         model = reader.decode(cls, content, "model")
@@ -180,35 +179,46 @@ def _invalid(problem: str) -> BlocksFileError:
 
 
 class _Writer:
-    """Dataclasses as dicts, tuples as lists, expressions as numbers of `texts`."""
+    """Dataclasses as dicts, tuples as lists, sizes as numbers of `texts`."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
-        self._numbers: dict[sympy.Expr, int] = {}
+        self._numbers: dict[Any, int] = {}
 
-    def encode(self, value: Any) -> Any:
-        if isinstance(value, sympy.Expr):
+    def encode(self, value: Any, hint: Any = None) -> Any:
+        if hint is Size:
             if value not in self._numbers:
-                self._numbers[value] = self.texts.setdefault(expression_text(value), len(self.texts))
+                self._numbers[value] = self.texts.setdefault(_text_of(value), len(self.texts))
             return self._numbers[value]
         if dataclasses.is_dataclass(value):
-            return {name: self.encode(getattr(value, name)) for name in _hints(type(value))}
+            return {name: self.encode(getattr(value, name), hint) for name, hint in _hints(type(value)).items()}
         if isinstance(value, tuple):
-            return [self.encode(item) for item in value]
+            hints = typing.get_args(hint)
+            several = hints[:1] * len(value) if hints[1:] == (Ellipsis,) else hints
+            return [self.encode(item, hint) for item, hint in zip(value, several, strict=True)]
         return value
+
+
+def _text_of(size: Any) -> str:
+    if isinstance(size, Formula):
+        return size.text
+    # Sympy takes longer to import than a plan from a file takes to make.
+    from rannc_backend.cost.expression_text import expression_text
+
+    return expression_text(size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """Values of the types that the dataclasses declare, or BlocksFileError that names the place."""
 
-    expressions: tuple[sympy.Expr, ...]
+    sizes: tuple[Formula, ...]
 
     def decode(self, hint: Any, value: Any, place: str) -> Any:
-        if hint is sympy.Expr:
-            if type(value) is not int or not 0 <= value < len(self.expressions):
+        if hint is Size:
+            if type(value) is not int or not 0 <= value < len(self.sizes):
                 raise _invalid(f"{place}: {value!r} is not the number of an expression")
-            return self.expressions[value]
+            return self.sizes[value]
         if dataclasses.is_dataclass(hint):
             return self._record(hint, value, place)
         if typing.get_origin(hint) is tuple:

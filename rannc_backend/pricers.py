@@ -11,52 +11,26 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from rannc_backend.analysis import GraphAnalysis
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.measured_pricing import MeasuredPricer
 from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer, Partitions
-from rannc_backend.cost.profile import BlockProfile, Point, Profile, Setting, StageProfile
+from rannc_backend.cost.profile import BlockProfile, Job, Point, Profile, Setting, StageProfile, stage_compiler
 from rannc_backend.deployment_file import write_text
-from rannc_backend.errors import BYTES_PER_GB, ProfileError
+from rannc_backend.errors import ProfileError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.measured import RunReport
-from rannc_backend.profiling import Bench, Job, LeadingProfiler
-from rannc_backend.runtime.world import World
+
+if TYPE_CHECKING:
+    from rannc_backend.profiling import LeadingProfiler
 
 logger = logging.getLogger(__name__)
 
 NUM_POINTS = 4
 MAX_ROUNDS = 3
-_MEMORY_SHARE = 0.8  # of a device's memory that a measurement may take
-
-
-def stage_compiler(config: Config) -> str:
-    """The compiler of stages that the options ask for."""
-    return "inductor" if config.stage_compiler == "auto" else config.stage_compiler
-
-
-def measures(config: Config, world: World | None) -> bool:
-    """Whether blocks are measured: where that is asked for, or where the plan is for GPUs at hand. The same on all ranks."""
-    if world is None or config.costs == "analytic":
-        return False
-    return config.costs == "measured" or (world.device.type == "cuda" and config.cluster == "local")
-
-
-def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device: torch.device) -> Bench:
-    """What measures on this rank."""
-    limit = config.mem_limit_gb * BYTES_PER_GB or float(cluster.device.memory_bytes)
-    return Bench(
-        analysis=analysis,
-        device=device,
-        compiler=stage_compiler(config),
-        num_repeats=config.profiling_iter,
-        most_bytes=_MEMORY_SHARE * limit,
-    )
 
 
 @dataclass(slots=True, kw_only=True)

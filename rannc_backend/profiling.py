@@ -2,9 +2,10 @@
 
 In: an analysed graph, its blocks, row counts. Out: `BlockProfile`s and `StageProfile`s (cost/profile.py).
 
-Terms. A *job* is a run of blocks at one activation budget, to be compiled as a stage and timed at some numbers of rows. Rank 0 leads: it
+Terms. A job is that of cost/profile.py. Rank 0 leads: it
 says what to measure, and whatever it asks is answered by all (`LeadingProfiler`, `answer_leader`). Jobs are dealt out over the ranks; in
-each round every rank is busy, if need be with a job that another rank has too, so that ranks on one host contend as they will in the run.
+each round every rank is busy, if need be with a job that another rank has too, so that ranks on one host contend for memory as they will
+in the run.
 Not enough memory is a result: the point has no seconds, and more rows are not tried.
 """
 
@@ -25,7 +26,10 @@ from rannc_backend.analysis import GraphAnalysis
 from rannc_backend.block_partitions import needs_grad_in_training
 from rannc_backend.compile_gradients import ScratchGradients
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
-from rannc_backend.cost.profile import Point, Setting
+from rannc_backend.config import Config
+from rannc_backend.cost.cluster import Cluster
+from rannc_backend.cost.profile import Job, Point, Setting, stage_compiler
+from rannc_backend.errors import BYTES_PER_GB
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.progress import Progress
 from rannc_backend.runtime.allocations import AllocationTracker
@@ -34,17 +38,9 @@ from rannc_backend.runtime.world import World
 logger = logging.getLogger(__name__)
 
 POINT_SECONDS = 2.0  # a number of rows is not repeated for longer, nor tried at all when the one before took so long
+_MEMORY_SHARE = 0.8  # of a device's memory that a measurement may take
+_CACHE_BYTES = 40 * 2**20  # a little more than the caches of most CPUs
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Blocks [begin, end) at an activation budget, to be timed at `rows`, ascending."""
-
-    begin: int
-    end: int
-    budget: float
-    rows: tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +54,8 @@ class Bench:
     most_bytes: float = float("inf")
     cache: CompileCache = field(default_factory=CompileCache)
     clock: Callable[[], float] = time.perf_counter
+    core_clock: Callable[[], float] = time.process_time
+    _evicting: torch.Tensor | None = field(init=False, default=None)
 
     def measure(self, blocks: Sequence[Sequence[str]], job: Job) -> list[Point]:
         """The points of one job; `blocks` are the node names of all blocks."""
@@ -110,14 +108,16 @@ class Bench:
         backwards: list[float] = []
         began = self.clock()
         while len(forwards) < self.num_repeats and (not forwards or self.clock() - began < POINT_SECONDS):
+            self._empty_caches()
             start = self._now()
             outputs, saved = stage.forward(args)
             grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
             del outputs
-            middle = self._now()
+            forwards.append(self._now() - start)
+            self._empty_caches()
+            start = self._now()
             stage.backward(list(saved), grads, gradients)
-            backwards.append(self._now() - middle)
-            forwards.append(middle - start)
+            backwards.append(self._now() - start)
             del saved, grads
         return Point(
             rows=rows,
@@ -147,10 +147,43 @@ class Bench:
         torch.cuda.synchronize(self.device)
         return max(0, torch.cuda.max_memory_allocated(self.device) - before)
 
+    def _empty_caches(self) -> None:
+        """In a step other blocks come between two runs of this one: its weights and what it saved have left the caches."""
+        if self.device.type == "cuda":
+            return
+        if self._evicting is None:
+            self._evicting = torch.zeros(_CACHE_BYTES // 4)
+        self._evicting.add_(1.0)
+
     def _now(self) -> float:
+        """Seconds; on a CPU with one thread, those for which this rank had a core.
+
+        Ranks that share cores run at full speed while others wait: the planner counts the cores (`Device.core_share`).
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif torch.get_num_threads() == 1:
+            return self.core_clock()
         return self.clock()
+
+
+def measures(config: Config, world: World | None) -> bool:
+    """Whether blocks are measured: where that is asked for, or where the plan is for GPUs at hand. The same on all ranks."""
+    if world is None or config.costs == "analytic":
+        return False
+    return config.costs == "measured" or (world.device.type == "cuda" and config.cluster == "local")
+
+
+def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device: torch.device) -> Bench:
+    """What measures on this rank."""
+    limit = config.mem_limit_gb * BYTES_PER_GB or float(cluster.device.memory_bytes)
+    return Bench(
+        analysis=analysis,
+        device=device,
+        compiler=stage_compiler(config),
+        num_repeats=config.profiling_iter,
+        most_bytes=_MEMORY_SHARE * limit,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -159,14 +159,14 @@ class _BarTask:
 
 
 @contextmanager
-def planning_progress(rank: int = 0, stream: TextIO | None = None) -> Iterator[Progress]:
-    """What this process shall show while it plans, and Ctrl-C caught meanwhile.
+def planning_progress(rank: int = 0, stream: TextIO | None = None, *, catches_interrupt: bool = True) -> Iterator[Progress]:
+    """What this process shall show while it plans, and Ctrl-C caught meanwhile (`catches_interrupt`).
 
     Bars where `stream` (stderr) is a terminal, log lines where not, nothing on ranks but 0. Outside of the main thread, where
     Python delivers no signals, Ctrl-C is left alone.
     """
     cancellation = Cancellation()
-    with catch_interrupt(cancellation):
+    with catch_interrupt(cancellation) if catches_interrupt else nullcontext():
         if rank != 0:
             yield SilentProgress(cancellation)
             return

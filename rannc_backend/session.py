@@ -36,8 +36,8 @@ from rannc_backend.narrator import log_narrator
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
 from rannc_backend.partition.projection import project_plan
 from rannc_backend.planning import plan_analysis
-from rannc_backend.pricers import make_bench, measures
-from rannc_backend.profiling import answer_leader, leading
+from rannc_backend.planning_search import PlanningQuestion
+from rannc_backend.profiling import answer_leader, leading, make_bench, measures
 from rannc_backend.progress import Progress, planning_progress
 from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
@@ -217,18 +217,16 @@ class Session:
         self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress, *, profiled: bool
     ) -> Plan:
         bench = make_bench(analysis, self.config, cluster, self.world.device) if profiled else None
+        question = PlanningQuestion(
+            config=self.config,
+            cluster=cluster,
+            # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
+            batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
+            progress=progress,
+            narrator=log_narrator(verbose=self.config.verbose),
+        )
         with leading(bench, self.world, limit_seconds=self.config.compile_timeout_seconds, progress=progress) as profiler:
-            return plan_analysis(
-                analysis,
-                config=self.config,
-                num_devices=cluster.num_devices,
-                cluster=cluster,
-                # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
-                batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
-                progress=progress,
-                narrator=log_narrator(verbose=self.config.verbose),
-                profiler=profiler,
-            )
+            return plan_analysis(analysis, question, profiler=profiler)
 
     def _take_ownership(self, plan: Plan) -> bool:
         """Bring the parameters to the ranks that the plan wants them on; whether any moved."""

@@ -44,13 +44,12 @@ class DeviceRates:
 class Stopwatch:
     """Times calls on a device.
 
-    `share`: the part of a core that this process has when all ranks of its host compute. Where it computes with one thread, its
-    seconds are those that it had a core for, over that share: what other programs take from the core just now is no property
-    of the machine, and a description is kept for long. `limit_seconds` is about how long one measurement may take.
+    Where it computes with one thread, seconds are those that it had a core for: what other programs, or other ranks of this
+    machine (`Device.core_share`), take from the core just now is no property of the device, and a description is kept for long.
+    `limit_seconds` is about how long one measurement may take.
     """
 
     device: torch.device
-    share: float = 1.0
     limit_seconds: float = 0.12
     clock: Callable[[], float] = time.perf_counter
     core_clock: Callable[[], float] = time.process_time
@@ -69,7 +68,7 @@ class Stopwatch:
         self.synchronize()
         seconds, seconds_on_core = self.clock() - begin, self.core_clock() - begin_on_core
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        return max(min(seconds, seconds_on_core / self.share) if alone else seconds, 1e-9)
+        return max(min(seconds, seconds_on_core) if alone else seconds, 1e-9)
 
     def seconds_per_call(self, work: Work) -> float:
         """Median over batches of calls, after a first call that may load and choose kernels."""

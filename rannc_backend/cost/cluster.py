@@ -2,22 +2,16 @@
 
 In: plain numbers. Out: a frozen `Cluster`. Terms: a *device* is what one rank computes on (a GPU, or the share of a CPU
 that a process has); a *link* is what a message or one step of a ring costs: latency plus bytes over bandwidth.
-The constants of `local_cpu` and `generic_gpu` are of the right order, not measured; the search only compares plans on them.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-from rannc_backend.ir.plan import ClassEfficiency, ClusterAssumption, DtypeRate
+from rannc_backend.ir.plan import ClassEfficiency, ClusterAssumption, DeviceKind, DtypeRate
 
 # How operators are told apart: by what bounds them, and how near to the device's peak such kernels come.
 OPERATOR_CLASSES = ("matmul", "attention", "convolution", "elementwise")
-
-# Multiply-adds per clock and streaming multiprocessor count two each; dense tensor cores for the half types.
-_GPU_FLOPS_PER_CLOCK_AND_SM = {"float64": 64, "float32": 256, "tf32": 1024, "bfloat16": 2048, "float16": 2048}
-_GPU_EFFICIENCY = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device.
+    """One device. `kind`: what torch calls it, "cuda" or "cpu"; models on "meta" are traced for it.
 
     Attributes:
         flops_per_second: peak by dtype name ("float32"), sorted by name.
@@ -46,6 +40,8 @@ class Device:
         efficiencies: share of the peak that an operator class reaches, sorted by class: of `flops_per_second` for
             matmul, attention and convolution, of `memory_bytes_per_second` for elementwise. 1 for a class not in it.
         launch_seconds: per operator, however small.
+        core_share: part of a core that each device has when all of its machine compute; the rates are those of a whole one. Below 1
+            for more processes than cores: one that waits gives its core to another.
     """
 
     name: str
@@ -54,12 +50,15 @@ class Device:
     memory_bytes_per_second: float
     launch_seconds: float
     efficiencies: tuple[tuple[str, float], ...] = ()
+    kind: DeviceKind = "cuda"
+    core_share: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.memory_bytes > 0 and self.memory_bytes_per_second > 0 and self.launch_seconds >= 0, f"bad {self}"
         assert self.flops_per_second and all(rate > 0 for _, rate in self.flops_per_second), f"no rates in {self}"
         assert {name for name, _ in self.efficiencies} <= set(OPERATOR_CLASSES), f"unknown operator class in {self}"
         assert all(share > 0 for _, share in self.efficiencies), f"an efficiency of nothing in {self}"
+        assert 0 < self.core_share <= 1, f"no share of a core in {self}"
 
     def efficiency(self, operator_class: str) -> float:
         """Share of the peak that the operators of a class reach."""
@@ -75,7 +74,6 @@ class Device:
         """Bytes/s reached in a class. Operators that compute much stream at the peak where they are bound by it at all."""
         assert operator_class in OPERATOR_CLASSES, f"no operator class is called {operator_class!r}"
         return self.memory_bytes_per_second * (self.efficiency("elementwise") if operator_class == "elementwise" else 1.0)
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +106,8 @@ class Cluster:
             num_devices=self.num_devices,
             devices_per_node=self.devices_per_node,
             device_name=self.device.name,
+            device_kind=self.device.kind,
+            core_share=self.device.core_share,
             device_memory_bytes=self.device.memory_bytes,
             peak_flops=tuple(DtypeRate(dtype=dtype, flops_per_second=rate) for dtype, rate in self.device.flops_per_second),
             efficiencies=tuple(ClassEfficiency(operator_class=name, share=share) for name, share in self.device.efficiencies),
@@ -135,6 +135,8 @@ class Cluster:
                 memory_bytes_per_second=assumption.memory_bytes_per_second,
                 launch_seconds=assumption.launch_seconds,
                 efficiencies=tuple((entry.operator_class, entry.share) for entry in assumption.efficiencies),
+                kind=assumption.device_kind,
+                core_share=assumption.core_share,
             ),
             intra_node=Link(
                 latency_seconds=assumption.intra_node_latency_seconds,
@@ -147,59 +149,3 @@ class Cluster:
                 allreduce_share=assumption.inter_node_allreduce_share,
             ),
         )
-
-
-def local_cpu(num_devices: int, *, memory_bytes: int | None = None) -> Cluster:
-    """`num_devices` processes on one machine, each with one core's worth of compute and an equal share of the memory.
-
-    Args:
-        memory_bytes: memory of one process; None: this machine's physical memory over `num_devices`.
-    """
-    if memory_bytes is None:
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_devices
-    loopback = Link(latency_seconds=1e-4, bytes_per_second=1e9)
-    return Cluster(
-        name="local-cpu",
-        num_devices=num_devices,
-        devices_per_node=num_devices,
-        device=Device(
-            name="cpu",
-            memory_bytes=memory_bytes,
-            flops_per_second=(("bfloat16", 1e10), ("float16", 1e10), ("float32", 5e10), ("float64", 2.5e10)),
-            memory_bytes_per_second=8e9,
-            launch_seconds=5e-6,
-        ),
-        intra_node=loopback,
-        inter_node=Link(latency_seconds=2e-4, bytes_per_second=1e9),
-    )
-
-
-def generic_gpu(
-    num_devices: int,
-    *,
-    devices_per_node: int,
-    device_name: str,
-    memory_bytes: int,
-    num_multiprocessors: int,
-    clock_hertz: float = 1.5e9,
-    memory_bytes_per_second: float = 1.5e12,
-) -> Cluster:
-    """GPUs known only by what `torch.cuda.get_device_properties` says, passed in as plain numbers.
-
-    float32 counts as computed without TF32. Links are assumed to be NVLink within a node, 200 Gbit/s between nodes.
-    """
-    per_clock = num_multiprocessors * clock_hertz * _GPU_EFFICIENCY
-    return Cluster(
-        name="local-gpu",
-        num_devices=num_devices,
-        devices_per_node=devices_per_node,
-        device=Device(
-            name=device_name,
-            memory_bytes=memory_bytes,
-            flops_per_second=tuple((dtype, per_clock * flops) for dtype, flops in sorted(_GPU_FLOPS_PER_CLOCK_AND_SM.items())),
-            memory_bytes_per_second=memory_bytes_per_second,
-            launch_seconds=4e-6,
-        ),
-        intra_node=Link(latency_seconds=1e-5, bytes_per_second=2e11),
-        inter_node=Link(latency_seconds=2e-5, bytes_per_second=2e10),
-    )

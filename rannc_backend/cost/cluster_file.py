@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from rannc_backend.cost.cluster import Cluster, Device, Link
 from rannc_backend.errors import ClusterFileError
-from rannc_backend.ir.plan import SIGNIFICANT_DIGITS
+from rannc_backend.ir.plan import SIGNIFICANT_DIGITS, DeviceKind
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -101,6 +101,8 @@ def _some_rates(rates: dict[str, float]) -> dict[str, float]:
 
 class _DeviceTable(_Table):
     name: _Words
+    kind: DeviceKind = "cuda"
+    core_share: _number(1e-3, 1.0) = 1.0
     memory_bytes: _count(2**20, 2**50)
     memory_bytes_per_second: _number(1e6, 1e15)
     launch_seconds: _number(0.0, 1.0)
@@ -161,6 +163,8 @@ def parse_cluster(text: str, *, file: str, num_devices: int, devices_per_node: i
             memory_bytes_per_second=table.device.memory_bytes_per_second,
             launch_seconds=table.device.launch_seconds,
             efficiencies=tuple(sorted(table.device.efficiency.model_dump().items())),
+            kind=table.device.kind,
+            core_share=table.device.core_share,
         ),
         intra_node=table.links.intra_node.link(),
         inter_node=table.links.inter_node.link(),
@@ -191,9 +195,11 @@ def cluster_toml(cluster: Cluster, *, description: str = "", sources: Mapping[st
         "",
         "[device]",
         f"name = {_quoted(device.name)}",
+        f"kind = {_quoted(device.kind)}",
         f"memory_bytes = {number(device.memory_bytes)}",
         f"memory_bytes_per_second = {number(device.memory_bytes_per_second)}",
         f"launch_seconds = {number(device.launch_seconds)}",
+        f"core_share = {number(device.core_share)}",
         "",
         "[device.peak_flops]",
         *(f"{dtype} = {number(rate)}" for dtype, rate in device.flops_per_second),

@@ -1,8 +1,8 @@
-"""What each operator of a graph costs: FLOPs and moved bytes as expressions in the rows, and seconds on a device.
+"""What each operator of a graph costs: FLOPs and moved bytes as expressions in the rows.
 
-In: fx nodes with fake tensors in meta["val"], and the names of the values that need a gradient. Out: `OperatorCost`s, and
-arrays of seconds. Terms: an operator's seconds are a *roofline*: the longer of computing and moving, plus its launch.
-Matrix products, convolutions and attention are counted in FLOPs; everything else is as long as its bytes take.
+In: fx nodes with fake tensors in meta["val"], and the names of the values that need a gradient. Out: `OperatorCost`s, whose
+seconds are those of cost/roofline.py. Matrix products, convolutions and attention are counted in FLOPs; everything else is as long
+as its bytes take.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
-from numpy.typing import NDArray
 from torch import fx
 
-from rannc_backend.cost.cluster import Device
-from rannc_backend.cost.expressions import evaluate, numel, shape_of, value_bytes
+from rannc_backend.cost.tensor_sizes import numel, shape_of, value_bytes
 from rannc_backend.ir.block_graph import OperatorCost
 
 VIEW_OPERATORS = frozenset(
@@ -100,27 +97,6 @@ def operator_cost(node: fx.Node, needs_grad: Collection[str], *, unwritten: Coll
         num_forward_launches=0 if free else 1,
         num_backward_launches=(2 if flops != 0 else 1) if backward else 0,
     )
-
-
-def operator_seconds(
-    operators: Sequence[OperatorCost], device: Device, rows: Sequence[int]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Forward and backward seconds of each operator for each number of rows: two arrays [operators, rows]."""
-    kinds = [(operator.dtype, operator.operator_class) for operator in operators]
-    rate_of = {kind: device.rate(*kind) for kind in set(kinds)}
-    moving_rate_of = {kind: device.memory_rate(kind[1]) for kind in set(kinds)}
-    rates = np.array([rate_of[kind] for kind in kinds]).reshape(-1, 1)
-    moving_rates = np.array([moving_rate_of[kind] for kind in kinds]).reshape(-1, 1)
-    results = []
-    for flops, moved, launches in (
-        ("forward_flops", "forward_bytes", "num_forward_launches"),
-        ("backward_flops", "backward_bytes", "num_backward_launches"),
-    ):
-        compute = evaluate([getattr(operator, flops) for operator in operators], rows) / rates
-        memory = evaluate([getattr(operator, moved) for operator in operators], rows) / moving_rates
-        counts = np.array([[getattr(operator, launches)] for operator in operators], dtype=np.float64).reshape(-1, 1)
-        results.append(np.maximum(compute, memory) + counts * device.launch_seconds)
-    return results[0], results[1]
 
 
 def _getitem_names(node: fx.Node) -> set[str]:

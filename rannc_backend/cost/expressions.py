@@ -1,65 +1,37 @@
-"""Sizes of graph values as sympy expressions in the number of rows, and their evaluation for many numbers of rows at once.
+"""The values of sizes for many numbers of rows at once.
 
-In: fake tensors from `node.meta["val"]`, whose batch sizes are SymInts over one symbol. Out: sympy expressions, or float
-arrays once the rows are given. Terms: *rows* is the number of samples that one replica computes in one micro-batch.
+In: sizes (ir/size.py): sympy expressions over one symbol, or formulas from a file. Out: float arrays.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import sympy
-import torch
 from numpy.typing import NDArray
 
+from rannc_backend.cost.formula import Formula
+from rannc_backend.ir.size import Size
 
-def as_expression(size: object) -> sympy.Expr:
-    """An int or SymInt as a sympy expression."""
-    if isinstance(size, torch.SymInt):
-        return sympy.sympify(size.node.expr)
-    assert isinstance(size, int), f"not a size: {size!r}"
-    return sympy.Integer(size)
+if TYPE_CHECKING:
+    import sympy
 
 
-def shape_of(value: torch.Tensor) -> tuple[sympy.Expr, ...]:
-    return tuple(as_expression(size) for size in value.shape)
+def evaluate(sizes: Sequence[Size], rows: Sequence[int]) -> NDArray[np.float64]:
+    """The value of each size for each number of rows: shape [sizes, rows].
 
-
-def numel(value: torch.Tensor) -> sympy.Expr:
-    return _product(shape_of(value))
-
-
-def value_bytes(value: object) -> sympy.Expr:
-    """Bytes of a tensor or of all tensors in a tuple or list; 0 for anything else (None, numbers, SymInts)."""
-    if isinstance(value, torch.Tensor):
-        return _product((*shape_of(value), sympy.Integer(value.element_size())))
-    if isinstance(value, list | tuple):
-        return sympy.Add(*(value_bytes(item) for item in value))
-    return sympy.Integer(0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _product(factors: tuple[sympy.Expr, ...]) -> sympy.Expr:
-    # A graph has thousands of values and a few dozen shapes.
-    return sympy.Mul(*factors)
-
-
-def evaluate(expressions: Sequence[sympy.Expr], rows: Sequence[int]) -> NDArray[np.float64]:
-    """The value of each expression for each number of rows: shape [expressions, rows].
-
-    All expressions are over the same one symbol (or none); equal expressions are computed once.
+    All expressions are over the same one symbol (or none); equal ones are computed once.
     """
-    symbol = rows_symbol(dict.fromkeys(expressions))
     points = np.asarray(rows, dtype=np.float64)
-    known: dict[sympy.Expr, NDArray[np.float64]] = {}
-    result = np.empty((len(expressions), len(points)))
-    for index, expression in enumerate(expressions):
-        if expression not in known:
-            known[expression] = _evaluate_one(expression, symbol, points)
-        result[index] = known[expression]
-    return result
+    numbers: dict[Size, int] = {}
+    places = [numbers.setdefault(size, len(numbers)) for size in sizes]
+    expressions = [size for size in numbers if not isinstance(size, Formula)]
+    symbol = rows_symbol(expressions)  # type: ignore[arg-type]
+    known = np.empty((len(numbers), len(points)))
+    for size, place in numbers.items():
+        known[place] = size.values(points) if isinstance(size, Formula) else _evaluate_one(size, symbol, points)
+    return known[places] if places else known
 
 
 def rows_symbol(expressions: Iterable[sympy.Expr]) -> sympy.Symbol | None:
@@ -74,6 +46,6 @@ def _evaluate_one(expression: sympy.Expr, symbol: sympy.Symbol | None, points: N
         return np.full(len(points), float(expression))
     if expression.is_polynomial(symbol):
         # Nearly all sizes are a * rows + b; this is a hundred times faster than substituting.
-        coefficients = [float(coefficient) for coefficient in sympy.Poly(expression, symbol).all_coeffs()]
+        coefficients = [float(coefficient) for coefficient in expression.as_poly(symbol).all_coeffs()]
         return np.polyval(coefficients, points)
     return np.array([float(expression.subs(symbol, int(point))) for point in points])

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import sympy
 from numpy.typing import NDArray
 
 from rannc_backend.cost.cluster import Device
-from rannc_backend.cost.compute import operator_seconds
 from rannc_backend.cost.expressions import evaluate
+from rannc_backend.cost.roofline import operator_seconds
 from rannc_backend.ir.block_graph import Block, OperatorCost
+from rannc_backend.ir.size import Size
 
 Floats = NDArray[np.float64]
 
@@ -74,8 +74,8 @@ class BlockPartition:
 
     forward: tuple[OperatorCost, ...]
     backward: tuple[OperatorCost, ...]
-    saved_bytes: sympy.Expr
-    workspace_bytes: tuple[sympy.Expr, ...]
+    saved_bytes: Size
+    workspace_bytes: tuple[Size, ...]
 
 
 class Partitions(Protocol):

@@ -2,22 +2,43 @@
 
 In: measurements of this or an earlier run. Out: a `Profile`, as JSON text and back; reading is strict and never runs anything.
 
-Terms. A *setting* is what a measurement depends on beside the block: device, stage compiler, versions, number of processes that share
-the host. A *point* is one number of rows; seconds that are None were not possible, since memory did not suffice.
+Terms. A *job* is a run of blocks at one activation budget, to be compiled as a stage and timed at some numbers of rows. A *setting* is
+what a measurement depends on beside the block: device, stage compiler, versions, number of processes that share the host. A *point* is
+one number of rows; seconds that are None were not possible, since memory did not suffice.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rannc_backend.config import Config
 from rannc_backend.errors import ProfileError
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=2**62)]
+
+
+StageCompiler = Literal["eager", "inductor"]
+
+
+def stage_compiler(config: Config) -> StageCompiler:
+    """The compiler of stages that the options ask for."""
+    return "inductor" if config.stage_compiler == "auto" else config.stage_compiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Blocks [begin, end) at an activation budget, to be timed at `rows`, ascending."""
+
+    begin: int
+    end: int
+    budget: float
+    rows: tuple[int, ...]
 
 
 class _Record(BaseModel):
@@ -28,7 +49,7 @@ class Setting(_Record):
     """What measurements depend on; only those of an equal setting are used."""
 
     device_name: str
-    compiler: Literal["eager", "inductor"]
+    compiler: StageCompiler
     versions: str
     num_sharing: Annotated[int, Field(ge=1)]
 

@@ -1,7 +1,7 @@
 """The model as the stage search sees it: a line of blocks, the values that flow between them, and the parameters they read.
 
-In: what partition/blocks.py finds in a row-wise graph. Out: frozen data whose amounts are sympy expressions in the number
-of rows that one replica computes in one micro-batch.
+In: what partition/blocks.py finds in a row-wise graph. Out: frozen data whose amounts are sizes (ir/size.py): expressions in
+the number of rows that one replica computes in one micro-batch.
 
 Terms. Operator: one node's cost. Block: a run of consecutive nodes that is never cut. Flow: a value made by one block (or a
 batch input) and read by later ones. Constant nodes belong to no block; their cost is counted with the first block that
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
+from rannc_backend.ir.size import Size
 
 INPUT_BLOCK = -1  # producer of a flow that is an input of the model
 
@@ -27,10 +27,10 @@ class OperatorCost:
     name: str
     dtype: str
     operator_class: str = "elementwise"
-    forward_flops: sympy.Expr
-    backward_flops: sympy.Expr
-    forward_bytes: sympy.Expr
-    backward_bytes: sympy.Expr
+    forward_flops: Size
+    backward_flops: Size
+    forward_bytes: Size
+    backward_bytes: Size
     num_forward_launches: int
     num_backward_launches: int
 
@@ -48,21 +48,9 @@ class Block:
     parameters: tuple[str, ...]
     updated_buffers: tuple[str, ...]
     operators: tuple[OperatorCost, ...]
-    saved_bytes: sympy.Expr
-    output_bytes: sympy.Expr
-    workspace_bytes: tuple[sympy.Expr, ...]
-
-    @property
-    def forward_flops(self) -> sympy.Expr:
-        return sympy.Add(*(operator.forward_flops for operator in self.operators))
-
-    @property
-    def backward_flops(self) -> sympy.Expr:
-        return sympy.Add(*(operator.backward_flops for operator in self.operators))
-
-    @property
-    def moved_bytes(self) -> sympy.Expr:
-        return sympy.Add(*(operator.forward_bytes + operator.backward_bytes for operator in self.operators))
+    saved_bytes: Size
+    output_bytes: Size
+    workspace_bytes: tuple[Size, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +60,7 @@ class Flow:
     name: str
     producer: int
     consumers: tuple[int, ...]
-    num_bytes: sympy.Expr
+    num_bytes: Size
     needs_grad: bool
 
     def __post_init__(self) -> None:

@@ -50,6 +50,7 @@ PositiveCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Text = Annotated[str, Field(max_length=4096)]
 Schedule = Literal["1f1b", "fill_drain"]
+DeviceKind = Literal["cpu", "cuda"]
 NameSet = Annotated[tuple[Name, ...], AfterValidator(_sorted_unique)]
 
 
@@ -74,13 +75,15 @@ class ClassEfficiency(_Record):
 class ClusterAssumption(_Record):
     """The machines for which the plan was made. Seconds, bytes and bytes per second.
 
-    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach.
+    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach. `core_share`: see `cost.cluster.Device`.
     """
 
     name: Text
     num_devices: PositiveCount
     devices_per_node: PositiveCount
     device_name: Text
+    device_kind: DeviceKind = "cuda"
+    core_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)] = 1.0
     device_memory_bytes: Count
     peak_flops: tuple[DtypeRate, ...]
     efficiencies: tuple[ClassEfficiency, ...] = ()

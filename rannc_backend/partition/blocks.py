@@ -16,10 +16,13 @@ import numpy as np
 import sympy
 from torch import fx
 
-from rannc_backend.cost.cluster import Device
-from rannc_backend.cost.compute import operator_cost, operator_seconds
-from rannc_backend.cost.expressions import evaluate, value_bytes
+from rannc_backend.config import Config
+from rannc_backend.cost.cluster import Cluster, Device
+from rannc_backend.cost.compute import operator_cost
+from rannc_backend.cost.expressions import evaluate
 from rannc_backend.cost.memory import saved_values
+from rannc_backend.cost.roofline import operator_seconds
+from rannc_backend.cost.tensor_sizes import value_bytes
 from rannc_backend.ir.block_graph import INPUT_BLOCK, Block, BlockGraph, Flow, OperatorCost, ParameterUse, StageConstraints
 from rannc_backend.partition.atom_graph import AtomGraph, AtomValue, contract, reorder
 from rannc_backend.partition.coarsening import line_order
@@ -28,11 +31,13 @@ from rannc_backend.partition.pins import FoundPins, StagePins, find_pins
 from rannc_backend.partition.staged_nodes import (
     Input,
     StagedGraph,
+    find_staged_nodes,
     home_of_cloned,
     output_nodes,
     placeholders_behind,
 )
 from rannc_backend.partition.structures import Kinds, block_structure
+from rannc_backend.passes.batch_split import BatchSplit
 from rannc_backend.passes.split_stages import OutputOfRowwise
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,42 @@ class BlockLine:
 
     atoms: tuple[tuple[int, ...], ...]
     constraints: StageConstraints
+
+
+def block_graph(
+    split: BatchSplit,
+    inputs: Sequence[Input],
+    needs_grad: Collection[str],
+    config: Config,
+    *,
+    cluster: Cluster,
+    batch_rows: int,
+    rows_symbol: sympy.Symbol | None = None,
+) -> BlockGraph:
+    """The blocks to plan a split graph with, balanced for batches of about `batch_rows` rows; none where nothing depends on the batch.
+
+    `rows_symbol`: if given, all sizes must be over it.
+    """
+    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    if not staged.atoms:
+        return BlockGraph(blocks=(), flows=(), parameters=())
+    graph = build_block_graph(
+        staged,
+        inputs,
+        split.outputs,
+        needs_grad,
+        device=cluster.device,
+        rows=max(1, batch_rows // cluster.num_devices),
+        max_blocks=config.max_partition_num,
+        num_clusters=config.min_partition_num or None,
+        by_time=config.coarsen_by_time,
+        pins=StagePins.from_config(config),
+        keep_rows_outputs=config.outputs == "all",
+    )
+    if rows_symbol is not None:
+        free = set().union(*(flow.num_bytes.free_symbols for flow in graph.flows), set())
+        assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
+    return graph
 
 
 def build_block_graph(

@@ -1,12 +1,13 @@
 """What one gets without a search: stages of equally many blocks, or of equally much computing.
 
-In: a search's pricers. Out: the fastest plan with equally many blocks and replicas in every stage, over all numbers of stages,
+In: a search's pricers, with bounds. Out: the fastest plan with equally many blocks and replicas in every stage, over all numbers of stages,
 replicas and micro-batches; and for given replicas the most even shares of the computing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,24 +18,41 @@ from rannc_backend.partition.stage_moves import honours, make_solution
 _EVENNESS = 6
 
 
-def best_equal_split(pricers: Iterable[Pricer], *, least_stages: int = 1) -> Solution | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Plans with one schedule and number of micro-batches. `bounds`: by number of stages, a lower bound of their steps."""
+
+    bounds: Mapping[int, float]
+    make_pricer: Callable[[], Pricer]
+
+    @property
+    def lower_bound(self) -> float:
+        """Of all of them; inf where none fits."""
+        return min(self.bounds.values(), default=float("inf"))
+
+
+def best_equal_split(candidates: Iterable[Candidate]) -> Solution | None:
     """The fastest of the equal splits that fit and are allowed; None if there is none.
 
-    Where the number of blocks is no multiple of the number of stages, the first stages get one more.
+    Where the number of blocks is no multiple of the number of stages, the first stages get one more. Pricers are made only where their
+    bounds are below the best so far.
     """
-    entries = []
-    for pricer in pricers:
-        for num_stages in pricer.problem.stage_counts:
-            if num_stages >= least_stages:
-                entries += _with_bounds(pricer, num_stages)
     best: Solution | None = None
-    for bound, _, pricer, cell, cuts, option in sorted(entries, key=lambda entry: entry[:2]):
-        if best is not None and bound >= best.step_seconds:
+    for candidate in sorted(candidates, key=lambda item: item.lower_bound):
+        if best is not None and candidate.lower_bound >= best.step_seconds:
             break
-        arrays = (cuts, np.full(cell.num_stages, option), equal_places(pricer, cell, option))
-        seconds = float(plans_step_seconds(pricer, *(array[None] for array in arrays), cell.placement)[0])
-        if np.isfinite(seconds) and (best is None or seconds < best.step_seconds):
-            best = make_solution(pricer, cell, *arrays, step_seconds=seconds)
+        pricer = candidate.make_pricer()
+        entries = []
+        for num_stages, bound in candidate.bounds.items():
+            if best is None or bound < best.step_seconds:
+                entries += _with_bounds(pricer, num_stages)
+        for bound, _, pricer, cell, cuts, option in sorted(entries, key=lambda entry: entry[:2]):
+            if best is not None and bound >= best.step_seconds:
+                break
+            arrays = (cuts, np.full(cell.num_stages, option), equal_places(pricer, cell, option))
+            seconds = float(plans_step_seconds(pricer, *(array[None] for array in arrays), cell.placement)[0])
+            if np.isfinite(seconds) and (best is None or seconds < best.step_seconds):
+                best = make_solution(pricer, cell, *arrays, step_seconds=seconds)
     return best
 
 

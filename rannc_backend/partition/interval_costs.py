@@ -17,7 +17,7 @@ budget 1.0 saves of one micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ from rannc_backend.cost.expressions import evaluate
 from rannc_backend.cost.pricing import BlockPricer, BlockPrices
 from rannc_backend.cost.transfer import allreduce_terms
 from rannc_backend.ir.block_graph import Block, BlockGraph
-from rannc_backend.partition.search_problem import Floats, Ints, MicroBatchTables
+from rannc_backend.partition.search_problem import Floats, Ints, MicroBatchTables, WorkFloor
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
 _SMALL_THINGS = 0.005  # of weights, their states and saved values: scalars, counters, and what an allocator rounds up
@@ -126,6 +126,27 @@ class IntervalCosts:
             self._tables[num_micro_batches] = self._build_tables(num_micro_batches)
         return self._tables[num_micro_batches]
 
+    def work_floor(self, num_micro_batches: int) -> WorkFloor:
+        """See `SearchProblem`: seconds of a stage are at least the sums of its blocks' with the budgets that are fastest for each."""
+        counts = self.counts(num_micro_batches)
+        columns = self._columns(num_micro_batches, counts)
+        whole = self._prices[self.pricer.budgets[0]]
+        work = np.empty(len(self.graph.blocks))
+        known: dict[int, float] = {}
+        for place, prices in enumerate(whole):
+            key = id(self._alike[place])
+            if key not in known:
+                backward = np.min([self._prices[budget][place].backward_seconds[columns] for budget in self._prices], axis=0)
+                known[key] = float((counts * (prices.forward_seconds[columns] + backward)).min())
+            work[place] = known[key]
+        # Gradients are added up by every replica, so by one at least.
+        return WorkFloor(work=work + self._accumulation, held_bytes=self._held_bytes())
+
+    def _columns(self, num_micro_batches: int, counts: Ints) -> Ints:
+        """Where the rows of each replica count are among all rows."""
+        rows = [self.replica_rows(num_micro_batches, int(count)) for count in counts]
+        return np.searchsorted(self._rows, rows)
+
     # ------------------------------------------------------------------ the parts of one stage
     def prices(self, begin: int, end: int, budget: float, rows: Sequence[int]) -> BlockPrices:
         """Prices of an interval at any numbers of rows of a replica; `saved_bytes` without what is received."""
@@ -183,17 +204,20 @@ class IntervalCosts:
             for name in block.parameters:
                 readers.setdefault(name, []).append(block.index)
         uses = {use.name: use for use in self.graph.parameters}
-        everything, trainable, shared = (np.zeros((len(blocks), len(blocks))) for _ in range(3))
+        sizes_at: dict[tuple[int, ...], list[int]] = {}  # of all parameters and of trainable ones, by the blocks that read them
         for name, places in readers.items():
-            size = uses[name].num_bytes
-            for begin, place in _first_at_or_after(places, 0):
-                everything[begin, place - begin] += size
-                if uses[name].trainable:
-                    trainable[begin, place - begin] += size
-                    if len(places) > 1:
-                        shared[begin, place - begin] += size
-                        if begin <= places[0]:
-                            shared[begin, places[-1] - begin] -= size
+            sizes = sizes_at.setdefault(tuple(places), [0, 0])
+            sizes[0] += uses[name].num_bytes
+            sizes[1] += uses[name].num_bytes if uses[name].trainable else 0
+        everything, trainable, shared = (np.zeros((len(blocks), len(blocks))) for _ in range(3))
+        for places, (size, trainable_size) in sizes_at.items():
+            begins, ends = _first_at_or_after(places, 0)
+            everything[begins, ends - begins] += size
+            trainable[begins, ends - begins] += trainable_size
+            if len(places) > 1:
+                shared[begins, ends - begins] += trainable_size
+                whole = np.arange(places[0] + 1)
+                shared[whole, places[-1] - whole] -= trainable_size
         sums = [np.cumsum(values, axis=1) for values in (everything, trainable, shared)]
         state = sums[0] + (1 + self.optimizer_factor) * sums[1]
         ends = np.arange(len(blocks))[:, None] + np.arange(1, len(blocks) + 1)[None, :]
@@ -222,20 +246,23 @@ class IntervalCosts:
     def _place_flows(self) -> None:
         """Where in [begin, length] each flow begins (or ceases, with a minus) to count, for intervals of growing length."""
         flows = self.graph.flows
-        entries: dict[str, list[tuple[int, int, int, float]]] = {"received": [], "gradients": [], "sent": []}
+        entries: dict[str, list[tuple[Ints, Ints, int, float]]] = {"received": [], "gradients": [], "sent": []}
         for index, flow in enumerate(flows):
-            for begin, place in _first_at_or_after(flow.consumers, flow.producer + 1):
-                entries["received"].append((begin, place - begin, index, 1.0))
-                if flow.needs_grad:
-                    entries["gradients"].append((begin, place - begin, index, 1.0))
-            for begin in range(flow.producer + 1):
-                entries["sent"].append((begin, flow.producer - begin, index, 1.0))
-                entries["sent"].append((begin, flow.consumers[-1] - begin, index, -1.0))
+            begins, ends = _first_at_or_after(flow.consumers, flow.producer + 1)
+            entries["received"].append((begins, ends - begins, index, 1.0))
+            if flow.needs_grad:
+                entries["gradients"].append((begins, ends - begins, index, 1.0))
+            before = np.arange(flow.producer + 1)
+            entries["sent"].append((before, flow.producer - before, index, 1.0))
+            entries["sent"].append((before, flow.consumers[-1] - before, index, -1.0))
         self._flow_places = {}
         for kind, found in entries.items():
-            kept = [entry for entry in found if entry[1] < self.max_length]
-            columns = [np.array([entry[part] for entry in kept], dtype=np.int64) for part in range(3)]
-            self._flow_places[kind] = (*columns, np.array([entry[3] for entry in kept]))
+            counts = [len(entry[0]) for entry in found]
+            places = [np.concatenate([np.zeros(0, dtype=np.int64), *(entry[part] for entry in found)]) for part in range(2)]
+            labels = (np.repeat(np.array([entry[part] for entry in found]), counts) for part in (2, 3))
+            columns = (*places, *labels)
+            kept = columns[1] < self.max_length
+            self._flow_places[kind] = tuple(column[kept] for column in columns)
         self._flow_bytes = evaluate([flow.num_bytes for flow in flows], self._rows.tolist())
 
     def _sum_flows(self, kind: str, columns: Ints) -> Floats:
@@ -328,10 +355,8 @@ def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[
     return tuple(sorted(chosen.values()))
 
 
-def _first_at_or_after(places: Sequence[int], first: int) -> Iterable[tuple[int, int]]:
-    """(begin, the first of the ascending `places` at or after it) for every begin from `first` on that has one."""
-    begin = first
-    for place in places:
-        while begin <= place:
-            yield begin, place
-            begin += 1
+def _first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
+    """Every begin from `first` on that has one of the ascending `places` at or after it, and the first such place."""
+    begins = np.arange(first, places[-1] + 1)
+    ordered = np.asarray(places, dtype=np.int64)
+    return begins, ordered[np.searchsorted(ordered, begins)]

@@ -22,7 +22,6 @@ _MAX_CUTS = 600  # of one unit; the programme is quadratic in it
 _CROSSING_WEIGHT = 0.5  # price of a cut that twice as much crosses as crosses a good one
 _MAX_CROSSING_RATIO = 8.0
 _IN_MODULE_WEIGHT = 0.1  # price of a cut inside of a module
-_ALIKE = 4  # from so many blocks per layer on, all layers are cut alike: finer steps gain nothing
 _ALIGNED_FACTOR = 1.1  # how much more than the best cuts those may cost that are the same in equal layers
 
 
@@ -54,10 +53,14 @@ def cut_line(graph: AtomGraph, forced: Sequence[int], *, max_blocks: int, good_b
         return bounds, _price(bounds, weights, penalty)
     plain = [_segment(begin, end - begin, 1, weights, penalty) for begin, end in zip(regions, regions[1:], strict=False)]
     segments = _segments(graph, regions, weights, penalty)
-    choices = [_share_out(choice, max_blocks) for choice in (plain, segments) if len(choice) <= max_blocks]
-    prices = [_price(bounds, weights, penalty) for bounds in choices]
-    best = len(prices) - 1 if prices[-1] <= _ALIGNED_FACTOR * prices[0] else 0
-    return choices[best], prices[best]
+    if len(segments) > max_blocks:
+        bounds = _share_out(plain, max_blocks)
+        return bounds, _price(bounds, weights, penalty)
+    # Layers cut alike may need fewer blocks: finer ones would make every later step slower and gain next to nothing.
+    alike = _share_out(segments, max_blocks)
+    best = _share_out(plain, len(alike) - 1)
+    prices = [_price(bounds, weights, penalty) for bounds in (alike, best)]
+    return (alike, prices[0]) if prices[0] <= _ALIGNED_FACTOR * prices[1] else (best, prices[1])
 
 
 def crossing_bytes(graph: AtomGraph) -> Floats:
@@ -154,7 +157,7 @@ def _share_out(segments: Sequence[_Segment], max_blocks: int) -> list[int]:
 def _prices_of(segment: _Segment, max_blocks: int) -> tuple[Floats, list[list[int]]]:
     """[blocks + 1] price of the segment in so many blocks, and the cuts of one unit for each number of pieces.
 
-    A segment of several units in as many blocks or more gives each unit as many pieces or one more, else several units to each block.
+    A segment of several units in as many blocks or more gives each unit as many pieces, else several units to each block.
     """
     most = max(1, min(segment.length, -(-max_blocks // segment.count)))
     piece_prices, pieces = _cut_unit(segment, most)
@@ -168,8 +171,6 @@ def _prices_of(segment: _Segment, max_blocks: int) -> tuple[Floats, list[list[in
             prices[number] = squares * weight**2 + number * segment.penalty[0]
         elif more == 0 and few <= most:
             prices[number] = segment.count * piece_prices[few]
-        elif few < min(most, _ALIKE):
-            prices[number] = (segment.count - more) * piece_prices[few] + more * piece_prices[few + 1]
     return prices, pieces
 
 
@@ -178,13 +179,8 @@ def _bounds_of(segment: _Segment, pieces: Sequence[Sequence[int]], number: int) 
     few, more = divmod(number, segment.count)
     if few == 0:
         return [segment.start + segment.length * (segment.count * (block + 1) // number) for block in range(number)]
-    bounds = []
-    for unit in range(segment.count):
-        # One piece more for `more` of the units, evenly spread.
-        extra = (unit + 1) * more // segment.count - unit * more // segment.count
-        start = segment.start + unit * segment.length
-        bounds += [start + cut for cut in pieces[few + extra][1:]]
-    return bounds
+    assert more == 0, "equal units are cut alike"
+    return [segment.start + unit * segment.length + cut for unit in range(segment.count) for cut in pieces[few][1:]]
 
 
 def _cut_unit(segment: _Segment, most: int) -> tuple[Floats, list[list[int]]]:

@@ -6,18 +6,22 @@ a `PlanError` that names the difference and what to change. `projection.stage_of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal
+import logging
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from rannc_backend.config import Config
-from rannc_backend.errors import BYTES_PER_GB, PlanError
+from rannc_backend.errors import BYTES_PER_GB, PlanError, UnknownModuleError
 from rannc_backend.ir.plan import Plan, StagePlan, check_against
+from rannc_backend.partition.pins import StagePins
 from rannc_backend.partition.projection import stage_of_plan
-from rannc_backend.partition.staged_nodes import Input, find_staged_nodes, home_of_cloned
+from rannc_backend.partition.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.passes.batch_split import BatchSplit
+from rannc_backend.schedule.orders import ScheduleName
+
+logger = logging.getLogger(__name__)
 
 _CURE = "correct the plan, or let the planner write it again."
 
@@ -52,7 +56,9 @@ def check_plan(
             cure=f"use {' or '.join(sorted(possible_schedules))}, or let the planner write the plan again.",
         )
     stage_of = stage_of_plan(plan, split.rowwise, split.layouts, inputs)
-    _check_buffers(plan, split, inputs, stage_of)
+    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    _check_buffers(plan, split, staged, stage_of)
+    _check_pins(plan, [atom[0] for atom in staged.atoms], StagePins.from_config(config), stage_of)
     for stage in plan.stages:
         _check_memory(stage, split.rowwise, inputs, memory, config.opt_param_factor)
     return stage_of
@@ -99,8 +105,7 @@ def _check_rows(plan: Plan) -> None:
         )
 
 
-def _check_buffers(plan: Plan, split: BatchSplit, inputs: Sequence[Input], stage_of: dict[str, int]) -> None:
-    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+def _check_buffers(plan: Plan, split: BatchSplit, staged: StagedGraph, stage_of: dict[str, int]) -> None:
     nodes = {node.name: node for node in split.rowwise.graph.nodes}
     updated: list[set[str]] = [set() for _ in plan.stages]
     for output in split.outputs:
@@ -114,6 +119,55 @@ def _check_buffers(plan: Plan, split: BatchSplit, inputs: Sequence[Input], stage
             raise PlanError(f"stage {stage.index} lists buffer {extra[0]!r}, whose new value is not computed there", cure=_CURE)
         if absent := sorted(wanted - set(stage.updated_buffers)):
             raise PlanError(f"stage {stage.index} does not list buffer {absent[0]!r}, whose new value it computes", cure=_CURE)
+
+
+def _check_pins(plan: Plan, atoms: Sequence[fx.Node], pins: StagePins, stage_of: Mapping[str, int]) -> None:
+    """That modules are where the options stage_starts, keep_together and stage_pins ask for them."""
+    for name in pins.together:
+        found = sorted({stage_of[node.name] for node in _nodes_of(name, atoms, "keep_together")})
+        if len(found) > 1:
+            raise _pin_error("keep_together", name, f"it is in stages {found[0]} and {found[-1]}")
+    for name, wanted in pins.stages:
+        found = sorted({stage_of[node.name] for node in _nodes_of(name, atoms, "stage_pins")} - {wanted})
+        if found:
+            raise _pin_error("stage_pins", f"{name}={wanted}", f"it is in stage {found[0]}")
+    for name in pins.starts:
+        nodes = _nodes_of(name, atoms, "stage_starts")
+        stage = plan.stages[min(stage_of[node.name] for node in nodes)]
+        own = {node.name for node in nodes}
+        first = next(node for node in nodes if stage_of[node.name] == stage.index)
+        before = _before(first, set(stage.nodes)) - own
+        begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
+        if before or not begins:
+            raise _pin_error("stage_starts", name, f"it begins within stage {stage.index}, after {min(before, default=stage.nodes[0])!r}")
+
+
+def _nodes_of(module: str, atoms: Sequence[fx.Node], option: str) -> list[fx.Node]:
+    """The nodes of a module and of what is in it, in graph order. Raises UnknownModuleError."""
+    paths = {node: str(node.meta.get("module_path", "")) for node in atoms}
+    nodes = [node for node, path in paths.items() if f"{path}.".startswith(f"{module}.")]
+    if not nodes:
+        raise UnknownModuleError(module, valid=sorted(set(paths.values()) - {""}), option=option)
+    return nodes
+
+
+def _before(node: fx.Node, names: Collection[str]) -> set[str]:
+    """Those of `names` that the node depends on through such."""
+    found: set[str] = set()
+    stack = [node]
+    while stack:
+        for argument in stack.pop().all_input_nodes:
+            if argument.name in names and argument.name not in found:
+                found.add(argument.name)
+                stack.append(argument)
+    return found
+
+
+def _pin_error(option: str, wanted: str, where: str) -> PlanError:
+    return PlanError(
+        f"the option {option} asks for {wanted}, and in the plan {where}",
+        cure=f"correct the plan, leave {option} out when it is loaded, or plan again.",
+    )
 
 
 def _check_memory(
@@ -137,7 +191,17 @@ def _check_memory(
         )
 
 
-def exact_schedules(split: BatchSplit, needs_grad: Collection[str]) -> tuple[Literal["1f1b", "fill_drain"], ...]:
+def exact_schedules(split: BatchSplit, needs_grad: Collection[str]) -> tuple[ScheduleName, ...]:
     """Schedules that give exact results: 1F1B where a loss inside of the model is linear in its sums over rows."""
     has_loss = any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)
     return ("1f1b", "fill_drain") if has_loss and split.linear else ("fill_drain",)
+
+
+def choose_schedule(split: BatchSplit, needs_grad: Collection[str], config: Config) -> ScheduleName:
+    """The schedule that the options ask for, where it gives exact results; else 1F1B if that does, or else all forwards first."""
+    possible = exact_schedules(split, needs_grad)
+    if config.schedule == "1f1b" and "1f1b" not in possible:
+        has_loss = any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)
+        why = "the loss is not a linear function of sums over samples" if has_loss else "the model returns no loss"
+        logger.warning("schedule 1f1b is not possible (%s); fill_drain is used", why)
+    return next((name for name in possible if name == config.schedule), possible[0])

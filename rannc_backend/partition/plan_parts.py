@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rannc_backend.cost.expressions import evaluate
-from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.ir.plan import BlockPlan, RowCost, StageCost, StagePlan
 from rannc_backend.partition.interval_costs import IntervalCosts
 from rannc_backend.partition.search_problem import (
@@ -163,9 +163,11 @@ def block_plans(graph: BlockGraph, batch_rows: int) -> tuple[BlockPlan, ...]:
     """All blocks, with amounts of the whole batch."""
     sizes = {use.name: use.num_bytes for use in graph.parameters}
     plans = []
+    known: dict[str, tuple[int, int, int, int]] = {}
     for block in graph.blocks:
-        amounts = [block.forward_flops, block.backward_flops, block.moved_bytes, block.saved_bytes]
-        forward, backward, moved, saved = (int(value) for value in evaluate(amounts, [batch_rows])[:, 0])
+        if block.structure not in known:
+            known[block.structure] = _amounts(block, batch_rows)
+        forward, backward, moved, saved = known[block.structure]
         plans.append(
             BlockPlan(
                 index=block.index,
@@ -181,3 +183,10 @@ def block_plans(graph: BlockGraph, batch_rows: int) -> tuple[BlockPlan, ...]:
             )
         )
     return tuple(plans)
+
+
+def _amounts(block: Block, rows: int) -> tuple[int, int, int, int]:
+    """Forward FLOPs, backward FLOPs, bytes moved, bytes saved."""
+    names = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
+    sums = [float(evaluate([getattr(item, name) for item in block.operators], [rows]).sum()) for name in names]
+    return int(sums[0]), int(sums[1]), int(sums[2] + sums[3]), int(evaluate([block.saved_bytes], [rows])[0, 0])

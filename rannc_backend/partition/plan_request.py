@@ -132,6 +132,7 @@ class PlanRequest:
             stage_replicas=self.stage_replicas,
             starts=self.graph.constraints.starts,
             stage_of=self.graph.constraints.stage_of,
+            work_floor=costs.work_floor,
         )
 
     def searched_cluster(self) -> Cluster:

@@ -1,36 +1,26 @@
-"""The planner: a row-wise graph, a cluster and the user's limits in, the fastest predicted `Plan` out.
+"""The planner: blocks with prices, a cluster and the user's limits in, the fastest predicted `Plan` out.
 
-Blocks (partition/blocks.py), prices (cost/pricing.py), costs of runs of blocks (partition/interval_costs.py), the search
-(partition/stage_search.py), then the plan with what binds it, the alternatives that lost and what would change it.
-Deterministic: the same question gives the same bytes, unless the user ends the search.
+Costs of runs of blocks (partition/interval_costs.py), the search (partition/stage_search.py), then the plan with what binds it, the
+alternatives that lost and what would change it. Deterministic: the same question gives the same bytes, unless the user ends the search.
+Neither torch nor sympy is imported from here on: blocks that were saved are planned again in less time than those take.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Literal
-
-import sympy
-import torch
 
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import Cluster, generic_gpu, local_cpu
+from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCost
-from rannc_backend.partition.blocks import build_block_graph
 from rannc_backend.partition.equal_split import even_shares
 from rannc_backend.partition.explanations import alternatives, binding, what_if
-from rannc_backend.partition.pins import StagePins
-from rannc_backend.partition.plan_checks import exact_schedules
 from rannc_backend.partition.plan_parts import block_plans, describe_stage, longest_compute, priced, stage_plans
 from rannc_backend.partition.plan_request import PlanRequest
 from rannc_backend.partition.search_problem import Pricer, SearchProblem, Solution
 from rannc_backend.partition.stage_search import TOLERANCE, StageSearch
-from rannc_backend.partition.staged_nodes import Input, find_staged_nodes
-from rannc_backend.passes.batch_split import BatchSplit
 from rannc_backend.progress import Progress
 from rannc_backend.schedule.orders import ScheduleName
 
@@ -38,116 +28,6 @@ logger = logging.getLogger(__name__)
 
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
-
-
-def plan_stages(
-    split: BatchSplit,
-    inputs: Sequence[Input],
-    needs_grad: Collection[str],
-    config: Config,
-    *,
-    world_size: int,
-    batch_rows: int,
-    fingerprint: str,
-    cluster: Cluster | None = None,
-    device: torch.device | None = None,
-    rows_symbol: sympy.Symbol | None = None,
-    model_name: str = "",
-    stage_replicas: tuple[int, ...] | None = None,
-    pricer: BlockPricer | None = None,
-    progress: Progress | None = None,
-) -> Plan:
-    """Plan the model for `world_size` ranks and batches of about `batch_rows` rows.
-
-    Args:
-        split: the graph; `inputs`: its placeholders; `needs_grad`: names of the values that get a gradient in training.
-        cluster: the machines; None: this machine, with the kind of `device` (default: CPU).
-        rows_symbol: if given, all sizes must be over it.
-        stage_replicas: fixes stages and replicas, as the option of that name does.
-        pricer: what blocks cost; None: a roofline on the cluster's device. It must price the blocks of `block_graph`.
-        progress: told of the search; asked whether to end it.
-
-    Raises `InfeasiblePlanError` with the smallest memory or number of devices that would do.
-    """
-    assert world_size >= 1 and batch_rows >= 1, f"nothing to plan: {world_size} ranks, {batch_rows} rows"
-    cluster = describe_cluster(world_size, device) if cluster is None else replace(cluster, num_devices=world_size)
-    graph = block_graph(split, inputs, needs_grad, config, cluster=cluster, batch_rows=batch_rows, rows_symbol=rows_symbol)
-    return plan_blocks(
-        graph,
-        config,
-        cluster=cluster,
-        batch_rows=batch_rows,
-        schedules=searched_schedules(split, needs_grad, config),
-        fingerprint=fingerprint,
-        model_name=model_name,
-        stage_replicas=stage_replicas,
-        pricer=pricer,
-        progress=progress,
-    )
-
-
-def block_graph(
-    split: BatchSplit,
-    inputs: Sequence[Input],
-    needs_grad: Collection[str],
-    config: Config,
-    *,
-    cluster: Cluster,
-    batch_rows: int,
-    rows_symbol: sympy.Symbol | None = None,
-) -> BlockGraph:
-    """The blocks that `plan_stages` plans with; none for a model that computes nothing from its batch."""
-    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
-    if not staged.atoms:
-        return BlockGraph(blocks=(), flows=(), parameters=())
-    graph = build_block_graph(
-        staged,
-        inputs,
-        split.outputs,
-        needs_grad,
-        device=cluster.device,
-        rows=max(1, batch_rows // cluster.num_devices),
-        max_blocks=config.max_partition_num,
-        num_clusters=config.min_partition_num or None,
-        by_time=config.coarsen_by_time,
-        pins=StagePins.from_config(config),
-        keep_rows_outputs=config.outputs == "all",
-    )
-    if rows_symbol is not None:
-        free = set().union(*(flow.num_bytes.free_symbols for flow in graph.flows), set())
-        assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
-    return graph
-
-
-def describe_cluster(world_size: int, device: torch.device | None = None) -> Cluster:
-    """This machine's kind of device, `world_size` of them, by generic numbers; as many per node as this node has."""
-    if device is None or device.type != "cuda":
-        return local_cpu(world_size)
-    properties = torch.cuda.get_device_properties(device)
-    return generic_gpu(
-        world_size,
-        devices_per_node=max(1, min(world_size, torch.cuda.device_count())),
-        device_name=str(properties.name),
-        memory_bytes=int(properties.total_memory),
-        num_multiprocessors=int(properties.multi_processor_count),
-    )
-
-
-def choose_schedule(
-    split: BatchSplit, needs_grad: Collection[str], config: Config
-) -> Literal["1f1b", "fill_drain"]:
-    """1F1B where a loss inside of the model is linear in its sums over rows; else all forwards come first."""
-    return searched_schedules(split, needs_grad, config)[0]
-
-
-def searched_schedules(split: BatchSplit, needs_grad: Collection[str], config: Config) -> tuple[ScheduleName, ...]:
-    """The schedules that the plan may choose from, the one preferred where both are equally fast first."""
-    possible = exact_schedules(split, needs_grad)
-    if config.schedule == "1f1b" and "1f1b" not in possible:
-        has_loss = any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)
-        why = "the loss is not a linear function of sums over samples" if has_loss else "the model returns no loss"
-        logger.warning("schedule 1f1b is not possible (%s); fill_drain is used", why)
-    return (config.schedule,) if config.schedule in possible else possible
 
 
 def plan_blocks(
@@ -163,7 +43,16 @@ def plan_blocks(
     pricer: BlockPricer | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """`plan_stages` from the block graph on. Raises as it does."""
+    """The fastest plan of the blocks on all devices of `cluster`, for batches of about `batch_rows` rows.
+
+    Args:
+        schedules: those that give exact results, the one preferred where both are equally fast first.
+        stage_replicas: fixes stages and replicas, as the option of that name does.
+        pricer: what blocks cost; None: a roofline on the cluster's device.
+        progress: told of the search; asked whether to end it.
+
+    Raises `InfeasiblePlanError` with the smallest memory or number of devices that would do.
+    """
     pricer = AnalyticPricer(device=cluster.device) if pricer is None else pricer
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:

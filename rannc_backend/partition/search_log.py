@@ -58,12 +58,12 @@ class SearchLog:
             tally = self._tallies.setdefault(num_stages, _Tally())
             tally.best_seconds = min(tally.best_seconds, seconds)
 
-    def tell(self, entries: Iterable[tuple[float, int, Cell, float]]) -> None:
-        """One line per number of stages. `entries`: the cells that could hold a plan, with their bounds."""
+    def tell(self, cells_of: Iterable[tuple[float, Cell]]) -> None:
+        """One line per number of stages. `cells_of`: the cells that could hold a plan, with their bounds."""
         if not self.listens:
             return
         bounds: dict[int, dict[Cell, float]] = {}
-        for bound, _, cell, _ in entries:
+        for bound, cell in cells_of:
             bounds.setdefault(cell.num_stages, {})[cell] = bound
         for num_stages in sorted({*bounds, *self._tallies}):
             cells, tally = bounds.get(num_stages, {}), self._tallies.get(num_stages, _Tally())

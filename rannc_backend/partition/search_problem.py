@@ -52,12 +52,30 @@ class MicroBatchTables:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkFloor:
+    """For one number of micro-batches: `work` [blocks], at least what each block adds to the sum of replicas x seconds of a micro-batch
+    over all stages; `held_bytes` [first block, blocks - 1], at least what a stage needs in memory."""
+
+    work: Floats
+    held_bytes: Floats
+
+    def largest_share(self, memory_bytes: float) -> float:
+        """The largest share of the work in one stage that may fit; 0 if none does."""
+        num_blocks, max_length = self.held_bytes.shape
+        sums = np.concatenate([[0.0], np.cumsum(self.work)])
+        ends = np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+        shares = (sums[ends] - sums[:-1, None]) / max(sums[-1], 1e-300)
+        return float(shares[self.held_bytes <= memory_bytes].max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchProblem:
     """`tables(m)` gives the costs of m micro-batches. Arrays are indexed [first block, blocks - 1].
 
     `own_gradient_bytes` are reduced over the replicas; `shared_gradient_bytes` are those that other stages read too.
     `num_stages`, `replicas`: fixed numbers of stages, of replicas of each stage; None where they are free. `stage_replicas`
-    fixes both. `starts`: blocks that must be the first of a stage; `stage_of`: (block, stage) that must meet.
+    fixes both. `starts`: blocks that must be the first of a stage; `stage_of`: (block, stage) that must meet. `work_floor(m)`: where
+    the seconds and bytes of an interval are at least sums over its blocks; None: nothing is known of them but the tables.
     """
 
     num_blocks: int
@@ -75,6 +93,7 @@ class SearchProblem:
     stage_replicas: tuple[int, ...] | None = None
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
+    work_floor: Callable[[int], WorkFloor] | None = None
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
@@ -82,6 +101,11 @@ class SearchProblem:
     @property
     def num_devices(self) -> int:
         return self.cluster.num_devices
+
+    @property
+    def num_cores(self) -> float:
+        """Devices that can compute at the same time."""
+        return self.cluster.num_devices * self.cluster.device.core_share
 
     @property
     def stage_counts(self) -> range:
@@ -258,7 +282,10 @@ def plans_step_seconds(
     seconds = np.full(len(bounds), np.inf)
     if fits.any():
         kept = [column[fits] for column in columns]
-        seconds[fits] = chains_step_seconds(*kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule)
+        chains = chains_step_seconds(*kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule)
+        # Where devices share cores the cores have all of the work to do, whoever waits.
+        work = (pricer.tables.replicas[options[fits]] * (kept[0] + kept[1])).sum(axis=1)
+        seconds[fits] = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
     return seconds
 
 

@@ -341,10 +341,11 @@ class Shapes:
         choices = [self.choices(cell, k) for k in range(1, cell.num_stages + 1)]
         return CellBounds(self.pricer, cell, choices, path_seconds, self.limit, least_path)
 
-    def first_bounds(self, stage_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
+    def first_bounds(self, stage_counts: Sequence[int], *, finely: bool = True) -> dict[int, tuple[float, float]]:
         """Number of stages -> (lower bound, round trip at least) of stage-major cells; those that cannot fit are left out.
 
-        The longest c of a plan lies in one of a few intervals; each gives its least round trip with no stage beyond it.
+        The longest c of a plan lies in one of a few intervals; each gives its least round trip with no stage beyond it. Not `finely`:
+        there is one interval.
         """
         pricer, problem = self.pricer, self.pricer.problem
         if not stage_counts:
@@ -357,7 +358,7 @@ class Shapes:
             return {p: (b.lower_bound, b.path_seconds) for p, b in found.items() if np.isfinite(b.lower_bound)}
         result = self._bounds_between(cells, self.least_path, np.inf)
         open_cells = {p: cells[p] for p, (bound, _) in result.items() if bound < self.limit}
-        if not open_cells:
+        if not open_cells or not finely:
             return result
         longest = max(self._longest_below_limit(cell, result[p][1]) for p, cell in open_cells.items())
         has_limit = np.isfinite(longest)
@@ -375,7 +376,7 @@ class Shapes:
 
     def _longest_below_limit(self, cell: Cell, path: float) -> float:
         """The longest c of plans with that round trip or more and a step below the limit."""
-        bounds = [self.limit / cell.num_micro_batches, *((self.limit - a * path) / b for a, b in cell.weights() if b)]
+        bounds = [self.limit / cell.num_micro_batches, *((self.limit - a * path) / b for a, b in cell.quick_weights() if b)]
         return min(bounds)
 
     def _bounds_between(self, cells: Mapping[int, Cell], lower: float, upper: float) -> dict[int, tuple[float, float]]:
@@ -397,7 +398,7 @@ class Shapes:
                 continue
             path = float(sums.rest("path", p, 0, problem.num_devices))
             if np.isfinite(path):
-                bounds = [path, pricer.num_micro_batches * lower, *(a * path + b * lower for a, b in cell.weights())]
+                bounds = [path, pricer.num_micro_batches * lower, *(a * path + b * lower for a, b in cell.quick_weights())]
                 result[p] = (max(bounds), path)
         return result
 

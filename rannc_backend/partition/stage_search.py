@@ -3,10 +3,11 @@
 In: a `SearchProblem`. Out: a `SearchResult`: the best plan found and a proven lower bound of every plan's step. Pure and
 deterministic: work is limited by numbers of candidates, never by time.
 
-Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Each cell has a lower bound from
-shortest paths (stage_bounds.py). First a narrow walk (stage_beam.py) through the most promising cells and local improvement
-give a plan; then cells are opened in the order of their bounds: stages that no faster plan has are dropped, what is left is
-walked through, and complete plans are simulated, until no cell's bound is below the best plan. A cell that is too wide to be
+Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped by bounds that take no
+table of costs (quick_bounds.py); each of the others has a lower bound from shortest paths (stage_bounds.py). First a narrow walk
+(stage_beam.py) through the most promising cells and local improvement give a plan; then cells are opened in the order of their
+bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks better by then, and
+complete plans are simulated, until no cell's bound is below the best plan. A cell that is too wide to be
 walked through whole keeps the least bound of what was left out. Problems of ten blocks on six devices always end proven.
 """
 
@@ -17,16 +18,19 @@ import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from rannc_backend.partition.equal_split import best_equal_split
+from rannc_backend.partition.equal_split import Candidate, best_equal_split
+from rannc_backend.partition.quick_bounds import quick_bounds
 from rannc_backend.partition.search_log import SearchLog
 from rannc_backend.partition.search_problem import Floats, Ints, Pricer, SearchProblem, Solution, plans_step_seconds
 from rannc_backend.partition.stage_beam import Beam
 from rannc_backend.partition.stage_bounds import Cell, CellBounds, Shapes
 from rannc_backend.partition.stage_moves import first_cells, honours, make_solution, neighbours
 from rannc_backend.progress import Progress
+from rannc_backend.schedule.orders import ScheduleName
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +39,7 @@ _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
 _MOST_IMPROVEMENTS = 30
 _SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many times the best are of no interest
 
-Entry = tuple[float, int, Cell, float]  # lower bound, number, cell, its round trip at least
+Entry = tuple[float, int, Cell, float, CellBounds | None]  # lower bound, number, cell, its round trip at least, bounds if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,7 @@ class StageSearch:
     problem: SearchProblem
     effort: Effort = Effort()
     progress: Progress | None = None
+    pricers: dict[tuple[str, int], Pricer] = field(init=False, default_factory=dict)
     shapes: dict[tuple[str, int], Shapes] = field(init=False, default_factory=dict)
     best: Solution | None = field(init=False, default=None)
     seconds: float = field(init=False, default=float("inf"))
@@ -114,7 +119,7 @@ class StageSearch:
         if self.best is not None:
             self._improve()
         ended = self._walk(heap) and not self.interrupted
-        self.log.tell(self.entries)
+        self.log.tell((entry[0], entry[2]) for entry in self.entries)
         lower = min(self.left_out, self.seconds, heap[0][0] if heap else self.seconds)
         return SearchResult(solution=self.best, lower_bound=lower, num_candidates=self.num_candidates, ended=ended)
 
@@ -129,25 +134,31 @@ class StageSearch:
     def _first_cells(self) -> list[Entry]:
         """All cells that may hold a faster plan than the first found, as a heap."""
         problem, entries = self.problem, self.entries
-        for schedule in problem.schedules:
-            for number in problem.micro_batches:
-                self.shapes[schedule, number] = Shapes(Pricer(problem, number, schedule))
-        self.equal = equal = best_equal_split(shapes.pricer for shapes in self.shapes.values())
+        candidates = {
+            (schedule, number): Candidate(
+                bounds=quick_bounds(problem, schedule, number), make_pricer=partial(self._pricer, schedule, number)
+            )
+            for schedule in problem.schedules
+            for number in problem.micro_batches
+        }
+        self.equal = equal = best_equal_split(candidates.values())
         if equal is not None:
             self.log.priced(equal.num_stages, equal.step_seconds)
         if equal is not None and equal.step_seconds < self.limit:
             self.best, self.seconds = equal, equal.step_seconds
             self._improve()
-        order = sorted(self.shapes, key=lambda key: (key[1] * self.shapes[key].least_path, key))
-        for schedule, number in order:
-            shapes = self.shapes[schedule, number]
+        for (schedule, number), candidate in sorted(candidates.items(), key=lambda item: item[1].lower_bound):
             self.interrupted = self.interrupted or self._cancelled()
-            if number * shapes.least_path >= self.limit or self.interrupted:
-                self.left_out = min(self.left_out, number * shapes.least_path)
+            if candidate.lower_bound >= self.limit or self.interrupted:
+                self.left_out = min(self.left_out, candidate.lower_bound)
                 continue
-            shapes.limit = self.limit
-            found = first_cells(shapes)
-            entries += [(bound, len(entries) + index, cell, path) for index, (bound, cell, path) in enumerate(found)]
+            shapes = self.shapes[schedule, number] = Shapes(self._pricer(schedule, number), self.limit)
+            counts = [count for count, bound in candidate.bounds.items() if bound < self.limit]
+            found = first_cells(shapes, counts, finely=bool(self.effort.most_candidates))
+            # Cores that are shared have all of the work to do.
+            floor = number * shapes.least_path * problem.num_devices / problem.num_cores
+            found = [(max(bound, floor), cell, path) for bound, cell, path in found]
+            entries += [(bound, len(entries) + index, cell, path, None) for index, (bound, cell, path) in enumerate(found)]
             if self.best is None:
                 self._try_narrowly(entries, self.effort.num_narrow_cells // 2)
         self._try_narrowly(entries, self.effort.num_narrow_cells)
@@ -158,14 +169,31 @@ class StageSearch:
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
         """A good plan of these cells, without proof; None if none is found that takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
+        other.pricers = self.pricers
+        cells = list(cells)
+        splits = [
+            Candidate(bounds={cell.num_stages: 0.0}, make_pricer=partial(self._pricer, cell.schedule, cell.num_micro_batches))
+            for cell in cells
+        ]
+        # A plan to begin from leaves few choices of stages.
+        equal = best_equal_split(splits)
+        if equal is not None and equal.step_seconds < _SLOWER_AT_MOST * self.seconds:
+            other.best, other.seconds = equal, equal.step_seconds
+            other._improve()
         for cell in cells:
             key = (cell.schedule, cell.num_micro_batches)
             if key not in other.shapes:
-                other.shapes[key] = Shapes(self.shapes[key].pricer, min(_SLOWER_AT_MOST * self.seconds, other.seconds))
+                other.shapes[key] = Shapes(self._pricer(*key), min(_SLOWER_AT_MOST * self.seconds, other.seconds))
             bounds = other.shapes[key].bounds(cell, other.shapes[key].least_path * cell.num_stages)
             if bounds.lower_bound < other.shapes[key].limit:
                 other._walk_through(bounds, self.effort.narrow_width)
         return other.best
+
+    def _pricer(self, schedule: ScheduleName, num_micro_batches: int) -> Pricer:
+        key = (schedule, num_micro_batches)
+        if key not in self.pricers:
+            self.pricers[key] = Pricer(self.problem, num_micro_batches, schedule)
+        return self.pricers[key]
 
     def _bounds(self, cell: Cell, path: float) -> CellBounds:
         """Bounds of a cell, of plans faster than the best."""
@@ -174,7 +202,7 @@ class StageSearch:
         return shapes.bounds(cell, path, path)
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
-        for bound, _, cell, path in sorted(entries)[:most]:
+        for bound, _, cell, path, _ in heapq.nsmallest(most, entries, key=lambda entry: entry[:2]):
             if bound < self.limit:
                 self._walk_through(self._bounds(cell, path), self.effort.narrow_width)
 
@@ -188,9 +216,13 @@ class StageSearch:
             while heap and heap[0][0] < self.limit:
                 if self._cancelled():
                     return False
-                _, _, cell, path = heapq.heappop(heap)
-                bounds = self._bounds(cell, path)
+                _, number, cell, path, bounds = heapq.heappop(heap)
+                bounds = bounds or self._bounds(cell, path)
                 bounds.narrow(self.limit)
+                if heap and heap[0][0] < bounds.lower_bound < self.limit:
+                    # Cells that look better now come first: what is found there may spare the walk through this one.
+                    heapq.heappush(heap, (bounds.lower_bound, number, cell, path, bounds))
+                    continue
                 if bounds.lower_bound < self.limit:
                     if self.num_candidates < self.effort.most_candidates:
                         found = self.seconds
@@ -256,7 +288,7 @@ class StageSearch:
             assert best is not None, "there is a plan to improve"
             if best.placement != "stage_major":
                 return
-            pricer = self.shapes[best.schedule, best.num_micro_batches].pricer
+            pricer = self._pricer(best.schedule, best.num_micro_batches)
             cell = Cell(schedule=best.schedule, num_micro_batches=best.num_micro_batches, num_stages=best.num_stages)
             cuts, options, places = neighbours(pricer, best)
             self.num_candidates += len(cuts)

@@ -38,6 +38,14 @@ class Cell:
         return [(1.0 + n, float(number - 1 - n * stages)) for n in sorted({1, trips}) if 1 <= n <= trips]
 
 
+    def quick_weights(self) -> list[tuple[float, float]]:
+        """`weights`, and what `own_excess` leaves of the longest c at worst: min(f, b) is at most half of it."""
+        if self.schedule == "fill_drain" or self.num_stages == 1:
+            return self.weights()
+        number = self.num_micro_batches
+        return [*self.weights(), (1.0, number - 1 - min(self.num_stages - 1, number - 1) / 2)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
     """Stages that one place in the pipeline may have: arrays [n], sorted by first block, length, option.

@@ -9,8 +9,9 @@ only where both plans are of the same graph; of other graphs the modules are com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich import box
 from rich.console import RenderableType
@@ -36,12 +37,13 @@ _SHOWN_NAMES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that is not the same; `change` is "" where it is no amount."""
+    """One thing that is not the same; `change` is "" where it is no amount. `values`: the amounts in SI units, a's and b's."""
 
     what: str
     a: str
     b: str
     change: str = ""
+    values: tuple[float | None, float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,21 @@ class PlanDifference:
     @property
     def is_empty(self) -> bool:
         return not (self.settings or self.cluster or self.stages or self.moves)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for programs: amounts as numbers, in seconds and bytes; the rest as text."""
+
+        def plain(changes: Sequence[Change]) -> list[dict[str, Any]]:
+            return [{"what": item.what, **dict(zip("ab", item.values or (item.a, item.b), strict=True))} for item in changes]
+
+        return {
+            "equal": self.is_empty,
+            "same_graph": self.same_graph,
+            "settings": plain(self.settings),
+            "cluster": plain(self.cluster),
+            "stages": plain(self.stages),
+            "moves": [asdict(move) for move in self.moves],
+        }
 
 
 def compare(a: Plan, b: Plan) -> PlanDifference:
@@ -109,7 +126,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
 
     def counts(what: str, one: int, other: int) -> Iterator[Change]:
         if one != other:
-            yield Change(what=what, a=str(one), b=str(other))
+            yield Change(what=what, a=str(one), b=str(other), values=(one, other))
 
     yield from texts("graph", a.fingerprint[:16], b.fingerprint[:16])
     yield from texts("model", printable(a.model_name), printable(b.model_name))
@@ -130,7 +147,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
 
 def _amount(what: str, one: float, other: float, text: Callable[[float], str]) -> Iterator[Change]:
     if one != other:
-        yield Change(what=what, a=text(one), b=text(other), change=change_text(one, other))
+        yield Change(what=what, a=text(one), b=text(other), change=change_text(one, other), values=(one, other))
 
 
 def _cluster(a: Plan, b: Plan) -> Iterator[Change]:
@@ -140,16 +157,17 @@ def _cluster(a: Plan, b: Plan) -> Iterator[Change]:
             continue
         what = name.replace("_", " ")
         if name.endswith("_seconds"):
-            yield Change(what=what.removesuffix(" seconds"), a=seconds_text(one), b=seconds_text(other), change=change_text(one, other))
+            yield from _amount(what.removesuffix(" seconds"), one, other, seconds_text)
         elif name.endswith("bytes_per_second"):
             what = what.replace("bytes per second", "bandwidth")
-            yield Change(what=what, a=rate_text(one), b=rate_text(other), change=change_text(one, other))
+            yield from _amount(what, one, other, rate_text)
         elif name.endswith("_bytes"):
-            yield Change(what=what.removesuffix(" bytes"), a=size_text(one), b=size_text(other), change=change_text(one, other))
+            yield from _amount(what.removesuffix(" bytes"), one, other, size_text)
         elif isinstance(one, tuple):
             yield from _rates(what, one, other)
         else:
-            yield Change(what=what, a=printable(str(one)), b=printable(str(other)))
+            values = (one, other) if isinstance(one, int) else None
+            yield Change(what=what, a=printable(str(one)), b=printable(str(other)), values=values)
 
 
 def _rates(what: str, one: tuple, other: tuple) -> Iterator[Change]:
@@ -160,7 +178,7 @@ def _rates(what: str, one: tuple, other: tuple) -> Iterator[Change]:
         if values[0] != values[1]:
             texts = ["-" if value is None else f"{value:.4g}" for value in values]
             change = "" if None in values else change_text(*values)
-            yield Change(what=f"{what} {printable(name)}", a=texts[0], b=texts[1], change=change)
+            yield Change(what=f"{what} {printable(name)}", a=texts[0], b=texts[1], change=change, values=(values[0], values[1]))
 
 
 def _stages(a: Plan, b: Plan) -> Iterator[Change]:

@@ -112,10 +112,12 @@ def simulate_plan(
         for stage in plan.stages
     )
     num_ranks = sum(plan.stage_replicas)
+    # Ranks that share cores: a rank that waits gives its core to others, but the cores have all of the work to do.
+    work = sum(len(stage.ranks) * simulated.busy_seconds for stage, simulated in zip(plan.stages, stages, strict=True))
     return PlanSimulation(
         schedule=schedule,
         num_micro_batches=count,
-        step_seconds=step.makespan_seconds,
+        step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share)),
         idle_share=sum(stage.idle_share * len(plan.stages[stage.index].ranks) for stage in stages) / num_ranks,
         stages=stages,
     )

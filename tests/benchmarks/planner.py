@@ -73,18 +73,18 @@ def plan_first(case: Case, blocks: Path) -> dict[str, object]:
     model, args, kwargs = call_factory(f"{ROOT / 'examples' / 'planning_models.py'}:{case.factory}")
     recorder.take("start", "imports and model")
     analysis = planning.analyze_model(model, args, kwargs, cluster=cluster, dtype=parse_dtype(case.dtype), narrator=narrator)
-    question = {"config": config, "num_devices": case.num_devices, "cluster": cluster, "batch_rows": case.batch_rows, "narrator": narrator}
-    prepared = planning.prepare(analysis, **question)
+    question = planning.PlanningQuestion(config=config, cluster=cluster, batch_rows=case.batch_rows, narrator=narrator)
+    prepared = planning.prepare(analysis, question)
     blocks.write_text(prepared.to_json())
     recorder.take("save", f"{blocks.stat().st_size / 2**20:.1f} MB of blocks")
-    plan = planning.plan_prepared(prepared, **question)
+    plan = planning.plan_prepared(prepared, question)
     return {"parts": recorder.parts, "plan": plan.summary(), "proven_gap": plan.proven_gap}
 
 
 def plan_again(case: Case, blocks: Path) -> dict[str, object]:
     """Read the blocks and plan for the other number of devices."""
     recorder = Recorder()
-    from rannc_backend import planning
+    from rannc_backend import planning_search
     from rannc_backend.config_sources import resolve_config
     from rannc_backend.cost.cluster_file import load_cluster
     from rannc_backend.narrator import Narrator
@@ -93,14 +93,13 @@ def plan_again(case: Case, blocks: Path) -> dict[str, object]:
     recorder.take("start", "imports")
     prepared = PlannableModel.read(str(blocks))
     recorder.take("read")
-    plan = planning.plan_prepared(
-        prepared,
+    question = planning_search.PlanningQuestion(
         config=resolve_config({}, {}),
-        num_devices=case.other_num_devices,
         cluster=load_cluster(case.cluster, case.other_num_devices, 8),
         batch_rows=case.batch_rows,
         narrator=Narrator(tell=lambda step: recorder.take(step.name, step.detail)),
     )
+    plan = planning_search.plan_prepared(prepared, question)
     return {"parts": recorder.parts, "plan": plan.summary(), "proven_gap": plan.proven_gap}
 
 

@@ -35,6 +35,7 @@ STEP_GOAL, MEMORY_GOAL = 0.15, 0.20
 CLEAR_DIFFERENCE = 0.10
 NOT_TIMED = 4  # two steps to warm up, one for memory, and one for the report to be gathered
 LENGTH, VOCABULARY = 64, 1024
+NUM_LAYERS = 4  # tracing takes most of the time
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 
 Example = tuple[nn.Module, dict[str, Tensor]]
@@ -63,7 +64,7 @@ def gpt2(rows: int) -> Example:
     """Causal language model."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 192, "n_layer": 6, "n_head": 6, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    sizes = {"n_embd": 192, "n_layer": NUM_LAYERS, "n_head": 6, "n_positions": LENGTH, "vocab_size": VOCABULARY}
     config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     return GPT2LMHeadModel(config), _tokens(rows)
 
@@ -105,7 +106,7 @@ def resnet(rows: int) -> Example:
 
 def _transformer() -> dict[str, int]:
     return {
-        "hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 768, "vocab_size": VOCABULARY
+        "hidden_size": 192, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 6, "intermediate_size": 768, "vocab_size": VOCABULARY
     }  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compiler", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--costs", choices=("measured", "analytic"), default="measured")
     parser.add_argument("--rows", type=int, default=16, help="rows of the global batch")
-    parser.add_argument("--steps", type=int, default=9, help="timed steps, of which the median counts")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps, of which the median counts")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -195,6 +196,8 @@ def work(flags: argparse.Namespace) -> None:
         options = {
             "stage_compiler": flags.compiler, "outputs": "loss", "cluster": "local", "costs": flags.costs, "stage_replicas": replicas,
             "report_steps": flags.steps, "run_file": str(directory / f"{name}-{ranks}-{replicas or 'auto'}.json"),
+            # The plans of a model have the same blocks: each is measured once.
+            "profile_file": str(directory / f"{ranks}.profile"),
         }  # fmt: skip
         compiled = torch.compile(model, backend="rannc", options=options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -10,10 +10,10 @@ import functools
 import torch
 from torch import nn
 
-from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.partition.blocks import build_block_graph
 from rannc_backend.partition.staged_nodes import StagedGraph, find_staged_nodes
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planning_graphs import SplitModel, gpt2, split_model
 
 ROWS = 8

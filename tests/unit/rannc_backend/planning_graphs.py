@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
+from rannc_backend.config import Config
+from rannc_backend.cost.cluster import Cluster
+from rannc_backend.cost.pricing import BlockPricer
+from rannc_backend.ir.plan import Plan
+from rannc_backend.partition.blocks import block_graph
+from rannc_backend.partition.plan_checks import exact_schedules
+from rannc_backend.partition.planner import plan_blocks
 from rannc_backend.passes.batch_split import BatchSplit
 from rannc_backend.passes.differentiability import values_needing_grad
 from rannc_backend.passes.split_reductions import split_batch
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,3 +137,33 @@ def llama(num_layers: int = 2, width: int = 64, length: int = 16, vocabulary: in
     torch.manual_seed(0)
     ids = torch.randint(0, vocabulary, (4, length))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def plan_stages(
+    split: BatchSplit,
+    inputs: Sequence[GraphInput],
+    needs_grad: Collection[str],
+    config: Config,
+    *,
+    world_size: int,
+    batch_rows: int,
+    fingerprint: str,
+    cluster: Cluster | None = None,
+    rows_symbol: sympy.Symbol | None = None,
+    pricer: BlockPricer | None = None,
+    **more: Any,
+) -> Plan:
+    """Blocks of a split graph and their plan; `cluster`: None for processes of a made-up CPU."""
+    cluster = local_cpu(world_size) if cluster is None else replace(cluster, num_devices=world_size)
+    graph = block_graph(split, inputs, needs_grad, config, cluster=cluster, batch_rows=batch_rows, rows_symbol=rows_symbol)
+    possible = exact_schedules(split, needs_grad)
+    return plan_blocks(
+        graph,
+        config,
+        cluster=cluster,
+        batch_rows=batch_rows,
+        schedules=(config.schedule,) if config.schedule in possible else possible,
+        fingerprint=fingerprint,
+        pricer=pricer,
+        **more,
+    )

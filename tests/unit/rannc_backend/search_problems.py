@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -18,13 +18,15 @@ DEVICE = Device(
 )
 
 
-def make_cluster(num_devices: int, devices_per_node: int, near: tuple[float, float], far: tuple[float, float]) -> Cluster:
+def make_cluster(
+    num_devices: int, devices_per_node: int, near: tuple[float, float], far: tuple[float, float], core_share: float = 1.0
+) -> Cluster:
     """Links as (latency in seconds, bytes per second)."""
     return Cluster(
         name="test",
         num_devices=num_devices,
         devices_per_node=devices_per_node,
-        device=DEVICE,
+        device=replace(DEVICE, core_share=core_share),
         intra_node=Link(latency_seconds=near[0], bytes_per_second=near[1]),
         inter_node=Link(latency_seconds=far[0], bytes_per_second=far[1]),
     )
@@ -52,6 +54,7 @@ def random_problem(
     memory_bytes: float,
     message_scale: float,
     reduction_scale: float,
+    core_share: float = 1.0,
     **wishes: object,
 ) -> SearchProblem:
     """Whole numbers in "anything" and "equal", so that ties are frequent; "layers" looks like a model."""
@@ -98,7 +101,7 @@ def random_problem(
     near, far = ((0.0, 1.0), (0.0, 0.5)) if generator.random() < 0.5 else ((0.1, 2.0), (0.3, 0.4))
     return SearchProblem(
         num_blocks=num_blocks,
-        cluster=make_cluster(num_devices, devices_per_node, near, far),
+        cluster=make_cluster(num_devices, devices_per_node, near, far, core_share),
         schedules=schedules,
         micro_batches=micro_batches,
         budgets=budgets,
@@ -140,6 +143,7 @@ def problems(draw: st.DrawFn, max_blocks: int = 10, max_devices: int = 6) -> Sea
         memory_bytes=draw(st.sampled_from([4.0, 8.0, 15.0, 1e9])),
         message_scale=draw(st.sampled_from([0.0, 0.1, 1.0])),
         reduction_scale=draw(st.sampled_from([0.0, 0.2, 2.0])),
+        core_share=draw(st.sampled_from([1.0, 1.0, 0.5])),
         **wishes,
     )
 

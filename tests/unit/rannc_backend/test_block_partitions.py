@@ -16,14 +16,14 @@ from rannc_backend.block_partitions import needs_grad_in_training, partition_blo
 from rannc_backend.compile_partitions import partitions_of
 from rannc_backend.compile_stages import compile_stage
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.cost.pricing import BUDGETS, AnalyticPricer
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.partition.planner import block_graph
+from rannc_backend.partition.blocks import block_graph
 from rannc_backend.passes.split_stages import StageGraph
 from rannc_backend.planning import analyze_model
 from rannc_backend.profiling import example_inputs, interval_stage
 from rannc_backend.runtime.allocations import AllocationTracker
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planning_graphs import gpt2
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.errors import BYTES_PER_GB
 from rannc_backend.ir.block_graph import INPUT_BLOCK
 from rannc_backend.partition.blocks import build_block_graph
-from rannc_backend.partition.planner import plan_stages
 from tests.unit.rannc_backend.block_models import ROWS, blocks_of, model, staged_graph
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
+from tests.unit.rannc_backend.planning_graphs import plan_stages
 
 
 @pytest.mark.parametrize(

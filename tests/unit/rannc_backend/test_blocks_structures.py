@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rannc_backend.cost.cluster import local_cpu
-from rannc_backend.cost.compute import operator_seconds
 from rannc_backend.cost.expressions import evaluate
+from rannc_backend.cost.roofline import operator_seconds
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.partition.atom_graph import reorder
 from rannc_backend.partition.blocks import build_block_graph
@@ -24,6 +23,7 @@ from rannc_backend.partition.line_cuts import crossing_bytes
 from rannc_backend.partition.repeats import Repeat, find_repeats
 from rannc_backend.partition.staged_nodes import find_staged_nodes
 from tests.unit.rannc_backend.atom_graphs import graph_of, line_cuts, slowest_stage
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, llama, split_model
 
 MODELS: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "bert": bert, "llama": llama}
@@ -73,7 +73,9 @@ def costs(block: Block, graph: BlockGraph) -> list[float]:
     rows = [1, 3, 8]
     sizes = {use.name: (use.num_bytes, use.trainable) for use in graph.parameters}
     seconds = [array.sum(axis=0) for array in operator_seconds(block.operators, DEVICE, rows)]
-    amounts = evaluate([block.saved_bytes, block.output_bytes, block.forward_flops, block.backward_flops, block.moved_bytes], rows)
+    names = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
+    sums = [evaluate([getattr(item, name) for item in block.operators], rows).sum(axis=0) for name in names]
+    amounts = np.concatenate([evaluate([block.saved_bytes, block.output_bytes], rows), sums])
     workspace = evaluate(block.workspace_bytes, rows).max(axis=0, initial=0.0)
     parameters = sorted(sizes[name] for name in block.parameters)
     return [*np.concatenate([*seconds, amounts.ravel(), workspace]).tolist(), *(float(x) for pair in parameters for x in pair)]

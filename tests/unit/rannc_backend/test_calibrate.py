@@ -119,13 +119,11 @@ def test_a_real_clock_gives_rates() -> None:
     assert all(0 < value < math.inf for value in found)
 
 
-@pytest.mark.parametrize(
-    ("share", "on_core", "expected"), [(1.0, 2.0, 2.0), (0.5, 2.0, 4.0), (0.25, 2.0, 8.0), (0.1, 2.0, 10.0), (1.0, 11.0, 10.0)]
-)
-def test_what_other_programs_take_is_left_out(share: float, on_core: float, expected: float) -> None:
+@pytest.mark.parametrize(("on_core", "expected"), [(2.0, 2.0), (11.0, 10.0)])
+def test_what_other_programs_take_is_left_out(on_core: float, expected: float) -> None:
     """Ten seconds by the wall, of which the process had a core for some."""
     wall, core = iter([0.0, 10.0]), iter([0.0, on_core])
-    watch = Stopwatch(device=CPU, share=share, clock=lambda: next(wall), core_clock=lambda: next(core))
+    watch = Stopwatch(device=CPU, clock=lambda: next(wall), core_clock=lambda: next(core))
     assert watch.batch_seconds(lambda: None, 1) == expected
 
 

@@ -35,19 +35,19 @@ RATES = DeviceRates(
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[float]:
-    """The shares of a core with which something was measured: no test here waits for it."""
-    shares: list[float] = []
+def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[torch.device]:
+    """The devices that were measured: no test here waits for it."""
+    devices: list[torch.device] = []
 
     def measure(watch: Stopwatch, together: Callable[[], None]) -> DeviceRates:
         together()
-        shares.append(watch.share)
+        devices.append(watch.device)
         return RATES
 
     monkeypatch.setattr(calibration, "measure_device", measure)
     logging.getLogger("rannc_backend").propagate = True
     caplog.set_level(logging.INFO)
-    return shares
+    return devices
 
 
 def world(*hosts: str, rank: int = 0) -> World:
@@ -73,9 +73,9 @@ def choose(directory: Path, **numbers: int) -> Cluster:
     return choose_cluster(Config(cache_dir=str(directory)), world(), **numbers)
 
 
-def test_the_machine_at_hand_is_measured_once(tmp_path: Path, measured: list[float]) -> None:
+def test_the_machine_at_hand_is_measured_once(tmp_path: Path, measured: list[torch.device]) -> None:
     first = choose(tmp_path)
-    assert len(measured) == 1 and 0 < measured[0] <= 1
+    assert measured == [torch.device("cpu")]
     assert first.num_devices == first.devices_per_node == 1 and first.device.name == "cpu"
     assert first.device.flops_per_second == (("bfloat16", 2e11), ("float32", 1.235e11)), "four digits, sorted"
     assert first.device.rate("float32", "attention") == pytest.approx(0.75 * 1.235e11)
@@ -85,11 +85,11 @@ def test_the_machine_at_hand_is_measured_once(tmp_path: Path, measured: list[flo
     assert choose(tmp_path) == first and len(measured) == 1
     (file,) = remembered(tmp_path)
     assert read_cluster(file, 1) == first
-    assert file.read_text().count('source = "measured"') == 9
+    assert file.read_text().count('source = "measured"') == 10
     assert file.read_text().count('source = "as generic-cpu, not measured"') == 6
 
 
-def test_another_identity_is_measured_for_itself(tmp_path: Path, measured: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_identity_is_measured_for_itself(tmp_path: Path, measured: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     choose(tmp_path)
     changes: list[tuple[object, str, object]] = [
         (calibration, "_cpu_model", lambda: "another CPU"),
@@ -117,7 +117,9 @@ def test_ranks_and_nodes_belong_to_the_identity() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"format = 1", b"[", b"format = 1\nname = 'x'\nlaunch_seconds = nan"])
-def test_a_damaged_file_is_measured_again(damage: bytes, tmp_path: Path, measured: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_measured_again(
+    damage: bytes, tmp_path: Path, measured: list[torch.device], caplog: pytest.LogCaptureFixture
+) -> None:
     first = choose(tmp_path)
     (file,) = remembered(tmp_path)
     file.write_bytes(damage)
@@ -126,7 +128,7 @@ def test_a_damaged_file_is_measured_again(damage: bytes, tmp_path: Path, measure
     assert read_cluster(file, 1) == first, "and replaced"
 
 
-def test_what_cannot_be_remembered_is_used(tmp_path: Path, measured: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_remembered_is_used(tmp_path: Path, measured: list[torch.device], caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     assert choose(tmp_path / "file").device.launch_seconds == 7e-6
     assert "is not remembered" in caplog.text and len(measured) == 1
@@ -160,7 +162,7 @@ def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory(Config()) == Path("/home/somebody/.cache/rannc")
 
 
-def test_a_described_cluster_has_the_ranks_of_the_job(measured: list[float]) -> None:
+def test_a_described_cluster_has_the_ranks_of_the_job(measured: list[torch.device]) -> None:
     config = Config(cluster="a100-40gb")
     assert choose_cluster(config, world("a", "a", "b", "b")) == load_cluster("a100-40gb", 4)
     assert choose_cluster(config, world(), num_devices=96, devices_per_node=4) == load_cluster("a100-40gb", 96, 4)

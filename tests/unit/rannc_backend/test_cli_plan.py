@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
-from rannc_backend import cli_plan, planning
+from rannc_backend import cli_plan, planning_search
 from rannc_backend.cli import main
 from rannc_backend.ir.plan import Plan
+from rannc_backend.measured import RunReport, StageRun
 from tests.unit.rannc_backend.capture_harness import fresh_dynamo
 from tests.unit.rannc_backend.log_harness import fresh_logger
 
@@ -111,6 +114,64 @@ def test_saved_blocks_take_the_place_of_the_model(place, capsys, monkeypatch):
     _check_the_search_is_logged(place, monkeypatch)
 
 
+def test_blocks_are_planned_without_torch_and_sympy(place):
+    assert _plan("--save-blocks", "model.blocks") == 0
+    words = ["plan", "model.blocks", "--np", "2", "--batch-size", "64", "--cluster", "v100-32gb", "--option", "stage_compiler=eager"]
+    code = f"""
+import sys
+from rannc_backend.cli import main
+try:
+    main({words!r})
+except SystemExit as end:
+    assert not end.code, end.code
+print([name for name in ("torch", "sympy", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "[]" and "on 2 ranks" in done.stdout
+
+
+def _run_report(plan, *, slower):
+    stages = tuple(
+        StageRun(
+            stage=stage.index,
+            structures=tuple(plan.blocks[index].structure for index in stage.blocks),
+            rows=-(-plan.batch_rows // plan.num_micro_batches // stage.num_replicas),
+            num_replicas=stage.num_replicas,
+            recompute=stage.recompute,
+            forward_seconds=slower * stage.predicted.forward_seconds,
+            backward_seconds=slower * stage.predicted.backward_seconds,
+            waiting_seconds=0.0, sending_seconds=0.0, reducing_seconds=0.0, step_seconds=1.0, peak_bytes=1000,
+            predicted_forward_seconds=stage.predicted.forward_seconds,
+            predicted_backward_seconds=stage.predicted.backward_seconds,
+            predicted_waiting_seconds=0.0, predicted_peak_bytes=1000,
+        )
+        for stage in plan.stages
+    )  # fmt: skip
+    return RunReport(
+        fingerprint=plan.fingerprint, model_name=plan.model_name, device_name="a machine", costs_from=plan.costs_from,
+        world_size=plan.world_size, num_rows=plan.batch_rows, num_micro_batches=plan.num_micro_batches, num_steps=3, comparable=True,
+        step_seconds=1.0, predicted_step_seconds=plan.predicted_step_seconds, stages=stages,
+    )  # fmt: skip
+
+
+def test_what_a_run_measured_corrects_the_prices(place, capsys):
+    settings = ("--option", "partition_num=2", "--option", "pipeline_num=2")
+    assert _plan(*settings, "--save-blocks", "model.blocks", "--json", "a.json") == 0
+    first = Plan.from_json((place / "a.json").read_text())
+    (place / "run.json").write_text(_run_report(first, slower=3.0).to_json())
+    assert _plan(*settings, "--profile", "run.json", "--json", "b.json", factory="model.blocks") == 0
+    assert _plan(*settings, "--option", "profile_file=run.json", "--json", "c.json", factory="model.blocks") == 0
+    assert (place / "b.json").read_text() == (place / "c.json").read_text()
+    second = Plan.from_json((place / "b.json").read_text())
+    assert second.costs_from == "measured stages on a machine" and first.costs_from == "analytic"
+    assert [stage.blocks for stage in second.stages] == [stage.blocks for stage in first.stages]
+    for before, after in zip(first.stages, second.stages, strict=True):
+        assert after.predicted.forward_seconds == pytest.approx(3 * before.predicted.forward_seconds, rel=0.02)
+    (place / "run.json").write_text("{}")
+    assert _plan(*settings, "--profile", "run.json", factory="model.blocks") == 2
+    assert "no file of profiles" in capsys.readouterr().err
+
+
 def test_options_come_from_the_environment_and_the_command_line(place, capsys, monkeypatch):
     monkeypatch.setenv("RANNC_CLUSTER", "a100-40gb")
     monkeypatch.setenv("RANNC_PARTITION_NUM", "3")
@@ -151,14 +212,14 @@ def test_mistakes_are_said_without_a_traceback(capsys, more, given, texts):
 
 
 def test_ctrl_c_during_the_search_gives_the_best_plan_so_far(place, capsys, monkeypatch):
-    search = planning.plan_prepared
+    search = planning_search.plan_prepared
 
-    def interrupted(*arguments, progress, **named):
+    def interrupted(model, question):
         signal.raise_signal(signal.SIGINT)
-        assert progress.cancelled()
-        return search(*arguments, progress=progress, **named)
+        assert question.progress.cancelled()
+        return search(model, question)
 
-    monkeypatch.setattr(planning, "plan_prepared", interrupted)
+    monkeypatch.setattr(planning_search, "plan_prepared", interrupted)
     before = signal.getsignal(signal.SIGINT)
     assert _plan("--json", "plan.json") == 0
     err = capsys.readouterr().err
@@ -173,6 +234,6 @@ def test_ctrl_c_before_the_search_and_twice_within_it_aborts(place, capsys, monk
             signal.raise_signal(signal.SIGINT)
         raise AssertionError("went on")
 
-    monkeypatch.setattr(*((cli_plan, "_prepared") if times == 1 else (planning, "plan_prepared")), interrupted)
+    monkeypatch.setattr(*((cli_plan, "_prepared") if times == 1 else (planning_search, "plan_prepared")), interrupted)
     assert _plan("--json", "plan.json") == 130
     assert not (place / "plan.json").exists()

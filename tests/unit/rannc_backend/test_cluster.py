@@ -9,7 +9,8 @@ import sympy
 
 from rannc_backend.cost.cluster import OPERATOR_CLASSES, Cluster, Device, Link
 from rannc_backend.cost.cluster_file import load_cluster, shipped_clusters
-from rannc_backend.cost.compute import operator_class, operator_seconds
+from rannc_backend.cost.compute import operator_class
+from rannc_backend.cost.roofline import operator_seconds
 from rannc_backend.cost.transfer import allreduce_seconds, message_seconds
 from rannc_backend.ir.block_graph import OperatorCost
 from rannc_backend.ir.plan import ClusterAssumption

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rannc_backend.cost.cluster import Cluster, Device, Link, generic_gpu, local_cpu
-from rannc_backend.cost.compute import operator_cost, operator_name, operator_seconds
-from rannc_backend.cost.expressions import evaluate, value_bytes
+from rannc_backend.cost.cluster import Cluster, Device, Link
+from rannc_backend.cost.compute import operator_cost, operator_name
+from rannc_backend.cost.expressions import evaluate
 from rannc_backend.cost.memory import num_in_flight, saved_values
+from rannc_backend.cost.roofline import operator_seconds
+from rannc_backend.cost.tensor_sizes import value_bytes
 from rannc_backend.cost.transfer import allreduce_seconds, message_seconds
 from rannc_backend.ir.block_graph import OperatorCost
 from rannc_backend.partition.staged_nodes import find_staged_nodes
+from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
 from tests.unit.rannc_backend.planning_graphs import SplitModel, split_model
 
 ROWS = 6

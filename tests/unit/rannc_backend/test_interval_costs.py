@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rannc_backend.cost.cluster import generic_gpu, local_cpu
-from rannc_backend.cost.expressions import evaluate, value_bytes
+from rannc_backend.cost.expressions import evaluate
 from rannc_backend.cost.pricing import AnalyticPricer
+from rannc_backend.cost.tensor_sizes import value_bytes
 from rannc_backend.partition.interval_costs import IntervalCosts, useful_micro_batches
 from tests.unit.rannc_backend.block_models import blocks_of, model, staged_graph
+from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
 
 
 def interval_costs(name: str, num_devices: int = 4, rows: int = 16, **others: object) -> IntervalCosts:

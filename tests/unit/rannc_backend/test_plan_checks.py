@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import local_cpu
-from rannc_backend.errors import PlanError
+from rannc_backend.errors import PlanError, RanncError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
 from rannc_backend.partition.projection import stage_of_plan
 from rannc_backend.passes.split_stages import split_stages
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planning_graphs import SplitModel, split_model
 
 WORLD_SIZE = 4
@@ -54,7 +54,7 @@ def network() -> tuple[Network, SplitModel]:
 @functools.lru_cache
 def good_text() -> str:
     """Three stages on four ranks, priced so that each product is worth a stage."""
-    from rannc_backend.partition.planner import plan_stages
+    from tests.unit.rannc_backend.planning_graphs import plan_stages
 
     _, model = network()
     cluster = local_cpu(WORLD_SIZE, memory_bytes=DEVICE_BYTES)
@@ -312,6 +312,32 @@ def test_options_that_ask_for_something_else_are_told(options: dict[str, object]
     with pytest.raises(PlanError, match=message):
         accept(good(), **options)
     accept(good(), partition_num=3, schedule="1f1b", stage_replicas=",".join(str(len(s["ranks"])) for s in good()["stages"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage_pins": "first=1"}, "stage_pins asks for first=1, and in the plan it is in stage 0"),
+        ({"stage_starts": "norm"}, "stage_starts asks for norm, and in the plan it begins within stage"),
+        ({"stage_starts": "thrid"}, "third"),
+    ],
+)
+def test_pins_that_a_loaded_plan_does_not_keep_are_told(options: dict[str, str], message: str) -> None:
+    with pytest.raises(RanncError, match=message):
+        accept(good_text(), **options)
+
+
+def test_a_loaded_plan_may_keep_the_pins() -> None:
+    accept(good_text(), stage_pins="first=0", stage_starts="first", keep_together="third")
+
+
+def test_a_module_that_a_loaded_plan_parts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {good()["stages"][index]["nodes"][0] for index in (0, -1)}
+    for node in network()[1].split.rowwise.graph.nodes:
+        if node.name in ends:
+            monkeypatch.setitem(node.meta, "module_path", "pair.half")
+    with pytest.raises(RanncError, match="keep_together asks for pair, and in the plan it is in stages 0 and 2"):
+        accept(good_text(), keep_together="pair")
 
 
 def test_a_plan_that_was_computed_is_accepted_and_exact() -> None:

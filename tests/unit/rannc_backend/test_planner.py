@@ -12,14 +12,14 @@ from torch import nn
 
 from rannc_backend.compile_partitions import partitions_of
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import Cluster, generic_gpu, local_cpu
+from rannc_backend.cost.cluster import Cluster
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.plan import Plan
-from rannc_backend.partition.planner import plan_stages
 from rannc_backend.partition.projection import stage_of_plan
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.schedule.plan_simulation import simulate_plan
-from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, split_model
+from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
+from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, plan_stages, split_model
 
 
 class Chain(nn.Module):

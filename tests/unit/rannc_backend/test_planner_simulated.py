@@ -7,14 +7,13 @@ import functools
 import pytest
 
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.errors import BYTES_PER_GB
 from rannc_backend.ir.plan import Plan
-from rannc_backend.partition.planner import plan_stages
 from rannc_backend.report.modules import module_tree, stage_modules
 from rannc_backend.schedule.plan_simulation import simulate_plan
-from tests.unit.rannc_backend.planning_graphs import SplitModel, gpt2, split_model
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
+from tests.unit.rannc_backend.planning_graphs import SplitModel, gpt2, plan_stages, split_model
 
 
 @functools.lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from rannc_backend.errors import BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
-from rannc_backend.planning import analyze_model, plan_model, plan_prepared, prepare
+from rannc_backend.planning import analyze_model, plan_model, prepare
 from rannc_backend.planning_file import PlannableModel, is_blocks_file
+from rannc_backend.planning_search import PlanningQuestion, plan_prepared
 from tests.unit.rannc_backend.capture_harness import fresh_dynamo
 from tests.unit.rannc_backend.planning_examples import SMALL, small_example
 
@@ -50,8 +52,12 @@ def _layers(device="meta", rows=2, loss=True, **sizes):
         return model, (torch.zeros(rows, model.head.in_features),), kwargs
 
 
-def _plan(example, num_devices=4, batch_rows=32, config=CONFIG, **more):
-    return plan_model(*example, config=config, num_devices=num_devices, cluster=CLUSTER, batch_rows=batch_rows, **more)
+def _plan(example, num_devices=4, batch_rows=32, config=CONFIG, dtype=None, **asked):
+    return plan_model(*example, _question(config, num_devices, batch_rows, **asked), dtype=dtype)
+
+
+def _question(config=CONFIG, num_devices=4, batch_rows=32, **more):
+    return PlanningQuestion(config=config, cluster=replace(CLUSTER, num_devices=num_devices), batch_rows=batch_rows, **more)
 
 
 _LIKE_GPT2 = ("bert", "llama", "vit")  # nothing in them that planning has not met in gpt2
@@ -139,11 +145,11 @@ def test_a_model_without_blocks_has_one_stage():
 @pytest.fixture(scope="module")
 def prepared():
     analysis = analyze_model(*_layers(), cluster=CLUSTER)
-    return prepare(analysis, config=CONFIG, num_devices=4, cluster=CLUSTER, batch_rows=32)
+    return prepare(analysis, _question())
 
 
 def _plan_prepared(model, config=CONFIG, num_devices=4):
-    return plan_prepared(model, config=config, num_devices=num_devices, cluster=CLUSTER, batch_rows=32)
+    return plan_prepared(model, _question(config, num_devices))
 
 
 def test_blocks_from_a_file_give_the_same_plan_and_plans_for_other_devices(tmp_path, prepared):

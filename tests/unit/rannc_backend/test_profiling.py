@@ -21,8 +21,8 @@ from rannc_backend.cost.pricing import BlockPricer
 from rannc_backend.cost.profile import Point, Profile
 from rannc_backend.errors import ProfileError
 from rannc_backend.ir.plan import Plan
-from rannc_backend.pricers import MAX_ROUNDS, Pricing, make_bench, measures, rows_to_measure
-from rannc_backend.profiling import Job, LeadingProfiler, combined, is_out_of_memory
+from rannc_backend.pricers import MAX_ROUNDS, Pricing, rows_to_measure
+from rannc_backend.profiling import Job, LeadingProfiler, combined, is_out_of_memory, make_bench, measures
 from rannc_backend.progress import SilentProgress
 from rannc_backend.runtime.control import SingleControl
 from rannc_backend.runtime.world import World

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from rannc_backend.config import Config
-from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.errors import PlanError, UnsupportedModelError
 from rannc_backend.ir.plan import Plan
-from rannc_backend.partition.planner import plan_stages
 from rannc_backend.partition.projection import project_plan, stage_of_plan
 from rannc_backend.partition.staged_nodes import find_staged_nodes
-from tests.unit.rannc_backend.planning_graphs import SplitModel, gpt2, split_model
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
+from tests.unit.rannc_backend.planning_graphs import SplitModel, gpt2, plan_stages, split_model
 
 
 class Normalized(nn.Module):

@@ -184,6 +184,16 @@ def test_moves_name_the_modules() -> None:
     assert "1 0 10 model.layers.4-5, 6 (part)" in text and "peak memory" in text
 
 
+def test_a_difference_in_plain_values() -> None:
+    plan = sample_plan()
+    assert compare(plan, plan).summary() == {"equal": True, "same_graph": True, "settings": [], "cluster": [], "stages": [], "moves": []}
+    other = replaced(plan, predicted_step_seconds=2 * plan.predicted_step_seconds, schedule="fill_drain")
+    summary = json.loads(json.dumps(compare(plan, other).summary()))
+    assert {"what": "predicted step", "a": plan.predicted_step_seconds, "b": 2 * plan.predicted_step_seconds} in summary["settings"]
+    assert {"what": "schedule", "a": plan.schedule, "b": "fill_drain"} in summary["settings"]
+    assert not summary["equal"]
+
+
 def test_a_difference_is_never_hidden() -> None:
     plan = sample_plan()
     stage = plan.stages[1]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend.cost.cluster import local_cpu
 from rannc_backend.log_names import python_loggers
 from rannc_backend.partition.blocks import build_block_graph
 from rannc_backend.partition.stage_search import Effort, StageSearch
 from rannc_backend.partition.staged_nodes import find_staged_nodes
 from tests.unit.rannc_backend.block_models import ROWS, model, staged_graph
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planning_graphs import split_model
 from tests.unit.rannc_backend.search_problems import random_problem
 

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rannc_backend.config import Config
+from rannc_backend.cost.pricing import AnalyticPricer
+from rannc_backend.partition.equal_split import Candidate, best_equal_split
 from rannc_backend.partition.feasibility import is_feasible, smallest_memory
+from rannc_backend.partition.plan_request import PlanRequest
+from rannc_backend.partition.quick_bounds import quick_bounds
 from rannc_backend.partition.search_problem import Pricer, SearchProblem, plans_step_seconds
 from rannc_backend.partition.stage_bounds import Cell, Shapes
 from rannc_backend.partition.stage_moves import honours
 from rannc_backend.partition.stage_search import Effort, StageSearch, search
 from rannc_backend.progress import Cancellation
+from tests.unit.rannc_backend.block_lines import random_line
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.search_problems import Numbers, brute_force, problems, random_problem
 
 INFINITY = float("inf")
@@ -107,6 +114,26 @@ def test_no_bound_is_above_the_best_plan_of_its_cell(problem: SearchProblem, lim
                 assert limit < 1 or bounds.lower_bound <= best * (1 + 1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), num_blocks=st.integers(1, 6), num_devices=st.integers(1, 4), share=st.sampled_from([1.0, 0.5]),
+    memory=st.sampled_from([10**9, 2 * 10**9, 10**11]),
+)  # fmt: skip
+def test_bounds_from_blocks_alone_hide_no_plan(seed: int, num_blocks: int, num_devices: int, share: float, memory: int) -> None:
+    cluster = local_cpu(num_devices, memory_bytes=memory)
+    cluster = replace(cluster, device=replace(cluster.device, core_share=share))
+    config, pricer = Config(max_pipeline=4), AnalyticPricer(device=cluster.device)
+    request = PlanRequest.of(random_line(seed, num_blocks), config, cluster, pricer, 12, ("1f1b", "fill_drain"), None)
+    problem = request.problem(request.costs())
+    check_optimal(problem)
+    for schedule in problem.schedules:
+        for number in problem.micro_batches:
+            only = replace(problem, schedules=(schedule,), micro_batches=(number,))
+            bounds = quick_bounds(problem, schedule, number)
+            for count in problem.stage_counts:
+                assert bounds.get(count, INFINITY) <= brute_force(replace(only, num_stages=count)) * (1 + 1e-9)
+
+
 def layered_problem(num_blocks: int, num_devices: int, memory_bytes: float = 1e9, **others: object) -> SearchProblem:
     return random_problem(
         3, num_blocks, num_devices, devices_per_node=4, micro_batches=(2, 4, 8), schedules=("1f1b", "fill_drain"), style="layers",
@@ -181,12 +208,12 @@ def heavy_head(weight: float) -> SearchProblem:
 
 
 def test_a_heavy_head_is_cut_better_than_equally() -> None:
-    from rannc_backend.partition.equal_split import best_equal_split
-
     problem = heavy_head(6.0)
     found = StageSearch(problem)
     best = found.run().solution
     equal = found.equal
     assert best is not None and equal is not None
     assert equal.step_seconds >= 1.2 * best.step_seconds
-    assert best_equal_split([Pricer(heavy_head(1.0), 8, "1f1b")]).step_seconds >= search(heavy_head(1.0)).solution.step_seconds * (1 - 1e-9)
+    even = heavy_head(1.0)
+    candidate = Candidate(bounds=quick_bounds(even, "1f1b", 8), make_pricer=lambda: Pricer(even, 8, "1f1b"))
+    assert best_equal_split([candidate]).step_seconds >= search(even).solution.step_seconds * (1 - 1e-9)
