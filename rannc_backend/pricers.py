@@ -93,7 +93,8 @@ class Pricing:
         missing = {block.structure for block in self.graph.blocks} - {structure for structure, _ in profiles}
         if profiles and missing:
             logger.warning("%d distinct blocks were not measured and are priced as the cluster is described", len(missing))
-        device_name = setting.device_name if setting is not None else self.cluster.device.name
+        measured_on = setting or next((run.setting for run in runs), None)
+        device_name = measured_on.device_name if measured_on is not None else self.cluster.device.name
         measured = MeasuredPricer(fallback=analytic, profiles=profiles, device_name=device_name)
         return measured.corrected(self.graph.blocks, stages) if stages else measured
 
