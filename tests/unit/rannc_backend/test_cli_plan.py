@@ -167,7 +167,7 @@ def test_what_a_run_measured_corrects_the_prices(place, capsys):
     assert [stage.blocks for stage in second.stages] == [stage.blocks for stage in first.stages]
     for before, after in zip(first.stages, second.stages, strict=True):
         assert after.predicted.forward_seconds == pytest.approx(3 * before.predicted.forward_seconds, rel=0.02)
-    (place / "run.json").write_text("{}")
+    (place / "run.json").write_text("[]")
     assert _plan(*settings, "--profile", "run.json", factory="model.blocks") == 2
     assert "no file of profiles" in capsys.readouterr().err
 
