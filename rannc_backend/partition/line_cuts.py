@@ -22,7 +22,7 @@ _MAX_CUTS = 600  # of one unit; the programme is quadratic in it
 _CROSSING_WEIGHT = 0.5  # price of a cut that twice as much crosses as crosses a good one
 _MAX_CROSSING_RATIO = 8.0
 _IN_MODULE_WEIGHT = 0.1  # price of a cut inside of a module
-_ALIGNED_FACTOR = 1.1  # how much more than the best cuts those may cost that are the same in equal layers
+_ALIGNED_FACTOR = 1.15  # how much more than the best cuts those may cost that are the same in equal layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

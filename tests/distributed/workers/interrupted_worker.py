@@ -18,10 +18,10 @@ def main() -> None:
     world = bootstrap.start()
     plan, broadcast = session.plan_analysis, world.control.broadcast
 
-    def plan_interrupted(*arguments: Any, progress: Any, **named: Any) -> Any:
+    def plan_interrupted(analysis: Any, question: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        print("cancelled" if progress.cancelled() else "not cancelled", flush=True)
-        return plan(*arguments, progress=progress, **named)
+        print("cancelled" if question.progress.cancelled() else "not cancelled", flush=True)
+        return plan(analysis, question, **named)
 
     def wait_interrupted(*arguments: Any, **named: Any) -> Any:
         if named.get("what") == "the plan" and world.rank != 0:
