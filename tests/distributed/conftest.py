@@ -7,6 +7,7 @@ Terms: a *share* is what one group of ranks runs at most: cases of one `Case.gro
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +18,9 @@ import pytest
 from tests.distributed.harness.case import Case, Outcome
 from tests.distributed.harness.launch import run_cases
 
-# In a group of two ranks rank 0 plans while the other waits: two groups keep two cores busy.
-NUM_GROUPS_AT_A_TIME = 2
+# In a group of two ranks rank 0 plans while the other waits: two groups keep two cores busy. With several pytest workers one of them has
+# all cases, and the others enough to do.
+NUM_GROUPS_AT_A_TIME = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 # Starting a group takes some seconds, and the last one runs alone.
 MOST_CASES_OF_A_SHARE = 32
 
@@ -83,13 +85,16 @@ OutcomeOf = Callable[[Case], Outcome]
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with cases come first: other tests start jobs of their own and look at the time, so nothing should run beside them.
+    """Tests with cases come first, and in one worker: the first of them waits for a share of the cases, which may be any.
 
-    The first test waits for its share of the cases, which may be any; such tests have limits of their own.
+    Such tests have limits of their own.
     """
     own = [item for item in items if Path(__file__).parent in item.path.parents]
     limit = 14_400 if any(item.get_closest_marker("full") for item in own) else 1200
     for item in own:
         item.add_marker(pytest.mark.timeout(limit))
-    first = {id(item) for item in own if any(True for _ in cases_of(item))}
-    items.sort(key=lambda item: id(item) not in first)
+    with_cases = {id(item) for item in own if any(True for _ in cases_of(item))}
+    for item in own:
+        if id(item) in with_cases:
+            item.add_marker(pytest.mark.xdist_group("cases"))
+    items.sort(key=lambda item: id(item) not in with_cases)

@@ -23,7 +23,7 @@ def _run(world: int, directory: Path, *, worker: Path = WORKER, **options: str) 
     return code, output
 
 
-@pytest.mark.parametrize("present", [1, 2])
+@pytest.mark.parametrize("present", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_dry_run_exits_well_on_every_rank_and_its_plan_is_loaded(tmp_path, present):
     code, output = _run(present, tmp_path, partitioning_dry_run_np="2", partition_num="2", pipeline_num="2")
     assert code == 0, output

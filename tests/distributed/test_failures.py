@@ -26,8 +26,6 @@ CAUSE = "the disk is on fire"
 INSIDE = ("rank 1", "stage 1", "micro-batch 1")
 JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("exception", "forward", (*INSIDE, CAUSE)),
-    ("exception", "backward", (*INSIDE, CAUSE)),
-    ("exit", "forward", (*INSIDE, "exit")),
     ("kill", "forward", INSIDE),
     # It has not joined yet: the launcher speaks.
     ("kill", "before", ("signal 9",)),
@@ -37,6 +35,8 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 # The runtime alone meets these kinds in test_failures_runtime.py.
 JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("exception", "backward", (*INSIDE, CAUSE)),
+    ("exit", "forward", (*INSIDE, "exit")),
     ("stop", "forward", ("rank 1", "stage 1")),
     ("exception", "between", ("rank 1", CAUSE)),
     ("exit_0", "between", ("rank 1",)),

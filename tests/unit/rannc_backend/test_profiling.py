@@ -60,7 +60,7 @@ def pricing_of(name: str, config: Config = CONFIG, *, profiled: bool = True) -> 
     )
 
 
-@pytest.mark.parametrize("name", ["chain", "gpt2"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_measured_prices_are_positive_and_rise_with_rows(name: str) -> None:
     pricing = pricing_of(name)
     pricer = pricing.pricer()
