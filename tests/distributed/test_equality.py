@@ -41,6 +41,7 @@ def case_of(model: str, world: int, replicas: str, num_micro_batches: int, **mem
     """A case named after its place in the matrix."""
     plan = replicas.replace(",", "-") or "auto"
     suffix = "-float32" if members.get("dtype") == "float32" else ""
+    suffix += "-inductor" if members.get("stage_compiler") == "inductor" else ""
     return Case(
         name=f"{model}-r{world}-s{plan}-m{num_micro_batches}{suffix}",
         model=model,
@@ -107,7 +108,7 @@ def chosen_matrix() -> list[Case]:
     cases.append(case_of("mlp_loss", 2, "1,1", 2, dtype="float32"))
     cases.append(case_of("mlp_loss", 2, "1,1", 3, stage_compiler="inductor", limit_seconds=150, rows=(4, 2)))
     cases += [case for case in recompute_cases() if not case.name.startswith(("gpt2-r2-s1-1-m2-recompute0-", "bert"))]
-    return list({case.name + case.stage_compiler: case for case in cases}.values())
+    return list({case.name: case for case in cases}.values())
 
 
 def recompute_cases() -> list[Case]:
@@ -123,7 +124,8 @@ def recompute_cases() -> list[Case]:
         ("bert", "1,1", 0.25, "eager"),
     ):
         plain = case_of(model, 2, replicas, 2, stage_compiler=compiler, limit_seconds=150, num_steps=2)
-        cases.append(replace(plain, name=f"{plain.name}-recompute{budget}-{compiler}", options={"recompute": budget}))
+        name = f"{plain.name.removesuffix('-inductor')}-recompute{budget}-{compiler}"
+        cases.append(replace(plain, name=name, options={"recompute": budget}))
     for by_sum in (True, False):
         plain = case_of("mlp_loss", 2, "", 2, limit_seconds=150, num_steps=2)
         options = {"costs": "measured", "profile_by_acc": by_sum, "profiling_iter": 2}
@@ -146,10 +148,7 @@ def check_ownership(case: Case, outcome: Outcome) -> None:
 
 def parameters(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[Any]:
     """pytest parameters with the case's name as the id."""
-    return [
-        pytest.param(case, id=case.name + ("-inductor" if case.stage_compiler == "inductor" else ""), marks=marks)
-        for case in cases
-    ]
+    return [pytest.param(case, id=case.name, marks=marks) for case in cases]
 
 
 @pytest.mark.parametrize("case", parameters(chosen_matrix()))
