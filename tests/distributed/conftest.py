@@ -83,18 +83,10 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 OutcomeOf = Callable[[Case], Outcome]
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with cases come first, and in one worker: the first of them waits for a share of the cases, which may be any.
-
-    Such tests have limits of their own.
-    """
+    """Tests with cases come first: the first of them waits for a share of the cases, which may be any. Every case has its own limit."""
     own = [item for item in items if Path(__file__).parent in item.path.parents]
-    limit = 14_400 if any(item.get_closest_marker("full") for item in own) else 1200
-    for item in own:
-        item.add_marker(pytest.mark.timeout(limit))
     with_cases = {id(item) for item in own if any(True for _ in cases_of(item))}
     for item in own:
-        if id(item) in with_cases:
-            item.add_marker(pytest.mark.xdist_group("cases"))
+        item.add_marker(pytest.mark.timeout(14_400 if id(item) in with_cases else 1200))
     items.sort(key=lambda item: id(item) not in with_cases)
