@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 POINT_SECONDS = 2.0  # a number of rows is not repeated for longer, nor tried at all when the one before took so long
 _MEMORY_SHARE = 0.8  # of a device's memory that a measurement may take
-_CACHE_BYTES = 40 * 2**20  # a little more than the caches of most CPUs
+_MOST_CACHE_BYTES = 40 * 2**20  # a little more than the caches of most CPUs
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
 
 
@@ -55,7 +55,7 @@ class Bench:
     cache: CompileCache = field(default_factory=CompileCache)
     clock: Callable[[], float] = time.perf_counter
     core_clock: Callable[[], float] = time.process_time
-    _evicting: torch.Tensor | None = field(init=False, default=None)
+    _others: torch.Tensor | None = field(init=False, default=None)
 
     def measure(self, blocks: Sequence[Sequence[str]], job: Job) -> list[Point]:
         """The points of one job; `blocks` are the node names of all blocks."""
@@ -108,13 +108,13 @@ class Bench:
         backwards: list[float] = []
         began = self.clock()
         while len(forwards) < self.num_repeats and (not forwards or self.clock() - began < POINT_SECONDS):
-            self._empty_caches()
+            self._use_caches()
             start = self._now()
             outputs, saved = stage.forward(args)
+            forwards.append(self._now() - start)
             grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
             del outputs
-            forwards.append(self._now() - start)
-            self._empty_caches()
+            self._use_caches()
             start = self._now()
             stage.backward(list(saved), grads, gradients)
             backwards.append(self._now() - start)
@@ -147,13 +147,15 @@ class Bench:
         torch.cuda.synchronize(self.device)
         return max(0, torch.cuda.max_memory_allocated(self.device) - before)
 
-    def _empty_caches(self) -> None:
-        """In a step other blocks come between two runs of this one: its weights and what it saved have left the caches."""
+    def _use_caches(self) -> None:
+        """In a step other blocks come between two runs of this one and use the caches for weights and gradients: as much is used here."""
         if self.device.type == "cuda":
             return
-        if self._evicting is None:
-            self._evicting = torch.zeros(_CACHE_BYTES // 4)
-        self._evicting.add_(1.0)
+        if self._others is None:
+            parameters = self.analysis.captured.root_module.parameters()
+            others = 2 * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+            self._others = torch.zeros(min(others, _MOST_CACHE_BYTES) // 4)
+        self._others.add_(1.0)
 
     def _now(self) -> float:
         """Seconds; on a CPU with one thread, those for which this rank had a core.

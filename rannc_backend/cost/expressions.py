@@ -6,12 +6,13 @@ In: sizes (ir/size.py): sympy expressions over one symbol, or formulas from a fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_backend.cost.formula import Formula
+from rannc_backend.cost.formula import Formula, is_a_float
 from rannc_backend.ir.size import Size
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _evaluate_one(expression: sympy.Expr, symbol: sympy.Symbol | None, points: N
         return np.full(len(points), float(expression))
     if expression.is_polynomial(symbol):
         # Nearly all sizes are a * rows + b; this is a hundred times faster than substituting.
-        coefficients = [float(coefficient) for coefficient in expression.as_poly(symbol).all_coeffs()]
-        return np.polyval(coefficients, points)
+        coefficients = expression.as_poly(symbol).all_coeffs()
+        if all(not item.is_Rational or is_a_float(Fraction(int(item.p), int(item.q))) for item in coefficients):
+            return np.polyval([float(item) for item in coefficients], points)
     return np.array([float(expression.subs(symbol, int(point))) for point in points])

@@ -57,10 +57,15 @@ class Formula:
         return functools.reduce(lambda value, coefficient: value * rows + coefficient, self.coefficients, Fraction(0))
 
     def values(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The value for each number of rows; inf where it is divided by nothing."""
-        if self.coefficients is not None:
+        """The value for each number of rows, rounded once; inf where it is divided by nothing."""
+        if self.coefficients is not None and all(is_a_float(coefficient) for coefficient in self.coefficients):
             return np.polyval([float(coefficient) for coefficient in self.coefficients], rows)
         return np.array([_or_infinity(functools.partial(self.at, int(count))) for count in rows])
+
+
+def is_a_float(number: Fraction) -> bool:
+    """Whether a float can be this number, so that sums and products with numbers of rows are not rounded on the way."""
+    return number.denominator & (number.denominator - 1) == 0 and abs(number.numerator) < 2**53
 
 
 def _or_infinity(value: Callable[[], Fraction]) -> float:

@@ -139,8 +139,8 @@ class Executor:
         for flat, tensors, work in zip(flats, by_dtype.values(), works, strict=True):
             work.wait(self.limit_seconds)
             if self.world.rank != self.replicas[0]:
-                parts = flat.split([tensor.numel() for tensor in tensors])
-                torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+                for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
 
     def _forward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch

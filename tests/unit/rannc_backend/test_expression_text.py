@@ -47,6 +47,14 @@ def test_an_expression_has_the_same_values_after_writing_and_reading(expression,
     assert (evaluate([again], [1, rows]) == evaluate([expression], [1, rows])).all()
 
 
+def test_thirds_are_rounded_once():
+    # torch's maximum stays one, sympy's is the second operand.
+    expression = Max(S, S + 1) / 3
+    again = Formula.of_text(expression_text(expression))
+    for size in (again, expression, (S + 1) / 3):
+        assert evaluate([size], [1, 4, 7]).tolist() == [[2 / 3, 5 / 3, 8 / 3]]
+
+
 def test_the_functions_of_torch():
     assert expression_text(32 * FloorDiv(S + 31, 32)) == "32*floor(rows/32 + 31/32)"
     assert Formula.of_text(expression_text(CleanDiv(S * 4, 2))).coefficients == (2, 0)
