@@ -23,6 +23,7 @@ from rannc_backend.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
+_TRACKS_OF_A_RANK = 100
 _END_LIMIT_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 _FIRST, _LAST = '"traceEvents":[\n', "\n]}\n"
@@ -108,13 +109,18 @@ def _await_parts(trace: EventTrace) -> list[int]:
 def _events(trace: EventTrace) -> Iterator[dict[str, Any]]:
     rank = trace.world.rank
     heading = f"rank {rank}{': ' if trace.label else ''}{trace.label}"
-    yield _named("process_name", rank, 0, name=heading)
-    yield _named("process_sort_index", rank, 0, sort_index=rank)
+    yield _named("process_name", rank, _track_id(rank, TRACKS[0]), name=heading)
+    yield _named("process_sort_index", rank, _track_id(rank, TRACKS[0]), sort_index=rank)
     for number, track in enumerate(TRACKS):
-        yield _named("thread_name", rank, number, name=track)
-        yield _named("thread_sort_index", rank, number, sort_index=number)
+        yield _named("thread_name", rank, _track_id(rank, track), name=track)
+        yield _named("thread_sort_index", rank, _track_id(rank, track), sort_index=number)
     timed = [event for number, item in enumerate(trace.slices()) for event in _slice_events(trace, item, number)]
     yield from sorted(timed, key=lambda event: event["ts"])
+
+
+def _track_id(rank: int, track: str) -> int:
+    """No other rank's, and no rank: a viewer takes 0 for the idle thread, and for the main thread that with the number of its process."""
+    return _TRACKS_OF_A_RANK * (rank + 1) + TRACKS.index(track)
 
 
 def _named(name: str, rank: int, track: int, /, **arguments: Any) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def _named(name: str, rank: int, track: int, /, **arguments: Any) -> dict[str, A
 
 def _slice_events(trace: EventTrace, item: Slice, number: int) -> list[dict[str, Any]]:
     begin, end = (round((seconds - trace.offsets.at(seconds).seconds) * 1e6, 3) for seconds in (item.begin, item.end))
-    event = {"name": item.name, "cat": item.track, "pid": trace.world.rank, "tid": TRACKS.index(item.track), "ts": begin}
+    event = {"name": item.name, "cat": item.track, "pid": trace.world.rank, "tid": _track_id(trace.world.rank, item.track), "ts": begin}
     event["args"] = {"step": item.step} | ({"micro_batch": item.micro_batch} if item.micro_batch >= 0 else {})
     if not item.flight:
         return [event | {"ph": "X", "dur": round(max(0.0, end - begin), 3)}]

@@ -85,6 +85,9 @@ def test_every_action_of_every_rank_is_in_one_file(traces: list[EventTrace], tmp
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
     names = [event["args"]["name"] for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "process_name"]
     assert names == ["rank 0: stage 0", "rank 1: stage 1"]
+    # Perfetto takes 0 for the idle thread, and a thread with the number of a process for its main one: tracks would be drawn as one.
+    tracks = {(event["pid"], event["tid"]) for event in found}
+    assert len({number for _, number in tracks}) == len(tracks) and not {number for _, number in tracks} & {0, 1}
 
 
 def test_clocks_of_other_hosts_are_brought_to_rank_zeros(traces: list[EventTrace], tmp_path: Path) -> None:
