@@ -45,7 +45,9 @@ _ATTENTION_BACKWARD_FACTOR = sympy.Rational(5, 2)  # dQ, dK, dV, dP and the prod
 
 
 def operator_name(node: fx.Node) -> str:
-    """"mm" for torch.ops.aten.mm.default, "getitem" for operator.getitem."""
+    """"mm" for torch.ops.aten.mm.default, "getitem" for operator.getitem; "" for an input, whatever it is called."""
+    if node.op != "call_function":
+        return ""
     text = str(node.target)
     if text.startswith("<") or "." not in text:
         return getattr(node.target, "__name__", text)

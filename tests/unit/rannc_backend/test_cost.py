@@ -113,6 +113,18 @@ def test_views_cost_nothing_and_elementwise_operators_their_bytes() -> None:
     assert multiply.forward_flops == 0 and multiply.num_backward_launches == 1
 
 
+@pytest.mark.parametrize("name", ["expand", "mm", "view"])
+def test_inputs_named_after_an_operator_are_none(name: str) -> None:
+    # What one graph saves for the other is called as the node that made it.
+    graph = torch.fx.Graph()
+    given = graph.placeholder(name)
+    given.meta["val"] = torch.empty(4, 8, device="meta")
+    node = graph.call_function(torch.ops.aten.tanh.default, (given,))
+    node.meta["val"] = torch.empty(4, 8, device="meta")
+    assert operator_name(given) == "" and operator_name(node) == "tanh"
+    assert operator_cost(node, ()).forward_bytes == 2 * 4 * 8 * 4
+
+
 def test_the_gradient_of_a_table_is_dense() -> None:
     model = split_model(nn.Embedding(1000, 4), {"input": torch.zeros(4, 2, dtype=torch.int64)})
     (cost,) = [cost for cost in staged_costs(model) if cost.num_forward_launches]
