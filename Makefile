@@ -28,7 +28,7 @@ demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the
 	@$(RUN) mpirun -np $(RANKS) python examples/train_gpt2.py $(DEMO_ARGS) </dev/null
 
 # The tests for CPUs leave a GPU alone: their models would move to it, several ranks to one device.
-test: $(READY) ## all tests but those for GPUs and the full matrix, under 15 minutes on 2 cores
+test: $(READY) ## all tests but those for GPUs and the full matrix
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest tests/distributed tests/unit tests/test_architecture.py -n 2 --no-loadscope-reorder \
 	$(PYTEST_ARGS) </dev/null
 

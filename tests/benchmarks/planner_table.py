@@ -50,7 +50,7 @@ MODELS = {
             "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
             "intermediate_size": 4096, "vocab_size": 256_000, "length": 512,
         },
-        options={"mem_limit_gb": 8.0},
+        options={"mem_limit_gb": 20.0},
     ),
 }  # fmt: skip
 _ROWS_PER_DEVICE = 8
