@@ -34,7 +34,7 @@ def cases_of(item: pytest.Item) -> Iterator[Case]:
 
 
 def shares_of(cases: list[Case]) -> list[list[Case]]:
-    """Each case in one share; those that take longest first, so that little is left to run alone."""
+    """Each case in one share; those that take longest first, so that little is left to run alone, but after all that others need."""
     shares = []
     ordered = sorted(cases, key=lambda case: (case.group, case.model))
     for _, group in itertools.groupby(ordered, key=lambda case: case.group):
@@ -42,7 +42,7 @@ def shares_of(cases: list[Case]) -> list[list[Case]]:
         number = -(-len(members) // MOST_CASES_OF_A_SHARE)
         bounds = [len(members) * place // number for place in range(number + 1)]
         shares += [members[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
-    return sorted(shares, key=lambda share: -len(share) * share[0].world)
+    return sorted(shares, key=lambda share: (any(case.needs for case in share), -len(share) * share[0].world))
 
 
 class Runs:
@@ -62,9 +62,15 @@ class Runs:
         assert self._cases.get(case.name) == case, f"{case.name} is not among the parameters of a collected test"
         if not self._futures:
             for number, share in enumerate(shares_of(list(self._cases.values()))):
-                future = self._executor.submit(run_cases, share, self._directory / f"share{number}", self._stop)
+                future = self._executor.submit(self._run, share, self._directory / f"share{number}")
                 self._futures |= {member.name: future for member in share}
         return self._futures[case.name].result()[case.name]
+
+    def _run(self, share: list[Case], directory: Path) -> dict[str, Outcome]:
+        for name in {name for case in share for name in case.needs}:
+            # Begun before this share.
+            self._futures[name].result()
+        return run_cases(share, directory, self._stop)
 
     def end(self) -> None:
         """End what still runs."""

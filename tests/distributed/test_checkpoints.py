@@ -51,8 +51,8 @@ def _loading(model: str, sources: dict[int, list[str]], world: int, phase: str) 
         world,
         "checkpoint_loaded",
         parameters={"sources": {_path(model, saver): times for saver, times in sources.items()}, "same": _path(model, world)},
-        # Groups of their own, which start when those that save have ended.
         environment={"CHECKPOINT_PHASE": phase},
+        needs=tuple(SAVING[model, saver].name for saver in sources),
     )
 
 
@@ -67,7 +67,6 @@ MODELS = ("dropout", "tied_embedding")
 SAVING = {(model, world): _saving(model, world) for model in MODELS for world in STAGES}
 
 
-# All that save come first: those that load are in one group of ranks, and start with the first of them that is asked for.
 SOME_SAVING = [SAVING["dropout", 2], SAVING["tied_embedding", 1]]
 SOME_LOADING = [_loading("dropout", {2: ["before"]}, 2, "some"), _loading("tied_embedding", {1: ["after"]}, 2, "some")]
 

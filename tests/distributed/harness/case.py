@@ -26,6 +26,7 @@ class Case:
         environment: environment variables of the whole worker group; cases with equal ones share a group.
         parameters: further arguments of the check.
         limit_seconds: the group is ended when the case takes longer.
+        needs: names of cases that must have run before, in groups of their own (another environment).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Any] = field(default_factory=dict)
     limit_seconds: float = 60.0
+    needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.rows) in (0, self.world), f"{self.name}: {len(self.rows)} numbers of rows, {self.world} ranks"
@@ -82,7 +84,7 @@ class Case:
     def from_json(text: str) -> Case:
         """The case of such a line."""
         members = json.loads(text)
-        return Case(**members | {"rows": tuple(members["rows"])})
+        return Case(**members | {"rows": tuple(members["rows"]), "needs": tuple(members["needs"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
