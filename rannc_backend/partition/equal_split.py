@@ -103,7 +103,7 @@ def even_shares(pricer: Pricer, plan: Solution) -> Solution | None:
     )
     shapes, options = Shapes(pricer), np.searchsorted(pricer.tables.replicas, plan.replicas)
     num_blocks = pricer.problem.num_blocks
-    unit = max(shapes.least_path, 1e-30)
+    unit = shapes.unit
     least = np.full(num_blocks + 1, np.inf)
     least[num_blocks] = 0.0
     ways = []

@@ -354,7 +354,7 @@ class Shapes:
             p: Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=p) for p in stage_counts
         }
         if problem.stage_replicas is not None or problem.stage_of:
-            found = {p: self.bounds(cell, p * self.least_path) for p, cell in cells.items()}
+            found = {p: self.bounds(cell, p * self.unit) for p, cell in cells.items()}
             return {p: (b.lower_bound, b.path_seconds) for p, b in found.items() if np.isfinite(b.lower_bound)}
         result = self._bounds_between(cells, self.least_path, np.inf)
         open_cells = {p: cells[p] for p, (bound, _) in result.items() if bound < self.limit}
@@ -363,8 +363,9 @@ class Shapes:
         longest = max(self._longest_below_limit(cell, result[p][1]) for p, cell in open_cells.items())
         has_limit = np.isfinite(longest)
         if not has_limit:
-            longest = _GRID * self.least_path
-        grid = np.geomspace(self.least_path, max(longest, 1.01 * self.least_path), _GRID + 1)
+            longest = _GRID * self.unit
+        grid = np.geomspace(self.unit, max(longest, 1.01 * self.unit), _GRID + 1)
+        grid[0] = self.least_path
         if not has_limit:
             grid[-1] = np.inf
         parts = [self._bounds_between(open_cells, low, high) for low, high in zip(grid[:-1], grid[1:], strict=True)]
@@ -388,7 +389,7 @@ class Shapes:
         for step in dict.fromkeys(steps):
             options = self.choices(cells[most], step)
             capped[step] = options if upper == np.inf else options.keep(options.compute <= upper)
-        unit = self.least_path / problem.num_devices
+        unit = self.unit / problem.num_devices
         rows = [Row(bounds="devices", price=1.0), Row(bounds="path", path=1.0)]
         rows += [Row(bounds="path", path=1.0, price=unit * 2.0**power) for power in range(int(np.log2(most)) + 2)]
         sums = Sums([capped[step] for step in steps], rows, problem.num_blocks, problem.num_devices)
@@ -409,11 +410,16 @@ class Shapes:
 
     @cached_property
     def least_path(self) -> float:
-        """Seconds of a micro-batch's forward and backward on all devices at once: no longest c is less; the unit of prices."""
+        """Seconds of a micro-batch's forward and backward on all devices at once: no longest c is less."""
         pricer = self.pricer
         work = np.where(self._allowed, (pricer.tables.forward + pricer.least_backward) * pricer.tables.replicas, np.inf)
         least = float(_shortest(work.min(axis=-1, keepdims=True))[0])
-        return max(least / self.pricer.problem.num_devices, 1e-30)
+        return least / self.pricer.problem.num_devices
+
+    @property
+    def unit(self) -> float:
+        """The unit of prices: `least_path`, but never nothing."""
+        return max(self.least_path, 1e-30)
 
 
 def _shortest(values: Floats) -> Floats:

@@ -184,7 +184,7 @@ class StageSearch:
             key = (cell.schedule, cell.num_micro_batches)
             if key not in other.shapes:
                 other.shapes[key] = Shapes(self._pricer(*key), min(_SLOWER_AT_MOST * self.seconds, other.seconds))
-            bounds = other.shapes[key].bounds(cell, other.shapes[key].least_path * cell.num_stages)
+            bounds = other.shapes[key].bounds(cell, other.shapes[key].unit * cell.num_stages)
             if bounds.lower_bound < other.shapes[key].limit:
                 other._walk_through(bounds, self.effort.narrow_width)
         return other.best

@@ -94,7 +94,7 @@ def test_the_smallest_memory_is_just_enough(problem: SearchProblem) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(problem=problems(max_blocks=5, max_devices=4), limit=st.floats(0.5, 1.5))
+@given(problem=problems(max_blocks=5, max_devices=4), limit=st.floats(0.5, 1.5) | st.just(1 + 1e-6))
 def test_no_bound_is_above_the_best_plan_of_its_cell(problem: SearchProblem, limit: float) -> None:
     for schedule in problem.schedules:
         for number in problem.micro_batches:
@@ -110,8 +110,9 @@ def test_no_bound_is_above_the_best_plan_of_its_cell(problem: SearchProblem, lim
                 cell = Cell(schedule=schedule, num_micro_batches=number, num_stages=count)
                 bounds = shapes.bounds(cell, shapes.least_path)
                 assert max(first[count][0], bounds.lower_bound) <= best * (1 + 1e-9)
+                # Narrowing keeps plans faster than the limit: the best one if it is above.
                 bounds.narrow(limit * best)
-                assert limit < 1 or bounds.lower_bound <= best * (1 + 1e-9)
+                assert limit <= 1 or bounds.lower_bound <= best * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
