@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from rannc_backend.config import Config
-from rannc_backend.errors import BYTES_PER_GB, PlanError, UnknownModuleError
+from rannc_backend.errors import BYTES_PER_GB, PlanError
 from rannc_backend.ir.plan import Plan, StagePlan, check_against
-from rannc_backend.partition.pins import StagePins
+from rannc_backend.partition.pins import StagePins, find_pins
 from rannc_backend.partition.projection import stage_of_plan
 from rannc_backend.partition.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.passes.batch_split import BatchSplit
@@ -122,17 +122,19 @@ def _check_buffers(plan: Plan, split: BatchSplit, staged: StagedGraph, stage_of:
 
 
 def _check_pins(plan: Plan, atoms: Sequence[fx.Node], pins: StagePins, stage_of: Mapping[str, int]) -> None:
-    """That modules are where the options stage_starts, keep_together and stage_pins ask for them."""
+    """That modules are where the options stage_starts, keep_together and stage_pins ask for them. Raises UnknownModuleError too."""
+    places = find_pins(pins, [str(node.meta.get("module_path", "")) for node in atoms]).atoms
+    nodes_of = {name: [atoms[place] for place in found] for name, found in places.items()}
     for name in pins.together:
-        found = sorted({stage_of[node.name] for node in _nodes_of(name, atoms, "keep_together")})
+        found = sorted({stage_of[node.name] for node in nodes_of[name]})
         if len(found) > 1:
             raise _pin_error("keep_together", name, f"it is in stages {found[0]} and {found[-1]}")
     for name, wanted in pins.stages:
-        found = sorted({stage_of[node.name] for node in _nodes_of(name, atoms, "stage_pins")} - {wanted})
+        found = sorted({stage_of[node.name] for node in nodes_of[name]} - {wanted})
         if found:
             raise _pin_error("stage_pins", f"{name}={wanted}", f"it is in stage {found[0]}")
     for name in pins.starts:
-        nodes = _nodes_of(name, atoms, "stage_starts")
+        nodes = nodes_of[name]
         stage = plan.stages[min(stage_of[node.name] for node in nodes)]
         own = {node.name for node in nodes}
         first = next(node for node in nodes if stage_of[node.name] == stage.index)
@@ -140,15 +142,6 @@ def _check_pins(plan: Plan, atoms: Sequence[fx.Node], pins: StagePins, stage_of:
         begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
         if before or not begins:
             raise _pin_error("stage_starts", name, f"it begins within stage {stage.index}, after {min(before, default=stage.nodes[0])!r}")
-
-
-def _nodes_of(module: str, atoms: Sequence[fx.Node], option: str) -> list[fx.Node]:
-    """The nodes of a module and of what is in it, in graph order. Raises UnknownModuleError."""
-    paths = {node: str(node.meta.get("module_path", "")) for node in atoms}
-    nodes = [node for node, path in paths.items() if f"{path}.".startswith(f"{module}.")]
-    if not nodes:
-        raise UnknownModuleError(module, valid=sorted(set(paths.values()) - {""}), option=option)
-    return nodes
 
 
 def _before(node: fx.Node, names: Collection[str]) -> set[str]:

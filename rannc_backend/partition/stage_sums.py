@@ -37,7 +37,6 @@ class Cell:
         trips = (number - 1) // stages
         return [(1.0 + n, float(number - 1 - n * stages)) for n in sorted({1, trips}) if 1 <= n <= trips]
 
-
     def quick_weights(self) -> list[tuple[float, float]]:
         """`weights`, and what `own_excess` leaves of the longest c at worst: min(f, b) is at most half of it."""
         if self.schedule == "fill_drain" or self.num_stages == 1:

@@ -35,14 +35,17 @@ def cases_of(item: pytest.Item) -> Iterator[Case]:
 
 def shares_of(cases: list[Case]) -> list[list[Case]]:
     """Each case in one share; those that take longest first, so that little is left to run alone, but after all that others need."""
+
+    def kind(case: Case) -> tuple[bool, object]:
+        return bool(case.needs), case.group
+
     shares = []
-    ordered = sorted(cases, key=lambda case: (case.group, case.model))
-    for _, group in itertools.groupby(ordered, key=lambda case: case.group):
+    for _, group in itertools.groupby(sorted(cases, key=lambda case: (kind(case), case.model)), key=kind):
         members = list(group)
         number = -(-len(members) // MOST_CASES_OF_A_SHARE)
         bounds = [len(members) * place // number for place in range(number + 1)]
         shares += [members[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
-    return sorted(shares, key=lambda share: (any(case.needs for case in share), -len(share) * share[0].world))
+    return sorted(shares, key=lambda share: (bool(share[0].needs), -len(share) * share[0].world))
 
 
 class Runs:

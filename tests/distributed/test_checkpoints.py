@@ -43,15 +43,14 @@ def _saving(model: str, world: int) -> Case:
     return _case("saved", model, world, "checkpoint_saved", parameters={"path": _path(model, world)})
 
 
-def _loading(model: str, sources: dict[int, list[str]], world: int, phase: str) -> Case:
-    """``sources``: worlds that saved, with when to load what they saved. ``phase``: cases of one start together."""
+def _loading(model: str, sources: dict[int, list[str]], world: int) -> Case:
+    """``sources``: worlds that saved, with when to load what they saved."""
     return _case(
         f"loaded-from-{''.join(map(str, sources))}",
         model,
         world,
         "checkpoint_loaded",
         parameters={"sources": {_path(model, saver): times for saver, times in sources.items()}, "same": _path(model, world)},
-        environment={"CHECKPOINT_PHASE": phase},
         needs=tuple(SAVING[model, saver].name for saver in sources),
     )
 
@@ -68,7 +67,7 @@ SAVING = {(model, world): _saving(model, world) for model in MODELS for world in
 
 
 SOME_SAVING = [SAVING["dropout", 2], SAVING["tied_embedding", 1]]
-SOME_LOADING = [_loading("dropout", {2: ["before"]}, 2, "some"), _loading("tied_embedding", {1: ["after"]}, 2, "some")]
+SOME_LOADING = [_loading("dropout", {2: ["before"]}, 2), _loading("tied_embedding", {1: ["after"]}, 2)]
 
 
 @pytest.mark.parametrize("cases", [[*SOME_SAVING, case] for case in SOME_LOADING], ids=MODELS)
@@ -77,7 +76,7 @@ def test_saved_and_loaded(cases: list[Case], outcome_of: OutcomeOf) -> None:
         outcome_of(case).raise_if_failed()
 
 
-ALL_LOADING = [_loading(model, dict.fromkeys(STAGES, TIMES), world, "all") for model in MODELS for world in STAGES]
+ALL_LOADING = [_loading(model, dict.fromkeys(STAGES, TIMES), world) for model in MODELS for world in STAGES]
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ class Case:
         environment: environment variables of the whole worker group; cases with equal ones share a group.
         parameters: further arguments of the check.
         limit_seconds: the group is ended when the case takes longer.
-        needs: names of cases that must have run before, in groups of their own (another environment).
+        needs: names of cases that must have run before; such a case shares no group with others than those that need something too.
     """
 
     name: str

@@ -122,13 +122,14 @@ def run_script(
 
 
 def run_cases(cases: Iterable[Case], directory: Path, stop: threading.Event | None = None) -> dict[str, Outcome]:
-    """Run all cases, one group of ranks for those that can share one; with `stop` set, what runs is ended and the rest fails."""
+    """Run all cases, one group of ranks for those that can share one; once `stop` is set, what runs is ended and the rest left out."""
+    stop = stop or threading.Event()
     ordered = sorted(cases, key=lambda case: case.group)
     outcomes: dict[str, Outcome] = {}
     for (world, extra), members in itertools.groupby(ordered, key=lambda case: case.group):
         waiting, num_deaths = list(members), 0
         while waiting:
-            if stop is not None and stop.is_set():
+            if stop.is_set():
                 break
             if num_deaths >= MOST_DEATHS_IN_A_ROW:
                 text = f"not run: {num_deaths} groups of ranks died one after the other"
@@ -136,7 +137,7 @@ def run_cases(cases: Iterable[Case], directory: Path, stop: threading.Event | No
                 break
             group_directory = directory / f"world{world}_{len(outcomes)}"
             group_directory.mkdir(parents=True)
-            done = _run_group(waiting, world, dict(extra), group_directory, stop or threading.Event())
+            done = _run_group(waiting, world, dict(extra), group_directory, stop)
             assert done, "a group of ranks ended without a result for any case"
             outcomes |= done
             waiting = [case for case in waiting if case.name not in done]

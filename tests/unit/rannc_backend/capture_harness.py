@@ -48,6 +48,17 @@ class Recorder:
         return captured
 
 
+def capture_call(model: Any, *args: Any, **kwargs: Any) -> tuple[Recorder, Any]:
+    """(recorder, result) of one compiled call."""
+    recorder = Recorder()
+    return recorder, torch.compile(model, backend=recorder)(*args, **kwargs)
+
+
+def kinds(recorder: Recorder) -> dict[str, str]:
+    """What each input of the only graph is, by name."""
+    return {item.fqn or item.name: item.kind for item in recorder.graph.inputs}
+
+
 def run(captured: CapturedGraph, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """The user's outputs; buffers are updated as the model would."""
     values = [arguments[item.position] for item in captured.inputs]
