@@ -22,16 +22,24 @@ NUM_WARPS = 8
 
 @jit
 def _scale_kernel(values, scale, num_values, wide: tl.constexpr, block: tl.constexpr):
-    """Each program scales every ``num_programs``-th block."""
+    """Each program scales every ``num_programs``-th block, the first also the few elements that are left over."""
     factor = tl.load(scale).to(tl.float64 if wide else tl.float32)
     if factor != 1.0:
+        # A mask that changes at multiples of 16 elements lets accesses have 128 bits.
+        whole = num_values // 16 * 16
         start = tl.program_id(0).to(tl.int64) * block
-        while start < num_values:
-            place = start + tl.arange(0, block)
-            inside = place < num_values
-            loaded = tl.load(values + place, mask=inside)
-            tl.store(values + place, (loaded.to(factor.dtype) * factor).to(loaded.dtype), mask=inside)
+        if start == 0:
+            _scale(values, whole + tl.arange(0, 16), num_values, factor)
+        while start < whole:
+            _scale(values, start + tl.arange(0, block), whole, factor)
             start += tl.num_programs(0).to(tl.int64) * block
+
+
+@jit
+def _scale(values, place, end, factor):
+    """Scale the elements at ``place`` that lie before ``end``."""
+    loaded = tl.load(values + place, mask=place < end)
+    tl.store(values + place, (loaded.to(factor.dtype) * factor).to(loaded.dtype), mask=place < end)
 
 
 def scale_unless_one(buffers: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

@@ -82,9 +82,10 @@ class Config(BaseModel):
     verify_recomp: bool = Field(
         False, description="True: every backward also runs without recompute, and gradients that differ are logged. Slow; takes its memory."
     )
-    costs: Literal["auto", "analytic", "measured"] = Field(
+    costs: Literal["auto", "analytic", "measured", "rules"] = Field(
         "auto",
-        description="What plans are priced with: a model of the device, or each distinct block measured; auto: measured on GPUs.",
+        description="What plans are priced with: a model of the device, or each distinct block measured; auto: measured on GPUs. "
+        "rules: as analytic, but each block by its forward operators alone, untraced: quicker and coarser, without recompute.",
     )
     profile_file: str = Field(
         "", description="File in which measured blocks are kept and looked up, or the run_file of a run to learn from; empty: none."
@@ -187,6 +188,11 @@ class Config(BaseModel):
         if self.checkpointing:
             return 0.0
         return None if self.recompute == "auto" else float(self.recompute)
+
+    @property
+    def prices_by_rules(self) -> bool:
+        """Whether blocks are priced without what each one saves and computes again."""
+        return self.costs == "rules"
 
     @property
     def mean_gradients(self) -> bool:

@@ -61,19 +61,18 @@ class PlannableModel:
     def of(
         cls,
         graph: BlockGraph,
-        partitions: Partitions | None,
+        partitions: Partitions,
         *,
         fingerprint: str,
         model_name: str,
         schedules: Sequence[ScheduleName],
         config: Config,
     ) -> PlannableModel:
-        """Ask for the partition of every block at every budget; `partitions` is None where there are no blocks."""
-        assert partitions is not None or not graph.blocks, "blocks without partitions"
-        budgets = (1.0,) if partitions is None else tuple(partitions.budgets)
+        """Ask for the partition of every block at every budget."""
+        budgets = tuple(partitions.budgets)
         numbers: dict[BlockPartition, int] = {}
         rows = []
-        for block in graph.blocks if partitions is not None else ():
+        for block in graph.blocks:
             found = [partitions.partition(block, budget) for budget in budgets]
             rows.append(tuple(-1 if item is None else numbers.setdefault(item, len(numbers)) for item in found))
         return cls(
@@ -152,7 +151,9 @@ def is_blocks_file(path: str) -> bool:
 
 
 def _block_options(config: Config) -> tuple[tuple[str, str], ...]:
-    return tuple((item, str(getattr(config, item))) for item in _BLOCK_OPTIONS)
+    # The other kinds of costs start from the same partitions.
+    costs = "rules" if config.prices_by_rules else "analytic"
+    return (*((item, str(getattr(config, item))) for item in _BLOCK_OPTIONS), ("costs", costs))
 
 
 def _check(model: PlannableModel) -> None:
@@ -170,7 +171,7 @@ def _check(model: PlannableModel) -> None:
         raise _invalid(f"parameter {min(missing)!r} of a block is not described")
     if model.budgets[:1] != (1.0,) or list(model.budgets) != sorted(set(model.budgets), reverse=True) or model.budgets[-1] < 0:
         raise _invalid(f"budgets {model.budgets} do not go down from 1")
-    if tuple(item for item, _ in model.options) != _BLOCK_OPTIONS or not model.schedules:
+    if tuple(item for item, _ in model.options) != (*_BLOCK_OPTIONS, "costs") or not model.schedules:
         raise _invalid("its options or schedules are missing")
 
 

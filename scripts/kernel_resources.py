@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rannc_backend.kernels import boundary_pack, gradient_bucket
+from rannc_backend.kernels import boundary_pack, gradient_bucket, scale_unless_one
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -89,6 +89,10 @@ def variants() -> Iterator[Variant]:
         ("from bucket, fp16 to fp32", tl.float16, 1, False, False),
     ):
         yield bucket(name, dtype, codes, to_bucket, statistics)
+    for name, pointer in (("scale, fp32", "*fp32"), ("scale, bf16", "*bf16")):
+        types = {"values": pointer, "scale": "*fp32", "num_values": "i64"}
+        constants = dict(wide=False, block=scale_unless_one.BLOCK)
+        yield Variant(name, scale_unless_one._scale_kernel, types, constants, scale_unless_one.NUM_WARPS)
 
 
 def bucket(name: str, dtype: Any, codes: int, to_bucket: bool, statistics: bool) -> Variant:

@@ -91,6 +91,17 @@ class Partitions(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class NoPartitions:
+    """Where no block is traced. See `Partitions`."""
+
+    budgets: tuple[float, ...] = BUDGETS[:1]
+
+    def partition(self, block: Block, budget: float) -> BlockPartition | None:
+        """None."""
+        return None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class AnalyticPricer:
     """Roofline of each operator on `device`.
@@ -99,7 +110,7 @@ class AnalyticPricer:
     """
 
     device: Device
-    partitions: Partitions | None = None
+    partitions: Partitions = NoPartitions()
     holds_gradients: bool = False
     source: str = "analytic"
     _known: dict[tuple[int, tuple[int, ...], float], BlockPrices] = field(init=False, default_factory=dict)
@@ -107,14 +118,14 @@ class AnalyticPricer:
     @property
     def budgets(self) -> tuple[float, ...]:
         """See `BlockPricer`."""
-        return self.partitions.budgets if self.partitions is not None else BUDGETS[:1]
+        return self.partitions.budgets
 
     def prices(self, block: Block, rows: Sequence[int], budget: float) -> BlockPrices:
         """See `BlockPricer`."""
         assert budget in self.budgets, f"no prices at the activation budget {budget}"
         key = (block.index, tuple(rows), budget)
         if key not in self._known:
-            partition = self.partitions.partition(block, budget) if self.partitions is not None else None
+            partition = self.partitions.partition(block, budget)
             self._known[key] = self._by_rules(block, rows) if partition is None else self._by_partition(partition, rows)
         return self._known[key]
 

@@ -69,8 +69,9 @@ class Case:
         chosen: dict[str, Any] = {
             "pipeline_num": self.num_micro_batches,
             "stage_compiler": self.stage_compiler,
-            # Each distinct block is traced to price it, which is most of a case's time; what is tested here is not where cuts are.
+            # What is tested here is not where cuts are; tracing each distinct block to price it would be a third of a case's time.
             "max_partition_num": MAX_BLOCKS,
+            "costs": "rules",
         }
         if self.replicas:
             chosen["stage_replicas"] = self.replicas

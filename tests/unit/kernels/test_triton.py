@@ -70,13 +70,19 @@ def test_kernels_give_what_their_references_give(version: str, arguments: tuple[
     assert not found, "\n".join(found[:40])
 
 
+@pytest.mark.parametrize("version", [NEWEST, OLDEST])
+def test_the_scaling_kernel_gives_what_its_reference_gives(version: str, tmp_path: Path) -> None:
+    found = run_json(CASES.with_name("scale_cases.py"), version, tmp_path)["problems"]
+    assert not found, "\n".join(found[:20])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["tail", "scale", "rounding"])
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     assert run_json(CASES, NEWEST, tmp_path, "--every", "5", "--plant", fault)["problems"]
 
 
-MAIN_VARIANTS = ("pack, fp32", "bucket, fp32", "from bucket")
+MAIN_VARIANTS = ("pack, fp32", "bucket, fp32", "from bucket", "scale")
 
 
 @pytest.mark.parametrize(

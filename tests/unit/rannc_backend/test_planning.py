@@ -12,6 +12,7 @@ from torch import nn
 from rannc_backend.capture_example import convert_model
 from rannc_backend.config_sources import resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
+from rannc_backend.cost.pricing import NoPartitions
 from rannc_backend.errors import BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
@@ -113,6 +114,26 @@ def test_memory_that_does_not_do_is_an_error_with_what_would():
         _plan(_layers(), config=config)
 
 
+def test_rules_trace_no_block_and_choose_much_the_same(monkeypatch):
+    priced = CONFIG.model_copy(update={"stage_replicas": "2,2", "recompute": "1"})
+    traced = _plan(_layers(), config=priced)
+    monkeypatch.setattr("rannc_backend.planning.partition_blocks", None)  # a block that is traced is an error
+    rules = _plan(_layers(), config=priced.model_copy(update={"costs": "rules"}))
+    assert [stage.blocks for stage in rules.stages] == [stage.blocks for stage in traced.stages]
+    assert rules.blocks == traced.blocks and rules.predicted_step_seconds == pytest.approx(traced.predicted_step_seconds, rel=0.3)
+    assert {stage.recompute for stage in rules.stages} == {1.0}
+    halved = _plan(_layers(), config=priced.model_copy(update={"costs": "rules", "recompute": "0.5"}))
+    assert {stage.recompute for stage in halved.stages} == {0.5}
+
+
+def test_blocks_without_partitions_are_not_planned_as_if_they_had_some():
+    rules = CONFIG.model_copy(update={"costs": "rules"})
+    model = prepare(analyze_model(*_layers(), cluster=CLUSTER), _question(rules))
+    assert plan_prepared(model, _question(rules)).num_stages >= 1
+    with pytest.raises(BlocksFileError, match="costs='rules', and now it is 'analytic'"):
+        plan_prepared(model, _question(CONFIG))
+
+
 def test_conversion_keeps_ties_and_what_needs_none():
     model = nn.ModuleDict({"a": nn.Linear(4, 4, dtype=torch.float64), "b": nn.Linear(4, 4), "n": nn.BatchNorm1d(4)})
     model["a"].weight = model["b"].weight
@@ -137,7 +158,7 @@ def test_each_step_is_told_once_and_in_order():
 
 def test_a_model_without_blocks_has_one_stage():
     graph = BlockGraph(blocks=(), flows=(), parameters=())
-    model = PlannableModel.of(graph, None, fingerprint="0" * 64, model_name="Nothing", schedules=["fill_drain"], config=CONFIG)
+    model = PlannableModel.of(graph, NoPartitions(), fingerprint="0" * 64, model_name="Nothing", schedules=["fill_drain"], config=CONFIG)
     plan = _plan_prepared(PlannableModel.from_json(model.to_json()))
     assert plan.num_stages == 1 and plan.blocks == ()
 
