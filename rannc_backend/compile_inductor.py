@@ -16,14 +16,19 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
+from rannc_backend.compile_cache import remove_broken_library
 from rannc_backend.compile_cuda_graphs import recorder_of
 from rannc_backend.compile_joint import clean_tracing
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+# A graph has a library per fused kernel on a CPU; each attempt mends one.
+_MOST_BROKEN_LIBRARIES = 64
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -79,7 +84,23 @@ def _compile(graph_module: fx.GraphModule, *, num_visible: int, is_backward: boo
     # Inductor may choose the strides of the others.
     output.meta["user_visible_output_idxs"] = list(range(num_visible))
     fakes = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    return compile_fx_inner(graph_module, fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference)
+    for _ in range(_MOST_BROKEN_LIBRARIES):
+        try:
+            return compile_fx_inner(
+                _copy(graph_module), fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference
+            )
+        except (InductorError, ImportError) as error:  # bare where the graph was in the cache
+            if not remove_broken_library(error):
+                raise
+    raise AssertionError(f"{_MOST_BROKEN_LIBRARIES} libraries in Inductor's cache were broken")
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Inductor changes the graph that it is given: each attempt gets its own."""
+    graph = fx.Graph()
+    (output,) = graph_module.graph.find_nodes(op="output")
+    graph.output(graph.graph_copy(graph_module.graph, {})).meta = output.meta
+    return fx.GraphModule(graph_module, graph)
 
 
 def _restride(node: fx.Node, stride: Sequence[Any]) -> None:

@@ -26,7 +26,9 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "GraphProfiler": ("profiling", "pricers", "calibration", "measured", "runtime.meter", "cost"),
     "ParamStorage": ("runtime.parameters", "runtime.promises", "checkpoint", "checkpoint_api", "optimizer_state"),
     "GraphConnector": ("schedule", "runtime.transport_watch"),
-    "TorchDriver": ("compile_stages", "compile_joint", "compile_inductor", "compile_variants", "compile_partitions", "compile_watched"),
+    "TorchDriver": (
+        "compile_stages", "compile_joint", "compile_inductor", "compile_cache", "compile_variants", "compile_partitions", "compile_watched",
+    ),
     "AllReduceRunner": ("runtime.buckets", "runtime.accumulation", "runtime.late_reductions", "runtime.clipping"),
     "NCCLWrapper": ("runtime.transport", "runtime.transport_nccl", "runtime.transport_staged", "runtime.device_watch"),
     "SComm": ("runtime.control", "runtime.control_mpi", "runtime.agreement"),
