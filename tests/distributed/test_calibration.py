@@ -15,6 +15,7 @@ def test_all_ranks_have_the_same_cluster(tmp_path: Path, world: int) -> None:
     assert_ok(job, world)
 
 
+@pytest.mark.full
 def test_without_mpi_as_well(tmp_path: Path) -> None:
     job = run_job(tmp_path, 2, "calibration_worker", str(tmp_path), launcher="torchrun", limit_seconds=240)
     assert_ok(job, 2)

@@ -26,15 +26,15 @@ CAUSE = "the disk is on fire"
 INSIDE = ("rank 1", "stage 1", "micro-batch 1")
 JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("exception", "forward", (*INSIDE, CAUSE)),
-    ("kill", "forward", INSIDE),
     # It has not joined yet: the launcher speaks.
     ("kill", "before", ("signal 9",)),
     ("segfault", "backward", INSIDE),
     ("exception", "capture", ("rank 1", CAUSE)),
-    ("exception", "data", ("rank 1", "stage 1", "micro-batch")),
 )
 # The runtime alone meets these kinds in test_failures_runtime.py.
 JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("kill", "forward", INSIDE),
+    ("exception", "data", ("rank 1", "stage 1", "micro-batch")),
     ("exception", "backward", (*INSIDE, CAUSE)),
     ("exit", "forward", (*INSIDE, "exit")),
     ("stop", "forward", ("rank 1", "stage 1")),
@@ -75,6 +75,7 @@ def test_job_ends_soon_and_says_why(how: str, where: str, texts: tuple[str, ...]
     run_job(how, where, texts, 2, 1, tmp_path)
 
 
+@pytest.mark.full
 def test_a_middle_stage_of_four(tmp_path: Path) -> None:
     run_job("exception", "forward", ("rank 2", "stage 2", "micro-batch 1", CAUSE), 4, 2, tmp_path)
 

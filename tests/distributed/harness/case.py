@@ -69,9 +69,7 @@ class Case:
         chosen: dict[str, Any] = {
             "pipeline_num": self.num_micro_batches,
             "stage_compiler": self.stage_compiler,
-            # What is tested here is not where cuts are; tracing each distinct block to price it would be a third of a case's time.
             "max_partition_num": MAX_BLOCKS,
-            "costs": "rules",
         }
         if self.replicas:
             chosen["stage_replicas"] = self.replicas

@@ -22,6 +22,7 @@ from rannc_backend.partition.blocks import build_block_graph
 from rannc_backend.partition.line_cuts import crossing_bytes
 from rannc_backend.partition.repeats import Repeat, find_repeats
 from rannc_backend.partition.staged_nodes import find_staged_nodes
+from tests.choice import mostly
 from tests.unit.rannc_backend.atom_graphs import graph_of, line_cuts, slowest_stage
 from tests.unit.rannc_backend.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, llama, split_model
@@ -53,7 +54,7 @@ def by_layer(graph: BlockGraph) -> dict[str, tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("bert", "llama"))])
+@pytest.mark.parametrize("name", mostly(MODELS, ["gpt2"]))
 def test_twice_as_many_layers_have_no_more_structures(name: str) -> None:
     few, many = (blocks_of(transformer(name, num_layers), 6 * num_layers + 8) for num_layers in (4, 8))
     counts = [len({block.structure for block in graph.blocks}) for graph in (few, many)]
@@ -61,7 +62,7 @@ def test_twice_as_many_layers_have_no_more_structures(name: str) -> None:
     assert counts[1] < 0.6 * len(many.blocks)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly(MODELS, ["gpt2", "llama"]))
 def test_one_structure_is_enough_for_layers_that_are_whole_blocks(name: str) -> None:
     graph = blocks_of(transformer(name, 8), 11)
     structures = [block.structure for block in graph.blocks]
@@ -82,7 +83,7 @@ def costs(block: Block, graph: BlockGraph) -> list[float]:
 
 
 @pytest.mark.parametrize("max_blocks", [11, 30, 160])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly(MODELS, ["gpt2", "llama"]))
 def test_blocks_of_one_structure_cost_the_same(name: str, max_blocks: int) -> None:
     graph = blocks_of(transformer(name, 8), max_blocks)
     known: dict[str, list[float]] = {}
@@ -91,7 +92,7 @@ def test_blocks_of_one_structure_cost_the_same(name: str, max_blocks: int) -> No
     assert len(known) < len(graph.blocks)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly(MODELS, ["gpt2", "llama"]))
 def test_models_are_not_cut_worse_than_their_line_as_it_is(name: str) -> None:
     item = transformer(name, 8)
     atoms, blocks = blocks_of(item, 10**6), blocks_of(item, 160)

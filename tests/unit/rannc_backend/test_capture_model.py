@@ -25,7 +25,7 @@ def _on_meta(name):
         return small_example(name)
 
 
-_BY_DEFAULT = ("gpt2", "t5", "resnet")  # every kind of operator that the others have
+_BY_DEFAULT = ("t5", "resnet")  # every kind of operator that the others have
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.full) for name in SMALL])

@@ -51,7 +51,7 @@ def breaks():
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "factories.py").write_text(FACTORY)
-    for name in ("RANNC_CLUSTER", "RANNC_LOG_LEVEL"):
+    for name in ("RANNC_CLUSTER", "RANNC_COSTS", "RANNC_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
     with fresh_dynamo():
         yield tmp_path

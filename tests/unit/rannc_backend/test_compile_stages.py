@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from rannc_backend.compile_partitions import StagePartition, partitions_of
 from rannc_backend.compile_stages import CompileCache, CompiledStage
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.split_stages import StageGraph
+from tests.choice import mostly
 from tests.unit.stage_models import Results, Rowwise, capture, relative_error, run_pipeline
 from tests.unit.stage_networks import NETWORKS, Network
 
@@ -88,8 +90,13 @@ def compare(name: str, stages: Sequence[CompiledStage], sizes: Sequence[int], *,
     return worst_error(actual, expected)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    mostly(
+        itertools.product(NETWORKS, (1, 2, 3, 4)),
+        [*itertools.product([name for name in NETWORKS if name not in ("gpt2", "bert")], (1, 2, 3, 4)), ("gpt2", 3)],
+    ),
+)
 def test_stages_equal_the_uncut_model(name: str, num_stages: int) -> None:
     _, _, rowwise = _captured(name)
     stages = rowwise.compile(rowwise.cut(num_stages))
@@ -395,7 +402,7 @@ def _partition(rowwise: Rowwise, stage_graph: StageGraph) -> StagePartition:
     return partition
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", mostly(NETWORKS, [name for name in NETWORKS if name != "bert"]))
 def test_no_operator_of_the_two_graphs_changes_its_operands(name: str) -> None:
     # Operators are moved and computed twice in the belief that they only give values.
     _, _, rowwise = _captured(name)

@@ -18,6 +18,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.partition.projection import stage_of_plan
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.schedule.plan_simulation import simulate_plan
+from tests.choice import mostly
 from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
 from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, plan_stages, split_model
 
@@ -130,7 +131,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world_size", "options"), CASES, ids=lambda item: str(item))
+@pytest.mark.parametrize(("name", "world_size", "options"), mostly(CASES, [case for case in CASES if case[0] != "bert"]), ids=str)
 def test_plans_are_whole_and_can_be_cut(name: str, world_size: int, options: dict) -> None:
     plan = make_plan(name, world_size, **options)
     assert Plan.from_json(plan.to_json()) == plan
@@ -300,7 +301,11 @@ def test_memory_decides_how_much_is_recomputed() -> None:
 
 # All that a stage receives counts as kept: too much for a small stage that keeps none of it, never too little.
 @pytest.mark.parametrize(
-    ("name", "num_stages", "most"), [("gpt2", 3, 1.4), ("bert", 1, 1.05), ("filters", 1, 1.05), ("filters", 3, float("inf"))]
+    ("name", "num_stages", "most"),
+    mostly(
+        [("gpt2", 3, 1.4), ("bert", 1, 1.05), ("filters", 1, 1.05), ("filters", 3, float("inf"))],
+        [("gpt2", 3, 1.4), ("filters", 1, 1.05), ("filters", 3, float("inf"))],
+    ),
 )
 def test_activations_are_estimated_near_what_the_compiled_stage_saves(name: str, num_stages: int, most: float) -> None:
     item, rows = model(name), 16
