@@ -271,13 +271,20 @@ class InfeasiblePlanError(UserInputError):
         reason: which limit binds.
         smallest_bytes: smallest memory limit per device with which a plan exists; None if memory is not what binds.
         smallest_num_devices: smallest number of devices with which a plan exists; None if unknown.
+        smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is none.
     """
 
     def __init__(
-        self, reason: str, *, smallest_bytes: float | None = None, smallest_num_devices: int | None = None
+        self,
+        reason: str,
+        *,
+        smallest_bytes: float | None = None,
+        smallest_num_devices: int | None = None,
+        smallest_max_pipeline: int | None = None,
     ) -> None:
         self.smallest_bytes = smallest_bytes
         self.smallest_num_devices = smallest_num_devices
+        self.smallest_max_pipeline = smallest_max_pipeline
         cures = []
         if smallest_bytes is not None:
             # Rounded up: the printed number itself must be enough.
@@ -286,6 +293,9 @@ class InfeasiblePlanError(UserInputError):
         if smallest_num_devices is not None:
             cures.append(f"{smallest_num_devices} devices")
         cure = f"the smallest that would do: {', or '.join(cures)}." if cures else ""
+        if smallest_max_pipeline is not None:
+            other = "Otherwise" if cures else "What would do:"
+            cure = f"{cure} {other} smaller micro-batches: max_pipeline={smallest_max_pipeline} (RANNC_MAX_PIPELINE).".strip()
         super().__init__(f"no plan satisfies the limits: {reason}", cure=cure)
 
 

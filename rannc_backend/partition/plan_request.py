@@ -29,7 +29,10 @@ _MOST_NUMBERS_TRIED = 3  # of micro-batches, in errors about large models
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free beside it."""
+    """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free beside it.
+
+    `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be, if that does not bind.
+    """
 
     graph: BlockGraph
     cluster: Cluster
@@ -45,6 +48,7 @@ class PlanRequest:
     replicas: int | None
     stage_replicas: tuple[int, ...] | None
     recompute: float | None = None
+    most_micro_batches: int = 1
 
     @classmethod
     def of(
@@ -96,6 +100,7 @@ class PlanRequest:
             replicas=None if fixed else config.replica_num or None,
             stage_replicas=fixed,
             recompute=config.fixed_recompute,
+            most_micro_batches=most if not config.pipeline_num else 1,
         )
 
     def costs(
@@ -167,7 +172,17 @@ class PlanRequest:
             f"the smallest cut needs {size_text(memory)} on one device, and plans may use {size_text(self.memory_bytes)}",
             smallest_bytes=memory / (1 - self.memory_margin),
             smallest_num_devices=None if self.stage_replicas else self._smallest_num_devices(few),
+            smallest_max_pipeline=self._smallest_max_pipeline(),
         )
+
+    def _smallest_max_pipeline(self) -> int | None:
+        """With how many micro-batches, smaller ones than are allowed, a plan would fit on these devices; None: with no number."""
+        number = self.micro_batches[-1]
+        while number < self.most_micro_batches:
+            number = min(2 * number, self.most_micro_batches)
+            if is_feasible(self.problem(self.costs(micro_batches=(number,)))):
+                return number
+        return None
 
     def _smallest_num_devices(self, micro_batches: tuple[int, ...]) -> int | None:
         most = min(_MOST_DEVICES_SUGGESTED, len(self.graph.blocks) * self.batch_rows)

@@ -200,6 +200,20 @@ def test_the_smallest_number_of_devices_would_do() -> None:
         make_plan("chain", count - 1, mem_limit_gb=limit, rows=8)
 
 
+def test_smaller_micro_batches_that_would_do_are_named() -> None:
+    make = functools.partial(make_plan, recompute="1")
+    need = make("chain", 1, rows=4096, pipeline_num=64).stages[0].predicted.peak_bytes / BYTES_PER_GB
+    limit = need / 0.9 * 1.0001
+    with pytest.raises(InfeasiblePlanError, match="smaller micro-batches: max_pipeline=") as caught:
+        make("chain", 1, rows=4096, max_pipeline=4, mem_limit_gb=limit)
+    number = caught.value.smallest_max_pipeline
+    assert number is not None and 4 < number <= 64
+    assert make("chain", 1, rows=4096, max_pipeline=number, mem_limit_gb=limit).num_micro_batches == number
+    with pytest.raises(InfeasiblePlanError) as caught:
+        make("chain", 1, rows=4096, pipeline_num=4, mem_limit_gb=limit)
+    assert caught.value.smallest_max_pipeline is None, "the number was asked for"
+
+
 def test_more_memory_or_more_devices_are_never_slower() -> None:
     seconds = [make_plan("gpt2", 4, rows=32, mem_limit_gb=limit).predicted_step_seconds for limit in (0.002, 0.004, 0.1)]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
