@@ -8,6 +8,7 @@ text "1,2,1", replicas per stage, or "" when the planner decides; *check* is the
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Case:
         options: further options of torch.compile.
         environment: environment variables of the whole worker group; cases with equal ones share a group.
         parameters: further arguments of the check.
-        limit_seconds: the group is ended when the case takes longer.
+        limit_seconds: the group is ended when the case takes longer, where every two ranks have a core; see `limit_here`.
         needs: names of cases that must have run before; such a case shares no group with others than those that need something too.
     """
 
@@ -63,6 +64,11 @@ class Case:
     def group(self) -> tuple[int, tuple[tuple[str, str], ...]]:
         """Cases with equal groups may run in the same processes."""
         return self.world, tuple(sorted(self.environment.items()))
+
+    @property
+    def limit_here(self) -> float:
+        """`limit_seconds`, and as much longer as more ranks share a core."""
+        return self.limit_seconds * max(1.0, self.world / (2 * (os.cpu_count() or 1)))
 
     def compile_options(self) -> dict[str, Any]:
         """The `options` of torch.compile."""

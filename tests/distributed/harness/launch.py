@@ -175,7 +175,7 @@ def _outcomes(cases: list[Case], directory: Path, world: int, reason: str, tail:
 
 def _watch(process: Process, cases: list[Case], world: int, directory: Path, stop: threading.Event) -> str:
     """Wait for the group: "" when it ended well, else why it was ended or how it ended."""
-    limits = {case.name: case.limit_seconds for case in cases}
+    limits = {case.name: case.limit_here for case in cases}
     seen, since, allowed = -1, time.monotonic(), START_LIMIT_SECONDS
     while (code := process.wait(0.1)) is None:
         if stop.is_set():

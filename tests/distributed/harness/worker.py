@@ -85,7 +85,7 @@ def main(cases_path: str, directory: str) -> int:
         references = ReferenceCache()
         for case in cases:
             write(case, event="start")
-            faulthandler.dump_traceback_later(case.limit_seconds, exit=True)
+            faulthandler.dump_traceback_later(case.limit_here, exit=True)
             begin = time.monotonic()
             try:
                 found = _run(case, rank, Path(directory), references)
