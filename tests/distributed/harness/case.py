@@ -26,7 +26,7 @@ class Case:
         options: further options of torch.compile.
         environment: environment variables of the whole worker group; cases with equal ones share a group.
         parameters: further arguments of the check.
-        limit_seconds: the group is ended when the case takes longer, where every two ranks have a core; see `limit_here`.
+        limit_seconds: the group is ended when the case takes longer, where every rank has a core; see `limit_here`.
         needs: names of cases that must have run before; such a case shares no group with others than those that need something too.
     """
 
@@ -68,7 +68,7 @@ class Case:
     @property
     def limit_here(self) -> float:
         """`limit_seconds`, and as much longer as more ranks share a core."""
-        return self.limit_seconds * max(1.0, self.world / (2 * (os.cpu_count() or 1)))
+        return self.limit_seconds * max(1.0, self.world / (os.cpu_count() or 1))
 
     def compile_options(self) -> dict[str, Any]:
         """The `options` of torch.compile."""
