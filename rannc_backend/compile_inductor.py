@@ -100,7 +100,9 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     (output,) = graph_module.graph.find_nodes(op="output")
     graph.output(graph.graph_copy(graph_module.graph, {})).meta = output.meta
-    return fx.GraphModule(graph_module, graph)
+    copied = fx.GraphModule(graph_module, graph)
+    copied.meta.update(graph_module.meta)
+    return copied
 
 
 def _restride(node: fx.Node, stride: Sequence[Any]) -> None:
