@@ -28,7 +28,7 @@ from rannc_backend.cost.compute import (
     operator_cost,
     operator_name,
 )
-from rannc_backend.cost.pricing import BUDGETS, BlockPartition
+from rannc_backend.cost.pricing import BUDGETS, BlockPartition, priced_budgets
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.block_graph import Block, BlockGraph, OperatorCost
 from rannc_backend.passes.liveness import live_bytes, storage_bytes, storages, virtual_values
@@ -189,7 +189,7 @@ def partition_blocks(
         rows_symbol=analysis.captured.rows_symbol,
         compiler=compiler,
         rows=max(2, rows),
-        budgets=BUDGETS if budget is None else tuple(dict.fromkeys((1.0, budget or 1.0))),
+        budgets=priced_budgets(budget),
     )
     if progress is not None:
         partitions.trace(progress)

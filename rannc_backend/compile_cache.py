@@ -7,7 +7,6 @@ them would fail. Here jobs are ended on purpose as soon as a rank fails or someb
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import struct
 from pathlib import Path
@@ -27,23 +26,23 @@ def remove_broken_library(error: BaseException) -> bool:
     path = Path(cause.path)
     if path.suffix != ".so":
         return False
-    if path.exists():
+    try:
         if not is_cut_off(path):
             return False
         logger.warning("Inductor's cache has a library that an ended job left half written; compiling it again: %s", path)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        path.unlink()
+    except FileNotFoundError:
+        pass  # removed by another rank
+    except OSError:
+        return False
     return True
 
 
 def is_cut_off(path: Path) -> bool:
     """Whether the file ends before an ELF library's section headers, which linkers write last, or has not even a header."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(_HEADER_BYTES)
-        size = path.stat().st_size
-    except OSError:
-        return True
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+    size = path.stat().st_size
     if len(header) < _HEADER_BYTES:
         return True
     if not header.startswith(_ELF_64):

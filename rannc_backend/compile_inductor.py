@@ -7,6 +7,7 @@ Everything that is private to Inductor is used in this file; seen on torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -97,10 +98,7 @@ def _compile(graph_module: fx.GraphModule, *, num_visible: int, is_backward: boo
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Inductor changes the graph that it is given: each attempt gets its own."""
-    graph = fx.Graph()
-    (output,) = graph_module.graph.find_nodes(op="output")
-    graph.output(graph.graph_copy(graph_module.graph, {})).meta = output.meta
-    copied = fx.GraphModule(graph_module, graph)
+    copied = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))  # nodes and their notes; values are shared
     copied.meta.update(graph_module.meta)
     return copied
 

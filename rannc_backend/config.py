@@ -195,6 +195,11 @@ class Config(BaseModel):
         return self.costs == "rules"
 
     @property
+    def measures_nothing(self) -> bool:
+        """Whether prices come from a model of the device, also where blocks could be measured."""
+        return self.costs in ("analytic", "rules")
+
+    @property
     def mean_gradients(self) -> bool:
         """Whether gradients are averaged over ranks, not summed, with the loss outside the model."""
         return self.gradients_reduce_method == "mean" and not self.skip_grad_scaling

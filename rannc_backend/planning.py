@@ -17,7 +17,7 @@ from rannc_backend.block_partitions import partition_blocks
 from rannc_backend.capture_example import convert_model, convert_values, tensors_in
 from rannc_backend.capture_model import capture_model
 from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.pricing import NoPartitions, Partitions
+from rannc_backend.cost.pricing import BUDGETS, NoPartitions, Partitions, priced_budgets
 from rannc_backend.cost.profile import stage_compiler
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
@@ -97,7 +97,7 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
         distinct = {block.structure: block for block in graph.blocks}
         details.append(f"{len(graph.blocks)} blocks, {len(distinct)} distinct")
     with question.narrator.step("prices"):
-        partitions: Partitions = NoPartitions(tuple(dict.fromkeys((1.0, config.fixed_recompute or 1.0))))
+        partitions: Partitions = NoPartitions(priced_budgets(config.fixed_recompute, BUDGETS[:1]))
         if graph.blocks and not config.prices_by_rules:
             rows = max(1, question.batch_rows // question.cluster.num_devices)
             partitions = partition_blocks(

@@ -38,6 +38,7 @@ _BLOCK_OPTIONS = (
     "stage_compiler",
     "recompute",
     "checkpointing",
+    "costs",
 )
 
 
@@ -153,7 +154,7 @@ def is_blocks_file(path: str) -> bool:
 def _block_options(config: Config) -> tuple[tuple[str, str], ...]:
     # The other kinds of costs start from the same partitions.
     costs = "rules" if config.prices_by_rules else "analytic"
-    return (*((item, str(getattr(config, item))) for item in _BLOCK_OPTIONS), ("costs", costs))
+    return tuple((item, costs if item == "costs" else str(getattr(config, item))) for item in _BLOCK_OPTIONS)
 
 
 def _check(model: PlannableModel) -> None:
@@ -171,7 +172,7 @@ def _check(model: PlannableModel) -> None:
         raise _invalid(f"parameter {min(missing)!r} of a block is not described")
     if model.budgets[:1] != (1.0,) or list(model.budgets) != sorted(set(model.budgets), reverse=True) or model.budgets[-1] < 0:
         raise _invalid(f"budgets {model.budgets} do not go down from 1")
-    if tuple(item for item, _ in model.options) != (*_BLOCK_OPTIONS, "costs") or not model.schedules:
+    if tuple(item for item, _ in model.options) != _BLOCK_OPTIONS or not model.schedules:
         raise _invalid("its options or schedules are missing")
 
 

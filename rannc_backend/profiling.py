@@ -171,7 +171,7 @@ class Bench:
 
 def measures(config: Config, world: World | None) -> bool:
     """Whether blocks are measured: where that is asked for, or where the plan is for GPUs at hand. The same on all ranks."""
-    if world is None or config.costs in ("analytic", "rules"):
+    if world is None or config.measures_nothing:
         return False
     return config.costs == "measured" or (world.device.type == "cuda" and config.cluster == "local")
 

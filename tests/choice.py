@@ -11,7 +11,8 @@ import pytest
 def mostly(values: Iterable[Any], by_default: Collection[Any]) -> list[Any]:
     """pytest parameters of `values`; those not in `by_default` are marked `full`. A tuple stands for several arguments."""
     values = list(values)
-    assert all(value in values for value in by_default), f"{set(by_default) - set(values)} are no parameters"
+    unknown = [value for value in by_default if value not in values]
+    assert not unknown, f"{unknown} are no parameters"
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in by_default else pytest.mark.full)
         for value in values

@@ -30,6 +30,11 @@ BUDGETS = (1.0, 0.75, 0.5, 0.25)
 """The activation budgets at which blocks are partitioned; 0.0 is priced for whole stages."""
 
 
+def priced_budgets(fixed: float | None, choices: tuple[float, ...] = BUDGETS) -> tuple[float, ...]:
+    """The budgets to price where the plan's is `fixed`, or (None) one of `choices`."""
+    return choices if fixed is None else tuple(dict.fromkeys((1.0, fixed or 1.0)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockPrices:
     """One block at one activation budget; every array is [len(rows)]. `inf` seconds: it does not fit at so many rows."""

@@ -177,12 +177,12 @@ class PlanRequest:
 
     def _smallest_max_pipeline(self) -> int | None:
         """With how many micro-batches, smaller ones than are allowed, a plan would fit on these devices; None: with no number."""
-        number = self.micro_batches[-1]
-        while number < self.most_micro_batches:
-            number = min(2 * number, self.most_micro_batches)
-            if is_feasible(self.problem(self.costs(micro_batches=(number,)))):
-                return number
-        return None
+        most = self.most_micro_batches
+
+        def fits(number: int) -> bool:
+            return is_feasible(self.problem(self.costs(micro_batches=(min(number, most),))))
+
+        return smallest_count(fits, self.micro_batches[-1], most) if self.micro_batches[-1] < most else None
 
     def _smallest_num_devices(self, micro_batches: tuple[int, ...]) -> int | None:
         most = min(_MOST_DEVICES_SUGGESTED, len(self.graph.blocks) * self.batch_rows)

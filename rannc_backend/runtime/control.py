@@ -22,8 +22,8 @@ from rannc_backend.runtime.world import Monitor, RankState
 SLOT_BYTES = 512
 _HEADER = struct.Struct("<IIQ")  # crc of what is called, number of the operation, bytes of the value
 _INLINE_BYTES = SLOT_BYTES - _HEADER.size
-# A waiting rank first spins, then yields its core, then sleeps ever longer: the others need the cores more. One look at MPI costs up
-# to 0.4 ms where ranks share cores; a look every 2 ms took 15 % of a core from the rank that was planning, from each rank that waited.
+# A waiting rank first spins, then yields its core, then sleeps ever longer: the others need the cores more
+# (tests/benchmarks/waiting_ranks.py).
 _BUSY_SECONDS = 50e-6
 _YIELD_SECONDS = 0.002
 _SLEEP_SHARE = 0.03  # of the time waited so far, so that a wait gets hardly longer by the sleep at its end

@@ -8,6 +8,7 @@ from torch import nn
 
 from rannc_backend.capture_model import capture_model
 from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, UnsupportedModelError
+from tests.choice import mostly
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo
 from tests.unit.rannc_backend.planning_examples import SMALL, small_example
 
@@ -28,7 +29,7 @@ def _on_meta(name):
 _BY_DEFAULT = ("t5", "resnet")  # every kind of operator that the others have
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.full) for name in SMALL])
+@pytest.mark.parametrize("name", mostly(SMALL, _BY_DEFAULT))
 def test_a_model_on_meta_gives_the_graph_of_a_real_call_on_the_cpu(name):
     model, args, kwargs = small_example(name)
     recorder = Recorder()

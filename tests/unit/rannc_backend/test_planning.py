@@ -20,6 +20,7 @@ from rannc_backend.narrator import Narrator
 from rannc_backend.planning import analyze_model, plan_model, prepare
 from rannc_backend.planning_file import PlannableModel, is_blocks_file
 from rannc_backend.planning_search import PlanningQuestion, plan_prepared
+from tests.choice import mostly
 from tests.unit.rannc_backend.capture_harness import fresh_dynamo
 from tests.unit.rannc_backend.planning_examples import SMALL, small_example
 
@@ -64,7 +65,7 @@ def _question(config=CONFIG, num_devices=4, batch_rows=32, **more):
 _BY_DEFAULT = ("gpt2",)  # nothing in the others that planning has not met in this one
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.full) for name in SMALL])
+@pytest.mark.parametrize("name", mostly(SMALL, _BY_DEFAULT))
 def test_a_model_on_meta_is_planned(name):
     with torch.device("meta"):
         model, args, kwargs = small_example(name)
