@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -134,10 +135,13 @@ class PlannableModel:
         if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
             raise _invalid("expressions: not a list of texts")
         try:
-            reader = _Reader(tuple(map(Formula.of_text, texts)))
+            sizes = tuple(map(Formula.of_text, texts))
         except ValueError as error:
             raise _invalid(str(error)) from None
-        model = reader.decode(cls, content, "model")
+        try:
+            model = _reader(cls)(content, sizes)
+        except _Wrong as error:
+            raise _invalid(f"model{''.join(reversed(error.places))}: {error}") from None
         _check(model)
         return model
 
@@ -210,48 +214,86 @@ def _text_of(size: Any) -> str:
     return expression_text(size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Values of the types that the dataclasses declare, or BlocksFileError that names the place."""
+class _Wrong(ValueError):
+    """A value is not what its type declares. `places`: where it is, the innermost first; built only then, as files hold many values."""
 
-    sizes: tuple[Formula, ...]
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.places: list[str] = []
 
-    def decode(self, hint: Any, value: Any, place: str) -> Any:
-        if hint is Size:
-            if type(value) is not int or not 0 <= value < len(self.sizes):
-                raise _invalid(f"{place}: {value!r} is not the number of an expression")
-            return self.sizes[value]
-        if dataclasses.is_dataclass(hint):
-            return self._record(hint, value, place)
-        if typing.get_origin(hint) is tuple:
-            return self._tuple(typing.get_args(hint), value, place)
-        if typing.get_origin(hint) is Literal:
-            if value not in typing.get_args(hint):
-                raise _invalid(f"{place}: {value!r} is none of {typing.get_args(hint)}")
-            return value
-        assert hint in (str, int, float, bool), f"{place}: a {hint} cannot be read"
-        if type(value) is not hint:
-            raise _invalid(f"{place}: {value!r} is no {hint.__name__}")
+
+_Read = Callable[[Any, tuple[Formula, ...]], Any]
+
+
+@functools.cache
+def _reader(hint: Any) -> _Read:
+    """What makes a value of a type that a dataclass declares from JSON and the sizes of the file, or raises _Wrong."""
+    if hint is Size:
+        return _read_size
+    if dataclasses.is_dataclass(hint):
+        return _record_reader(hint)
+    if typing.get_origin(hint) is tuple:
+        return _tuple_reader(typing.get_args(hint))
+    is_literal = typing.get_origin(hint) is Literal
+    assert is_literal or hint in (str, int, float, bool), f"a {hint} cannot be read"
+    known = typing.get_args(hint)
+
+    def read(value: Any, sizes: tuple[Formula, ...]) -> Any:
+        if is_literal and value not in known:
+            raise _Wrong(f"{value!r} is none of {known}")
+        if not is_literal and type(value) is not hint:
+            raise _Wrong(f"{value!r} is no {hint.__name__}")
         return value
 
-    def _record(self, kind: Any, value: Any, place: str) -> Any:
-        hints = _hints(kind)
-        if not isinstance(value, dict) or value.keys() != hints.keys():
-            raise _invalid(f"{place}: not an object with {', '.join(hints)}")
-        members = {name: self.decode(hint, value[name], f"{place}.{name}") for name, hint in hints.items()}
+    return read
+
+
+def _read_size(value: Any, sizes: tuple[Formula, ...]) -> Formula:
+    if type(value) is not int or not 0 <= value < len(sizes):
+        raise _Wrong(f"{value!r} is not the number of an expression")
+    return sizes[value]
+
+
+def _record_reader(kind: Any) -> _Read:
+    readers = {name: _reader(hint) for name, hint in _hints(kind).items()}
+
+    def read(value: Any, sizes: tuple[Formula, ...]) -> Any:
+        if not isinstance(value, dict) or value.keys() != readers.keys():
+            raise _Wrong(f"not an object with {', '.join(readers)}")
+        members = {}
+        for name, read_member in readers.items():
+            try:
+                members[name] = read_member(value[name], sizes)
+            except _Wrong as error:
+                error.places.append(f".{name}")
+                raise
         try:
             return kind(**members)
         except AssertionError as error:
-            raise _invalid(f"{place}: {error}") from None
+            raise _Wrong(str(error)) from None
 
-    def _tuple(self, hints: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
+    return read
+
+
+def _tuple_reader(hints: tuple[Any, ...]) -> _Read:
+    is_any_length = len(hints) == 2 and hints[1] is Ellipsis
+    readers = tuple(_reader(hint) for hint in hints if hint is not Ellipsis)
+
+    def read(value: Any, sizes: tuple[Formula, ...]) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise _invalid(f"{place}: not a list")
-        if len(hints) == 2 and hints[1] is Ellipsis:
-            hints = (hints[0],) * len(value)
-        if len(hints) != len(value):
-            raise _invalid(f"{place}: {len(value)} values, not {len(hints)}")
-        return tuple(self.decode(hint, item, f"{place}[{index}]") for index, (hint, item) in enumerate(zip(hints, value, strict=True)))
+            raise _Wrong("not a list")
+        if not is_any_length and len(value) != len(readers):
+            raise _Wrong(f"{len(value)} values, not {len(readers)}")
+        items = []
+        for item, read_item in zip(value, itertools.cycle(readers)):
+            try:
+                items.append(read_item(item, sizes))
+            except _Wrong as error:
+                error.places.append(f"[{len(items)}]")
+                raise
+        return tuple(items)
+
+    return read
 
 
 @functools.cache

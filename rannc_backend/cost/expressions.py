@@ -30,9 +30,25 @@ def evaluate(sizes: Sequence[Size], rows: Sequence[int]) -> NDArray[np.float64]:
     expressions = [size for size in numbers if not isinstance(size, Formula)]
     symbol = rows_symbol(expressions)  # type: ignore[arg-type]
     known = np.empty((len(numbers), len(points)))
+    polynomials: dict[int, tuple[float, ...]] = {}
     for size, place in numbers.items():
-        known[place] = size.values(points) if isinstance(size, Formula) else _evaluate_one(size, symbol, points)
+        if isinstance(size, Formula) and size.floats is not None:
+            polynomials[place] = size.floats
+        else:
+            known[place] = size.values(points) if isinstance(size, Formula) else _evaluate_one(size, symbol, points)
+    if polynomials:
+        known[list(polynomials)] = _polynomial_values(list(polynomials.values()), points)
     return known[places] if places else known
+
+
+def _polynomial_values(polynomials: Sequence[tuple[float, ...]], points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[polynomials, points], from coefficients with the highest power first; rounded as `np.polyval` rounds."""
+    length = max(map(len, polynomials))
+    coefficients = np.array([(0.0,) * (length - len(item)) + item for item in polynomials])
+    values = np.zeros((len(polynomials), len(points)))
+    for power in range(length):
+        values = values * points + coefficients[:, power, None]
+    return values
 
 
 def rows_symbol(expressions: Iterable[sympy.Expr]) -> sympy.Symbol | None:

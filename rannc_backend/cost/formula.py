@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -33,6 +33,15 @@ class Formula:
 
     text: str
     coefficients: tuple[Fraction, ...] | None
+    floats: tuple[float, ...] | None = field(init=False, compare=False)
+    """The coefficients where floats can be all of them, so that values are rounded once."""
+
+    def __post_init__(self) -> None:
+        exact = self.coefficients is not None and all(map(is_a_float, self.coefficients))
+        object.__setattr__(self, "floats", tuple(map(float, self.coefficients or ())) if exact else None)
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # hashing fractions takes longer than evaluating them
 
     @classmethod
     def of_text(cls, text: str) -> Formula:
@@ -58,8 +67,8 @@ class Formula:
 
     def values(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """The value for each number of rows, rounded once; inf where it is divided by nothing."""
-        if self.coefficients is not None and all(is_a_float(coefficient) for coefficient in self.coefficients):
-            return np.polyval([float(coefficient) for coefficient in self.coefficients], rows)
+        if self.floats is not None:
+            return np.polyval(self.floats, rows)
         return np.array([_or_infinity(functools.partial(self.at, int(count))) for count in rows])
 
 

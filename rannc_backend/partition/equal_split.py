@@ -6,7 +6,7 @@ replicas and micro-batches; and for given replicas the most even shares of the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,13 @@ _EVENNESS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Plans with one schedule and number of micro-batches. `bounds`: by number of stages, a lower bound of their steps."""
+    """Plans with one schedule and number of micro-batches. `bounds`: by number of stages, a lower bound of their steps.
+
+    `make_pricer(p, limit)` prices equal splits into p stages or more whose steps take less than `limit` seconds.
+    """
 
     bounds: Mapping[int, float]
-    make_pricer: Callable[[], Pricer]
+    make_pricer: Callable[[int, float], Pricer]
 
     @property
     def lower_bound(self) -> float:
@@ -39,16 +42,17 @@ def best_equal_split(candidates: Iterable[Candidate]) -> Solution | None:
     """
     best: Solution | None = None
     for candidate in sorted(candidates, key=lambda item: item.lower_bound):
-        if best is not None and candidate.lower_bound >= best.step_seconds:
+        limit = float("inf") if best is None else best.step_seconds
+        if candidate.lower_bound >= limit:
             break
-        pricer = candidate.make_pricer()
-        entries = []
-        for num_stages, bound in candidate.bounds.items():
-            if best is None or bound < best.step_seconds:
-                entries += _with_bounds(pricer, num_stages)
-        for bound, _, pricer, cell, cuts, option in sorted(entries, key=lambda entry: entry[:2]):
+        counts = sorted(count for count, bound in candidate.bounds.items() if bound < limit)
+        pricer = candidate.make_pricer(counts[0], limit)
+        for bound, cell, cuts, option in sorted(_with_bounds(pricer, counts), key=lambda entry: (entry[0], entry[1].num_stages, entry[3])):
             if best is not None and bound >= best.step_seconds:
                 break
+            replicas = (int(pricer.tables.replicas[option]),) * cell.num_stages
+            if not honours(pricer.problem, cuts.tolist(), replicas):
+                continue
             arrays = (cuts, np.full(cell.num_stages, option), equal_places(pricer, cell, option))
             seconds = float(plans_step_seconds(pricer, *(array[None] for array in arrays), cell.placement)[0])
             if np.isfinite(seconds) and (best is None or seconds < best.step_seconds):
@@ -56,28 +60,25 @@ def best_equal_split(candidates: Iterable[Candidate]) -> Solution | None:
     return best
 
 
-_Entry = tuple[float, tuple[str, int, int, int], Pricer, Cell, Ints, int]
-
-
-def _with_bounds(pricer: Pricer, num_stages: int) -> list[_Entry]:
-    """The equal splits into so many stages, each with a lower bound of its step."""
-    problem, tables = pricer.problem, pricer.tables
-    sizes = np.full(num_stages, problem.num_blocks // num_stages)
-    sizes[: problem.num_blocks % num_stages] += 1
-    cuts = np.concatenate([[0], np.cumsum(sizes)])
-    if sizes.max() > pricer.max_length:
-        return []
-    forward = tables.forward[cuts[:-1], sizes - 1]
-    backward = pricer.backward(np.arange(num_stages, 0, -1)[:, None], (cuts[:-1], sizes - 1))[0]
-    cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=num_stages)
-    bounds = _bounds(cell, forward, backward)
-    entries = []
-    for option, replicas in enumerate(tables.replicas.tolist()):
-        possible = np.isfinite(bounds[option]) and replicas * num_stages <= problem.num_devices
-        if possible and honours(problem, cuts.tolist(), (replicas,) * num_stages):
-            key = (pricer.schedule, pricer.num_micro_batches, num_stages, replicas)
-            entries.append((float(bounds[option]), key, pricer, cell, cuts, option))
-    return entries
+def _with_bounds(pricer: Pricer, counts: Sequence[int]) -> Iterator[tuple[float, Cell, Ints, int]]:
+    """The equal splits into these numbers of stages, each with a lower bound of its step, its cell, cuts and option."""
+    num_blocks, tables = pricer.problem.num_blocks, pricer.tables
+    counts = [count for count in counts if -(-num_blocks // count) <= pricer.max_length]
+    if not counts:
+        return
+    sizes = [np.full(count, num_blocks // count) + (np.arange(count) < num_blocks % count) for count in counts]
+    cuts = [np.concatenate([[0], np.cumsum(size)]) for size in sizes]
+    index = np.concatenate([cut[:-1] for cut in cuts]), np.concatenate(sizes) - 1
+    to_end = np.concatenate([np.arange(count, 0, -1) for count in counts])
+    forward, backward = tables.forward[index], pricer.backward(to_end[:, None], index)[0]
+    begins = np.cumsum([0, *counts])
+    for place, count in enumerate(counts):
+        cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=count)
+        stages = slice(begins[place], begins[place + 1])
+        bounds = _bounds(cell, forward[stages], backward[stages])
+        possible = np.isfinite(bounds) & (tables.replicas * count <= pricer.problem.num_devices)
+        for option in np.flatnonzero(possible).tolist():
+            yield float(bounds[option]), cell, cuts[place], option
 
 
 def _bounds(cell: Cell, forward: Floats, backward: Floats) -> Floats:

@@ -15,10 +15,9 @@ from rannc_backend.partition.plan_parts import priced
 from rannc_backend.partition.plan_request import PlanRequest, size_text
 from rannc_backend.partition.search_problem import SearchProblem, Solution
 from rannc_backend.partition.stage_bounds import Cell
-from rannc_backend.partition.stage_search import Effort, StageSearch, search
+from rannc_backend.partition.stage_search import StageSearch, search_shortly
 from rannc_backend.schedule.orders import ScheduleName
 
-_SHORT = Effort(narrow_width=12, num_narrow_cells=3, most_candidates=0)
 _SAME = 1e-3  # relative difference of steps that are called equal
 
 
@@ -110,7 +109,7 @@ def what_if(request: PlanRequest, problem: SearchProblem, chosen: Solution) -> t
 
 def _search_shortly(problem: SearchProblem, numbers: tuple[int, ...], start: Solution) -> Solution | None:
     """A good plan with the schedule of `start` and one of these numbers of micro-batches."""
-    return search(replace(problem, micro_batches=numbers, schedules=(start.schedule,)), effort=_SHORT, start=start).solution
+    return search_shortly(replace(problem, micro_batches=numbers, schedules=(start.schedule,)), start)
 
 
 def _few(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:

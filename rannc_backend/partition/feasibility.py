@@ -74,9 +74,11 @@ def smallest_count(fits: Callable[[int], bool], above: int, most: int) -> int | 
 def least_bytes_of_one_stage(problem: SearchProblem) -> float:
     """The least memory on one device with which the whole model is one stage, however it is replicated; inf if it cannot be."""
     least = float("inf")
+    if problem.own_gradient_bytes.shape[1] < problem.num_blocks:
+        return least  # no table knows a stage of all blocks
     for schedule in problem.schedules:
         for number in problem.micro_batches:
-            tables = problem.tables(number)
+            tables = problem.tables(number, problem.num_blocks)
             if tables.forward.shape[1] >= problem.num_blocks:
                 flight = number if schedule == "fill_drain" else 1
                 need = tables.fixed_bytes[:, 0, -1] + flight * tables.flight_bytes[:, 0, -1]

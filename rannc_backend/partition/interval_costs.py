@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.expressions import evaluate
@@ -77,6 +76,7 @@ class IntervalCosts:
     _flow_places: dict[str, tuple[Ints, Ints, Ints, Floats]] = field(init=False)
     _returned: Floats = field(init=False)  # [L, rows]
     _tables: dict[int, MicroBatchTables] = field(init=False, default_factory=dict)
+    _floors: dict[int, WorkFloor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._size_parameters()
@@ -120,14 +120,21 @@ class IntervalCosts:
                 rate = allreduce_terms(cluster, range(count))[1]
         return np.array(sorted(chosen), dtype=np.int64)
 
-    def tables(self, num_micro_batches: int) -> MicroBatchTables:
-        """Tables for one number of micro-batches."""
-        if num_micro_batches not in self._tables:
-            self._tables[num_micro_batches] = self._build_tables(num_micro_batches)
-        return self._tables[num_micro_batches]
+    def tables(self, num_micro_batches: int, max_length: int | None = None) -> MicroBatchTables:
+        """Tables for one number of micro-batches, of intervals of at least `max_length` blocks (None: of all)."""
+        length = min(max_length or self.max_length, self.max_length)
+        known = self._tables.get(num_micro_batches)
+        if known is None or known.forward.shape[1] < length:
+            self._tables[num_micro_batches] = known = self._build_tables(num_micro_batches, length)
+        return known
 
     def work_floor(self, num_micro_batches: int) -> WorkFloor:
         """See `SearchProblem`: seconds of a stage are at least the sums of its blocks' with the budgets that are fastest for each."""
+        if num_micro_batches not in self._floors:
+            self._floors[num_micro_batches] = self._work_floor(num_micro_batches)
+        return self._floors[num_micro_batches]
+
+    def _work_floor(self, num_micro_batches: int) -> WorkFloor:
         counts = self.counts(num_micro_batches)
         columns = self._columns(num_micro_batches, counts)
         whole = self._prices[self.pricer.budgets[0]]
@@ -140,7 +147,7 @@ class IntervalCosts:
                 known[key] = float((counts * (prices.forward_seconds[columns] + backward)).min())
             work[place] = known[key]
         # Gradients are added up by every replica, so by one at least.
-        return WorkFloor(work=work + self._accumulation, held_bytes=self._held_bytes())
+        return WorkFloor(work=work + self._accumulation, held_bytes=self._held_bytes(), most_replicas=int(counts.max(initial=1)))
 
     def _columns(self, num_micro_batches: int, counts: Ints) -> Ints:
         """Where the rows of each replica count are among all rows."""
@@ -265,39 +272,36 @@ class IntervalCosts:
             self._flow_places[kind] = tuple(column[kept] for column in columns)
         self._flow_bytes = evaluate([flow.num_bytes for flow in flows], self._rows.tolist())
 
-    def _sum_flows(self, kind: str, columns: Ints) -> Floats:
+    def _sum_flows(self, kind: str, columns: Ints, max_length: int) -> Floats:
         """[L, N, columns]: bytes of flows of a kind."""
-        begins, lengths, flows, signs = self._flow_places[kind]
-        result = np.zeros((len(self.graph.blocks), self.max_length, len(columns)))
+        begins, lengths, flows, signs = (part[self._flow_places[kind][1] < max_length] for part in self._flow_places[kind])
+        result = np.zeros((len(self.graph.blocks), max_length, len(columns)))
         if len(begins):
             np.add.at(result, (begins, lengths), signs[:, None] * self._flow_bytes[flows][:, columns])
         return np.maximum(np.cumsum(result, axis=1), 0.0)
 
-    def _message_buffers(self, columns: Ints) -> Floats:
-        """Messages on their way; received values themselves count per micro-batch in flight."""
-        if self.cluster.num_devices == 1:
-            return np.zeros((len(self.graph.blocks), self.max_length, len(columns)))
-        return 2 * self._sum_flows("sent", columns) + self._sum_flows("gradients", columns)
-
-    def _build_tables(self, num_micro_batches: int) -> MicroBatchTables:
+    def _build_tables(self, num_micro_batches: int, max_length: int) -> MicroBatchTables:
         counts = self.counts(num_micro_batches)
         rows = np.array([self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64)
         columns = np.searchsorted(self._rows, rows)
-        received = self._sum_flows("received", columns)
-        held = self._held_bytes()
-        fixed = held[:, :, None] + num_micro_batches * self._over(self._returned[:, columns]) + self._message_buffers(columns)
+        received, gradients = (self._sum_flows(kind, columns, max_length) for kind in ("received", "gradients"))
+        held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
+        fixed = held[:, :, None] + num_micro_batches * _over(self._returned[:, columns], ends)
+        if self.cluster.num_devices > 1:
+            # Messages on their way; received values themselves count per micro-batch in flight.
+            fixed += 2 * self._sum_flows("sent", columns, max_length) + gradients
         whole = self._prices[self.pricer.budgets[0]]
-        forward = self._seconds(np.stack([price.forward_seconds[columns] for price in whole]))
+        forward = _seconds(np.stack([price.forward_seconds[columns] for price in whole]), ends)
         # Filled in place: stacking parts of this size takes as long as computing them.
         backwards, fixed_bytes, flight_bytes = (np.empty((len(self.budgets), *forward.shape)) for _ in range(3))
         for index, budget in enumerate(self.budgets):
             priced_as = self._priced_as(budget)
             prices = self._prices[self.pricer.budgets[0] if priced_as is None else priced_as]
-            backward = self._seconds(np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None])
+            backward = _seconds(np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None], ends)
             own = np.stack([price.saved_bytes[columns] for price in prices])
-            saved = self._over(own)
+            saved = _over(own, ends)
             let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
-            workspace = self._largest(np.stack([price.workspace_bytes[columns] for price in prices]) + let_go) - let_go[self._ends() - 1]
+            workspace = _largest(np.stack([price.workspace_bytes[columns] for price in prices]) + let_go, max_length) - let_go[ends - 1]
             workspace = workspace + _SMALL_THINGS * (held[:, :, None] + saved)
             if priced_as is None:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
@@ -312,36 +316,41 @@ class IntervalCosts:
             fixed_bytes=fixed_bytes,
             flight_bytes=flight_bytes,
             message_bytes=received,
-            gradient_bytes=self._sum_flows("gradients", columns),
+            gradient_bytes=gradients,
         )
 
     def _held_bytes(self) -> Floats:
         """[L, N]: parameters, gradients and optimizer state."""
         return self.parameter_bytes + (1 + self.optimizer_factor) * self.trainable_bytes
 
-    def _over(self, values: Floats) -> Floats:
-        """[L, N, columns]: sums of values [L, columns] over intervals; those beyond the last block count as ending there."""
-        sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
-        return np.maximum(sums[self._ends()] - sums[:-1, None], 0.0)
-
-    def _seconds(self, values: Floats) -> Floats:
-        """As `_over`, inf where a block is inf or the interval ends beyond the last block."""
-        finite = np.isfinite(values)
-        sums = self._over(np.where(finite, values, 0.0))
-        sums[self._over((~finite).astype(float)) > 0] = np.inf
-        ends = np.arange(len(values))[:, None] + np.arange(1, self.max_length + 1)[None, :]
-        sums[ends > len(values)] = np.inf
-        return sums
-
-    def _largest(self, values: Floats) -> Floats:
-        """[L, N, columns]: the largest of values [L, columns] in each interval."""
-        padded = np.concatenate([values, np.full((self.max_length, values.shape[1]), -np.inf)])
-        places = np.arange(len(values))[:, None] + np.arange(self.max_length)[None, :]
-        return np.maximum.accumulate(padded[places], axis=1)
-
-    def _ends(self) -> NDArray[np.int64]:
+    def _ends(self, max_length: int) -> Ints:
+        """[L, N]: the block after each interval; those beyond the last block count as ending there."""
         num_blocks = len(self.graph.blocks)
-        return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, self.max_length + 1)[None, :], num_blocks)
+        return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+
+
+def _over(values: Floats, ends: Ints) -> Floats:
+    """[L, N, columns]: sums of values [L, columns] over intervals."""
+    sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+    return np.maximum(sums[ends] - sums[:-1, None], 0.0)
+
+
+def _seconds(values: Floats, ends: Ints) -> Floats:
+    """As `_over`, inf where a block is inf or the interval would end after the last block."""
+    finite = np.isfinite(values)
+    sums = _over(np.where(finite, values, 0.0), ends)
+    if not finite.all():
+        sums[_over((~finite).astype(float), ends) > 0] = np.inf
+    for begin in range(max(0, len(values) - ends.shape[1] + 1), len(values)):
+        sums[begin, len(values) - begin :] = np.inf
+    return sums
+
+
+def _largest(values: Floats, max_length: int) -> Floats:
+    """[L, N, columns]: the largest of values [L, columns] in each interval."""
+    padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
+    places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
+    return np.maximum.accumulate(padded[places], axis=1)
 
 
 def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[int, ...]:

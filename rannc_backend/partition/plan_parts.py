@@ -30,7 +30,7 @@ from rannc_backend.schedule.orders import ScheduleName
 
 def solution_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
     """By stage the seconds of a solution, arrays of one element."""
-    pricer = Pricer(problem, solution.num_micro_batches, solution.schedule)
+    pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     options = np.searchsorted(pricer.tables.replicas, solution.replicas)
     arrays = (np.array([values]) for values in (solution.bounds, options, solution.places))
     return plans_terms(pricer, *arrays, solution.placement)
@@ -44,7 +44,7 @@ def longest_compute(problem: SearchProblem, solution: Solution) -> float:
 def priced(problem: SearchProblem, solution: Solution, *, schedule: ScheduleName | None = None) -> Solution | None:
     """The same cuts and ranks, perhaps with another schedule, priced in another problem with the same tables; None if it does not fit."""
     schedule = schedule or solution.schedule
-    pricer = Pricer(problem, solution.num_micro_batches, schedule)
+    pricer = Pricer(problem, solution.num_micro_batches, schedule, solution.longest_stage)
     options = np.searchsorted(pricer.tables.replicas, solution.replicas)
     known = np.minimum(options, len(pricer.tables.replicas) - 1)
     if (pricer.tables.replicas[known] != solution.replicas).any():

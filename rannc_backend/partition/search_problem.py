@@ -30,6 +30,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Placement = Literal["stage_major", "replica_major"]
 INFINITY = float("inf")
+_ROUNDED_UP = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,26 +52,36 @@ class MicroBatchTables:
     gradient_bytes: Floats  # [L, N, R]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class WorkFloor:
     """For one number of micro-batches: `work` [blocks], at least what each block adds to the sum of replicas x seconds of a micro-batch
-    over all stages; `held_bytes` [first block, blocks - 1], at least what a stage needs in memory."""
+    over all stages; `held_bytes` [first block, blocks - 1], at least what a stage needs in memory; `most_replicas` of a stage."""
 
     work: Floats
     held_bytes: Floats
+    most_replicas: int
 
-    def largest_share(self, memory_bytes: float) -> float:
-        """The largest share of the work in one stage that may fit; 0 if none does."""
+    @cached_property
+    def _works(self) -> Floats:
+        """[first block, blocks - 1]: the work of stages."""
         num_blocks, max_length = self.held_bytes.shape
         sums = np.concatenate([[0.0], np.cumsum(self.work)])
         ends = np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
-        shares = (sums[ends] - sums[:-1, None]) / max(sums[-1], 1e-300)
-        return float(shares[self.held_bytes <= memory_bytes].max(initial=0.0))
+        return sums[ends] - sums[:-1, None]
+
+    def largest_share(self, memory_bytes: float) -> float:
+        """The largest share of the work in one stage that may fit; 0 if none does."""
+        return float(self._works[self.held_bytes <= memory_bytes].max(initial=0.0)) / max(float(self.work.sum()), 1e-300)
+
+    def longest_stage(self, memory_bytes: float, most_seconds: float) -> int:
+        """The most blocks, 1 at least, of a stage that may fit and compute a micro-batch in so many seconds."""
+        fitting = (self.held_bytes <= memory_bytes) & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
+        return int(np.flatnonzero(fitting.any(axis=0)).max(initial=0)) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchProblem:
-    """`tables(m)` gives the costs of m micro-batches. Arrays are indexed [first block, blocks - 1].
+    """`tables(m, n)` gives the costs of m micro-batches, of stages of at least n blocks. Arrays are indexed [first block, blocks - 1].
 
     `own_gradient_bytes` are reduced over the replicas; `shared_gradient_bytes` are those that other stages read too.
     `num_stages`, `replicas`: fixed numbers of stages, of replicas of each stage; None where they are free. `stage_replicas`
@@ -83,7 +94,7 @@ class SearchProblem:
     schedules: tuple[ScheduleName, ...]
     micro_batches: tuple[int, ...]
     budgets: tuple[float, ...]
-    tables: Callable[[int], MicroBatchTables]
+    tables: Callable[[int, int], MicroBatchTables]
     own_gradient_bytes: Floats
     shared_gradient_bytes: Floats
     bucket_bytes: float
@@ -117,6 +128,12 @@ class SearchProblem:
             return range(0)
         return range(least, most + 1) if fixed is None else range(max(fixed, least), min(fixed, most) + 1)
 
+    def longest_stage(self, num_micro_batches: int, limit: float = INFINITY) -> int:
+        """No stage that fits, of a plan whose step takes less than `limit` seconds, has more blocks."""
+        if self.work_floor is None:
+            return self.num_blocks
+        return self.work_floor(num_micro_batches).longest_stage(self.memory_bytes, limit / num_micro_batches)
+
     def num_buckets(self, begins: Ints, lengths: Ints) -> Floats:
         """Messages in which the gradients of intervals are reduced."""
         size = self.own_gradient_bytes[begins, lengths - 1] + self.shared_gradient_bytes[begins, lengths - 1]
@@ -139,6 +156,11 @@ class Solution:
     @property
     def num_stages(self) -> int:
         return len(self.replicas)
+
+    @property
+    def longest_stage(self) -> int:
+        """Blocks of the stage with most of them."""
+        return max(end - begin for begin, end in zip(self.bounds, self.bounds[1:]))
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """Ranks of a stage, ascending."""
@@ -167,11 +189,13 @@ class StageTerms:
 
 
 class Pricer:
-    """Prices of stages for one number of micro-batches and one schedule."""
+    """Prices of stages for one number of micro-batches and one schedule: of those of up to `longest_stage` blocks, None: that fit."""
 
-    def __init__(self, problem: SearchProblem, num_micro_batches: int, schedule: ScheduleName) -> None:
+    def __init__(
+        self, problem: SearchProblem, num_micro_batches: int, schedule: ScheduleName, longest_stage: int | None = None
+    ) -> None:
         self.problem, self.num_micro_batches, self.schedule = problem, num_micro_batches, schedule
-        self.tables = problem.tables(num_micro_batches)
+        self.tables = problem.tables(num_micro_batches, longest_stage or problem.longest_stage(num_micro_batches))
         self.max_length = self.tables.forward.shape[1]
 
     def backward(self, num_stages_to_end: int | Ints, index: tuple[object, ...]) -> tuple[Floats, Ints]:
@@ -179,8 +203,14 @@ class Pricer:
         most = self.num_micro_batches
         number = most if self.schedule == "fill_drain" else np.minimum(num_stages_to_end, most)
         tables, everywhere = self.tables, (slice(None), *index)
-        fits = tables.fixed_bytes[everywhere] + number * tables.flight_bytes[everywhere] <= self.problem.memory_bytes
-        return _fastest(tables.forward[index], tables.backward[everywhere], fits)
+        parts = (tables.backward, tables.fixed_bytes, tables.flight_bytes)
+        return self.backward_of(number, tables.forward[index], *(part[everywhere] for part in parts))
+
+    def backward_of(
+        self, num_in_flight: int | Ints, forward: Floats, backward: Floats, fixed: Floats, flight: Floats
+    ) -> tuple[Floats, Ints]:
+        """As `backward`, from parts of the tables and the micro-batches in flight."""
+        return _fastest(forward, backward, fixed + num_in_flight * flight <= self.problem.memory_bytes)
 
     @cached_property
     def least_backward(self) -> Floats:

@@ -291,11 +291,18 @@ class Shapes:
         kept = before[begins] + tables.replicas[options] + after[begins + lengths + 1] <= problem.num_devices
         return begins[kept], lengths[kept], options[kept]
 
+    @cached_property
+    def _memory_of_useful(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Forward seconds [n], and by budget backward seconds, fixed bytes, bytes of each micro-batch in flight."""
+        tables, budgets = self.pricer.tables, slice(None)
+        parts = (tables.backward, tables.fixed_bytes, tables.flight_bytes)
+        return tables.forward[self._useful], *(part[(budgets, *self._useful)] for part in parts)
+
     def _backward_of_useful(self, num_stages_to_end: int) -> Floats:
         """[n]; the same array for places at which the same budgets fit."""
         number = in_flight(self.pricer.schedule, self.pricer.num_micro_batches, num_stages_to_end)
         if number not in self._backward:
-            seconds = self.pricer.backward(num_stages_to_end, self._useful)[0]
+            seconds = self.pricer.backward_of(number, *self._memory_of_useful)[0]
             known = (other for other in self._backward.values() if np.array_equal(other, seconds))
             self._backward[number] = next(known, seconds)
         return self._backward[number]
@@ -341,11 +348,10 @@ class Shapes:
         choices = [self.choices(cell, k) for k in range(1, cell.num_stages + 1)]
         return CellBounds(self.pricer, cell, choices, path_seconds, self.limit, least_path)
 
-    def first_bounds(self, stage_counts: Sequence[int], *, finely: bool = True) -> dict[int, tuple[float, float]]:
+    def first_bounds(self, stage_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
         """Number of stages -> (lower bound, round trip at least) of stage-major cells; those that cannot fit are left out.
 
-        The longest c of a plan lies in one of a few intervals; each gives its least round trip with no stage beyond it. Not `finely`:
-        there is one interval.
+        The longest c of a plan lies in one of a few intervals; each gives its least round trip with no stage beyond it.
         """
         pricer, problem = self.pricer, self.pricer.problem
         if not stage_counts:
@@ -358,7 +364,7 @@ class Shapes:
             return {p: (b.lower_bound, b.path_seconds) for p, b in found.items() if np.isfinite(b.lower_bound)}
         result = self._bounds_between(cells, self.least_path, np.inf)
         open_cells = {p: cells[p] for p, (bound, _) in result.items() if bound < self.limit}
-        if not open_cells or not finely:
+        if not open_cells:
             return result
         longest = max(self._longest_below_limit(cell, result[p][1]) for p, cell in open_cells.items())
         has_limit = np.isfinite(longest)
@@ -391,7 +397,9 @@ class Shapes:
             capped[step] = options if upper == np.inf else options.keep(options.compute <= upper)
         unit = self.unit / problem.num_devices
         rows = [Row(bounds="devices", price=1.0), Row(bounds="path", path=1.0)]
-        rows += [Row(bounds="path", path=1.0, price=unit * 2.0**power) for power in range(int(np.log2(most)) + 2)]
+        # Of plans with p stages a device is worth about p units.
+        powers = range(int(np.log2(min(cells))), int(np.log2(most)) + 2)
+        rows += [Row(bounds="path", path=1.0, price=unit * 2.0**power) for power in powers]
         sums = Sums([capped[step] for step in steps], rows, problem.num_blocks, problem.num_devices)
         result = {}
         for p, cell in cells.items():

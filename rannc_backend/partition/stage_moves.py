@@ -13,14 +13,14 @@ from rannc_backend.partition.search_problem import Ints, Pricer, SearchProblem, 
 from rannc_backend.partition.stage_bounds import Cell, Shapes
 
 
-def first_cells(shapes: Shapes, counts: Sequence[int], *, finely: bool = True) -> list[tuple[float, Cell, float]]:
+def first_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[float, Cell, float]]:
     """(bound, cell, round trip at least) of the cells of one schedule and number of micro-batches in which plans may fit.
 
-    `counts`: numbers of stages, ascending. `finely`: with the better bounds, which take longer.
+    `counts`: numbers of stages, ascending.
     """
     pricer = shapes.pricer
     result = []
-    for num_stages, (bound, path) in shapes.first_bounds(counts, finely=finely).items():
+    for num_stages, (bound, path) in shapes.first_bounds(counts).items():
         cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=num_stages)
         result.append((bound, cell, path))
     return result + _replica_major_cells(shapes, counts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +44,7 @@ Entry = tuple[float, int, Cell, float, CellBounds | None]  # lower bound, number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans looked at in all,
-    0 for a good plan without proof.
+    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans looked at in all.
 
     A problem of at most `whole_size` blocks x devices is walked through whole.
     """
@@ -84,13 +83,14 @@ def search(
     *,
     effort: Effort = Effort(),
     progress: Progress | None = None,
-    start: Solution | None = None,
 ) -> SearchResult:
-    """The fastest plan. `start`: a plan of another problem with the same blocks, to begin from if it fits here.
+    """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited for."""
+    return StageSearch(problem, effort, progress).run()
 
-    When the user cancels, the best plan found so far; the first one is always waited for.
-    """
-    return StageSearch(problem, effort, progress).run(start)
+
+def search_shortly(problem: SearchProblem, start: Solution) -> Solution | None:
+    """A good plan without proof; None if nothing fits. `start`: a plan of another problem with the same blocks, which may fit here."""
+    return StageSearch(problem).run_shortly(start)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,10 +111,23 @@ class StageSearch:
     interrupted: bool = field(init=False, default=False)
     log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
 
-    def run(self, start: Solution | None = None) -> SearchResult:
+    def run_shortly(self, start: Solution) -> Solution | None:
+        """See `search_shortly`: the better of `start` and the equal splits, improved, and what narrow walks near it find."""
+        self._try_again(start)
+        self._try_equal_splits(self._candidates())
+        if self.best is None:
+            return self.run().solution
+        self._improve()
+        best = self.best
+        for count in dict.fromkeys((best.num_stages - 1, best.num_stages, best.num_stages + 1, 2 * best.num_stages)):
+            if count in self.problem.stage_counts:
+                self._walk_narrowly(Cell(schedule=best.schedule, num_micro_batches=best.num_micro_batches, num_stages=count))
+        if self.best is not best:
+            self._improve()
+        return self.best
+
+    def run(self) -> SearchResult:
         """Search; see `search`."""
-        if start is not None:
-            self._try_again(start)
         heap = self._first_cells()
         if self.best is not None:
             self._improve()
@@ -131,21 +144,29 @@ class StageSearch:
     def _cancelled(self) -> bool:
         return self.best is not None and self.progress is not None and self.progress.cancelled()
 
-    def _first_cells(self) -> list[Entry]:
-        """All cells that may hold a faster plan than the first found, as a heap."""
-        problem, entries = self.problem, self.entries
-        candidates = {
+    def _candidates(self) -> dict[tuple[ScheduleName, int], Candidate]:
+        """By schedule and number of micro-batches the quick bounds, and how equal splits are priced."""
+        return {
             (schedule, number): Candidate(
-                bounds=quick_bounds(problem, schedule, number), make_pricer=partial(self._pricer, schedule, number)
+                bounds=quick_bounds(self.problem, schedule, number), make_pricer=partial(self._pricer_of_equal, schedule, number)
             )
-            for schedule in problem.schedules
-            for number in problem.micro_batches
+            for schedule in self.problem.schedules
+            for number in self.problem.micro_batches
         }
+
+    def _try_equal_splits(self, candidates: Mapping[tuple[ScheduleName, int], Candidate]) -> None:
         self.equal = equal = best_equal_split(candidates.values())
         if equal is not None:
             self.log.priced(equal.num_stages, equal.step_seconds)
-        if equal is not None and equal.step_seconds < self.limit:
-            self.best, self.seconds = equal, equal.step_seconds
+            if equal.step_seconds < self.limit:
+                self.best, self.seconds = equal, equal.step_seconds
+
+    def _first_cells(self) -> list[Entry]:
+        """All cells that may hold a faster plan than the first found, as a heap."""
+        problem, entries = self.problem, self.entries
+        candidates = self._candidates()
+        self._try_equal_splits(candidates)
+        if self.best is not None:
             self._improve()
         for (schedule, number), candidate in sorted(candidates.items(), key=lambda item: item[1].lower_bound):
             self.interrupted = self.interrupted or self._cancelled()
@@ -153,8 +174,7 @@ class StageSearch:
                 self.left_out = min(self.left_out, candidate.lower_bound)
                 continue
             shapes = self.shapes[schedule, number] = Shapes(self._pricer(schedule, number), self.limit)
-            counts = [count for count, bound in candidate.bounds.items() if bound < self.limit]
-            found = first_cells(shapes, counts, finely=bool(self.effort.most_candidates))
+            found = first_cells(shapes, [count for count, bound in candidate.bounds.items() if bound < self.limit])
             # Cores that are shared have all of the work to do.
             floor = number * shapes.least_path * problem.num_devices / problem.num_cores
             found = [(max(bound, floor), cell, path) for bound, cell, path in found]
@@ -169,37 +189,50 @@ class StageSearch:
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
         """A good plan of these cells, without proof; None if none is found that takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
-        other.pricers = self.pricers
+        other.pricers, other.seconds = self.pricers.copy(), _SLOWER_AT_MOST * self.seconds
         cells = list(cells)
-        splits = [
-            Candidate(bounds={cell.num_stages: 0.0}, make_pricer=partial(self._pricer, cell.schedule, cell.num_micro_batches))
-            for cell in cells
-        ]
         # A plan to begin from leaves few choices of stages.
-        equal = best_equal_split(splits)
-        if equal is not None and equal.step_seconds < _SLOWER_AT_MOST * self.seconds:
-            other.best, other.seconds = equal, equal.step_seconds
+        other._try_equal_splits(
+            {
+                (cell.schedule, cell.num_micro_batches): Candidate(
+                    bounds={cell.num_stages: 0.0},
+                    make_pricer=partial(other._pricer_of_equal, cell.schedule, cell.num_micro_batches),
+                )
+                for cell in cells
+            }
+        )
+        if other.best is not None:
             other._improve()
         for cell in cells:
-            key = (cell.schedule, cell.num_micro_batches)
-            if key not in other.shapes:
-                other.shapes[key] = Shapes(self._pricer(*key), min(_SLOWER_AT_MOST * self.seconds, other.seconds))
-            bounds = other.shapes[key].bounds(cell, other.shapes[key].unit * cell.num_stages)
-            if bounds.lower_bound < other.shapes[key].limit:
-                other._walk_through(bounds, self.effort.narrow_width)
+            other._walk_narrowly(cell)
         return other.best
 
-    def _pricer(self, schedule: ScheduleName, num_micro_batches: int) -> Pricer:
-        key = (schedule, num_micro_batches)
-        if key not in self.pricers:
-            self.pricers[key] = Pricer(self.problem, num_micro_batches, schedule)
-        return self.pricers[key]
+    def _walk_narrowly(self, cell: Cell) -> None:
+        """Look for a plan faster than the best in a cell of which nothing is known."""
+        key = (cell.schedule, cell.num_micro_batches)
+        if key not in self.shapes:
+            self.shapes[key] = Shapes(self._pricer(*key), self.limit)
+        self._walk_through(self._bounds(cell, self.shapes[key].unit * cell.num_stages, 0.0), self.effort.narrow_width)
 
-    def _bounds(self, cell: Cell, path: float) -> CellBounds:
-        """Bounds of a cell, of plans faster than the best."""
+    def _pricer(self, schedule: ScheduleName, num_micro_batches: int, longest_stage: int | None = None) -> Pricer:
+        """Prices of stages of up to so many blocks; None: of all that plans faster than the best may have."""
+        key = (schedule, num_micro_batches)
+        needed = longest_stage or self.problem.longest_stage(num_micro_batches, self.limit)
+        known = self.pricers.get(key)
+        if known is None or known.max_length < min(needed, known.problem.own_gradient_bytes.shape[1]):
+            self.pricers[key] = known = Pricer(self.problem, num_micro_batches, schedule, needed)
+        return known
+
+    def _pricer_of_equal(self, schedule: ScheduleName, num_micro_batches: int, num_stages: int, limit: float) -> Pricer:
+        """For equal splits into at least so many stages, and where there is a limit for all plans below it."""
+        longest = self.problem.longest_stage(num_micro_batches, limit) if np.isfinite(limit) else 1
+        return self._pricer(schedule, num_micro_batches, max(longest, -(-self.problem.num_blocks // num_stages)))
+
+    def _bounds(self, cell: Cell, path: float, least_path: float | None = None) -> CellBounds:
+        """Bounds of a cell, of plans faster than the best; `path`: about their round trip, none is below `least_path` (None: `path`)."""
         shapes = self.shapes[cell.schedule, cell.num_micro_batches]
         shapes.limit = min(shapes.limit, self.limit)
-        return shapes.bounds(cell, path, path)
+        return shapes.bounds(cell, path, path if least_path is None else least_path)
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
         for bound, _, cell, path, _ in heapq.nsmallest(most, entries, key=lambda entry: entry[:2]):
@@ -208,7 +241,7 @@ class StageSearch:
 
     def _walk(self, heap: list[Entry]) -> bool:
         """Open cells in the order of their bounds until none is below the best plan; False if the user ended it."""
-        if not self.effort.most_candidates or not heap:
+        if not heap:
             return True
         total = len(heap)
         task = self.progress.task("search", total) if self.progress is not None else nullcontext()
@@ -267,7 +300,7 @@ class StageSearch:
         key = (start.schedule, start.num_micro_batches)
         if key[0] not in problem.schedules or key[1] not in problem.micro_batches or start.num_stages not in problem.stage_counts:
             return
-        pricer = Pricer(problem, key[1], key[0])
+        pricer = Pricer(problem, key[1], key[0], start.longest_stage)
         options = np.searchsorted(pricer.tables.replicas, start.replicas)
         if (options >= len(pricer.tables.replicas)).any() or start.bounds[-1] != problem.num_blocks:
             return

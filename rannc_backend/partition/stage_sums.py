@@ -131,7 +131,8 @@ class Sums:
         self.tables[:, 0, num_blocks] = 0.0
         for k, options in enumerate(choices, start=1):
             if len(options):
-                sums = self.least(options) + self.tables[:, k - 1, options.pair_ends]
+                sums = self.tables[:, k - 1].take(options.pair_ends, axis=1)
+                sums += self.least(options)
                 self.tables[:, k, options.distinct_begins] = np.minimum.reduceat(sums, options.begins_at, axis=1)
 
     def of_choices(self, options: Choices) -> Floats:

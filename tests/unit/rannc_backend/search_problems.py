@@ -38,7 +38,7 @@ class Numbers:
 
     by_number: dict[int, MicroBatchTables]
 
-    def __call__(self, number: int) -> MicroBatchTables:
+    def __call__(self, number: int, max_length: int = 0) -> MicroBatchTables:
         return self.by_number[number]
 
 

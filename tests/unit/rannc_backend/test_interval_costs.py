@@ -79,6 +79,17 @@ def test_stages_beyond_the_memory_are_not_priced_and_the_others_cost_the_same() 
     np.testing.assert_allclose(small.tables(4).message_bytes, whole.tables(4).message_bytes[:, : small.max_length])
 
 
+def test_tables_know_stages_as_long_as_asked_for_and_cost_the_same() -> None:
+    whole, short = interval_costs("tied").tables(4), interval_costs("tied")
+    for asked, expected in ((2, 2), (3, 3), (2, 3)):
+        known = short.tables(4, asked)
+        assert known.forward.shape[1] == expected
+        for name in ("forward", "message_bytes", "gradient_bytes"):
+            np.testing.assert_array_equal(getattr(known, name), getattr(whole, name)[:, : known.forward.shape[1]])
+        for name in ("backward", "fixed_bytes", "flight_bytes"):
+            np.testing.assert_array_equal(getattr(known, name), getattr(whole, name)[:, :, : known.forward.shape[1]])
+
+
 def test_of_replica_counts_with_equally_many_rows_the_fewest_are_tried() -> None:
     costs = interval_costs("tied", num_devices=12, rows=12, replica_counts=(7,))
     assert costs.counts(1).tolist() == [1, 2, 3, 4, 6, 7, 12]

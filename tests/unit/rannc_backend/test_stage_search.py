@@ -18,7 +18,7 @@ from rannc_backend.partition.quick_bounds import quick_bounds
 from rannc_backend.partition.search_problem import Pricer, SearchProblem, plans_step_seconds
 from rannc_backend.partition.stage_bounds import Cell, Shapes
 from rannc_backend.partition.stage_moves import honours
-from rannc_backend.partition.stage_search import Effort, StageSearch, search
+from rannc_backend.partition.stage_search import Effort, StageSearch, search, search_shortly
 from rannc_backend.progress import Cancellation
 from tests.unit.rannc_backend.block_lines import random_line
 from tests.unit.rannc_backend.made_up_clusters import local_cpu
@@ -178,11 +178,10 @@ def test_an_interrupted_search_gives_the_best_so_far_and_proves_little() -> None
 def test_a_plan_of_another_problem_is_begun_from_only_where_it_fits() -> None:
     problem = layered_problem(12, 6, 60.0)
     best = search(problem)
-    again = search(problem, start=best.solution, effort=Effort(num_narrow_cells=0, most_candidates=0))
-    assert again.solution.step_seconds <= best.solution.step_seconds * (1 + 1e-9)
+    assert search_shortly(problem, best.solution).step_seconds <= best.solution.step_seconds * (1 + 1e-9)
     smaller = replace(problem, cluster=replace(problem.cluster, num_devices=1))
-    assert sum(search(smaller, start=best.solution).solution.replicas) == 1
-    assert search(replace(problem, memory_bytes=0.01), start=best.solution).solution is None
+    assert sum(search_shortly(smaller, best.solution).replicas) == 1
+    assert search_shortly(replace(problem, memory_bytes=0.01), best.solution) is None
 
 
 def heavy_head(weight: float) -> SearchProblem:
@@ -216,5 +215,5 @@ def test_a_heavy_head_is_cut_better_than_equally() -> None:
     assert best is not None and equal is not None
     assert equal.step_seconds >= 1.2 * best.step_seconds
     even = heavy_head(1.0)
-    candidate = Candidate(bounds=quick_bounds(even, "1f1b", 8), make_pricer=lambda: Pricer(even, 8, "1f1b"))
+    candidate = Candidate(bounds=quick_bounds(even, "1f1b", 8), make_pricer=lambda num_stages, limit: Pricer(even, 8, "1f1b"))
     assert best_equal_split([candidate]).step_seconds >= search(even).solution.step_seconds * (1 - 1e-9)
