@@ -133,6 +133,11 @@ def test_bounds_from_blocks_alone_hide_no_plan(seed: int, num_blocks: int, num_d
             bounds = quick_bounds(problem, schedule, number)
             for count in problem.stage_counts:
                 assert bounds.get(count, INFINITY) <= brute_force(replace(only, num_stages=count)) * (1 + 1e-9)
+            whole = Pricer(problem, number, schedule, problem.num_blocks)
+            seconds = (whole.tables.forward + whole.least_backward).min(axis=(0, 2))  # by length, of what fits
+            for limit in (*(number * seconds[np.isfinite(seconds)]), INFINITY):
+                faster = np.flatnonzero(np.isfinite(seconds) & (number * seconds <= limit))
+                assert problem.longest_stage(number, limit) >= faster.max(initial=0) + 1
 
 
 def layered_problem(num_blocks: int, num_devices: int, memory_bytes: float = 1e9, **others: object) -> SearchProblem:
