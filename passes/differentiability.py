@@ -1,14 +1,13 @@
 """Which values of a graph take part in differentiation.
 
 In: a functional ATen graph with fake values, and the names of the placeholders that require a gradient. Out: names of nodes.
-Exact: the graph is interpreted under fake tensors with autograd on, so that every operator answers for itself.
+Exact: the graph is interpreted on fake tensors with autograd on, so that every operator answers for itself; at one batch size, as the
+answer is the same for all.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,20 +15,14 @@ from torch import fx
 
 from rannc_backend.passes.graph_queries import placeholders
 
-from .tracing import symbolic_sizes
+from .plain_numbers import at_hint, plain_mode
 
 
-def values_needing_grad(
-    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str], fake_mode: AbstractContextManager[Any] | None = None
-) -> frozenset[str]:
-    """Names of the nodes (placeholders included) whose value, or an element of it, requires grad.
-
-    `fake_mode`: the mode of the graph's values; found in them if not given.
-    """
+def values_needing_grad(graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> frozenset[str]:
+    """Names of the nodes (placeholders included) whose value, or an element of it, requires grad."""
     interpreter = _GradInterpreter(graph_module, requires_grad_inputs)
-    inputs = [node.meta["val"] for node in placeholders(graph_module.graph)]
-    with fake_mode or contextlib.nullcontext(), symbolic_sizes(inputs), torch.enable_grad():
-        interpreter.run(*inputs)
+    with interpreter.mode, torch.enable_grad():
+        interpreter.run(*(at_hint(node.meta["val"], interpreter.mode) for node in placeholders(graph_module.graph)))
     return frozenset(interpreter.found)
 
 
@@ -60,12 +53,13 @@ class _GradInterpreter(fx.Interpreter):
         self.requires_grad_inputs = requires_grad_inputs
         self.reached = values_reached_by_grad(graph_module, requires_grad_inputs)
         self.found: set[str] = set()
+        self.mode = plain_mode()
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.name not in self.reached:
             # A value that the trace left behind may itself require a gradient; nobody asks for those that nothing reached reads.
             used = any(user.name in self.reached for user in n.users)
-            return _detached(n.meta["val"]) if used else None
+            return at_hint(n.meta["val"], self.mode) if used else None
         value = super().run_node(n)
         if n.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
             value = value.detach()
@@ -75,12 +69,6 @@ class _GradInterpreter(fx.Interpreter):
         if n.op != "output" and _requires_grad(value):
             self.found.add(n.name)
         return value
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_detached(item) for item in value)
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _requires_grad(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What a stage hands on is safe to send and to keep: contiguous, in its own memory, not an input's.
 
-In: a stage graph and fake values of its inputs. Out: the graph returning each value once, copied where it must be.
+In: a stage graph with fake values. Out: the graph returning each value once, copied where it must be.
 
 Terms. A value is *loose* if sending or keeping it as it is would be wrong or wasteful: it shares memory with an input of
 the stage (a receive buffer is used again), is not contiguous, or is a small part of a larger tensor. Two outputs that are
@@ -10,59 +10,74 @@ views of the same memory are not copied; `aten._unsafe_view` tells autograd that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch._subclasses import FakeTensorMode
+
+from .plain_numbers import at_hint, plain_mode
 
 aten = torch.ops.aten
 
 
-def secure_outputs(graph_module: fx.GraphModule, fakes: Sequence[Any], fake_mode: Any) -> tuple[fx.GraphModule, tuple[int, ...]]:
+def secure_outputs(
+    graph_module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Copy of the graph whose outputs are distinct, contiguous and own their memory, and where each output is found.
 
-    `fakes` are values of the placeholders under `fake_mode`; ``meta["val"]`` of the result is computed from them. Element
-    i of the second result is the position, among the outputs of the new graph, of output i of the given one.
+    `fakes` are values of the placeholders as the stage will get them; the outputs' ``meta["val"]`` are in the given graph, and those of
+    the result are new ones under `fake_mode`. Element i of the second result is the position, among the outputs of the new graph, of
+    output i of the given one.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(graph_module.graph, copies)
     assert isinstance(results, (tuple, list)), "a stage graph returns a tuple"
     unique = list(dict.fromkeys(results))
-    graph.output(tuple(unique))
+    output = graph.output(tuple(unique))
     secured = fx.GraphModule(graph_module, graph)
-    # Without it some operators (constant_pad_nd) run as written in C++, which takes the batch size for a number.
-    with enable_python_dispatcher():
-        FakeTensorProp(secured, fake_mode).propagate_dont_convert_inputs(*fakes)
-    inputs = {_storage(node) for node in graph.find_nodes(op="placeholder") if _is_tensor(node)}
-    shared = Counter(_storage(node) for node in unique if _is_tensor(node))
-    (output,) = graph.find_nodes(op="output")
-    values = []
+    inputs, values = _at_one_batch_size(secured, fakes)
+    shared = Counter(map(_storage, values.values()))
+    secure = []
     for node in unique:
-        with graph.inserting_before(output):
-            values.append(_secure(graph, node, inputs, shared) if _is_tensor(node) else node)
-    output.args = (tuple(values),)
+        if node in values:
+            old = node.meta["val"]
+            with fake_mode, torch.no_grad():
+                node.meta["val"] = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            with graph.inserting_before(output):
+                secure.append(_secure(graph, node, values[node], inputs, shared))
+        else:
+            secure.append(node)
+    output.args = (tuple(secure),)
     secured.recompile()
     return secured, tuple(unique.index(node) for node in results)
 
 
-def _secure(graph: fx.Graph, node: fx.Node, inputs: set[int], shared: Counter[int]) -> fx.Node:
-    value = node.meta["val"]
-    contiguous = value.is_contiguous()
-    if _storage(node) in inputs or not contiguous or not owns_memory(value):
+def _at_one_batch_size(graph_module: fx.GraphModule, fakes: Sequence[Any]) -> tuple[set[int], Mapping[fx.Node, torch.Tensor]]:
+    """The storages of the inputs, and the tensors that the graph returns, with their layout in memory."""
+    mode = plain_mode()
+    inputs = [at_hint(value, mode) for value in fakes]
+    with mode, torch.no_grad():
+        results = fx.Interpreter(graph_module).run(*inputs)
+    (output,) = graph_module.graph.find_nodes(op="output")
+    values = {node: value for node, value in zip(output.args[0], results, strict=True) if isinstance(value, torch.Tensor)}
+    return {_storage(value) for value in inputs if isinstance(value, torch.Tensor)}, values
+
+
+def _secure(graph: fx.Graph, node: fx.Node, value: torch.Tensor, inputs: set[int], shared: Counter[int]) -> fx.Node:
+    owns_memory = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    if _storage(value) in inputs or not value.is_contiguous() or not owns_memory:
         new = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-        new.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
-    elif shared[_storage(node)] > 1:
+    elif shared[_storage(value)] > 1:
         # The sizes come from the value itself, which costs no kernel.
-        sizes = [size if isinstance(size, int) else _size_node(graph, node, dim) for dim, size in enumerate(value.shape)]
+        shape = node.meta["val"].shape
+        sizes = [size if isinstance(size, int) else _size_node(graph, node, dim) for dim, size in enumerate(shape)]
         new = graph.call_function(aten._unsafe_view.default, (node, sizes))
-        new.meta["val"] = value
     else:
         return node
-    new.meta.update({key: node.meta[key] for key in ("stack_trace", "module_path", "value_name") if key in node.meta})
+    new.meta.update({key: node.meta[key] for key in ("val", "stack_trace", "module_path", "value_name") if key in node.meta})
     return new
 
 
@@ -72,17 +87,5 @@ def _size_node(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
     return size
 
 
-def owns_memory(value: torch.Tensor) -> bool:
-    """Whether a contiguous tensor is the whole of its storage."""
-    total = value.untyped_storage().nbytes()
-    own = value.numel() * value.element_size()
-    expressions = [getattr(getattr(size, "node", None), "expr", size) for size in (total, own)]
-    return bool(expressions[0] == expressions[1])
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _storage(node: fx.Node) -> int:
-    return node.meta["val"].untyped_storage()._cdata
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata

@@ -8,6 +8,7 @@ Terms. The *hint* is the batch size that a trace takes where it has to decide so
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -83,10 +84,12 @@ def with_hint(stage: StageGraph, rows_symbol: sympy.Symbol, rows: int) -> tuple[
     symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     size = shape_env.create_symintnode(symbol, hint=hint, source=source)
 
+    @functools.cache
+    def function_of(expression: sympy.Expr) -> Any:
+        return sympy.lambdify([rows_symbol], expression, modules=[{}])(size)
+
     def renewed(number: Any) -> Any:
-        if not isinstance(number, torch.SymInt):
-            return number
-        return sympy.lambdify([rows_symbol], number.node.expr, modules=[{}])(size)
+        return function_of(number.node.expr) if isinstance(number, torch.SymInt) else number
 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -25,7 +25,7 @@ def test_frozen_start_and_integer_values_need_none() -> None:
     first_weight, first_bias, second_weight, second_bias = graph.parameters
     module = graph.graph_module
     output, index, mask = module.graph.output_node().args[0]
-    everything = values_needing_grad(module, graph.parameters, graph.fake_mode)
+    everything = values_needing_grad(module, graph.parameters)
     assert {output.name, *graph.parameters} <= everything
     assert index.name not in everything and mask.name not in everything and graph.batch[0] not in everything
     assert everything == values_reached_by_grad(module, graph.parameters)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from rannc_backend.passes.partition_backward import boxed, deliver, deliver_early
 from rannc_backend.passes.pipeline import count_ops
@@ -32,7 +33,9 @@ def _secured(*results: str) -> tuple[fx.GraphModule, tuple[int, ...]]:
     mode = FakeTensorMode()
     with mode:
         fake = torch.empty(4, 6)
-    return secure_outputs(_graph(*results), [fake], mode)
+    graph_module = _graph(*results)
+    FakeTensorProp(graph_module, mode).propagate_dont_convert_inputs(fake)
+    return secure_outputs(graph_module, [fake], mode)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
         buffer_updates=buffers,
         rows_symbol=symbol,
     )
-    needs_grad = values_needing_grad(split.rowwise, gradient, None)
+    needs_grad = values_needing_grad(split.rowwise, gradient)
     names = {item.name: item.fqn for item in inputs if item.fqn is not None}
     return SplitModel(split=split, inputs=tuple(inputs), needs_grad=needs_grad, parameter_names=names)
 
