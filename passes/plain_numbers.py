@@ -1,7 +1,7 @@
 """Fake values whose sizes are plain numbers: for questions whose answer does not depend on the batch size.
 
 In: values over a symbolic batch size. Out: the same at its hint, under a fake mode of their own. Operators on them take a third of the
-time that they take over symbols, and bind no symbol to anything.
+time that they take over symbols, and bind no symbol to anything. (Torch's own: fake modes and a symbol's hint, seen on 2.11.0 and 2.13.0.)
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from .plain_numbers import at_hint, plain_mode
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def secure_outputs(
-    graph_module: fx.GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode
+    graph_module: fx.GraphModule, fakes: Sequence[Any], fake_mode: AbstractContextManager[Any]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Copy of the graph whose outputs are distinct, contiguous and own their memory, and where each output is found.
 

@@ -23,7 +23,8 @@ from rannc_backend.torch_version import refuse_old_torch
 refuse_old_torch(torch.__version__)
 
 from rannc_backend import capture  # noqa: E402
-from rannc_backend.capture_again import trace_again  # noqa: E402
+from rannc_backend.capture_again import renew_guards  # noqa: E402
+from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
@@ -71,8 +72,11 @@ def rannc(
     except RanncError as error:
         return _raising(error)
     if moved:
-        trace_again(captured)
+        renew_guards(captured, graph_module, example_inputs)
     return _bind(session, runtime, captured)
+
+
+begin_symbolically(lambda backend: backend is rannc)
 
 
 def _resolution(options: Mapping[str, object] | None) -> Resolution:

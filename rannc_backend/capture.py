@@ -2,8 +2,8 @@
 
 In: the Dynamo `fx.GraphModule` and its example inputs. Out: a `CapturedGraph`.
 Terms: *rows* is the batch size, dimension 0 of every *batch* input; a *replicated* input is a tensor without rows that is no
-registered parameter or buffer. Dynamo's first graph of a frame has the batch size baked in: `capture_or_restart` then makes
-Dynamo trace the frame again with that size symbolic, and captures at the second call.
+registered parameter or buffer. Where Dynamo's first graph of a frame has the batch size baked in, `capture_or_restart` makes
+Dynamo trace the frame again with that size symbolic, and captures at the second call (capture_begin.py: mostly the first will do).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from rannc_backend.capture_batch import batch_candidates, find_batch_inputs, has_symbolic_batch
+from rannc_backend.capture_begin import begun_trace
 from rannc_backend.capture_breaks import is_partial, refuse_graph_break, refuse_resumed_frame
 from rannc_backend.capture_dynamo import (
     DynamoCall,
@@ -73,11 +74,12 @@ def capture_or_restart(
 ) -> CapturedGraph:
     """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
 
-    `begun`: what `symbolic_trace` gave before the call, if that was done; then the first trace may do.
+    `begun`: what `symbolic_trace` gave before the call, if that was done (None: `begin_symbolically` did). Then the first trace may do.
     Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) at the first call for each frame,
     GraphBreakError, and the errors of `capture`. Dynamo's settings are as before when this returns or raises anything else.
     """
     call = find_dynamo_call()
+    begun = begun or begun_trace()
     restart = previous_restart(call) or begun
     if restart is not None:
         restart.restore()
@@ -162,6 +164,9 @@ def _wanted_trace(
     # A graph that was broken did not show all inputs.
     known = set() if restart is None else {id(tensor) for tensor in restart.batch_tensors}
     if any(id(tensor) not in known for tensor in candidates) or (restart is None and partial):
+        return candidates, single
+    # Before a trace the model's own tensors may look like the user's.
+    if any(id(item.tensor) in known for item in tensors if item.kind != "user"):
         return candidates, single
     ones = batch_candidates(tensors, single=True)
     if ones and not single and not has_symbolic_batch(tensors, call):

@@ -1,15 +1,26 @@
-"""Asks Dynamo for one more trace of the frame, after the model's parameters have moved.
+"""Brings Dynamo's guards up to date, after the model's parameters have moved: without that the second step would compile again.
 
-In: nothing; called from the backend. Out: Dynamo's restart. Guards are made from the last trace: without this one they would describe
-parameters as they were before, and the second step would compile again.
+In: what Dynamo gave to the backend, called from there. Out: guards that expect the parameters' new strides; where more has changed
+(their device, say), Dynamo's restart, as guards are made from the last trace.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import fx
 
 from rannc_backend.capture import CapturedGraph
-from rannc_backend.capture_dynamo import find_dynamo_call, previous_restart, restart_trace
+from rannc_backend.capture_begin import begun_trace
+from rannc_backend.capture_dynamo import find_dynamo_call, guard_as_they_are, previous_restart, restart_trace
+
+
+def renew_guards(captured: CapturedGraph, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Let the compiled frame serve the model's parameters as they are now. Raises what `trace_again` raises where that takes a trace."""
+    positions = [item.position for item in captured.inputs if item.kind in ("parameter", "buffer")]
+    if not guard_as_they_are(find_dynamo_call(), graph_module, example_inputs, positions):
+        trace_again(captured)
 
 
 def trace_again(captured: CapturedGraph) -> NoReturn:
@@ -18,6 +29,6 @@ def trace_again(captured: CapturedGraph) -> NoReturn:
     If that gives the same graph, `capture_or_restart` returns ``captured`` without tracing to ATen again.
     """
     call = find_dynamo_call()
-    last = previous_restart(call)
+    last = previous_restart(call) or begun_trace()
     assert last is not None, "the first trace has no symbolic batch size yet"
     restart_trace(call, last.batch_tensors, hint=last.hint, finished=captured)

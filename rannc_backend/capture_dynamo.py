@@ -228,6 +228,27 @@ def serve_only(source: Any) -> None:
     install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
+def guard_as_they_are(
+    call: DynamoCall, graph_module: fx.GraphModule, example_inputs: Sequence[Any], positions: Iterable[int]
+) -> bool:
+    """Let the compiled frame expect the strides that the tensors at these positions have now, not those that they were traced with.
+
+    False, and nothing done, where more than strides has changed: that takes another trace.
+    """
+    known = call.output_graph.input_source_to_sizes_strides
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    renewed = []
+    for position in positions:
+        value, traced = example_inputs[position], placeholders[position].meta["example_value"]
+        source = source_of(placeholders[position])
+        if (value.shape, value.dtype, value.device) != (traced.shape, traced.dtype, traced.device) or source not in known:
+            return False
+        renewed.append((known[source], value.stride()))
+    for entry, strides in renewed:
+        entry["stride"] = strides
+    return True
+
+
 def is_argument(source: Any) -> bool:
     """Whether a source starts at an argument of the traced function (not at a closure or a global)."""
     root = source_chain(source)[0]

@@ -35,6 +35,7 @@ DISTRIBUTED_FILES = (
     "rannc_backend/checkpoint/tensor_storage.py",
 )
 PRIVATE_TORCH_FILES = (
+    "passes/plain_numbers.py",
     "rannc_backend/capture.py",
     "rannc_backend/compile_stages.py",
     "rannc_backend/runtime/torch_internals.py",

@@ -15,6 +15,7 @@ from torch import fx
 
 from rannc_backend import capture
 from rannc_backend.capture import CapturedGraph
+from rannc_backend.capture_begin import begin_symbolically
 
 aten = torch.ops.aten
 
@@ -113,14 +114,20 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def fresh_dynamo() -> Iterator[None]:
-    """No compiled code from before, none left behind; settings must come back as they were."""
+def fresh_dynamo(*, begins: bool = False) -> Iterator[None]:
+    """No compiled code from before, none left behind; settings must come back as they were.
+
+    `begins`: traces begin with a symbolic batch size, as they do for the backend itself; if not, each is asked for twice.
+    """
     torch._dynamo.reset()
     capture.skip_library_loggers()
     before = trace_settings()
     try:
+        end = begin_symbolically(lambda backend: isinstance(backend, Recorder)) if begins else None
         yield
     finally:
+        if end is not None:
+            end()
         torch._dynamo.reset()
     assert trace_settings() == before, "capture left Dynamo's settings changed"
 

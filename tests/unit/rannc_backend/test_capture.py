@@ -20,7 +20,7 @@ LENGTH = 6
 
 @pytest.fixture(autouse=True)
 def dynamo():
-    with fresh_dynamo():
+    with fresh_dynamo(begins=True):
         torch.manual_seed(0)
         yield
 

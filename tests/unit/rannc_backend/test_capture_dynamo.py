@@ -5,6 +5,7 @@ When a test of this file fails on another version, rannc_backend/capture_dynamo.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from rannc_backend import capture, capture_dynamo
-from rannc_backend.capture_again import trace_again
+from rannc_backend.capture_again import renew_guards, trace_again
 from rannc_backend.capture_inputs import dotted_path
 from rannc_backend.capture_trace import rows_hint
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, trace_settings
@@ -261,6 +262,41 @@ def test_trace_again(monkeypatch):
         assert num_traces == number, "the same graph is not traced to ATen again"
         captured += [graph.fingerprint for graph in recorder.graphs]
     assert len(captured) == 4 and len(set(captured)) == 1
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_guards_as_the_parameters_are(renewed):
+    """A parameter whose memory was given back has strides of 0."""
+
+    class Released(Recorder):
+        def __call__(self, graph_module, example_inputs):
+            result = super().__call__(graph_module, example_inputs)
+            with torch.no_grad():
+                model.weight.data = torch.zeros(()).expand(3, 3)
+            if renewed:
+                renew_guards(self.graphs[-1], graph_module, example_inputs)
+            return result
+
+    model, recorder = nn.Linear(3, 3), Released()
+    compiled = torch.compile(model, backend=recorder)
+    with contextlib.nullcontext() if renewed else pytest.raises(AssertionError, match="stride mismatch"):
+        for rows in (4, 7, 2):
+            assert torch.equal(compiled(torch.randn(rows, 3)), model.bias.expand(rows, 3))
+    assert recorder.num_calls == 1
+
+
+def test_another_device_takes_another_trace():
+    model, calls = nn.Linear(3, 3), []
+
+    def probe(call, graph_module, example_inputs):
+        before = {source: dict(entry) for source, entry in call.output_graph.input_source_to_sizes_strides.items()}
+        elsewhere = [value.to("meta") if value is model.weight else value for value in example_inputs]
+        calls.append(capture_dynamo.guard_as_they_are(call, graph_module, elsewhere, range(2)))
+        assert before == call.output_graph.input_source_to_sizes_strides, "nothing is done by halves"
+        calls.append(capture_dynamo.guard_as_they_are(call, graph_module, example_inputs, range(2)))
+
+    inspected(model, torch.randn(4, 3), probe=probe)
+    assert calls == [False, True]
 
 
 def test_rows_hint_divides_no_size():

@@ -12,11 +12,12 @@ from tests.unit.rannc_backend.capture_harness import Recorder, capture_call, fre
 LENGTH = 6
 
 
-@pytest.fixture(autouse=True)
-def dynamo():
-    with fresh_dynamo():
+@pytest.fixture(autouse=True, params=[True, False], ids=["begun", "again"])
+def begins(request):
+    """Whether the first trace has a symbolic batch size from its start, as for the backend, or a second one is asked for."""
+    with fresh_dynamo(begins=request.param):
         torch.manual_seed(0)
-        yield
+        yield request.param
 
 
 def test_changed_numbers_give_another_graph_not_a_symbol():

@@ -14,7 +14,7 @@ from tests.unit.rannc_backend.capture_models import MODELS, TOLERANCE, build
 
 @pytest.fixture(autouse=True)
 def dynamo():
-    with fresh_dynamo():
+    with fresh_dynamo(begins=True):
         yield
 
 
@@ -67,7 +67,7 @@ def test_one_graph_serves_every_batch_size(name):
         _, inputs = build(name, rows=rows, seed=rows)
         for mine, theirs in zip(tensors_of(compiled(**inputs)), tensors_of(reference(**inputs)), strict=True):
             assert relative_error(mine, theirs) <= TOLERANCE.get(name, 1e-12)
-    assert len(recorder.graphs) == 1 and recorder.num_calls == 2
+    assert len(recorder.graphs) == recorder.num_calls == 1
 
 
 @pytest.mark.parametrize("name", mostly(["mlp", "conv", "hf_gpt2", "hf_gpt2_mask", "rannc_basic"], ["conv", "hf_gpt2_mask"]))
@@ -84,7 +84,7 @@ def test_a_first_batch_of_one_gives_the_same_graph(name):
             for mine, theirs in zip(tensors_of(compiled(**inputs)), tensors_of(reference(**inputs)), strict=True):
                 assert relative_error(mine, theirs) <= TOLERANCE.get(name, 1e-12)
         fingerprints.add(recorder.graph.fingerprint)
-        assert recorder.num_calls == 2
+        assert recorder.num_calls == (2 if rows == 1 else 1)
         assert {item.kind for item in recorder.graph.inputs if item.name.startswith("x_")} == {"batch"}
     assert len(fingerprints) == 1
 

@@ -1,0 +1,105 @@
+"""Lets Dynamo's first trace of a frame be the one that counts: with the batch size symbolic from its start.
+
+In: the backend, known to Dynamo. Out: at the start of each compilation of a frame for that backend, the trace's settings are those of
+`capture_dynamo.symbolic_trace`; `begun_trace` gives them to the backend call. Without this, or where it finds less than the graph shows,
+the backend asks for a second trace, which takes as long as the first: nothing but time depends on it.
+
+What is private to torch here: where Dynamo's stack holds the frame's variables and the backend when it tells that a compilation starts
+(seen on torch 2.11.0 and 2.13.0; see tests/unit/rannc_backend/test_capture_begin.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._dynamo.callback as dynamo_callback
+from torch import nn
+from torch._guards import CompileContext
+from torch.utils import _pytree as pytree
+
+from rannc_backend.capture_dynamo import RestartReason, symbolic_trace
+from rannc_backend.capture_example import tensors_in
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "rannc_begun_trace"  # of the context of one compilation
+_FARTHEST = 20  # frames between Dynamo's `_compile` and what it calls
+
+
+def begin_symbolically(is_ours: Callable[[object], bool]) -> Callable[[], None]:
+    """From now on, in this process, begin traces for backends that `is_ours` knows with a symbolic batch size; gives what ends it."""
+
+    def begin(event: dynamo_callback.CallbackArgs) -> None:
+        if event.callback_trigger is not dynamo_callback.CallbackTrigger.DYNAMO:
+            return
+        try:
+            variables = _frame_variables(is_ours)
+            batches = [] if variables is None else _batches(variables)
+            if batches:
+                context = CompileContext.get()
+                reason = symbolic_trace(batches)
+                # The context lives as long as the compilation: settings go back however it ends.
+                reason.restore = weakref.finalize(context, reason.restore)
+                setattr(context, _ATTRIBUTE, reason)
+        except Exception:
+            # The backend asks for a second trace.
+            logger.debug("the first trace begins without a symbolic batch size", exc_info=True)
+
+    handler = dynamo_callback.callback_handler
+    handler.start_callbacks = _LastingCallbacks(begin, handler.start_callbacks)
+
+    def end() -> None:
+        handler.start_callbacks = [callback for callback in handler.start_callbacks if callback is not begin]
+
+    return end
+
+
+class _LastingCallbacks(list[Callable[[dynamo_callback.CallbackArgs], None]]):
+    """Callbacks of which one stays when `torch._dynamo.reset` clears them, as the backend does."""
+
+    def __init__(self, lasting: Callable[[dynamo_callback.CallbackArgs], None], others: Iterable[Any]) -> None:
+        super().__init__([*others, lasting])
+        self._lasting = lasting
+
+    def clear(self) -> None:
+        self[:] = [self._lasting]
+
+
+def begun_trace() -> RestartReason | None:
+    """To be asked in a backend call: what its frame's first trace ran under; None where nothing was begun."""
+    return getattr(CompileContext.try_get(), _ATTRIBUTE, None)
+
+
+def _frame_variables(is_ours: Callable[[object], bool]) -> Mapping[str, Any] | None:
+    """The variables of the user's frame that Dynamo is about to trace for a backend that `is_ours`; None if it is for another one."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FARTHEST):
+        if frame is None:
+            return None
+        found = frame.f_locals
+        if frame.f_code.co_name == "_compile" and "compiler_fn" in found:
+            variables = found.get("locals")
+            return variables if is_ours(_innermost(found["compiler_fn"])) and isinstance(variables, Mapping) else None
+        frame = frame.f_back
+    return None
+
+
+def _innermost(compiler: Any) -> object:
+    while True:
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None) or getattr(compiler, "compiler_fn", None)
+        if inner is None:
+            return compiler
+        compiler = inner
+
+
+def _batches(variables: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Tensors among the arguments that may be batches of more than one sample."""
+    leaves = pytree.tree_leaves(dict(variables))
+    own = {id(tensor) for module in leaves if isinstance(module, nn.Module) for tensor in (*module.parameters(), *module.buffers())}
+    return [tensor for tensor in tensors_in(leaves) if tensor.dim() > 0 and tensor.shape[0] != 1 and id(tensor) not in own]
