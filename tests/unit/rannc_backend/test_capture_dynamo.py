@@ -282,7 +282,7 @@ def test_guards_as_the_parameters_are(renewed):
     with contextlib.nullcontext() if renewed else pytest.raises(AssertionError, match="stride mismatch"):
         for rows in (4, 7, 2):
             assert torch.equal(compiled(torch.randn(rows, 3)), model.bias.expand(rows, 3))
-    assert recorder.num_calls == 1
+    assert len(recorder.graphs) == 1
 
 
 def test_another_device_takes_another_trace():
