@@ -155,17 +155,27 @@ class CellBounds:
         self.path_seconds = float(self.sums.rest("path", stages, 0, problem.num_devices))
         if not np.isfinite(self.path_seconds):
             return
+        # What costs little comes first: at the limit nothing more is asked of a cell.
+        self.lower_bound = self.path_seconds
+        if self.sums.kinds["step"].any():
+            self.lower_bound = max(self.lower_bound, float(self.sums.rest("step", stages, 0, problem.num_devices)))
+        if self.lower_bound >= limit:
+            return
         self.peaks.complete()
+        self._bound_by_peaks()
+        if self.lower_bound >= limit:
+            return
         highest = self._least_highest(self.peaks.below(limit, self.path_seconds))
         if highest is None:
             self.lower_bound = limit
             return
         self.peaks.highest = highest
-        excess, longest = self.peaks.after[:, stages, 0]
-        bounds = [float(self.peaks.bound(np.float64(self.path_seconds), excess, longest)), float(self.peaks.reach[stages, 0])]
-        if self.sums.kinds["step"].any():
-            bounds.append(float(self.sums.rest("step", stages, 0, problem.num_devices)))
-        self.lower_bound = max(bounds)
+        self._bound_by_peaks()
+
+    def _bound_by_peaks(self) -> None:
+        excess, longest = self.peaks.after[:, self.cell.num_stages, 0]
+        bound = float(self.peaks.bound(np.float64(self.path_seconds), excess, longest))
+        self.lower_bound = max(self.lower_bound, bound, float(self.peaks.reach[self.cell.num_stages, 0]))
 
     def _least_highest(self, most: float) -> float | None:
         """The least `Peaks.measure` of the worst stage of plans that have enough devices, a little less at most; None: above `most`."""
