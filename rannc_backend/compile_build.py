@@ -149,25 +149,18 @@ class StageBuilder:
         return functions
 
     def trace(self) -> TracedStage:
-        """The joint graph."""
+        """The joint graph; Inductor's simplified, once for all activation budgets at which it is split."""
         with self.fake_mode:
             fakes = self.signature.fakes(requires_grad=True)
         # Refuses a stage that fits one batch size only, before anything else meets its numbers in place of symbols.
         row_conditions(self.fake_mode, self.signature.rows_symbol)
         traced = trace_joint(self.graph_module, fakes, self.needs_grad, self.fake_mode, self._decompositions())
         row_conditions(self.fake_mode, self.signature.rows_symbol)
-        return traced
-
-    def _split(self, traced: TracedStage) -> SplitStage:
-        if self.inductor:
+        if self.inductor and traced.tangent_of:
             from rannc_backend.compile_inductor import simplify_joint
 
             simplify_joint(traced.joint, self.fake_mode)
-        return split_joint(
-            traced,
-            activation_budget=self.activation_budget,
-            long_lived=self.signature.long_lived,
-        )
+        return traced
 
     def kept_anyway(self, forward: fx.GraphModule) -> frozenset[str]:
         """Names of the placeholders of a joint or forward graph that live as long as the stage."""
@@ -203,7 +196,7 @@ class StageBuilder:
         positions = [index - 1 for index in traced.gradient_of]
         parameters = {i: p for i, p in enumerate(positions) if p in self.signature.trained}
         returned = {i: p for i, p in enumerate(positions) if i not in parameters}
-        split = self._split(traced)
+        split = split_joint(traced, activation_budget=self.activation_budget, long_lived=self.signature.long_lived)
         borrowed = frozenset(positions[i] for i in _make_safe(split.backward, list(returned)))
         return split, Gradients(parameters=parameters, returned=returned, borrowed=borrowed)
 
