@@ -52,23 +52,28 @@ def begin_symbolically(is_ours: Callable[[object], bool]) -> Callable[[], None]:
             logger.debug("the first trace begins without a symbolic batch size", exc_info=True)
 
     handler = dynamo_callback.callback_handler
-    handler.start_callbacks = _LastingCallbacks(begin, handler.start_callbacks)
+    if not isinstance(handler.start_callbacks, _LastingCallbacks):
+        handler.start_callbacks = _LastingCallbacks(handler.start_callbacks)
+    callbacks = handler.start_callbacks
+    callbacks.append(begin)
+    callbacks.lasting.append(begin)
 
     def end() -> None:
-        handler.start_callbacks = [callback for callback in handler.start_callbacks if callback is not begin]
+        callbacks.remove(begin)
+        callbacks.lasting.remove(begin)
 
     return end
 
 
 class _LastingCallbacks(list[Callable[[dynamo_callback.CallbackArgs], None]]):
-    """Callbacks of which one stays when `torch._dynamo.reset` clears them, as the backend does."""
+    """Callbacks of which ours stay when `torch._dynamo.reset` clears them: the backend stays too."""
 
-    def __init__(self, lasting: Callable[[dynamo_callback.CallbackArgs], None], others: Iterable[Any]) -> None:
-        super().__init__([*others, lasting])
-        self._lasting = lasting
+    def __init__(self, callbacks: Iterable[Callable[[dynamo_callback.CallbackArgs], None]]) -> None:
+        super().__init__(callbacks)
+        self.lasting: list[Callable[[dynamo_callback.CallbackArgs], None]] = []
 
     def clear(self) -> None:
-        self[:] = [self._lasting]
+        self[:] = self.lasting
 
 
 def begun_trace() -> RestartReason | None:
