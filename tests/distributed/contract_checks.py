@@ -72,6 +72,26 @@ def _agree(context: Context, model: nn.Module, alone: Alone, kind: str, *, scale
     context.compare_gradients(model, alone.gradients(), kind=kind, scale=scale)
 
 
+def one_trace(context: Context) -> None:
+    """Dynamo traces once for training and once for evaluation, though parameters have moved: not once more for either."""
+    model, compiled, alone = _start(context)
+    counts = torch._dynamo.utils.counters["stats"]
+    before = counts["unique_graphs"]
+    for number in range(3):
+        model.zero_grad()
+        _loss(context, compiled, context.batch(number)).backward()
+    context.findings.that(bool(released(model)), "no parameter has moved")
+    context.findings.that(counts["unique_graphs"] == before + 1, f"{counts['unique_graphs'] - before} traces for training")
+    model.eval()
+    with torch.no_grad():
+        for number in range(2):
+            _loss(context, compiled, context.batch(number))
+    context.findings.that(counts["unique_graphs"] == before + 2, f"{counts['unique_graphs'] - before} traces with evaluation")
+    alone.backward(context.batch(2))
+    model.train()
+    _agree(context, model, alone, "gradient")
+
+
 def gradients_scaled(context: Context) -> None:
     """Gradients of the first step are the expected ones times a number (gradients_reduce_method)."""
     model, compiled, alone = _start(context)
