@@ -24,7 +24,6 @@ from torch._guards import CompileContext
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture_dynamo import RestartReason, symbolic_trace
-from rannc_backend.capture_example import tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -107,4 +106,5 @@ def _batches(variables: Mapping[str, Any]) -> list[torch.Tensor]:
     """Tensors among the arguments that may be batches of more than one sample."""
     leaves = pytree.tree_leaves(dict(variables))
     own = {id(tensor) for module in leaves if isinstance(module, nn.Module) for tensor in (*module.parameters(), *module.buffers())}
-    return [tensor for tensor in tensors_in(leaves) if tensor.dim() > 0 and tensor.shape[0] != 1 and id(tensor) not in own]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
+    return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.shape[0] != 1]
