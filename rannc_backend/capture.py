@@ -70,17 +70,15 @@ def capture_or_restart(
     *,
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
-    begun: RestartReason | None = None,
 ) -> CapturedGraph:
     """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
 
-    `begun`: what `symbolic_trace` gave before the call, if that was done (None: `begin_symbolically` did). Then the first trace may do.
-    Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) at the first call for each frame,
-    GraphBreakError, and the errors of `capture`. Dynamo's settings are as before when this returns or raises anything else.
+    Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) where this trace was not begun by
+    `begin_symbolically` or shows more than could be known then; GraphBreakError, and the errors of `capture`. Dynamo's
+    settings are as before when this returns or raises anything else.
     """
     call = find_dynamo_call()
-    begun = begun or begun_trace()
-    restart = previous_restart(call) or begun
+    restart = previous_restart(call) or begun_trace()
     if restart is not None:
         restart.restore()
     refuse_resumed_frame(call)

@@ -36,8 +36,12 @@ class BatchInputs:
 
 def batch_candidates(inputs: Sequence[TensorInput], *, single: bool) -> tuple[torch.Tensor, ...]:
     """The user's tensors whose dimension 0 may be the batch size; `single`: if that is 1."""
-    tensors = [item.tensor for item in inputs if item.kind == "user" and item.tensor.dim() > 0]
-    return tuple(tensor for tensor in tensors if (tensor.shape[0] == 1) == single)
+    return tuple(item.tensor for item in inputs if item.kind == "user" and may_be_batch(item.tensor, single=single))
+
+
+def may_be_batch(tensor: torch.Tensor, *, single: bool) -> bool:
+    """Whether dimension 0 of this tensor may be the batch size; `single`: if that is 1."""
+    return tensor.dim() > 0 and (tensor.shape[0] == 1) == single
 
 
 def has_symbolic_batch(inputs: Sequence[TensorInput], call: DynamoCall) -> bool:

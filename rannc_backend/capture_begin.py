@@ -23,6 +23,7 @@ from torch import nn
 from torch._guards import CompileContext
 from torch.utils import _pytree as pytree
 
+from rannc_backend.capture_batch import may_be_batch
 from rannc_backend.capture_dynamo import RestartReason, symbolic_trace
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def begin_symbolically(is_ours: Callable[[object], bool]) -> Callable[[], None]:
             if batches:
                 context = CompileContext.get()
                 reason = symbolic_trace(batches)
-                # The context lives as long as the compilation: settings go back however it ends.
+                # The context lives as long as the compilation, also where its exception is kept: settings go back however it ends.
                 reason.restore = weakref.finalize(context, reason.restore)
                 setattr(context, _ATTRIBUTE, reason)
         except Exception:
@@ -107,4 +108,4 @@ def _batches(variables: Mapping[str, Any]) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(dict(variables))
     own = {id(tensor) for module in leaves if isinstance(module, nn.Module) for tensor in (*module.parameters(), *module.buffers())}
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
-    return [tensor for tensor in tensors if tensor.dim() > 0 and tensor.shape[0] != 1]
+    return [tensor for tensor in tensors if may_be_batch(tensor, single=False)]

@@ -15,9 +15,8 @@ from torch import fx, nn
 from torch._dynamo.exc import Unsupported
 
 from rannc_backend.capture import CapturedGraph, capture_or_restart, skip_library_loggers
+from rannc_backend.capture_begin import begin_symbolically
 from rannc_backend.capture_breaks import graph_break_error
-from rannc_backend.capture_dynamo import symbolic_trace
-from rannc_backend.capture_example import tensors_in
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 
 
@@ -39,29 +38,27 @@ def capture_model(
         Exception: what the model itself raises.
     """
 
-    # Dynamo's trace takes most of the time: with symbolic batch sizes from the start there is one, not two.
-    batches = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() > 0 and tensor.shape[0] != 1]
-    begun = symbolic_trace(batches)
-
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
         try:
-            captured = capture_or_restart(graph_module, example_inputs, device=device, begun=begun)
+            captured = capture_or_restart(graph_module, example_inputs, device=device)
         except RanncError as error:
             raise _CalledOff(error) from error
         raise _CalledOff(captured)
 
     skip_library_loggers()
+    # Dynamo's trace takes most of the time: with symbolic batch sizes from the start there is one, not two.
+    end = begin_symbolically(lambda other: other is backend)
     try:
         with torch.enable_grad():
             torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
-    except _CalledOff as end:
-        if isinstance(end.result, RanncError):
-            raise end.result from None
-        return end.result
+    except _CalledOff as called_off:
+        if isinstance(called_off.result, RanncError):
+            raise called_off.result from None
+        return called_off.result
     except Unsupported as error:
         raise graph_break_error(str(error), user_location("".join(traceback.format_list(list(error.real_stack))))) from None
     finally:
-        begun.restore()
+        end()
     raise UnsupportedModelError(
         f"{type(model).__name__} was called without computing anything that Dynamo captures",
         cure="pass at least one tensor with a batch dimension, and a model that is not compiled already.",

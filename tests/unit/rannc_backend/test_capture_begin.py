@@ -69,6 +69,20 @@ def test_a_function_around_the_model() -> None:
     assert num_traces(step, {"x": torch.randn(4, 3)}) == 1
 
 
+def test_settings_go_back_where_dynamo_gives_up_and_its_exception_is_kept() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    x = torch.randn(4, 3)
+    before = trace_settings()
+    recorder = Recorder()
+    with pytest.raises(torch._dynamo.exc.Unsupported) as kept:
+        torch.compile(breaks, backend=recorder, fullgraph=True)(x)
+    assert recorder.num_calls == 0 and kept.value.__traceback__ is not None
+    assert trace_settings() == before and not vars(x)
+
+
 def test_what_is_not_seen_before_the_trace_is_asked_for_again() -> None:
     assert num_traces(Model(), Hidden(torch.randn(4, 3))) == 2
     assert num_traces(Model(), torch.randn(1, 3)) == 2, "what stands for a batch of 1 is known only after a trace"
