@@ -70,6 +70,12 @@ class StageGraph:
     inputs: tuple[StageInput, ...]
     outputs: tuple[StageOutput, ...]
 
+    @property
+    def outputs_for_the_user_alone(self) -> frozenset[str]:
+        """Names of outputs with rows that no later stage uses: where the loss alone is differentiated, they get no gradient."""
+        boundary = {item.name for item in self.outputs if item.kind == "boundary"}
+        return frozenset(item.name for item in self.outputs if item.kind == "rows") - boundary
+
 
 class OutputOfRowwise(Protocol):
     """What `split_stages` reads of a description of one output of the row-wise graph."""

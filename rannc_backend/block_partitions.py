@@ -42,8 +42,9 @@ _EXTERN_OPERATORS = MATRIX_OPERATORS | ATTENTION_OPERATORS | ATTENTION_BACKWARD_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """A distinct block at one budget. `inner_bytes`: saved and known to the block alone; `saved_inputs`, `saved_outputs`: positions."""
+class GraphCosts:
+    """What the graphs of a block or stage cost at one budget. `inner_bytes`: saved, and neither input nor output; `saved_inputs`,
+    `saved_outputs`: positions; workspace: live bytes at each operator, less what is saved."""
 
     forward: tuple[OperatorCost, ...]
     backward: tuple[OperatorCost, ...]
@@ -67,7 +68,7 @@ class BlockPartitions:
     compiler: str
     rows: int
     budgets: tuple[float, ...] = BUDGETS
-    _parts: dict[str, dict[float, _Parts]] = field(init=False, default_factory=dict)
+    _parts: dict[str, dict[float, GraphCosts]] = field(init=False, default_factory=dict)
     _readers: dict[str, list[tuple[int, int]]] = field(init=False, default_factory=dict)  # value -> (block, position)
 
     def __post_init__(self) -> None:
@@ -146,7 +147,7 @@ class BlockPartitions:
                 return True
         return False
 
-    def _of_structure(self, block: Block) -> dict[float, _Parts]:
+    def _of_structure(self, block: Block) -> dict[float, GraphCosts]:
         if block.structure not in self._parts:
             try:
                 found = partitions_of(
@@ -158,7 +159,7 @@ class BlockPartitions:
                     budgets=self.budgets,
                     rows_hint=self.rows,
                 )
-                self._parts[block.structure] = {item.budget: _reduced(item, self.rows_symbol) for item in found}
+                self._parts[block.structure] = {item.budget: graph_costs(item, self.rows_symbol) for item in found}
             except UnsupportedModelError as error:
                 logger.info("block %d is priced by rules, as it cannot be traced alone: %s", block.index, error)
                 self._parts[block.structure] = {}
@@ -213,7 +214,7 @@ def block_stages(analysis: GraphAnalysis, graph: BlockGraph) -> tuple[StageGraph
 def needs_grad_in_training(analysis: GraphAnalysis) -> frozenset[str]:
     """Values through which gradients flow in a training step: where the loss alone is differentiated, outputs with rows get none."""
     split, needs_grad = analysis.split, analysis.needs_grad
-    if not (split.linear and any(item.kind == "partial" and item.name in needs_grad for item in split.outputs)):
+    if not trains_a_loss(analysis):
         return needs_grad
     (output,) = split.rowwise.graph.find_nodes(op="output")
     rows = {item.name for item in split.outputs if item.kind == "rows"}
@@ -221,8 +222,13 @@ def needs_grad_in_training(analysis: GraphAnalysis) -> frozenset[str]:
     return needs_grad - (rows & ends)
 
 
-def _reduced(stage: StagePartition, rows_symbol: sympy.Symbol) -> _Parts:
-    """What a partition costs, in terms of `rows_symbol`."""
+def trains_a_loss(analysis: GraphAnalysis) -> bool:
+    """Whether a training step differentiates a loss of the model's own, and that alone."""
+    return analysis.split.linear and any(item.kind == "partial" and item.name in analysis.needs_grad for item in analysis.split.outputs)
+
+
+def graph_costs(stage: StagePartition, rows_symbol: sympy.Symbol, *, holds_tangents: bool = False) -> GraphCosts:
+    """What a partition costs, in terms of `rows_symbol`. `holds_tangents`: the gradients of outputs stay until backward ends."""
     translate = {stage.rows_symbol: rows_symbol}
     fused = stage.gradients_at_end
     inputs = stage.forward.graph.find_nodes(op="placeholder")
@@ -252,9 +258,9 @@ def _reduced(stage: StagePartition, rows_symbol: sympy.Symbol) -> _Parts:
     )
     virtual = [_virtual(graph) if fused else frozenset() for graph in (stage.forward, stage.backward)]
     forward_workspace = [amount - made_saved for amount in _forward_live(stage, virtual[0])]
-    backward_workspace = [amount - all_saved for amount in _backward_live(stage, virtual[1])]
+    backward_workspace = [amount - all_saved for amount in _backward_live(stage, virtual[1], holds_tangents)]
     sizes = [sum(map(storage_bytes, storages(node).values()), sympy.Integer(0)) for node in outputs]
-    return _Parts(
+    return GraphCosts(
         forward=_costs(stage.forward, virtual[0], fused, translate),
         backward=_costs(stage.backward, virtual[1], fused, translate),
         inner_bytes=inner.xreplace(translate),
@@ -273,12 +279,13 @@ def _forward_live(stage: StagePartition, virtual: Collection[str]) -> Sequence[s
     return live_bytes(graph, ignored=ignored, virtual=virtual, rows_symbol=stage.rows_symbol)
 
 
-def _backward_live(stage: StagePartition, virtual: Collection[str]) -> Sequence[sympy.Expr]:
+def _backward_live(stage: StagePartition, virtual: Collection[str], holds_tangents: bool) -> Sequence[sympy.Expr]:
     if stage.backward is None:
         return ()
     graph = stage.backward.graph
     nowhere = {*virtual, *stage.written_in_place}
-    return live_bytes(graph, ignored=stage.kept_anyway, virtual=nowhere, rows_symbol=stage.rows_symbol)
+    tangents = [node.name for node in graph.find_nodes(op="placeholder")][-stage.num_tangents :] if holds_tangents else ()
+    return live_bytes(graph, ignored=stage.kept_anyway, held=tangents, virtual=nowhere, rows_symbol=stage.rows_symbol)
 
 
 def _virtual(graph_module: fx.GraphModule | None) -> frozenset[str]:

@@ -40,6 +40,7 @@ class StagePartition:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     num_outputs: int
+    num_tangents: int
     output_index: tuple[int, ...]
     kept_anyway: frozenset[str]
     written_in_place: frozenset[str]  # values of the backward graph that are computed in the memory of a gradient bucket
@@ -89,6 +90,7 @@ def _partition(builder: StageBuilder, traced: TracedStage) -> StagePartition:
         forward=forward,
         backward=backward,
         num_outputs=traced.num_outputs,
+        num_tangents=len(traced.tangent_of),
         output_index=builder.output_index,
         kept_anyway=builder.kept_anyway(forward),
         written_in_place=in_place,

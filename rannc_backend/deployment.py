@@ -343,12 +343,7 @@ class Deployer:
         assert self.stage_index is not None, "no stage here"
         graph = cut.graphs[self.stage_index]
         stored, stored_gradients = stored_names(cut.edges, graph.index, [slot.name for slot in graph.outputs])
-        needs_grad = analysis.needs_grad
-        if kind == "loss":
-            # Row outputs get no gradient in an eager backward, unless later stages use them too.
-            boundary = {slot.name for slot in graph.outputs if slot.kind == "boundary"}
-            rows = {slot.name for slot in graph.outputs if slot.kind == "rows"}
-            needs_grad = needs_grad - (rows - boundary)
+        needs_grad = analysis.needs_grad - (graph.outputs_for_the_user_alone if kind == "loss" else frozenset())
         compiler = "inductor" if self.config.stage_compiler == "auto" else self.config.stage_compiler
         with log_narrator(verbose=self.config.verbose).step("compile") as details:
             details += [f"stage {graph.index}", kind, compiler]

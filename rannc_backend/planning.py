@@ -26,6 +26,7 @@ from rannc_backend.partition.plan_checks import exact_schedules
 from rannc_backend.planning_file import PlannableModel
 from rannc_backend.planning_search import PlanningQuestion, plan_prepared
 from rannc_backend.profiling import LeadingProfiler
+from rannc_backend.traced_stages import TracedStages
 
 _META = torch.device("meta")
 
@@ -78,7 +79,13 @@ def analyze_model(
 
 def plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, *, profiler: LeadingProfiler | None = None) -> Plan:
     """Plan an analysed graph; see `plan_model` and `plan_prepared`."""
-    return plan_prepared(prepare(analysis, question), question, profiler=profiler)
+    model = prepare(analysis, question)
+    traced = None
+    if model.graph.blocks and not question.config.prices_by_rules:
+        traced = TracedStages(
+            analysis=analysis, graph=model.graph, compiler=stage_compiler(question.config), rows=_rows_of_replica(question)
+        )
+    return plan_prepared(model, question, profiler=profiler, whole_stages=traced)
 
 
 def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableModel:
@@ -99,9 +106,13 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
     with question.narrator.step("prices"):
         partitions: Partitions = NoPartitions(priced_budgets(config.fixed_recompute, BUDGETS[:1]))
         if graph.blocks and not config.prices_by_rules:
-            rows = max(1, question.batch_rows // question.cluster.num_devices)
             partitions = partition_blocks(
-                analysis, graph, compiler=stage_compiler(config), rows=rows, budget=config.fixed_recompute, progress=question.progress
+                analysis,
+                graph,
+                compiler=stage_compiler(config),
+                rows=_rows_of_replica(question),
+                budget=config.fixed_recompute,
+                progress=question.progress,
             )
         return PlannableModel.of(
             graph,
@@ -111,6 +122,11 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
             schedules=exact_schedules(analysis.split, analysis.needs_grad),
             config=config,
         )
+
+
+def _rows_of_replica(question: PlanningQuestion) -> int:
+    """About how many rows a replica computes: partitions weigh sizes with it."""
+    return max(1, question.batch_rows // question.cluster.num_devices)
 
 
 def trace_device(cluster: Cluster) -> torch.device:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.pricing import BlockPricer
+from rannc_backend.cost.pricing import BlockPricer, WholeStages
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
 from rannc_backend.partition.planner import plan_blocks
@@ -35,10 +35,16 @@ class PlanningQuestion:
     narrator: Narrator = field(default_factory=Narrator)
 
 
-def plan_prepared(model: PlannableModel, question: PlanningQuestion, *, profiler: LeadingProfiler | None = None) -> Plan:
+def plan_prepared(
+    model: PlannableModel,
+    question: PlanningQuestion,
+    *,
+    profiler: LeadingProfiler | None = None,
+    whole_stages: WholeStages | None = None,
+) -> Plan:
     """The plan of blocks that were made before, perhaps for other devices.
 
-    With a `profiler`, blocks may be measured; the other ranks must be ready for it.
+    With a `profiler`, blocks may be measured; the other ranks must be ready for it. `whole_stages`: see `plan_blocks`.
 
     Raises:
         BlocksFileError: the blocks were made under other options.
@@ -67,6 +73,7 @@ def plan_prepared(model: PlannableModel, question: PlanningQuestion, *, profiler
                 model_name=model.model_name,
                 pricer=pricer,
                 progress=question.progress,
+                whole_stages=whole_stages,
             )
             details.append(f"{plan.num_stages} stages")
         return plan

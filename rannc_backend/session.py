@@ -293,6 +293,7 @@ class Session:
             expected_rows=self.plan.batch_rows,
             model_tensors=tuple(named_tensors(root).values()),
             gradient_tensors=runtime.buckets.tensors,
+            message_tensors=runtime.message_tensors,
             deliver=self._report_measured,
         )
 

@@ -26,6 +26,7 @@ from rannc_backend.ir.size import Size
 
 Floats = NDArray[np.float64]
 
+ANALYTIC = "analytic"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
 """The activation budgets at which blocks are partitioned; 0.0 is priced for whole stages."""
 
@@ -83,6 +84,31 @@ class BlockPartition:
     workspace_bytes: tuple[Size, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Blocks [begin, end) as one stage at an activation budget above 0."""
+
+    begin: int
+    end: int
+    budget: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a stage keeps of one micro-batch, without what it receives, and what it needs beside that; the largest workspace counts."""
+
+    saved_bytes: Size
+    workspace_bytes: tuple[Size, ...]
+
+
+class WholeStages(Protocol):
+    """Where the memory of stages comes from that is known better than by their blocks."""
+
+    def memory(self, stages: Sequence[Interval]) -> list[StageMemory | None]:
+        """That of each stage of a plan; None where the sum over the blocks must do."""
+        ...
+
+
 class Partitions(Protocol):
     """Where partitions come from."""
 
@@ -117,7 +143,7 @@ class AnalyticPricer:
     device: Device
     partitions: Partitions = NoPartitions()
     holds_gradients: bool = False
-    source: str = "analytic"
+    source: str = ANALYTIC
     _known: dict[tuple[int, tuple[int, ...], float], BlockPrices] = field(init=False, default_factory=dict)
 
     @property

@@ -19,18 +19,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.expressions import evaluate
-from rannc_backend.cost.pricing import BlockPricer, BlockPrices
+from rannc_backend.cost.pricing import ANALYTIC, BlockPricer, BlockPrices, StageMemory
 from rannc_backend.cost.transfer import allreduce_terms
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.partition.search_problem import Floats, Ints, MicroBatchTables, WorkFloor
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
-_SMALL_THINGS = 0.005  # of weights, their states and saved values: scalars, counters, and what an allocator rounds up
+_SMALL_THINGS = 0.01  # of weights, their states and saved values: scalars, counters, and what an allocator rounds up (half of it was seen)
 NO_BUDGET = 0.0  # everything is recomputed but what the stage receives
 
 
@@ -91,6 +92,10 @@ class IntervalCosts:
         if self.only_budget is not None:
             return (self.only_budget,)
         return tuple(dict.fromkeys((*self.pricer.budgets, NO_BUDGET)))
+
+    def traced_budget(self, budget: float) -> float:
+        """The activation budget at which a stage's graph is made: one that recomputes everything runs its forward as if to keep all."""
+        return self.pricer.budgets[0] if budget == NO_BUDGET else budget
 
     def _priced_as(self, budget: float) -> float | None:
         """The pricer's budget that stands for `budget`; None where the stage recomputes everything."""
@@ -155,8 +160,11 @@ class IntervalCosts:
         return np.searchsorted(self._rows, rows)
 
     # ------------------------------------------------------------------ the parts of one stage
-    def prices(self, begin: int, end: int, budget: float, rows: Sequence[int]) -> BlockPrices:
-        """Prices of an interval at any numbers of rows of a replica; `saved_bytes` without what is received."""
+    def prices(self, begin: int, end: int, budget: float, rows: Sequence[int], traced: StageMemory | None = None) -> BlockPrices:
+        """Prices of an interval at any numbers of rows of a replica; `saved_bytes` without what is received.
+
+        `traced`: what the interval keeps and needs as one stage, in place of the sum over its blocks.
+        """
         first = self.pricer.budgets[0]
         whole = [self.pricer.prices(self._alike[block.index], rows, first) for block in self.graph.blocks[begin:end]]
         parts, priced_as = whole, self._priced_as(budget)
@@ -167,6 +175,11 @@ class IntervalCosts:
         saved = np.sum([part.saved_bytes for part in parts], axis=0)
         let_go = np.cumsum([part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0)
         workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
+        if traced is not None:
+            saved = evaluate([traced.saved_bytes], rows)[0]
+            needed = evaluate(traced.workspace_bytes, rows).max(axis=0, initial=0.0)
+            # What was measured may hold what no graph shows: memory of a library's own.
+            workspace = needed if self.pricer.source == ANALYTIC else np.maximum(needed, workspace)
         workspace = workspace + _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + saved)
         if priced_as is None:
             backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
@@ -184,13 +197,30 @@ class IntervalCosts:
         has_gradient = np.array([flow.needs_grad for flow in received], dtype=bool)
         return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
 
-    def memory(self, begin: int, end: int, budget: float, num_micro_batches: int, replicas: int) -> MemoryParts:
-        """What the tables' bytes are made of."""
+    def memory(
+        self,
+        begin: int,
+        end: int,
+        budget: float,
+        num_micro_batches: int,
+        replicas: int,
+        *,
+        num_in_flight: int = 0,
+        traced: StageMemory | None = None,
+    ) -> MemoryParts:
+        """What the tables' bytes are made of; no more than those say where it is known how many micro-batches are in flight.
+
+        `traced` as in `prices`.
+        """
         rows = [self.replica_rows(num_micro_batches, replicas)]
-        prices = self.prices(begin, end, budget, rows)
+        prices = self.prices(begin, end, budget, rows, traced)
         received, gradients = self.message_bytes(begin, end, rows)
-        sent = [flow.num_bytes for flow in self.graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
-        messages = 2 * evaluate(sent, rows).sum() + gradients[0] if self.cluster.num_devices > 1 else 0.0
+        sent = [flow for flow in self.graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
+        values = evaluate([flow.num_bytes for flow in sent], rows).sum()
+        awaited = evaluate([flow.num_bytes for flow in sent if flow.needs_grad], rows).sum()
+        # Where all micro-batches are in flight there is none to receive ahead.
+        ahead = received[0] if num_micro_batches > num_in_flight else 0.0
+        messages = self._message_memory(num_micro_batches, values, awaited, ahead, gradients[0])
         returned = num_micro_batches * evaluate([block.output_bytes for block in self.graph.blocks[begin:end]], rows).sum()
         place = (begin, end - begin - 1)
         trainable = self.trainable_bytes[place]
@@ -202,6 +232,15 @@ class IntervalCosts:
             buffers=float(messages + returned),
             workspace=float(prices.workspace_bytes[0]),
         )
+
+    def _message_memory(self, num_micro_batches: int, sent: Any, awaited: Any, ahead: Any, returned: Any) -> Any:
+        """Bytes of messages on their way: the end of a send is waited for when the next but one begins.
+
+        Receives are posted one micro-batch ahead: one of values (`ahead`), beside those in flight, and one of gradients (`awaited`).
+        """
+        if self.cluster.num_devices == 1:
+            return 0.0 * sent
+        return 2 * (sent + returned) + awaited + ahead if num_micro_batches > 1 else sent + returned
 
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
@@ -253,15 +292,16 @@ class IntervalCosts:
     def _place_flows(self) -> None:
         """Where in [begin, length] each flow begins (or ceases, with a minus) to count, for intervals of growing length."""
         flows = self.graph.flows
-        entries: dict[str, list[tuple[Ints, Ints, int, float]]] = {"received": [], "gradients": [], "sent": []}
+        entries: dict[str, list[tuple[Ints, Ints, int, float]]] = {"received": [], "gradients": [], "sent": [], "awaited": []}
         for index, flow in enumerate(flows):
             begins, ends = _first_at_or_after(flow.consumers, flow.producer + 1)
             entries["received"].append((begins, ends - begins, index, 1.0))
             if flow.needs_grad:
                 entries["gradients"].append((begins, ends - begins, index, 1.0))
             before = np.arange(flow.producer + 1)
-            entries["sent"].append((before, flow.producer - before, index, 1.0))
-            entries["sent"].append((before, flow.consumers[-1] - before, index, -1.0))
+            for kind in ("sent", "awaited") if flow.needs_grad else ("sent",):
+                entries[kind].append((before, flow.producer - before, index, 1.0))
+                entries[kind].append((before, flow.consumers[-1] - before, index, -1.0))
         self._flow_places = {}
         for kind, found in entries.items():
             counts = [len(entry[0]) for entry in found]
@@ -284,12 +324,12 @@ class IntervalCosts:
         counts = self.counts(num_micro_batches)
         rows = np.array([self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64)
         columns = np.searchsorted(self._rows, rows)
-        received, gradients = (self._sum_flows(kind, columns, max_length) for kind in ("received", "gradients"))
+        received, gradients, sent, awaited = (
+            self._sum_flows(kind, columns, max_length) for kind in ("received", "gradients", "sent", "awaited")
+        )
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
         fixed = held[:, :, None] + num_micro_batches * _over(self._returned[:, columns], ends)
-        if self.cluster.num_devices > 1:
-            # Messages on their way; received values themselves count per micro-batch in flight.
-            fixed += 2 * self._sum_flows("sent", columns, max_length) + gradients
+        fixed += self._message_memory(num_micro_batches, sent, awaited, received, gradients)
         whole = self._prices[self.pricer.budgets[0]]
         forward = _seconds(np.stack([price.forward_seconds[columns] for price in whole]), ends)
         # Filled in place: stacking parts of this size takes as long as computing them.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rannc_backend.cost.expressions import evaluate
+from rannc_backend.cost.pricing import Interval, StageMemory, WholeStages
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.ir.plan import BlockPlan, RowCost, StageCost, StagePlan
 from rannc_backend.partition.interval_costs import IntervalCosts
@@ -60,18 +61,24 @@ def priced(problem: SearchProblem, solution: Solution, *, schedule: ScheduleName
 
 
 def stage_plans(
-    graph: BlockGraph, costs: IntervalCosts, problem: SearchProblem, solution: Solution
+    graph: BlockGraph, costs: IntervalCosts, problem: SearchProblem, solution: Solution, whole_stages: WholeStages | None = None
 ) -> tuple[StagePlan, ...]:
-    """The stages of a solution."""
+    """The stages of a solution; their memory from `whole_stages`, where that knows it."""
     terms = solution_terms(problem, solution)
-    return tuple(_stage(graph, costs, solution, index, terms[index]) for index in range(solution.num_stages))
+    known: list[StageMemory | None] = [None] * solution.num_stages
+    if whole_stages is not None:
+        parts = zip(solution.bounds, solution.bounds[1:], solution.budgets, strict=False)
+        known = whole_stages.memory([Interval(begin=b, end=e, budget=costs.traced_budget(budget)) for b, e, budget in parts])
+    return tuple(_stage(graph, costs, solution, index, terms[index], known[index]) for index in range(solution.num_stages))
 
 
-def _stage(graph: BlockGraph, costs: IntervalCosts, solution: Solution, index: int, terms: StageTerms) -> StagePlan:
+def _stage(
+    graph: BlockGraph, costs: IntervalCosts, solution: Solution, index: int, terms: StageTerms, traced: StageMemory | None
+) -> StagePlan:
     begin, end = solution.bounds[index], solution.bounds[index + 1]
     number, replicas, budget = solution.num_micro_batches, solution.replicas[index], solution.budgets[index]
     flights = in_flight(solution.schedule, number, solution.num_stages - index)
-    memory = costs.memory(begin, end, budget, number, replicas)
+    memory = costs.memory(begin, end, budget, number, replicas, num_in_flight=flights, traced=traced)
     forward, backward, message, gradient, allreduce, buckets = (float(column[0]) for column in terms.columns())
     busy = number * (forward + backward)
     sizes = {
@@ -102,17 +109,19 @@ def _stage(graph: BlockGraph, costs: IntervalCosts, solution: Solution, index: i
         ranks=solution.ranks(index),
         recompute=budget,
         predicted=predicted,
-        at_rows=_at_rows(costs, begin, end, replicas, budget),
+        at_rows=_at_rows(costs, begin, end, replicas, budget, traced),
         bytes_per_row=(0.0, 0.0) if is_first else (float(received[0]) / rows, float(returned[0]) / rows),
         num_buckets=int(buckets),
     )
 
 
-def _at_rows(costs: IntervalCosts, begin: int, end: int, replicas: int, budget: float) -> tuple[RowCost, ...]:
+def _at_rows(
+    costs: IntervalCosts, begin: int, end: int, replicas: int, budget: float, traced: StageMemory | None
+) -> tuple[RowCost, ...]:
     """What one micro-batch costs at every number of rows that some number of micro-batches gives a replica."""
     usable = [number for number in costs.micro_batches if replicas <= costs.batch_rows // number]
     rows = sorted({costs.replica_rows(number, replicas) for number in usable or costs.micro_batches[:1]})
-    prices, (received, _) = costs.prices(begin, end, budget, rows), costs.message_bytes(begin, end, rows)
+    prices, (received, _) = costs.prices(begin, end, budget, rows, traced), costs.message_bytes(begin, end, rows)
     entries = []
     for place, count in enumerate(rows):
         if np.isfinite(prices.forward_seconds[place]) and np.isfinite(prices.backward_seconds[place]):

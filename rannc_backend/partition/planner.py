@@ -8,25 +8,29 @@ Neither torch nor sympy is imported from here on: blocks that were saved are pla
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer
+from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
+from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCost
+from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCost, StagePlan
 from rannc_backend.partition.equal_split import even_shares
 from rannc_backend.partition.explanations import alternatives, binding, what_if
 from rannc_backend.partition.plan_parts import block_plans, describe_stage, longest_compute, priced, stage_plans
-from rannc_backend.partition.plan_request import PlanRequest
+from rannc_backend.partition.plan_request import PlanRequest, size_text
 from rannc_backend.partition.search_problem import Pricer, SearchProblem, Solution
-from rannc_backend.partition.stage_search import TOLERANCE, StageSearch
+from rannc_backend.partition.stage_search import TOLERANCE, SearchResult, StageSearch
 from rannc_backend.progress import Progress
 from rannc_backend.schedule.orders import ScheduleName
 
 logger = logging.getLogger(__name__)
 
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
+_MOST_SEARCHES = 4  # with less and less memory, where whole stages need more than their blocks say
+_ROUNDED_UP = 1 + 1e-6
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
@@ -42,6 +46,7 @@ def plan_blocks(
     stage_replicas: tuple[int, ...] | None = None,
     pricer: BlockPricer | None = None,
     progress: Progress | None = None,
+    whole_stages: WholeStages | None = None,
 ) -> Plan:
     """The fastest plan of the blocks on all devices of `cluster`, for batches of about `batch_rows` rows.
 
@@ -50,6 +55,8 @@ def plan_blocks(
         stage_replicas: fixes stages and replicas, as the option of that name does.
         pricer: what blocks cost; None: a roofline on the cluster's device.
         progress: told of the search; asked whether to end it.
+        whole_stages: knows the memory of the chosen stages better than their blocks do. Where they need more than there is, the search
+            is repeated with that much less.
 
     Raises `InfeasiblePlanError` with the smallest memory or number of devices that would do.
     """
@@ -57,20 +64,13 @@ def plan_blocks(
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, fingerprint, model_name)
-    costs = request.costs()
-    problem = request.problem(costs)
-    found = StageSearch(replace(problem, cluster=request.searched_cluster()), progress=progress)
-    result = found.run()
-    if result.solution is None:
-        raise request.infeasible()
-    equal = None if found.equal is None else priced(problem, found.equal)
-    chosen = _settle(problem, result.solution, equal)
+    choice = _choose(request, progress, whole_stages)
+    chosen, equal = choice.solution, choice.equal
     _warn_of_idle_ranks(request, chosen)
-    stages = stage_plans(graph, costs, problem, chosen)
     others, changes = (), ()
     if progress is None or not progress.cancelled():
-        changes = what_if(request, problem, chosen)
-        others = alternatives(request, found, problem, chosen, equal)
+        changes = what_if(request, choice.problem, chosen)
+        others = alternatives(request, choice.search, choice.problem, chosen, equal)
     return Plan(
         schema_version=SCHEMA_VERSION,
         fingerprint=fingerprint,
@@ -82,14 +82,54 @@ def plan_blocks(
         schedule=chosen.schedule,
         memory_limit_bytes=int(request.memory_bytes),
         blocks=block_plans(graph, batch_rows),
-        stages=stages,
+        stages=choice.stages,
         predicted_step_seconds=chosen.step_seconds,
         equal_split_seconds=None if equal is None else equal.step_seconds,
-        proven_gap=result.proven_gap,
+        proven_gap=choice.result.proven_gap,
         costs_from=pricer.source,
-        binding=binding(chosen, stages, changes, ended=result.ended),
+        binding=binding(chosen, choice.stages, changes, ended=choice.result.ended),
         alternatives=others,
         what_if=changes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What to do, and the search that found it. `equal`: the best equal split, if one fits."""
+
+    problem: SearchProblem
+    search: StageSearch
+    result: SearchResult
+    equal: Solution | None
+    solution: Solution
+    stages: tuple[StagePlan, ...]
+
+
+def _choose(request: PlanRequest, progress: Progress | None, whole_stages: WholeStages | None) -> _Choice:
+    """The fastest plan whose stages fit, also as whole stages. Raises `InfeasiblePlanError`."""
+    costs = request.costs()
+    problem = request.problem(costs)
+    least = math.inf
+    for _ in range(_MOST_SEARCHES):
+        search = StageSearch(replace(problem, cluster=request.searched_cluster()), progress=progress)
+        result = search.run()
+        if result.solution is None:
+            break
+        equal = None if search.equal is None else priced(problem, search.equal)
+        solution = _settle(problem, result.solution, equal)
+        stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
+        needed = max(stage.predicted.peak_bytes for stage in stages)
+        ended = progress is not None and progress.cancelled()
+        if whole_stages is None or needed <= request.memory_bytes * _ROUNDED_UP or ended:
+            return _Choice(problem=problem, search=search, result=result, equal=equal, solution=solution, stages=stages)
+        logger.info("a stage needs %s as a whole, and plans may use %s", size_text(needed), size_text(request.memory_bytes))
+        least = min(least, needed)
+        problem = replace(problem, memory_bytes=problem.memory_bytes * request.memory_bytes / needed)
+    if math.isinf(least):
+        raise request.infeasible()
+    raise InfeasiblePlanError(
+        f"the fullest stage of the plans that were found needs {size_text(least)}, and plans may use {size_text(request.memory_bytes)}",
+        smallest_bytes=least / (1 - request.memory_margin),
     )
 
 

@@ -112,6 +112,10 @@ class GraphRuntime:
     _deferred: bool = False
     _digests: Digests = field(default_factory=Digests)
 
+    def message_tensors(self) -> list[torch.Tensor]:
+        """Buffers of messages that stay from step to step."""
+        return [tensor for executor in self._executors.values() for tensor in executor.send_buffers.tensors]
+
     @without_autocast
     def begin(self, user_tensors: Sequence[torch.Tensor], *, training: bool) -> StepState:
         """Agree with the other ranks on this step's rows and random seed; nothing is computed yet.

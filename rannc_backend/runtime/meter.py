@@ -121,6 +121,7 @@ class StepMeter:
         expected_rows: rows of the steps that are worth most: those that the plan was made for.
         model_tensors: parameters and buffers of the model, whatever of them this rank has.
         gradient_tensors: gives the buffers of gradients.
+        message_tensors: gives the buffers of messages that stay from step to step.
         deliver: called once on every rank with the records of all ranks, by rank.
     """
 
@@ -130,11 +131,13 @@ class StepMeter:
     expected_rows: int
     model_tensors: Sequence[torch.Tensor]
     gradient_tensors: Callable[[], Iterable[torch.Tensor]]
+    message_tensors: Callable[[], Iterable[torch.Tensor]]
     deliver: Callable[[list[dict[str, Any]]], None]
     _clock: HostClock | DeviceClock = field(init=False)
     _num_begun: int = 0
     _records: list[StepRecord] = field(default_factory=list)
     _memory: StepRecord | None = None
+    _message_bytes: int = 0  # when the memory step began
     _told: bool = False
     _optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     _hook: Any = None
@@ -166,7 +169,7 @@ class StepMeter:
         record = StepRecord(num_rows=num_rows, num_micro_batches=num_micro_batches, mark=self._clock.mark)
         if place <= self._memory_steps:
             record.tracker = AllocationTracker([*self.model_tensors, *self.gradient_tensors(), *inputs])
-            self._memory = record
+            self._memory, self._message_bytes = record, unique_bytes(self.message_tensors())
         else:
             if place == 1:
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -188,7 +191,7 @@ class StepMeter:
         # Marks, weak references and the model's tensors have served.
         self._records.clear()
         self._memory = None
-        self.model_tensors, self.gradient_tensors = (), tuple
+        self.model_tensors, self.gradient_tensors, self.message_tensors = (), tuple, tuple
         return result
 
     def _comparable(self) -> list[StepRecord]:
@@ -238,8 +241,9 @@ class StepMeter:
             "weight_bytes": weights,
             "gradient_bytes": gradients,
             "optimizer_bytes": optimizer,
+            "message_bytes": self._message_bytes,
             "step_bytes": followed,
-            "peak_bytes": weights + gradients + optimizer + followed,
+            "peak_bytes": weights + gradients + optimizer + self._message_bytes + followed,
         }
 
     def _is_ours(self, parameter: torch.Tensor) -> bool:

@@ -69,6 +69,11 @@ class SendBuffers:
             counts[channel] = counts.get(channel, 0) + 1
         return counts
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All buffers, lent or free: they stay from step to step."""
+        return [*self._lent.values(), *(buffer for buffers in self._free.values() for buffer in buffers)]
+
     def _lend(self, key: _Key, num_bytes: int) -> torch.Tensor:
         assert key not in self._lent, f"the message of {key[0]}, micro-batch {key[1]} to rank {key[2]} is on its way already"
         free = self._free.setdefault(key[0], [])

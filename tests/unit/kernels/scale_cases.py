@@ -22,15 +22,17 @@ SCALES = (1.0, 0.5, 3.0, float("inf"))
 def problems() -> list[str]:
     """What differs from the reference, or touches what lies behind the buffer."""
     found = []
+    generator = torch.Generator().manual_seed(0)
     for dtype, size, scale in itertools.product(DTYPES, SIZES, SCALES):
         memory = torch.full((size + 64,), 7.0, dtype=dtype)
-        memory[:size] = torch.randn(size, dtype=torch.float64).to(dtype)
+        memory[:size] = torch.randn(size, dtype=torch.float64, generator=generator).to(dtype)
+        memory[size // 2] = 0.0  # times infinity: not a number
         expected = memory.clone()
         number = torch.tensor(scale, dtype=torch.float64)
         scale_reference(expected[:size], number)
         grid = (min(-(-size // BLOCK), 3),)
         _scale_kernel[grid](memory, number, size, wide=dtype == torch.float64, block=BLOCK)
-        if not torch.equal(memory, expected):
+        if not ((memory == expected) | (memory.isnan() & expected.isnan())).all():
             found.append(f"{dtype} {size} times {scale}")
     return found
 

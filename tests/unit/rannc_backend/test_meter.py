@@ -30,6 +30,7 @@ def meter_of(num_steps: int = 2, expected_rows: int = 8, **members: Any) -> tupl
         expected_rows=expected_rows,
         model_tensors=members.get("model_tensors", ()),
         gradient_tensors=members.get("gradient_tensors", lambda: ()),
+        message_tensors=members.get("message_tensors", lambda: ()),
         deliver=told.append,
     )
     return meter, told

@@ -26,7 +26,7 @@ from rannc_backend.profiling import Job, LeadingProfiler, combined, is_out_of_me
 from rannc_backend.progress import SilentProgress
 from rannc_backend.runtime.control import SingleControl
 from rannc_backend.runtime.world import World
-from tests.unit.rannc_backend.test_block_partitions import CLUSTER, CPU, analysed
+from tests.unit.rannc_backend.block_peaks import CLUSTER, CPU, analysed
 
 CONFIG = Config(costs="measured", stage_compiler="eager", profiling_iter=2, max_pipeline=4)
 

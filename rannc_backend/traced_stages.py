@@ -1,0 +1,83 @@
+"""What chosen stages keep and need, from their own graphs: more exact than the sum over their blocks, which know less.
+
+In: an analysed graph, its blocks, runs of blocks. Out: `StageMemory` of each (cost/pricing.py). Nothing is computed.
+
+Why it differs: where a cut lies inside of a layer, the block behind it saves its inputs, and a stage that holds both sides computes some of
+them again from what it saves anyway. A trace takes about as long as capture did for the same operators, so it is made of the few stages
+of a plan, not of all runs of blocks that the search looks at, and of small models only: in large ones a block is a layer or several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import sympy
+
+from rannc_backend.analysis import GraphAnalysis
+from rannc_backend.block_partitions import graph_costs, trains_a_loss
+from rannc_backend.compile_partitions import partitions_of
+from rannc_backend.cost.pricing import Interval, StageMemory
+from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.profiling import interval_stage
+
+logger = logging.getLogger(__name__)
+
+MOST_NODES = 400
+"""Operators of all distinct stages up to which they are traced."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TracedStages:
+    """See `WholeStages`. `rows`: about how many rows a replica will compute. Equal stages are traced once."""
+
+    analysis: GraphAnalysis
+    graph: BlockGraph
+    compiler: str
+    rows: int
+    _known: dict[object, StageMemory | None] = field(init=False, default_factory=dict)
+
+    def memory(self, stages: Sequence[Interval]) -> list[StageMemory | None]:
+        """See `WholeStages`."""
+        keys = [self._key(stage) for stage in stages]
+        distinct = dict(zip(keys, stages, strict=True))
+        num_nodes = sum(len(block.nodes) for stage in distinct.values() for block in self.graph.blocks[stage.begin : stage.end])
+        if num_nodes > MOST_NODES:
+            return [None] * len(stages)
+        for key, stage in distinct.items():
+            if key not in self._known:
+                self._known[key] = self._trace(stage)
+        return [self._known[key] for key in keys]
+
+    def _key(self, stage: Interval) -> object:
+        """Equal for stages of equal blocks between equal neighbours, which decide what a stage hands on."""
+        names = ["", *(block.structure for block in self.graph.blocks), ""]
+        return stage.budget, tuple(names[stage.begin : stage.end + 2])
+
+    def _trace(self, stage: Interval) -> StageMemory | None:
+        analysis = self.analysis
+        graph = interval_stage(analysis, [block.nodes for block in self.graph.blocks], stage.begin, stage.end)
+        unused = graph.outputs_for_the_user_alone if trains_a_loss(analysis) else frozenset()
+        try:
+            (partition,) = partitions_of(
+                graph,
+                needs_grad=analysis.needs_grad - unused,
+                requires_grad_parameters=analysis.trained_parameters,
+                rows_symbol=analysis.captured.rows_symbol,
+                compiler=self.compiler,
+                budgets=(stage.budget,),
+                rows_hint=max(2, self.rows),
+            )
+        except UnsupportedModelError as error:
+            logger.info("blocks %d to %d cannot be traced as one stage: %s", stage.begin, stage.end - 1, error)
+            return None
+        # The executor holds the message that brought the gradients of outputs.
+        costs = graph_costs(partition, analysis.captured.rows_symbol, holds_tangents=True)
+        # What is saved of the inputs was received, and is counted with the message.
+        kept = sum((costs.output_bytes[place] for place in costs.saved_outputs), sympy.Integer(0))
+        return StageMemory(
+            saved_bytes=sympy.expand(costs.inner_bytes + kept),
+            workspace_bytes=(*costs.forward_workspace, *costs.backward_workspace),
+        )

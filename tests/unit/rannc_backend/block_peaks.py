@@ -1,0 +1,100 @@
+"""Analysed models in blocks, and the memory that stages of them really take."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from rannc_backend.analysis import GraphAnalysis
+from rannc_backend.block_partitions import trains_a_loss
+from rannc_backend.compile_stages import compile_stage
+from rannc_backend.config import Config
+from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.partition.blocks import block_graph
+from rannc_backend.planning import analyze_model
+from rannc_backend.profiling import example_inputs, interval_stage
+from rannc_backend.runtime.allocations import AllocationTracker
+from tests.unit.rannc_backend.made_up_clusters import local_cpu
+from tests.unit.rannc_backend.planning_graphs import gpt2
+
+CPU = torch.device("cpu")
+CLUSTER = local_cpu(2)
+
+
+class Chain(nn.Module):
+    """Equal layers, loss outside."""
+
+    def __init__(self, num_layers: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x
+
+
+class Filters(nn.Module):
+    """Convolutions with batch statistics and residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            y = norm(convolution(x))
+            x = torch.relu(y + x if index else y)
+        return x.mean((2, 3))
+
+
+@functools.lru_cache
+def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        module, batch = gpt2(num_layers=2)
+        args, kwargs = (), batch
+    else:
+        module = {"chain": Chain, "filters": Filters}[name]()
+        args, kwargs = (torch.randn(4, 32) if name == "chain" else torch.randn(4, 3, 8, 8),), {}
+    analysis = analyze_model(module, args, kwargs, cluster=CLUSTER)
+    graph = block_graph(
+        analysis.split,
+        analysis.captured.inputs,
+        analysis.needs_grad,
+        Config(),
+        cluster=CLUSTER,
+        batch_rows=16,
+        rows_symbol=analysis.captured.rows_symbol,
+    )
+    return analysis, graph
+
+
+def measured_peak(name: str, begin: int, end: int, rows: int, budget: float) -> int:
+    """Bytes beside inputs and parameters of one forward and backward of blocks [begin, end) as a stage."""
+    analysis, graph = analysed(name)
+    stage_graph = interval_stage(analysis, [block.nodes for block in graph.blocks], begin, end)
+    stage = compile_stage(
+        stage_graph,
+        needs_grad=analysis.needs_grad - (stage_graph.outputs_for_the_user_alone if trains_a_loss(analysis) else frozenset()),
+        requires_grad_parameters=analysis.trained_parameters,
+        fake_mode=analysis.captured.fake_mode,
+        rows_symbol=analysis.captured.rows_symbol,
+        compiler="eager",
+        activation_budget=budget,
+        training=True,
+    )
+    args = example_inputs(stage_graph, analysis, rows, CPU)
+    sink = stage.scratch_gradients()
+    tracker = AllocationTracker(args)
+    with tracker.following():
+        outputs, saved = stage.forward(args)
+        grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
+        del outputs
+        kept = list(saved)
+        del saved
+        stage.backward(kept, grads, sink)
+    return tracker.peak_bytes
