@@ -101,6 +101,11 @@ class Config(BaseModel):
     profile_by_acc: bool = Field(
         True, description="True: a stage costs the sum of its blocks; False: the plan's stages are measured whole and planned again."
     )
+    stage_memory: Literal["auto", "blocks", "traced"] = Field(
+        "auto",
+        description="Memory of a plan's stages: the sum over their blocks, or traced as a whole, which takes about as long as capture and "
+        "is all but exact; auto: traced where a stage of a small model comes near to the limit.",
+    )
     profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
     cluster: str = Field(
         "local",

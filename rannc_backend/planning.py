@@ -6,6 +6,7 @@ same functions as the command line, so that a plan made without ranks is the pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from rannc_backend.partition.plan_checks import exact_schedules
 from rannc_backend.planning_file import PlannableModel
 from rannc_backend.planning_search import PlanningQuestion, plan_prepared
 from rannc_backend.profiling import LeadingProfiler
-from rannc_backend.traced_stages import TracedStages
+from rannc_backend.traced_stages import MOST_NODES, TracedStages
 
 _META = torch.device("meta")
 
@@ -81,9 +82,14 @@ def plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, *, profil
     """Plan an analysed graph; see `plan_model` and `plan_prepared`."""
     model = prepare(analysis, question)
     traced = None
-    if model.graph.blocks and not question.config.prices_by_rules:
+    config = question.config
+    if model.graph.blocks and config.stage_memory != "blocks" and not config.prices_by_rules:
         traced = TracedStages(
-            analysis=analysis, graph=model.graph, compiler=stage_compiler(question.config), rows=_rows_of_replica(question)
+            analysis=analysis,
+            graph=model.graph,
+            compiler=stage_compiler(config),
+            rows=_rows_of_replica(question),
+            most_nodes=math.inf if config.stage_memory == "traced" else MOST_NODES,
         )
     return plan_prepared(model, question, profiler=profiler, whole_stages=traced)
 

@@ -4,7 +4,8 @@ In: an analysed graph, its blocks, runs of blocks. Out: `StageMemory` of each (c
 
 Why it differs: where a cut lies inside of a layer, the block behind it saves its inputs, and a stage that holds both sides computes some of
 them again from what it saves anyway. A trace takes about as long as capture did for the same operators, so it is made of the few stages
-of a plan, not of all runs of blocks that the search looks at, and of small models only: in large ones a block is a layer or several.
+of a plan, not of all runs of blocks that the search looks at, and only where it matters: where a stage comes near to the limit of the
+memory, in small models, since in large ones a block is a layer or several; or where the option stage_memory asks for it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ from rannc_backend.profiling import interval_stage
 logger = logging.getLogger(__name__)
 
 MOST_NODES = 400
-"""Operators of all distinct stages up to which they are traced."""
+"""Operators of all distinct stages up to which they are traced where nobody asks for it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TracedStages:
-    """See `WholeStages`. `rows`: about how many rows a replica will compute. Equal stages are traced once."""
+    """See `WholeStages`. Equal stages are traced once.
+
+    `rows`: about how many rows a replica will compute. `most_nodes`: no stage is traced where all distinct ones have more operators.
+    """
 
     analysis: GraphAnalysis
     graph: BlockGraph
     compiler: str
     rows: int
+    most_nodes: float = MOST_NODES
     _known: dict[object, StageMemory | None] = field(init=False, default_factory=dict)
 
     def memory(self, stages: Sequence[Interval]) -> list[StageMemory | None]:
@@ -44,7 +49,7 @@ class TracedStages:
         keys = [self._key(stage) for stage in stages]
         distinct = dict(zip(keys, stages, strict=True))
         num_nodes = sum(len(block.nodes) for stage in distinct.values() for block in self.graph.blocks[stage.begin : stage.end])
-        if num_nodes > MOST_NODES:
+        if num_nodes > self.most_nodes:
             return [None] * len(stages)
         for key, stage in distinct.items():
             if key not in self._known:

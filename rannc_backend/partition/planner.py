@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rannc_backend.config import Config
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 _MOST_SEARCHES = 4  # with less and less memory, where whole stages need more than their blocks say
 _ROUNDED_UP = 1 + 1e-6
+_NEAR = 0.5  # of the limit
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
@@ -64,7 +66,7 @@ def plan_blocks(
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, fingerprint, model_name)
-    choice = _choose(request, progress, whole_stages)
+    choice = _choose(request, progress, whole_stages, always=config.stage_memory == "traced")
     chosen, equal = choice.solution, choice.equal
     _warn_of_idle_ranks(request, chosen)
     others, changes = (), ()
@@ -105,8 +107,11 @@ class _Choice:
     stages: tuple[StagePlan, ...]
 
 
-def _choose(request: PlanRequest, progress: Progress | None, whole_stages: WholeStages | None) -> _Choice:
-    """The fastest plan whose stages fit, also as whole stages. Raises `InfeasiblePlanError`."""
+def _choose(request: PlanRequest, progress: Progress | None, whole_stages: WholeStages | None, *, always: bool) -> _Choice:
+    """The fastest plan whose stages fit, also as whole stages, which are looked at `always` or where they come near to the limit.
+
+    Raises `InfeasiblePlanError`.
+    """
     costs = request.costs()
     problem = request.problem(costs)
     least = math.inf
@@ -117,9 +122,11 @@ def _choose(request: PlanRequest, progress: Progress | None, whole_stages: Whole
             break
         equal = None if search.equal is None else priced(problem, search.equal)
         solution = _settle(problem, result.solution, equal)
-        stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
-        needed = max(stage.predicted.peak_bytes for stage in stages)
+        stages = stage_plans(request.graph, costs, problem, solution)
         ended = progress is not None and progress.cancelled()
+        if whole_stages is not None and not ended and (always or _fullest(stages) > _NEAR * request.memory_bytes):
+            stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
+        needed = _fullest(stages)
         if whole_stages is None or needed <= request.memory_bytes * _ROUNDED_UP or ended:
             return _Choice(problem=problem, search=search, result=result, equal=equal, solution=solution, stages=stages)
         logger.info("a stage needs %s as a whole, and plans may use %s", size_text(needed), size_text(request.memory_bytes))
@@ -131,6 +138,10 @@ def _choose(request: PlanRequest, progress: Progress | None, whole_stages: Whole
         f"the fullest stage of the plans that were found needs {size_text(least)}, and plans may use {size_text(request.memory_bytes)}",
         smallest_bytes=least / (1 - request.memory_margin),
     )
+
+
+def _fullest(stages: Sequence[StagePlan]) -> int:
+    return max(stage.predicted.peak_bytes for stage in stages)
 
 
 def _settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> Solution:

@@ -195,7 +195,7 @@ def work(flags: argparse.Namespace) -> None:
         model, batch = MODELS[name](flags.rows)
         options = {
             "stage_compiler": flags.compiler, "outputs": "loss", "cluster": "local", "costs": flags.costs, "stage_replicas": replicas,
-            "report_steps": flags.steps, "run_file": str(directory / f"{name}-{ranks}-{replicas or 'auto'}.json"),
+            "report_steps": flags.steps, "stage_memory": "traced", "run_file": str(directory / f"{name}-{ranks}-{replicas or 'auto'}.json"),
             # The plans of a model have the same blocks: each is measured once.
             "profile_file": str(directory / f"{ranks}.profile"),
         }  # fmt: skip

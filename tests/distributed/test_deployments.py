@@ -41,6 +41,15 @@ MEASURED = (
     _case("measured-outside", "measured_steps", "1,1", num_steps=7, model="mlp"),
     _case("measured-inductor", "measured_steps", "1,1", num_steps=7, stage_compiler="inductor", limit_seconds=300.0),
 )
+MEMORY = _case(
+    "memory",
+    "measured_steps",
+    "1,1",
+    num_steps=6,
+    model="gpt2",
+    rows=(32, 32),
+    options={"costs": "analytic", "stage_memory": "traced", "outputs": "loss"},
+)
 
 
 def _parameters(cases: tuple[Case, ...]) -> list[Any]:
@@ -86,3 +95,11 @@ def test_measured_steps_are_written_and_change_nothing(case: Case, outcome_of: O
         busy = case.num_micro_batches * min(stage["forward_seconds"], stage["backward_seconds"])
         assert busy < stage["step_seconds"] <= report["step_seconds"]
         assert 0 < stage["peak_bytes"] and 0 < stage["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize("case", _parameters((MEMORY,)))
+def test_memory_is_predicted_not_too_low_and_not_much_too_high(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome = outcome_of(case)
+    outcome.raise_if_failed()
+    ratios = [stage["peak_bytes"] / stage["predicted_peak_bytes"] for stage in outcome.results[0]["stages"]]
+    assert len(ratios) == 2 and all(1 / 1.2 <= ratio <= 1.0 for ratio in ratios), ratios

@@ -40,6 +40,7 @@ OTHER_VALUES = {
     "load_graph_profile": (True, "true"),
     "graph_profile_file": ("profiles.json", "profiles.json"),
     "profile_by_acc": (False, "0"),
+    "stage_memory": ("traced", "traced"),
     "profiling_iter": (3, "3"),
     "cluster": ("a100-80gb", "a100-80gb"),
     "cache_dir": ("cache", "cache"),

@@ -59,7 +59,7 @@ def test_equal_stages_are_traced_once_and_many_operators_not_at_all(monkeypatch:
     inner = [place for place in range(len(blocks)) if names[place : place + 3] == names[2:5]]
     found = stages.memory([Interval(begin=place, end=place + 1, budget=1.0) for place in inner])
     assert len(inner) > 1 and len(traces) == 1 and len(set(map(id, found))) == 1
-    monkeypatch.setattr(traced_stages, "MOST_NODES", 3)
+    stages.most_nodes = 3
     assert stages.memory([Interval(begin=0, end=len(blocks), budget=1.0)]) == [None] and len(traces) == 1
 
 
@@ -80,14 +80,14 @@ class Larger:
         ]  # fmt: skip
 
 
-def plan_with(added_bytes: float, limit_bytes: float | None = None) -> tuple[Plan, int]:
+def plan_with(added_bytes: float, limit_bytes: float | None = None, **options: Any) -> tuple[Plan, int]:
     analysis, graph = analysed("chain")
-    limit = {} if limit_bytes is None else {"mem_limit_gb": limit_bytes / BYTES_PER_GB}
+    options |= {} if limit_bytes is None else {"mem_limit_gb": limit_bytes / BYTES_PER_GB}
     pricer = AnalyticPricer(device=CLUSTER.device, partitions=partition_blocks(analysis, graph, compiler="eager", rows=8))
     larger = Larger(added_bytes)
     plan = plan_blocks(
         graph,
-        Config(mem_margin=0.0, pipeline_num=1, **limit),
+        Config(mem_margin=0.0, pipeline_num=1, **options),
         cluster=CLUSTER,
         batch_rows=256,
         schedules=("1f1b", "fill_drain"),
@@ -99,9 +99,10 @@ def plan_with(added_bytes: float, limit_bytes: float | None = None) -> tuple[Pla
 
 
 def test_a_plan_says_what_whole_stages_need_and_keeps_to_the_limit() -> None:
-    free, asked = plan_with(0.0)
-    more, _ = plan_with(1e6)
+    free, asked = plan_with(0.0, stage_memory="traced")
+    more, _ = plan_with(1e6, stage_memory="traced")
     assert asked == 1
+    assert plan_with(0.0)[1] == 0, "far from the limit nothing is traced"
     assert [stage.predicted.workspace_bytes for stage in more.stages] != [stage.predicted.workspace_bytes for stage in free.stages]
     fullest = max(stage.predicted.peak_bytes for stage in free.stages)
     # As blocks are added up, the plan without a limit fits; as stages are, it does not.
@@ -114,8 +115,8 @@ def test_a_plan_says_what_whole_stages_need_and_keeps_to_the_limit() -> None:
 
 def test_where_no_plan_fits_as_a_whole_the_error_says_what_would() -> None:
     with pytest.raises(InfeasiblePlanError) as raised:
-        plan_with(1e12, 1e9)
+        plan_with(1e12, 1e9, stage_memory="traced")
     smallest = raised.value.smallest_bytes
     assert smallest is not None and smallest > 1e12
-    plan, _ = plan_with(1e12, smallest * 1.001)
+    plan, _ = plan_with(1e12, smallest * 1.001, stage_memory="traced")
     assert plan.num_stages >= 1
