@@ -214,7 +214,7 @@ def block_stages(analysis: GraphAnalysis, graph: BlockGraph) -> tuple[StageGraph
 def needs_grad_in_training(analysis: GraphAnalysis) -> frozenset[str]:
     """Values through which gradients flow in a training step: where the loss alone is differentiated, outputs with rows get none."""
     split, needs_grad = analysis.split, analysis.needs_grad
-    if not trains_a_loss(analysis):
+    if not _trains_a_loss(analysis):
         return needs_grad
     (output,) = split.rowwise.graph.find_nodes(op="output")
     rows = {item.name for item in split.outputs if item.kind == "rows"}
@@ -222,7 +222,12 @@ def needs_grad_in_training(analysis: GraphAnalysis) -> frozenset[str]:
     return needs_grad - (rows & ends)
 
 
-def trains_a_loss(analysis: GraphAnalysis) -> bool:
+def stage_needs_grad(analysis: GraphAnalysis, stage: StageGraph) -> frozenset[str]:
+    """The same for one stage that is compiled alone: an output that its own loss uses too gets no gradient from outside."""
+    return analysis.needs_grad - (stage.outputs_for_the_user_alone if _trains_a_loss(analysis) else frozenset())
+
+
+def _trains_a_loss(analysis: GraphAnalysis) -> bool:
     """Whether a training step differentiates a loss of the model's own, and that alone."""
     return analysis.split.linear and any(item.kind == "partial" and item.name in analysis.needs_grad for item in analysis.split.outputs)
 

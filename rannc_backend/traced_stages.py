@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import sympy
 
 from rannc_backend.analysis import GraphAnalysis
-from rannc_backend.block_partitions import graph_costs, trains_a_loss
+from rannc_backend.block_partitions import graph_costs, stage_needs_grad
 from rannc_backend.compile_partitions import partitions_of
 from rannc_backend.cost.pricing import Interval, StageMemory
 from rannc_backend.errors import UnsupportedModelError
@@ -64,11 +64,10 @@ class TracedStages:
     def _trace(self, stage: Interval) -> StageMemory | None:
         analysis = self.analysis
         graph = interval_stage(analysis, [block.nodes for block in self.graph.blocks], stage.begin, stage.end)
-        unused = graph.outputs_for_the_user_alone if trains_a_loss(analysis) else frozenset()
         try:
             (partition,) = partitions_of(
                 graph,
-                needs_grad=analysis.needs_grad - unused,
+                needs_grad=stage_needs_grad(analysis, graph),
                 requires_grad_parameters=analysis.trained_parameters,
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=self.compiler,

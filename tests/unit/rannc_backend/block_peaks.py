@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rannc_backend.analysis import GraphAnalysis
-from rannc_backend.block_partitions import trains_a_loss
+from rannc_backend.block_partitions import needs_grad_in_training, stage_needs_grad
 from rannc_backend.compile_stages import compile_stage
 from rannc_backend.config import Config
 from rannc_backend.ir.block_graph import BlockGraph
@@ -17,23 +17,10 @@ from rannc_backend.planning import analyze_model
 from rannc_backend.profiling import example_inputs, interval_stage
 from rannc_backend.runtime.allocations import AllocationTracker
 from tests.unit.rannc_backend.made_up_clusters import local_cpu
-from tests.unit.rannc_backend.planning_graphs import gpt2
+from tests.unit.rannc_backend.planning_graphs import Chain, gpt2
 
 CPU = torch.device("cpu")
 CLUSTER = local_cpu(2)
-
-
-class Chain(nn.Module):
-    """Equal layers, loss outside."""
-
-    def __init__(self, num_layers: int = 6, width: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.nn.functional.gelu(layer(x))
-        return x
 
 
 class Filters(nn.Module):
@@ -58,7 +45,7 @@ def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
         module, batch = gpt2(num_layers=2)
         args, kwargs = (), batch
     else:
-        module = {"chain": Chain, "filters": Filters}[name]()
+        module = Chain(width=32, activation=nn.functional.gelu) if name == "chain" else Filters()
         args, kwargs = (torch.randn(4, 32) if name == "chain" else torch.randn(4, 3, 8, 8),), {}
     analysis = analyze_model(module, args, kwargs, cluster=CLUSTER)
     graph = block_graph(
@@ -73,13 +60,16 @@ def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
     return analysis, graph
 
 
-def measured_peak(name: str, begin: int, end: int, rows: int, budget: float) -> int:
-    """Bytes beside inputs and parameters of one forward and backward of blocks [begin, end) as a stage."""
+def measured_peak(name: str, begin: int, end: int, rows: int, budget: float, *, as_trained: bool = False) -> int:
+    """Bytes beside inputs and parameters of one forward and backward of blocks [begin, end) as a stage.
+
+    `as_trained`: outputs that the user alone gets have no gradient where the loss alone is differentiated.
+    """
     analysis, graph = analysed(name)
     stage_graph = interval_stage(analysis, [block.nodes for block in graph.blocks], begin, end)
     stage = compile_stage(
         stage_graph,
-        needs_grad=analysis.needs_grad - (stage_graph.outputs_for_the_user_alone if trains_a_loss(analysis) else frozenset()),
+        needs_grad=stage_needs_grad(analysis, stage_graph) if as_trained else needs_grad_in_training(analysis),
         requires_grad_parameters=analysis.trained_parameters,
         fake_mode=analysis.captured.fake_mode,
         rows_symbol=analysis.captured.rows_symbol,

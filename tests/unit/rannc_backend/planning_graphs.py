@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,20 @@ from rannc_backend.passes.batch_split import BatchSplit
 from rannc_backend.passes.differentiability import values_needing_grad
 from rannc_backend.passes.split_reductions import split_batch
 from tests.unit.rannc_backend.made_up_clusters import local_cpu
+
+
+class Chain(nn.Module):
+    """Equal layers, loss outside."""
+
+    def __init__(self, num_layers: int = 6, width: int = 64, activation: Callable[[torch.Tensor], torch.Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
 
 
 @dataclass(frozen=True, kw_only=True)

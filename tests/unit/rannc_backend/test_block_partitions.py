@@ -37,14 +37,13 @@ def predicted_peak(name: str, begin: int, end: int, rows: int, budget: float) ->
     ("name", "parts"),
     mostly(itertools.product(("gpt2", "chain", "filters"), (1, 2, 3)), [("chain", 1), ("chain", 3), ("filters", 1), ("filters", 2)]),
 )
-def test_sums_over_blocks_are_near_what_a_stage_takes(name: str, parts: int, budget: float) -> None:
+def test_peak_is_never_under_estimated_and_not_by_much_over(name: str, parts: int, budget: float) -> None:
     num_blocks, rows = len(analysed(name)[1].blocks), 16
     for part in range(parts):
         begin, end = num_blocks * part // parts, num_blocks * (part + 1) // parts
         ratio = predicted_peak(name, begin, end, rows, budget) / measured_peak(name, begin, end, rows, budget)
-        # For the search; a plan says what its stages take as a whole (test_traced_stages.py). With recompute, what a whole stage computes
-        # again lies in memory for a shorter time than a block alone can know.
-        assert 0.95 <= ratio <= (1.25 if budget == 1.0 else 1.7), f"blocks {begin} to {end}: {ratio}"
+        # With recompute, what a whole stage computes again lies in memory for a shorter time than a block alone can know.
+        assert 1.0 <= ratio <= (1.2 if budget == 1.0 else 1.6), f"blocks {begin} to {end}: {ratio}"
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.full), "chain", "filters"])

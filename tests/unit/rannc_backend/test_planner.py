@@ -20,20 +20,7 @@ from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from tests.choice import mostly
 from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
-from tests.unit.rannc_backend.planning_graphs import SplitModel, bert, gpt2, plan_stages, split_model
-
-
-class Chain(nn.Module):
-    """Equal layers, loss outside."""
-
-    def __init__(self, num_layers: int = 6, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
+from tests.unit.rannc_backend.planning_graphs import Chain, SplitModel, bert, gpt2, plan_stages, split_model
 
 
 class OneOperator(nn.Module):
