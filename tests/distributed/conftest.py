@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness.case import Case, Outcome
-from tests.distributed.harness.launch import run_cases
+from tests.distributed.harness.launch import environment, run_cases
+from tests.distributed.harness.template import Templates
 
 # In a group of two ranks rank 0 plans while the other waits: two groups keep two cores busy. With several pytest workers one of them has
 # all cases, and the others enough to do.
@@ -51,13 +52,13 @@ def shares_of(cases: list[Case]) -> list[list[Case]]:
 class Runs:
     """Outcomes of this session; all cases are begun when the first is asked for."""
 
-    def __init__(self, items: list[pytest.Item], directory: Path) -> None:
+    def __init__(self, items: list[pytest.Item], directory: Path, templates: Templates) -> None:
         self._cases: dict[str, Case] = {}
         for item in items:
             for case in cases_of(item):
                 assert self._cases.setdefault(case.name, case) == case, f"two cases are called {case.name}"
         self._futures: dict[str, Future[dict[str, Outcome]]] = {}
-        self._directory = directory
+        self._directory, self._templates = directory, templates
         self._stop = threading.Event()
         self._executor = ThreadPoolExecutor(NUM_GROUPS_AT_A_TIME)
 
@@ -73,7 +74,7 @@ class Runs:
         for name in {name for case in share for name in case.needs}:
             # Begun before this share.
             self._futures[name].result()
-        return run_cases(share, directory, self._stop)
+        return run_cases(share, directory, self._templates, self._stop)
 
     def end(self) -> None:
         """End what still runs."""
@@ -82,9 +83,17 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def templates() -> Iterator[Templates]:
+    """Processes from which the ranks of cases are forked."""
+    found = Templates(environment({}))
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="session")
+def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, templates: Templates) -> Iterator[Runs]:
     """Gives a case's outcome; runs all cases at the first call."""
-    runs = Runs(request.session.items, tmp_path_factory.mktemp("distributed"))
+    runs = Runs(request.session.items, tmp_path_factory.mktemp("distributed"), templates)
     yield runs
     runs.end()
 

@@ -36,7 +36,7 @@ EQUAL = (
     _case("lora_over_four", "lora", "1,1,1,1", 2),
     _case("unused_parameter", "unused_parameter", "1,1", 2),
     _case("several_outputs", "several_outputs", "1,1,1,1", 3),
-    _case("dict_output", "dict_output", "1,2,1", 2),
+    _case("dict_output", "dict_output", "1,1", 2),
     _case("dataclass_output", "dataclass_output", "1,1", 3),
     _case("no_batch_dimension", "no_batch_input", "1,2,1", 3),
     _case("auxiliary_loss", "auxiliary_loss", "2,2", 3),
@@ -103,8 +103,8 @@ OTHER = (
     _case("modes", "mlp_loss", "1,1", 3, check="modes"),
     _case("modes_outside", "mlp", "1,1,2", 2, check="modes"),
     _case("modes_tied", "tied_embedding", "1,2,1", 2, check="modes"),
-    _case("eval_batch_norm", "batch_norm", "1,1,1,1", 2, check="eval_differentiated"),
-    _case("eval_dropout", "dropout", "2,2", 2, check="eval_differentiated"),
+    _case("eval_batch_norm", "batch_norm", "1,1", 2, check="eval_differentiated"),
+    _case("eval_dropout", "dropout", "1,1", 2, check="eval_differentiated"),
     _case("eval_first", "mlp_loss", "1,1", 3, check="eval_first"),
     _case("eval_first_outside", "mlp", "1,2,1", 2, check="eval_first"),
     _case("loss_only", "mlp_loss", "1,1", 3, check="loss_only", options={"outputs": "loss"}),
@@ -136,7 +136,7 @@ ONLY_IN_FULL = {
         "fourteen_padded_replicas", "tied_over_replicas", "batch_norm_four_stages", "lora_over_four", "accumulate_outside",
         "retain_graph_outside", "modes_outside", "modes_tied", "eval_first_outside", "loss_only_padded", "rows_differentiated_several",
         "incoming_gradient_nonlinear", "random-1-2-1-m4", "sum_over_ranks", "incoming_gradient_outside", "forward_without_backward_outside",
-        "sizes_change_outside",
+        "sizes_change_outside", "sizes_change_padded", "forward_twice_outside", "rows_differentiated_padded", "random-2-2",
     )
 }  # fmt: skip
 

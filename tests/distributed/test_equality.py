@@ -30,7 +30,7 @@ PLANS_OF_WORLD = {
 MICRO_BATCHES = (1, 2, 4, 3)
 # Models with a case over four ranks in test_contract.py.
 IN_CONTRACT_OVER_FOUR = {
-    "auxiliary_loss", "batch_norm", "dict_output", "lora", "long_skip", "long_skip_loss", "mlp", "mlp_loss", "no_batch_input",
+    "auxiliary_loss", "batch_norm", "lora", "long_skip", "long_skip_loss", "mlp", "mlp_loss", "no_batch_input",
     "padded", "root_loss", "several_outputs", "tied_embedding",
 }  # fmt: skip
 # Fewer replicas behind more, and more between fewer.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.choice import mostly
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.harness.launch import run_script
@@ -17,13 +18,14 @@ LIMIT_SECONDS = 150.0
 _RESNET = ("--width-factor", "0.5")
 RUNS = (
     ("tutorial", 2, ("--hidden", "64", "--layers", "8", "--steps", "10", "--stages", "2"), 2),
-    ("tutorial", 1, ("--hidden", "64", "--layers", "4", "--steps", "5"), 1),
     ("train_gpt2", 2, ("--layers", "2", "--width", "32", "--seq", "32", "--steps", "20", "--stages", "2"), 2),
     ("train_resnet", 2, (*_RESNET, "--images", "600", "--epochs", "5", "--batch", "64", "--stages", "2", "--micro-batches", "2"), 2),
 )
+ALONE = ("tutorial", 1, ("--hidden", "64", "--layers", "4", "--steps", "5"), 1)
+_IDS = [f"{run[0]}-{run[1]}" for run in (*RUNS, ALONE)]
 
 
-@pytest.mark.parametrize(("name", "world", "flags", "num_stages"), RUNS, ids=[f"{run[0]}-{run[1]}" for run in RUNS])
+@pytest.mark.parametrize(("name", "world", "flags", "num_stages"), mostly((*RUNS, ALONE), RUNS), ids=_IDS)
 def test_example(
     name: str, world: int, flags: tuple[str, ...], num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

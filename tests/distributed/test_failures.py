@@ -80,6 +80,8 @@ def test_a_middle_stage_of_four(tmp_path: Path) -> None:
     run_job("exception", "forward", ("rank 2", "stage 2", "micro-batch 1", CAUSE), 4, 2, tmp_path)
 
 
+# By default test_failures_runtime.py ends rank 0.
+@pytest.mark.full
 def test_rank_0_is_no_exception(tmp_path: Path) -> None:
     run_job("kill", "forward", ("rank 0", "stage 0"), 2, 0, tmp_path)
 
@@ -90,6 +92,7 @@ def test_job_ends_soon_and_says_why_full(how: str, where: str, texts: tuple[str,
     run_job(how, where, texts, 2, 1, tmp_path)
 
 
+@pytest.mark.full
 def test_the_job_without_a_failure_ends_with_zero(tmp_path: Path) -> None:
     code, output, _ = run_script(JOB, ["--steps", "4", "--world", "2"], world=2, directory=tmp_path, limit_seconds=LIMIT_SECONDS)
     assert code == 0 and output.count("trained 4 steps") == 2, output[-4000:]

@@ -14,6 +14,7 @@ from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.harness.context import BACKEND_VARIABLE
 from tests.distributed.harness.launch import run_cases
+from tests.distributed.harness.template import Templates
 from tests.distributed.harness.worker import FAULT_VARIABLE
 from tests.models import ENTRIES, HUGGING_FACE_NAMES
 
@@ -26,27 +27,27 @@ def plain(model: str, **members: object) -> Case:
 
 
 @pytest.mark.full
-def test_every_model_equals_its_reference(tmp_path: Path) -> None:
+def test_every_model_equals_its_reference(tmp_path: Path, templates: Templates) -> None:
     names = [name for name in (*ENTRIES, *HUGGING_FACE_NAMES) if name != "dropout"]
-    outcomes = run_cases([plain(name) for name in names], tmp_path)
+    outcomes = run_cases([plain(name) for name in names], tmp_path, templates)
     failed = {name: outcome.failures for name, outcome in outcomes.items() if outcome.failures}
     assert not failed and set(outcomes) == set(names)
 
 
 @pytest.mark.parametrize("model", mostly(["mlp_loss", "tied_embedding", "lora"], ["tied_embedding"]))
-def test_a_gradient_scale_of_one_in_a_thousand_is_seen(model: str, tmp_path: Path) -> None:
+def test_a_gradient_scale_of_one_in_a_thousand_is_seen(model: str, tmp_path: Path, templates: Templates) -> None:
     wrong = Case(name=model, model=model, replicas="1", environment=EAGER | {FAULT_VARIABLE: "scaled_leaf"})
-    failures = run_cases([wrong], tmp_path)[model].failures
+    failures = run_cases([wrong], tmp_path, templates)[model].failures
     assert any("gradient" in text and "relative error" in text for text in failures), failures
 
 
-def test_crash_and_hang_are_blamed_on_their_case(tmp_path: Path) -> None:
+def test_crash_and_hang_are_blamed_on_their_case(tmp_path: Path, templates: Templates) -> None:
     cases = [plain("mlp")]
     for how in ("exception", "exit", "kill", "hang"):
         parameters = {"how": how}
         cases.append(Case(name=how, check=LOOPING, parameters=parameters, environment=EAGER, limit_seconds=4.0))
         cases.append(Case(name=f"after {how}", environment=EAGER, replicas="1", num_steps=1))
-    outcomes = run_cases(cases, tmp_path)
+    outcomes = run_cases(cases, tmp_path, templates)
     failed = {name for name, outcome in outcomes.items() if outcome.failures}
     assert failed == {"exception", "exit", "kill", "hang"}
     assert "planted exception" in "".join(outcomes["exception"].failures)

@@ -45,7 +45,10 @@ TOUCHED = (
 
 
 def _parameters(cases: tuple[Case, ...]) -> list[Any]:
-    return [pytest.param(case, id=case.name.removeprefix("memory-")) for case in cases]
+    return [
+        pytest.param(case, id=case.name.removeprefix("memory-"), marks=[pytest.mark.full] if case.name == "memory-touch_four" else [])
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize("case", _parameters(LARGE))

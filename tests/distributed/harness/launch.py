@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.harness.case import Case, Outcome
+from tests.distributed.harness.template import Templates
 
 WORKER = Path(__file__).with_name("worker.py")
 START_LIMIT_SECONDS = 90.0
@@ -121,8 +122,13 @@ def run_script(
     return code, process.output.read_text(errors="replace"), seconds
 
 
-def run_cases(cases: Iterable[Case], directory: Path, stop: threading.Event | None = None) -> dict[str, Outcome]:
-    """Run all cases, one group of ranks for those that can share one; once `stop` is set, what runs is ended and the rest left out."""
+def run_cases(
+    cases: Iterable[Case], directory: Path, templates: Templates, stop: threading.Event | None = None
+) -> dict[str, Outcome]:
+    """Run all cases, one group of ranks for those that can share one; once `stop` is set, what runs is ended and the rest left out.
+
+    `templates`: of the processes that ranks are forked from.
+    """
     stop = stop or threading.Event()
     ordered = sorted(cases, key=lambda case: case.group)
     outcomes: dict[str, Outcome] = {}
@@ -137,7 +143,7 @@ def run_cases(cases: Iterable[Case], directory: Path, stop: threading.Event | No
                 break
             group_directory = directory / f"world{world}_{len(outcomes)}"
             group_directory.mkdir(parents=True)
-            done = _run_group(waiting, world, dict(extra), group_directory, stop)
+            done = _run_group(waiting, world, dict(extra), group_directory, templates, stop)
             assert done, "a group of ranks ended without a result for any case"
             outcomes |= done
             waiting = [case for case in waiting if case.name not in done]
@@ -146,11 +152,11 @@ def run_cases(cases: Iterable[Case], directory: Path, stop: threading.Event | No
 
 
 def _run_group(
-    cases: list[Case], world: int, extra: dict[str, str], directory: Path, stop: threading.Event
+    cases: list[Case], world: int, extra: dict[str, str], directory: Path, templates: Templates, stop: threading.Event
 ) -> dict[str, Outcome]:
     path = directory / "cases.jsonl"
     path.write_text("\n".join(case.to_json() for case in cases))
-    command = [*launcher(world), sys.executable, str(WORKER), str(path), str(directory)]
+    command = [*launcher(world), *templates.command([str(WORKER), str(path), str(directory)])]
     with Process(command, directory / "output.log", extra) as process:
         reason = _watch(process, cases, world, directory, stop)
     return _outcomes(cases, directory, world, reason or "the ranks ended early", process.tail())

@@ -32,7 +32,7 @@ def traced_model(name: str) -> Traced:
     return trace(model.double(), {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()})
 
 
-@pytest.mark.parametrize("name", mostly(MODELS, ["mlp", "conv_eval", "gpt2_masked", "t5"]))
+@pytest.mark.parametrize("name", mostly(MODELS, ["mlp", "conv_eval", "gpt2_masked"]))
 def test_model_families_are_the_same_in_slices(name: str) -> None:
     graph = traced_model(name)
     split = split_traced(graph)

@@ -24,7 +24,7 @@ def dynamo():
     mostly(
         [(name, True) for name in MODELS] + [(name, False) for name in ("conv", "hf_gpt2", "hf_gpt2_mask", "hf_resnet")],
         [(name, True) for name in MODELS if not name.startswith("hf_")]
-        + [("hf_gpt2_mask", True), ("hf_t5", True), ("hf_resnet", False), ("conv", False)],
+        + [("hf_gpt2_mask", True), ("hf_t5", True), ("conv", False)],
     ),
 )
 def test_outputs_and_gradients_equal_the_models(name, training):
@@ -70,7 +70,7 @@ def test_one_graph_serves_every_batch_size(name):
     assert len(recorder.graphs) == recorder.num_calls == 1
 
 
-@pytest.mark.parametrize("name", mostly(["mlp", "conv", "hf_gpt2", "hf_gpt2_mask", "rannc_basic"], ["conv", "hf_gpt2_mask"]))
+@pytest.mark.parametrize("name", mostly(["mlp", "conv", "hf_gpt2", "hf_gpt2_mask", "rannc_basic"], ["mlp", "conv", "rannc_basic"]))
 def test_a_first_batch_of_one_gives_the_same_graph(name):
     fingerprints = set()
     for rows in (1, 5, 9):  # 9 is the sequence length of the inputs
