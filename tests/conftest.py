@@ -35,13 +35,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 class FilesTogether(LoadScopeScheduling):
     """With several workers the tests of a file stay together, as they share captured models, and those of all files with cases do too.
 
-    A worker that is asked for one distributed case runs all of them.
+    A worker that is asked for one distributed case runs all of them. The processes that their ranks are forked from are its own.
     """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
         files = (Path(__file__).parent / "distributed").glob("test_*.py")
-        self._with_cases = {path.name for path in files if "outcome_of" in path.read_text(encoding="utf-8")}
+        self._with_cases = {path.name for path in files if "emplates" in (text := path.read_text(encoding="utf-8")) or "outcome_of" in text}
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]

@@ -5,6 +5,10 @@ One rank and the backend "eager": whole batch at once, so every model must equal
 
 from __future__ import annotations
 
+import json
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from tests.choice import mostly
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.harness.context import BACKEND_VARIABLE
-from tests.distributed.harness.launch import run_cases
+from tests.distributed.harness.launch import Process, run_cases
 from tests.distributed.harness.template import Templates
 from tests.distributed.harness.worker import FAULT_VARIABLE
 from tests.models import ENTRIES, HUGGING_FACE_NAMES
@@ -52,6 +56,44 @@ def test_crash_and_hang_are_blamed_on_their_case(tmp_path: Path, templates: Temp
     assert failed == {"exception", "exit", "kill", "hang"}
     assert "planted exception" in "".join(outcomes["exception"].failures)
     assert "time.sleep" in "".join(outcomes["hang"].failures) or "misbehave" in "".join(outcomes["hang"].failures)
+
+
+_SCRIPT = """
+import json, os, signal, sys
+print(json.dumps([__name__, sys.argv, os.getcwd(), os.environ["MARK"], hash("order of sets"), "torch" in sys.modules]))
+sys.stdout.flush()
+sys.exit(int(sys.argv[1])) if int(sys.argv[1]) < 100 else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_rank_is_as_if_it_had_been_started(tmp_path: Path, templates: Templates) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    said = {}
+    for rank, ending in ((0, "0"), (1, "7"), (2, "100")):
+        command = ["env", "-C", str(tmp_path), *templates.command([str(script), ending])]
+        with Process(command, tmp_path / f"{rank}.log", {"RANK": str(rank), "MARK": f"mark of {rank}"}) as process:
+            code = process.wait(60)
+        assert code == (int(ending) if rank < 2 else -signal.SIGKILL), process.tail()
+        *known, said[rank], has_torch = json.loads(process.tail())
+        assert known == ["__main__", [str(script), ending], str(tmp_path), f"mark of {rank}"] and has_torch
+    assert said[0] == said[2] != said[1], "ranks that are next to each other order their sets alike"
+
+
+def test_a_rank_whose_launcher_is_killed_ends(tmp_path: Path, templates: Templates) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    with Process(templates.command([str(script)]), tmp_path / "log", {}) as process:
+        wait_until(lambda: process.tail().strip())
+        process.handle.kill()
+        wait_until(lambda: not Path("/proc", process.tail().strip()).exists())
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.05)
 
 
 PLANTED = tuple(

@@ -89,7 +89,7 @@ MAIN_VARIANTS = ("pack, fp32", "bucket, fp32", "from bucket", "scale")
     ("version", "arguments"),
     [
         (NEWEST, ("--targets", "sm_90", "--disassemble", "sm_90")),
-        (NEWEST, ("--targets", "sm_80", "sm_100", "gfx942", "--variants", *MAIN_VARIANTS)),
+        pytest.param(NEWEST, ("--targets", "sm_80", "sm_100", "gfx942", "--variants", *MAIN_VARIANTS), marks=pytest.mark.full),
         (OLDEST, ("--targets", "sm_90", "gfx942", "--variants", *MAIN_VARIANTS[:2])),
         pytest.param(NEWEST, ("--disassemble", "sm_80", "sm_90", "sm_100"), marks=pytest.mark.full),
         pytest.param(OLDEST, ("--disassemble", "sm_80", "sm_90", "sm_100"), marks=pytest.mark.full),

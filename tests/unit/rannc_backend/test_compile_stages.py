@@ -431,11 +431,11 @@ def test_saved_bytes_are_what_is_saved() -> None:
         assert sympy.simplify(estimated - stage.saved_bytes) == 0
 
 
-def test_no_batch_size_is_assumed() -> None:
-    for name in NETWORKS:
-        _, _, rowwise = _captured(name)
-        stages = rowwise.compile(rowwise.cut(2))
-        assert all(stage._variants.built[0].row_conditions() == () for stage in stages)
+@pytest.mark.parametrize("name", mostly(NETWORKS, [name for name in NETWORKS if name != "bert"]))
+def test_no_batch_size_is_assumed(name: str) -> None:
+    _, _, rowwise = _captured(name)
+    stages = rowwise.compile(rowwise.cut(2))
+    assert all(stage._variants.built[0].row_conditions() == () for stage in stages)
 
 
 def test_a_batch_size_that_compilation_excluded_is_compiled_for_again() -> None:
