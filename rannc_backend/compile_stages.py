@@ -39,6 +39,15 @@ Saved = Sequence[Any]
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 
 
+def minds_rows(compiler: str, activation_budget: float) -> bool:
+    """Whether what is compiled depends on how many rows are expected.
+
+    Inductor tunes its kernels to them. With a part of the activations' budget it depends on them what is best saved; all or nothing
+    needs no choice, and operators that run one by one do not care.
+    """
+    return compiler == "inductor" or 0.0 < activation_budget < 1.0
+
+
 @dataclass(slots=True)
 class CompileCache:
     """Compiled functions by structure. One object per process, owned by the caller; `num_hits` is for tests and logs."""
@@ -264,7 +273,8 @@ def compile_stage(
         activation_budget: from 0 to 1; see `compile_joint`.
         training: False compiles no backward; then only `infer` may be called.
         cache: equal stages compiled with the same cache share their functions.
-        rows_hint: the number of rows to expect. Others run too; where they need other code, it is compiled when they come.
+        rows_hint: the number of rows to expect, used where that matters (`minds_rows`). Others run too; where they need other code, it
+            is compiled when they come.
         stored, stored_gradients: names of outputs, each an output once, and of inputs, whose values and gradients travel in messages
             with others; see `CompiledStage`.
     """
@@ -291,7 +301,7 @@ def compile_stage(
         functions.saved_bytes = functions.saved_bytes.subs(symbol, rows_symbol)
         return functions
 
-    variants = Variants(build, [build(rows_hint)])
+    variants = Variants(build, [build(rows_hint if minds_rows(compiler, activation_budget) else None)])
     if cache is not None:
         cache.functions[key] = variants
     return CompiledStage(stage, signature, variants)

@@ -357,8 +357,7 @@ class Deployer:
                 activation_budget=budget,
                 training=kind != "infer",
                 cache=self.cache,
-                # Inductor tunes its kernels to the size that it expects; operators that run one by one do not care.
-                rows_hint=num_rows if compiler == "inductor" else None,
+                rows_hint=num_rows,
                 stored=stored,
                 stored_gradients=stored_gradients,
             )

@@ -88,7 +88,6 @@ def plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, *, profil
             analysis=analysis,
             graph=model.graph,
             compiler=stage_compiler(config),
-            rows=_rows_of_replica(question),
             most_nodes=math.inf if config.stage_memory == "traced" else MOST_NODES,
         )
     return plan_prepared(model, question, profiler=profiler, whole_stages=traced)

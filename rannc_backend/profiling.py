@@ -82,7 +82,7 @@ class Bench:
             activation_budget=budget,
             training=True,
             cache=self.cache,
-            rows_hint=rows if self.compiler == "inductor" else None,
+            rows_hint=rows,
         )
 
     def _point(self, graph: StageGraph, stage: CompiledStage, rows: int) -> Point:

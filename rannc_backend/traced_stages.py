@@ -19,6 +19,7 @@ import sympy
 from rannc_backend.analysis import GraphAnalysis
 from rannc_backend.block_partitions import graph_costs, stage_needs_grad
 from rannc_backend.compile_partitions import partitions_of
+from rannc_backend.compile_stages import minds_rows
 from rannc_backend.cost.pricing import Interval, StageMemory
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.block_graph import BlockGraph
@@ -34,13 +35,12 @@ MOST_NODES = 400
 class TracedStages:
     """See `WholeStages`. Equal stages are traced once.
 
-    `rows`: about how many rows a replica will compute. `most_nodes`: no stage is traced where all distinct ones have more operators.
+    `most_nodes`: no stage is traced where all distinct ones have more operators.
     """
 
     analysis: GraphAnalysis
     graph: BlockGraph
     compiler: str
-    rows: int
     most_nodes: float = MOST_NODES
     _known: dict[object, StageMemory | None] = field(init=False, default_factory=dict)
 
@@ -59,7 +59,11 @@ class TracedStages:
     def _key(self, stage: Interval) -> object:
         """Equal for stages of equal blocks between equal neighbours, which decide what a stage hands on."""
         names = ["", *(block.structure for block in self.graph.blocks), ""]
-        return stage.budget, tuple(names[stage.begin : stage.end + 2])
+        return self._rows_hint(stage), stage.budget, tuple(names[stage.begin : stage.end + 2])
+
+    def _rows_hint(self, stage: Interval) -> int:
+        """As the stage will be compiled."""
+        return max(2, stage.rows) if minds_rows(self.compiler, stage.budget) else self.analysis.captured.rows_hint
 
     def _trace(self, stage: Interval) -> StageMemory | None:
         analysis = self.analysis
@@ -72,7 +76,7 @@ class TracedStages:
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=self.compiler,
                 budgets=(stage.budget,),
-                rows_hint=max(2, self.rows),
+                rows_hint=self._rows_hint(stage),
             )
         except UnsupportedModelError as error:
             logger.info("blocks %d to %d cannot be traced as one stage: %s", stage.begin, stage.end - 1, error)

@@ -90,12 +90,12 @@ def _labelled_tokens(rows: int, generator: torch.Generator, dtype: torch.dtype) 
 
 
 class Mlp(nn.Module):
-    """Eight layers, enough for four stages."""
+    """Six layers, enough for four stages, which are then of different sizes."""
 
     def __init__(self, *, dropout: float = 0.0, batch_norm: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity() for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity() for _ in range(6))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Mlp(nn.Module):
 
 
 class MlpLoss(nn.Module):
-    """The eight layers with the loss inside and the prediction beside it, as Hugging Face models have it."""
+    """The six layers with the loss inside and the prediction beside it, as Hugging Face models have it."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def _gpt2(dtype: torch.dtype, *, use_cache: bool = False) -> nn.Module:
         vocab_size=VOCABULARY,
         n_positions=LENGTH,
         n_embd=16,
-        n_layer=4,
+        n_layer=2,
         n_head=2,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -69,7 +69,7 @@ def _bert(dtype: torch.dtype) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=LENGTH,
@@ -84,7 +84,7 @@ def _llama(dtype: torch.dtype) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
@@ -99,7 +99,7 @@ def _llama(dtype: torch.dtype) -> nn.Module:
 def _vit(dtype: torch.dtype) -> nn.Module:
     config = transformers.ViTConfig(
         hidden_size=16,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
         image_size=8,

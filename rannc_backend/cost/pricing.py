@@ -86,11 +86,12 @@ class BlockPartition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Blocks [begin, end) as one stage at an activation budget above 0."""
+    """Blocks [begin, end) as one stage at an activation budget above 0; `rows`: those of a micro-batch on one replica, at most."""
 
     begin: int
     end: int
     budget: float
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,8 +67,9 @@ def stage_plans(
     terms = solution_terms(problem, solution)
     known: list[StageMemory | None] = [None] * solution.num_stages
     if whole_stages is not None:
-        parts = zip(solution.bounds, solution.bounds[1:], solution.budgets, strict=False)
-        known = whole_stages.memory([Interval(begin=b, end=e, budget=costs.traced_budget(budget)) for b, e, budget in parts])
+        rows = [costs.replica_rows(solution.num_micro_batches, replicas) for replicas in solution.replicas]
+        parts = zip(solution.bounds, solution.bounds[1:], solution.budgets, rows, strict=False)
+        known = whole_stages.memory([Interval(begin=b, end=e, budget=costs.traced_budget(x), rows=n) for b, e, x, n in parts])
     return tuple(_stage(graph, costs, solution, index, terms[index], known[index]) for index in range(solution.num_stages))
 
 

@@ -9,6 +9,7 @@ two, as strings hash differently in each: ranks that agree only because their se
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import selectors
@@ -78,6 +79,9 @@ def _prepare() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.LayerNorm(2))
         torch.compile(model, backend="aot_eager", dynamic=True)(torch.ones(3, 2)).sum().backward()
     torch._dynamo.reset()
+    # What is here stays: collections need not look at it, and its memory stays shared.
+    gc.collect()
+    gc.freeze()
 
 
 class _Server:

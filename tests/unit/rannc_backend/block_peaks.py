@@ -76,6 +76,7 @@ def measured_peak(name: str, begin: int, end: int, rows: int, budget: float, *, 
         compiler="eager",
         activation_budget=budget,
         training=True,
+        rows_hint=rows,
     )
     args = example_inputs(stage_graph, analysis, rows, CPU)
     sink = stage.scratch_gradients()
