@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +89,31 @@ def test_a_rank_whose_launcher_is_killed_ends(tmp_path: Path, templates: Templat
         wait_until(lambda: process.tail().strip())
         process.handle.kill()
         wait_until(lambda: not Path("/proc", process.tail().strip()).exists())
+
+
+# Both ends may be heard of in any order, and in one go.
+_BOTH_END = """
+import os, selectors, socket, sys, time
+from tests.distributed.harness.template import _Server
+server = _Server(socket.socket())
+here, there = socket.socketpair()
+process = os.fork() or os._exit(3)
+server._connections[process] = here
+server._selector.register(here, selectors.EVENT_READ, process)
+there.close()
+time.sleep(0.2)
+for first in sys.argv[1:]:
+    server._reap() if first == "child" else server._end(process)
+print(len(server._connections), len(server._selector.get_map()))
+"""
+
+
+@pytest.mark.parametrize("order", [("child", "launcher"), ("launcher", "child")])
+def test_templates_outlive_ranks_that_end_together_with_their_launchers(order: tuple[str, str]) -> None:
+    command = [sys.executable, "-c", _BOTH_END, *order]
+    root = Path(__file__).parents[2]
+    said = subprocess.run(command, cwd=root, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60, check=False)
+    assert said.stdout == "0 3\n", said.stderr
 
 
 def wait_until(condition: Callable[[], object]) -> None:

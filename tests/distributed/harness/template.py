@@ -9,6 +9,7 @@ two, as strings hash differently in each: ranks that agree only because their se
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import runpy
@@ -41,7 +42,7 @@ class Templates:
         """Start them with that environment; ranks wait until they are ready."""
         self._directory = Path(tempfile.mkdtemp(prefix="rannc-"))
         self._sockets = [str(self._directory / str(index)) for index in range(NUM_TEMPLATES)]
-        self._processes = [self._start(path, environment) for path in self._sockets]
+        self.processes = [self._start(path, environment) for path in self._sockets]
 
     def _start(self, path: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -53,11 +54,12 @@ class Templates:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What a launcher is to start in place of `python *arguments`."""
+        assert all(process.poll() is None for process in self.processes), "a template has ended: see its traceback above"
         return [sys.executable, "-I", "-S", str(_FORKED_RANK), ",".join(self._sockets), *arguments]
 
     def end(self) -> None:
         """End the templates, and with them what runs in them."""
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.wait()
         shutil.rmtree(self._directory)
@@ -115,8 +117,7 @@ class _Server:
                     if job is not None:
                         return job
                 else:
-                    os.kill(key.data, signal.SIGKILL)
-                    self._selector.unregister(key.fileobj)
+                    self._end(key.data)
 
     def _begin(self, connection: socket.socket) -> dict[str, Any] | None:
         try:
@@ -157,15 +158,21 @@ class _Server:
             os.set_inheritable(descriptors[3], True)
             os.environ[DESCRIPTOR_VARIABLE] = str(descriptors[3])
 
+    def _end(self, process: int) -> None:
+        """Of a process whose launcher has gone; it may have ended too, a moment ago."""
+        if process in self._connections:
+            os.kill(process, signal.SIGKILL)
+            self._selector.unregister(self._connections[process])
+
     def _reap(self) -> None:
         while self._connections:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
-            with self._connections.pop(process) as connection:
-                if connection in (key.fileobj for key in self._selector.get_map().values()):
-                    self._selector.unregister(connection)
-                    send_number(connection, status)
+            # The launcher's process may have gone too, known here or not yet.
+            with self._connections.pop(process) as connection, contextlib.suppress(KeyError, OSError):
+                self._selector.unregister(connection)
+                send_number(connection, status)
 
     def _end_all(self) -> None:
         for process in self._connections:
