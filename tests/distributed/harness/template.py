@@ -60,8 +60,12 @@ class Templates:
     def end(self) -> None:
         """End the templates, and with them what runs in them."""
         for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
             process.kill()
-            process.wait()
         shutil.rmtree(self._directory)
 
 
