@@ -23,7 +23,8 @@ from tests.distributed.harness.case import Case, Outcome
 from tests.distributed.harness.template import Templates
 
 WORKER = Path(__file__).with_name("worker.py")
-START_LIMIT_SECONDS = 90.0
+# The first group also waits for the templates, which import for as long as a busy machine takes.
+START_LIMIT_SECONDS = 180.0
 # Ranks finish a case at about the same time; after one wrote its failure the others get this long.
 GRACE_SECONDS = 10.0
 _TAIL_CHARACTERS = 6000
