@@ -301,7 +301,9 @@ def compile_stage(
         functions.saved_bytes = functions.saved_bytes.subs(symbol, rows_symbol)
         return functions
 
-    variants = Variants(build, [build(rows_hint if minds_rows(compiler, activation_budget) else None)])
+    # Without a backward nothing is saved, whatever the budget.
+    expected = rows_hint if minds_rows(compiler, activation_budget if training else 1.0) else None
+    variants = Variants(build, [build(expected)])
     if cache is not None:
         cache.functions[key] = variants
     return CompiledStage(stage, signature, variants)

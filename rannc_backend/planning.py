@@ -115,7 +115,8 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
                 analysis,
                 graph,
                 compiler=stage_compiler(config),
-                rows=_rows_of_replica(question),
+                # About how many a replica computes: partitions weigh sizes with it.
+                rows=max(1, question.batch_rows // question.cluster.num_devices),
                 budget=config.fixed_recompute,
                 progress=question.progress,
             )
@@ -127,11 +128,6 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
             schedules=exact_schedules(analysis.split, analysis.needs_grad),
             config=config,
         )
-
-
-def _rows_of_replica(question: PlanningQuestion) -> int:
-    """About how many rows a replica computes: partitions weigh sizes with it."""
-    return max(1, question.batch_rows // question.cluster.num_devices)
 
 
 def trace_device(cluster: Cluster) -> torch.device:

@@ -63,7 +63,7 @@ class TracedStages:
 
     def _rows_hint(self, stage: Interval) -> int:
         """As the stage will be compiled."""
-        return max(2, stage.rows) if minds_rows(self.compiler, stage.budget) else self.analysis.captured.rows_hint
+        return stage.rows if minds_rows(self.compiler, stage.budget) else self.analysis.captured.rows_hint
 
     def _trace(self, stage: Interval) -> StageMemory | None:
         analysis = self.analysis

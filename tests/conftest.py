@@ -40,8 +40,8 @@ class FilesTogether(LoadScopeScheduling):
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
-        files = (Path(__file__).parent / "distributed").glob("test_*.py")
-        self._with_cases = {path.name for path in files if "emplates" in (text := path.read_text(encoding="utf-8")) or "outcome_of" in text}
+        texts = {path.name: path.read_text(encoding="utf-8") for path in (Path(__file__).parent / "distributed").glob("test_*.py")}
+        self._with_cases = {name for name, text in texts.items() if any(fixture in text for fixture in ("outcome_of", "templates"))}
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]

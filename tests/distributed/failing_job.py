@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from tests.distributed.harness.worker import rank_of_environment  # noqa: E402
+from tests.distributed.harness.forked_rank import rank_of_environment  # noqa: E402
 from tests.models import entry  # noqa: E402
 
 STEP, MICRO_BATCH = 2, 1

@@ -13,10 +13,15 @@ import signal
 import socket
 import sys
 
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+_RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 # MPICH talks to its process manager through a descriptor that it inherits.
 DESCRIPTOR_VARIABLE = "PMI_FD"
 _NUMBER_BYTES = 8
+
+
+def rank_of_environment() -> int:
+    """This process's rank as the launcher gave it; 0 without a launcher."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
 def send_number(connection: socket.socket, number: int) -> None:
@@ -46,7 +51,7 @@ def receive_job(connection: socket.socket) -> tuple[dict, list[int]]:
 
 def main() -> None:
     """Hand the job over, and end as it ends."""
-    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+    rank = rank_of_environment()
     sockets = sys.argv[1].split(",")
     with socket.socket(socket.AF_UNIX) as connection:
         # Ranks of different templates order their sets differently, as separate processes do.

@@ -42,7 +42,7 @@ class Templates:
         """Start them with that environment; ranks wait until they are ready."""
         self._directory = Path(tempfile.mkdtemp(prefix="rannc-"))
         self._sockets = [str(self._directory / str(index)) for index in range(NUM_TEMPLATES)]
-        self.processes = [self._start(path, environment) for path in self._sockets]
+        self._processes = [self._start(path, environment) for path in self._sockets]
 
     def _start(self, path: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -54,15 +54,15 @@ class Templates:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What a launcher is to start in place of `python *arguments`."""
-        assert all(process.poll() is None for process in self.processes), "a template has ended: see its traceback above"
+        assert all(process.poll() is None for process in self._processes), "a template has ended: see its traceback above"
         return [sys.executable, "-I", "-S", str(_FORKED_RANK), ",".join(self._sockets), *arguments]
 
     def end(self) -> None:
         """End the templates, and with them what runs in them."""
-        for process in self.processes:
+        for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
-        for process in self.processes:
+        for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()

@@ -24,16 +24,11 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT))
 
 from tests.distributed.harness.case import Case  # noqa: E402
-from tests.distributed.harness.forked_rank import RANK_VARIABLES  # noqa: E402
+from tests.distributed.harness.forked_rank import rank_of_environment  # noqa: E402
 
 FAULT_VARIABLE = "DISTRIBUTED_TESTS_FAULT"
 EXIT_AFTER_EXCEPTION = 17
 _PR_SET_PDEATHSIG = 1
-
-
-def rank_of_environment() -> int:
-    """This process's rank as the launcher gave it; 0 without a launcher."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def _die_with_parent() -> None:

@@ -17,25 +17,10 @@ from rannc_backend.planning import analyze_model
 from rannc_backend.profiling import example_inputs, interval_stage
 from rannc_backend.runtime.allocations import AllocationTracker
 from tests.unit.rannc_backend.made_up_clusters import local_cpu
-from tests.unit.rannc_backend.planning_graphs import Chain, gpt2
+from tests.unit.rannc_backend.planning_graphs import Chain, Filters, gpt2
 
 CPU = torch.device("cpu")
 CLUSTER = local_cpu(2)
-
-
-class Filters(nn.Module):
-    """Convolutions with batch statistics and residuals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
-            y = norm(convolution(x))
-            x = torch.relu(y + x if index else y)
-        return x.mean((2, 3))
 
 
 @functools.lru_cache

@@ -38,6 +38,21 @@ class Chain(nn.Module):
         return x
 
 
+class Filters(nn.Module):
+    """Convolutions with batch statistics and residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            y = norm(convolution(x))
+            x = torch.relu(y + x if index else y)
+        return x.mean((2, 3))
+
+
 @dataclass(frozen=True, kw_only=True)
 class GraphInput:
     """As capture.GraphInput, as far as the planner reads it."""

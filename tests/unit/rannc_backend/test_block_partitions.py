@@ -1,6 +1,7 @@
 """What blocks keep and need, from their own graphs, against stages that really run.
 
-Where a cut lies inside of a layer, sums over blocks are not held to anything: what such stages need is said by test_traced_stages.py.
+Thirds of two or four layers begin and end inside of them, where sums over blocks are too large or too small at some budgets: what such
+stages need is said by test_traced_stages.py.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def predicted_peak(name: str, begin: int, end: int, rows: int, budget: float) ->
     return max(amount + float(price.workspace_bytes[0]) for amount, price in zip(saved, prices, strict=True))
 
 
-# Thirds of two or four layers begin and end inside of them.
-AT_LAYERS = [("gpt2", 1), ("gpt2", 2), ("chain", 1), ("chain", 2), ("chain", 3), ("filters", 1), ("filters", 2)]
+BY_STAGES_ALONE = {("gpt2", 3, 1.0), ("gpt2", 3, 0.25), ("filters", 3, 1.0)}
+CASES = [case for case in itertools.product(("gpt2", "chain", "filters"), (1, 2, 3), BUDGETS) if case not in BY_STAGES_ALONE]
+BY_DEFAULT = {("chain", 1), ("chain", 3), ("filters", 1), ("filters", 2)}
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(("name", "parts"), mostly(AT_LAYERS, [("chain", 1), ("chain", 3), ("filters", 1), ("filters", 2)]))
+@pytest.mark.parametrize(("name", "parts", "budget"), mostly(CASES, [case for case in CASES if case[:2] in BY_DEFAULT]))
 def test_peak_is_never_under_estimated_and_not_by_much_over(name: str, parts: int, budget: float) -> None:
     num_blocks, rows = len(analysed(name)[1].blocks), 16
     for part in range(parts):

@@ -20,7 +20,7 @@ from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from tests.choice import mostly
 from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
-from tests.unit.rannc_backend.planning_graphs import Chain, SplitModel, bert, gpt2, plan_stages, split_model
+from tests.unit.rannc_backend.planning_graphs import Chain, Filters, SplitModel, bert, gpt2, plan_stages, split_model
 
 
 class OneOperator(nn.Module):
@@ -43,21 +43,6 @@ class Penalized(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(x).square().mean().sqrt(), self.gain * 2
-
-
-class Filters(nn.Module):
-    """Convolutions with batch statistics and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, (convolution, norm) in enumerate(zip(self.convolutions, self.norms)):
-            y = norm(convolution(x))
-            x = torch.relu(y + x if index else y)
-        return x.mean((2, 3))
 
 
 @functools.lru_cache
