@@ -33,7 +33,9 @@ def main() -> None:
         try:
             loss = compiled(x, labels)
         except Exception as error:
-            print(f"failed: {error}")
+            print(f"failed: {error}", flush=True)
+            # The first rank that ends would end the others before they have spoken.
+            bootstrap.start().control.barrier()
             raise
         loss.backward()
         optimizer.step()
