@@ -90,12 +90,12 @@ def _labelled_tokens(rows: int, generator: torch.Generator, dtype: torch.dtype) 
 
 
 class Mlp(nn.Module):
-    """Six layers, enough for four stages, which are then of different sizes."""
+    """Five layers, enough for four stages, which are then of different sizes."""
 
     def __init__(self, *, dropout: float = 0.0, batch_norm: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity() for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if batch_norm else nn.Identity() for _ in range(5))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Mlp(nn.Module):
 
 
 class MlpLoss(nn.Module):
-    """The six layers with the loss inside and the prediction beside it, as Hugging Face models have it."""
+    """The five layers with the loss inside and the prediction beside it, as Hugging Face models have it."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -117,11 +117,11 @@ class MlpLoss(nn.Module):
 
 
 class LongSkip(nn.Module):
-    """The first value is used again after every later pair of layers: three stages later and in between."""
+    """The first value is used again after every third later layer and at the end: three stages later and in between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(7))
 
     def forward(self, x: Tensor) -> Tensor:
         first = torch.tanh(self.layers[0](x))
@@ -166,9 +166,9 @@ class Lora(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bases = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)).requires_grad_(False)
-        self.downs = nn.ModuleList(nn.Linear(WIDTH, 2, bias=False) for _ in range(6))
-        self.ups = nn.ModuleList(nn.Linear(2, WIDTH, bias=False) for _ in range(6))
+        self.bases = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)).requires_grad_(False)
+        self.downs = nn.ModuleList(nn.Linear(WIDTH, 2, bias=False) for _ in range(4))
+        self.ups = nn.ModuleList(nn.Linear(2, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for base, down, up in zip(self.bases, self.downs, self.ups):
@@ -181,15 +181,15 @@ class SeveralOutputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, int]:
         early = torch.tanh(self.layers[0](x))
         middle = early
-        for layer in self.layers[1:4]:
+        for layer in self.layers[1:3]:
             middle = torch.tanh(layer(middle))
         last = middle
-        for layer in self.layers[4:]:
+        for layer in self.layers[3:]:
             last = torch.tanh(layer(last))
         return early, middle.unsqueeze(1), last, (last * early).mean(), None, 7
 
@@ -261,14 +261,14 @@ class AuxiliaryLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
         self.router = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         auxiliary = x.new_zeros(())
         for index, layer in enumerate(self.layers):
             x = x + torch.tanh(layer(x))
-            if index == 3:
+            if index == 2:
                 shares = self.router(x).softmax(-1)
                 auxiliary = 3 * (shares.mean(0) * (shares * shares).mean(0)).sum()
         main = F.mse_loss(x, target)
@@ -309,7 +309,7 @@ class RandomRows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

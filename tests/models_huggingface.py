@@ -113,7 +113,7 @@ def _vit(dtype: torch.dtype) -> nn.Module:
 
 def _resnet(dtype: torch.dtype) -> nn.Module:
     config = transformers.ResNetConfig(
-        embedding_size=4, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic", num_labels=5
+        embedding_size=4, hidden_sizes=[8, 8, 16], depths=[1, 1, 1], layer_type="basic", num_labels=5
     )
     return transformers.ResNetForImageClassification(config).to(dtype)
 

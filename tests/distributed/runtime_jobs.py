@@ -11,7 +11,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.distributed.harness.launch import launcher as mpirun
 from tests.distributed.harness.launch import run_script
+from tests.distributed.harness.template import Templates
 
 WORKERS = Path(__file__).with_name("workers")
 
@@ -36,10 +38,16 @@ class Job:
 
 
 def run_job(
-    directory: Path, world: int, worker: str, *arguments: str, launcher: str = "mpirun", limit_seconds: float = 60
+    directory: Path,
+    world: int,
+    worker: str,
+    *arguments: str,
+    launcher: str = "mpirun",
+    limit_seconds: float = 60,
+    templates: Templates | None = None,
 ) -> Job:
-    """Run tests/distributed/workers/<worker>.py on `world` ranks."""
-    command: list[str] = []
+    """Run tests/distributed/workers/<worker>.py on `world` ranks; with `templates` under mpirun, forked where torch is imported already."""
+    command: list[str] = [] if templates is None else [*mpirun(world), *templates.command([])]
     if launcher == "torchrun":
         command = [str(Path(sys.executable).with_name("torchrun")), f"--nproc-per-node={world}"]
     script = WORKERS / f"{worker}.py"

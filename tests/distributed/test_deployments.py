@@ -32,7 +32,7 @@ LOADED = (
     _saved("four", "1,2,1", model="long_skip_loss"),
     _saved("tied", "1,2", model="tied_embedding", rows=(4, 3, 5)),
 )
-ONLY_IN_FULL = {"deployment-four", "deployment-measured-outside"}
+ONLY_IN_FULL = {"deployment-three", "deployment-four", "deployment-measured-outside"}
 REFUSED = _saved("refused", "1,1", check="refused_deployments")
 MEASURED = (
     _case("measured-1f1b", "measured_steps", "1,1", num_steps=7),

@@ -37,10 +37,10 @@ CASES = (
     _case("scales_differ", "mlp_loss", "1,1", "scales_differ", 2),
     _case("another_model", "mlp_loss", "1,1", "scaler_of_another_model", 2),
 )
-_FIRST, _LAST = "body.layers.0.weight", "body.layers.5.bias"
+_FIRST, _LAST = "body.layers.0.weight", "body.layers.4.bias"
 SCALED = (
     _case("scaler", "mlp_loss", "1,1", "scaler_steps", 3, parameters={"planted": {"2": _FIRST, "3": _LAST, "6": _FIRST}}),
-    _case("scaler_outside", "mlp", "1,2,1", "scaler_steps", 2, parameters={"planted": {"1": "layers.0.bias", "5": "layers.5.weight"}}),
+    _case("scaler_outside", "mlp", "1,2,1", "scaler_steps", 2, parameters={"planted": {"1": "layers.0.bias", "5": "layers.4.weight"}}),
     # The first stage trains nothing, so that its rank has no gradient in which an infinity could show.
     _case(
         "scaler_frozen_stage", "frozen", "1,1", "scaler_steps", 2,

@@ -189,6 +189,7 @@ def main(listener: int) -> None:
     _prepare()
     job = _Server(socket.socket(fileno=listener)).next_job()
     sys.argv = job["arguments"]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

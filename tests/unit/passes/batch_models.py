@@ -49,7 +49,7 @@ def conv_eval(rows: int) -> Built:
 def gpt2(rows: int) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=23, n_positions=16, use_cache=False)
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=23, n_positions=16, use_cache=False)
     return GPT2LMHeadModel(config).eval(), dict(input_ids=_tokens(rows, 9, 23), labels=_padded_labels(rows, 9, 23))
 
 
@@ -62,7 +62,7 @@ def bert(rows: int) -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=24, vocab_size=23,
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=24, vocab_size=23,
         max_position_embeddings=16,
     )  # fmt: skip
     labels = _padded_labels(rows, 9, 23)
@@ -75,7 +75,7 @@ def llama(rows: int) -> Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
         vocab_size=23, max_position_embeddings=16, use_cache=False,
     )  # fmt: skip
     mask = torch.ones(rows, 9, dtype=torch.long)
@@ -101,7 +101,7 @@ def vit(rows: int) -> Built:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
         num_labels=3, problem_type="single_label_classification",
     )  # fmt: skip
     return ViTForImageClassification(config).eval(), dict(
@@ -124,7 +124,7 @@ def t5(rows: int) -> Built:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        num_layers=2, d_model=16, d_kv=8, num_heads=2, d_ff=24, vocab_size=23, use_cache=False, decoder_start_token_id=0,
+        num_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=24, vocab_size=23, use_cache=False, decoder_start_token_id=0,
         attn_implementation="eager",
     )  # fmt: skip
     return T5ForConditionalGeneration(config).eval(), dict(

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from rannc_backend.passes.layouts import PartialSum, RowIndex, Rows
 from rannc_backend.passes.pipeline import PassError, count_ops
 from rannc_backend.passes.split_stages import StageGraph, StageInput, StageOutput, free_nodes, rows_dimension
+from tests.choice import mostly
 from tests.unit.stage_models import Rowwise, capture
 from tests.unit.stage_networks import NETWORKS
 
@@ -33,7 +34,7 @@ def _run(rowwise: Rowwise, stages: tuple[StageGraph, ...], inputs: list[Tensor])
     return values
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_stages", mostly([1, 2, 3, 5], [2, 5]))
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "skip", "tied", "awkward"])
 def test_stages_compute_what_the_whole_computes(name: str, num_stages: int) -> None:
     rowwise = _rowwise(name)

@@ -146,7 +146,7 @@ def _gpt2(rows: int) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=23, n_positions=16, bos_token_id=0, eos_token_id=0,
+        n_layer=1, n_embd=16, n_head=2, vocab_size=23, n_positions=16, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     ids = _ids(rows)
@@ -178,7 +178,7 @@ def _bert(rows: int) -> Built:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=23,
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=23,
         max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     labels = torch.where(torch.rand(rows, 9) < 0.4, _ids(rows), -100)
@@ -190,7 +190,7 @@ def _llama(rows: int) -> Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
         vocab_size=23, max_position_embeddings=16,
     )  # fmt: skip
     ids = _ids(rows)
@@ -201,7 +201,7 @@ def _vit(rows: int) -> Built:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
         num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return ViTForImageClassification(config), dict(pixel_values=torch.randn(rows, 3, 8, 8), labels=torch.randint(0, 3, (rows,)))

@@ -16,7 +16,7 @@ SMALL: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 2},
     "t5": {"length": 8, "vocab_size": 37, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
     "vit": {"image_size": 28, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
-    "resnet": {"image_size": 32, "embedding_size": 4, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "resnet": {"image_size": 32, "embedding_size": 4, "hidden_sizes": [8, 8, 16], "depths": [1, 1, 1]},
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def compare(name: str, stages: Sequence[CompiledStage], sizes: Sequence[int], *,
     ("name", "num_stages"),
     mostly(
         itertools.product(NETWORKS, (1, 2, 3, 4)),
-        list(itertools.product([name for name in NETWORKS if name not in ("gpt2", "bert")], (1, 2, 3, 4))),
+        list(itertools.product([name for name in NETWORKS if name not in ("gpt2", "bert")], (2, 4))),
     ),
 )
 def test_stages_equal_the_uncut_model(name: str, num_stages: int) -> None:
@@ -113,8 +113,10 @@ def test_every_place_can_be_cut(name: str) -> None:
         assert compare(name, stages, (2, 1)) <= EXACT, rowwise.staged_names[place]
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.0])
-@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    mostly(itertools.product(["gpt2", "convolutions"], [0.5, 0.0]), [("gpt2", 0.5), ("convolutions", 0.5), ("convolutions", 0.0)]),
+)
 def test_recompute_changes_no_number(name: str, budget: float) -> None:
     _, _, rowwise = _captured(name)
     stages = rowwise.compile(rowwise.cut(2), activation_budget=budget)

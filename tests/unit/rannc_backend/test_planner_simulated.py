@@ -18,7 +18,7 @@ from tests.unit.rannc_backend.planning_graphs import SplitModel, gpt2, plan_stag
 
 @functools.lru_cache
 def model() -> SplitModel:
-    return split_model(*gpt2(num_layers=4))
+    return split_model(*gpt2(num_layers=2))
 
 
 def make_plan(world_size: int, cluster_name: str | None = None, **options: object) -> Plan:
