@@ -2,6 +2,7 @@
 
 In: a functional ATen graph with `meta["val"]`. Out: the same computation in which
 - tensor constants are gone where an operator can make them (`aten.full`),
+- no operator does nothing but name other strides for the same elements,
 - operators that stand for in-place ones (`aten.copy`, random fills) are differentiable,
 - there are no assertions, and nothing is computed that no output needs.
 """
@@ -39,6 +40,23 @@ class FoldConstants(GraphPass):
         for node in list(graph.nodes):
             if node.op == "get_attr":
                 _fill_constant(graph_module, node)
+        return graph_module
+
+
+@dataclass(frozen=True, slots=True)
+class EraseRestriding(GraphPass):
+    """Erase `aten.as_strided` that gives its operand's elements at their places: strides of dimensions of size 1 mean nothing.
+
+    torch's own pooling to one element uses it on channels-last operands, and what it does to rows of a batch could not be known.
+    """
+
+    name: ClassVar[str] = "erase_restriding"
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for node in graph_module.graph.find_nodes(op="call_function", target=aten.as_strided.default):
+            if _has_the_elements_of(node.meta["val"], node.args[0].meta["val"]):
+                node.replace_all_uses_with(node.args[0])
+                graph_module.graph.erase_node(node)
         return graph_module
 
 
@@ -85,11 +103,21 @@ class DifferentiableFills(GraphPass):
 _RANDOM_FILLS = (aten.normal_functional.default, aten.bernoulli.p, aten.bernoulli.Tensor)
 
 #: In this order; `run_passes(graph_module, CANONICALIZE)`.
-CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), FoldConstants(), DifferentiableFills())
+CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), EraseRestriding(), FoldConstants(), DifferentiableFills())
 
 
 def _name(target: object) -> str:
     return target.name() if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _has_the_elements_of(value: torch.Tensor, operand: torch.Tensor) -> bool:
+    """Whether a view of `operand` differs in strides that mean nothing at most."""
+
+    def meaning(tensor: torch.Tensor) -> list[tuple[str, str]]:
+        places = [(str(size), str(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        return [(size, "" if size == "1" else stride) for size, stride in places]
+
+    return meaning(value) == meaning(operand) and str(value.storage_offset()) == str(operand.storage_offset())
 
 
 def _drop_empty_parts(graph: fx.Graph, node: fx.Node) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rannc_backend.capture import CapturedGraph
-from rannc_backend.errors import BatchMixedError
+from rannc_backend.errors import BatchMixedError, user_location
 from rannc_backend.ir.exchange import Value
 from rannc_backend.passes.batch_axis import Rows
 from rannc_backend.passes.differentiability import values_needing_grad
@@ -74,12 +74,20 @@ def analyze(captured: CapturedGraph) -> GraphAnalysis:
     return GraphAnalysis(captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split))
 
 
+#: What helps where a library's own code mixes the rows, by a part of that file's path.
+_CURES_BY_FILE = {
+    "transformers/integrations/moe.py": "sorting tokens by expert mixes rows; model.set_experts_implementation('batched_mm') before "
+    "compiling computes each token by itself.",
+}
+
+
 def mixed_batch_error(error: PassError) -> BatchMixedError:
     """The user's error for what a pass refuses: operator, reason, and the line of the user's model."""
     node = error.node
     operator = "" if node is None else str(node.target)
-    location = "" if node is None else str(node.meta.get("stack_trace") or "").strip()
-    return BatchMixedError(operator, reason=error.reason, location=location)
+    frames = "" if node is None else str(node.meta.get("stack_trace") or "")
+    cure = next((cure for place, cure in _CURES_BY_FILE.items() if place in frames), "")
+    return BatchMixedError(operator, reason=error.reason, location=user_location(frames), cure=cure)
 
 
 def _input_kinds(captured: CapturedGraph, split: BatchSplit) -> dict[str, str]:

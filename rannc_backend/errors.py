@@ -132,12 +132,12 @@ class NoBatchDimensionError(UserInputError):
 class BatchMixedError(UserInputError):
     """An operator mixes samples of the batch, so that micro-batches would give another result."""
 
-    def __init__(self, operator: str, *, reason: str, location: str = "") -> None:
+    def __init__(self, operator: str, *, reason: str, location: str = "", cure: str = "") -> None:
         self.operator = operator
         super().__init__(
             f"operator {operator} mixes the samples of a batch: {reason}",
             location=location,
-            cure="compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
+            cure=cure or "compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
         )
 
 

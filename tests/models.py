@@ -301,6 +301,22 @@ class Padded(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), logits
 
 
+class ChannelsLast(nn.Module):
+    """Convolutions in the memory format that GPUs prefer, pooled to one element each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3 if index == 0 else WIDTH, WIDTH, 3, padding=1) for index in range(4))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution in self.convolutions:
+            x = torch.tanh(convolution(x))
+        return self.head(self.pool(x).flatten(1))
+
+
 class RandomRows(nn.Module):
     """Dropout on a function of degree one in every weight: <weight, gradient> equals the loss if masks agree.
 
@@ -405,6 +421,16 @@ CONTRACT: tuple[Entry, ...] = (
     _inside("long_skip_loss", LongSkipLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
+    _outside(
+        "channels_last",
+        ChannelsLast,
+        WIDTH,
+        make_batch=lambda rows, generator, dtype: {
+            "x": _normal(generator, rows, 3, 6, 6, dtype=dtype),
+            "target": _normal(generator, rows, WIDTH, dtype=dtype),
+        },
+        deep=True,
+    ),
     _inside(
         "dropout",
         RandomRows,
@@ -469,7 +495,7 @@ CONTRACT: tuple[Entry, ...] = (
     _inside("padded", Padded, _labelled_tokens, positional=("x", "labels"), deep=True),
 )
 ENTRIES: Mapping[str, Entry] = {entry.name: entry for entry in RANNC_SUITE + RANNC_SPARE + CONTRACT}
-HUGGING_FACE_NAMES: tuple[str, ...] = ("gpt2", "gpt2_cache", "bert", "llama", "vit", "resnet")
+HUGGING_FACE_NAMES: tuple[str, ...] = ("gpt2", "gpt2_cache", "bert", "llama", "mixtral", "vit", "resnet")
 
 
 def entry(name: str) -> Entry:

@@ -96,6 +96,27 @@ def _llama(dtype: torch.dtype) -> nn.Module:
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
+def mixtral(dtype: torch.dtype, *, experts: str = "batched_mm") -> nn.Module:
+    """Experts for each token; `experts`: how they are computed, of which "batched_mm" computes each token by itself."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=LENGTH,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    model = transformers.MixtralForCausalLM(config).to(dtype)
+    model.set_experts_implementation(experts)
+    return model
+
+
 def _vit(dtype: torch.dtype) -> nn.Module:
     config = transformers.ViTConfig(
         hidden_size=16,
@@ -169,6 +190,7 @@ HUGGING_FACE: Mapping[str, Entry] = {
             adam_epsilon=1e-4,
         ),
         _entry("llama", _llama, _causal, **_NOISY),
+        _entry("mixtral", mixtral, _causal, **_NOISY),
         _entry("vit", _vit, _images(8), tolerance=EXACT, adam_epsilon=1e-4),
         _entry("resnet", _resnet, _images(16), tolerance=EXACT, batch_statistics=True, adam_epsilon=1e-4),
     )

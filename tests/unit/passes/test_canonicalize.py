@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rannc_backend.passes.canonicalize import CANONICALIZE, DifferentiableFills, EraseAssertions, FoldConstants
+from rannc_backend.passes.canonicalize import CANONICALIZE, DifferentiableFills, EraseAssertions, EraseRestriding, FoldConstants
 from rannc_backend.passes.pipeline import count_ops, run_passes
 
 aten = torch.ops.aten
@@ -124,4 +124,21 @@ def test_nothing_to_do():
     graph = traced(lambda x: x.relu() + 1, x)
     _, reports = run_passes(graph, CANONICALIZE)
     assert all(not report.op_count_change for report in reports)
-    assert [type(item) for item in CANONICALIZE] == [EraseAssertions, FoldConstants, DifferentiableFills]
+    assert [type(item) for item in CANONICALIZE] == [EraseAssertions, EraseRestriding, FoldConstants, DifferentiableFills]
+
+
+def test_other_strides_of_single_elements_are_nothing():
+    def function(x):
+        pooled = x.mean(2, keepdim=True)
+        return pooled.as_strided(pooled.shape, (pooled.shape[1], 1, 7)).flatten(1) * 2
+
+    x = torch.randn(4, 5, 3)
+    graph = traced(function, x)
+    assert count_ops(graph)["aten.as_strided.default"] == 1
+    assert count_ops(check(graph, (x,)))["aten.as_strided.default"] == 0
+
+
+def test_strides_that_give_other_elements_stay():
+    for function in (lambda x: x.as_strided((5, 4), (1, 5)) + 1, lambda x: x[1:].as_strided((3, 4), (4, 1), 8) + 1):
+        x = torch.randn(4, 5)
+        assert count_ops(check(traced(function, x), (x,)))["aten.as_strided.default"] == 1

@@ -13,7 +13,7 @@ from rannc_backend.capture_example import convert_model
 from rannc_backend.config_sources import resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
 from rannc_backend.cost.pricing import NoPartitions
-from rannc_backend.errors import BlocksFileError, InfeasiblePlanError
+from rannc_backend.errors import BatchMixedError, BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
@@ -21,6 +21,7 @@ from rannc_backend.planning import analyze_model, plan_model, prepare
 from rannc_backend.planning_file import PlannableModel, is_blocks_file
 from rannc_backend.planning_search import PlanningQuestion, plan_prepared
 from tests.choice import mostly
+from tests.models_huggingface import LENGTH, mixtral
 from tests.unit.rannc_backend.capture_harness import fresh_dynamo
 from tests.unit.rannc_backend.planning_examples import SMALL, small_example
 
@@ -133,6 +134,15 @@ def test_blocks_without_partitions_are_not_planned_as_if_they_had_some():
     assert plan_prepared(model, _question(rules)).num_stages >= 1
     with pytest.raises(BlocksFileError, match="costs='rules', and now it is 'analytic'"):
         plan_prepared(model, _question(CONFIG))
+
+
+def test_experts_that_sort_the_tokens_of_a_batch_are_refused_with_what_helps():
+    model, tokens = mixtral(torch.float32, experts="grouped_mm"), torch.zeros(2, LENGTH, dtype=torch.long)
+    with pytest.raises(BatchMixedError, match=r"aten\.sort mixes rows(?s:.*)set_experts_implementation\('batched_mm'\)"):
+        analyze_model(model, (tokens,), {}, cluster=CLUSTER)
+    torch._dynamo.reset()
+    model.set_experts_implementation("batched_mm")
+    assert analyze_model(model, (tokens,), {}, cluster=CLUSTER).split.rowwise is not None
 
 
 def test_conversion_keeps_ties_and_what_needs_none():
