@@ -75,7 +75,9 @@ class WorkFloor:
 
     def longest_stage(self, memory_bytes: float, most_seconds: float) -> int:
         """The most blocks, 1 at least, of a stage that may fit and compute a micro-batch in so many seconds."""
-        fitting = (self.held_bytes <= memory_bytes) & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
+        num_blocks, max_length = self.held_bytes.shape
+        is_whole = np.add.outer(np.arange(num_blocks), np.arange(1, max_length + 1)) <= num_blocks
+        fitting = is_whole & (self.held_bytes <= memory_bytes) & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
         return int(np.flatnonzero(fitting.any(axis=0)).max(initial=0)) + 1
 
 

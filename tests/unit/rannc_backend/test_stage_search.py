@@ -15,7 +15,7 @@ from rannc_backend.partition.equal_split import Candidate, best_equal_split
 from rannc_backend.partition.feasibility import is_feasible, smallest_memory
 from rannc_backend.partition.plan_request import PlanRequest
 from rannc_backend.partition.quick_bounds import quick_bounds
-from rannc_backend.partition.search_problem import Pricer, SearchProblem, plans_step_seconds
+from rannc_backend.partition.search_problem import Pricer, SearchProblem, WorkFloor, plans_step_seconds
 from rannc_backend.partition.stage_bounds import Cell, Shapes
 from rannc_backend.partition.stage_moves import honours
 from rannc_backend.partition.stage_search import Effort, StageSearch, search, search_shortly
@@ -138,6 +138,14 @@ def test_bounds_from_blocks_alone_hide_no_plan(seed: int, num_blocks: int, num_d
             for limit in (*(number * seconds[np.isfinite(seconds)]), INFINITY):
                 faster = np.flatnonzero(np.isfinite(seconds) & (number * seconds <= limit))
                 assert problem.longest_stage(number, limit) >= faster.max(initial=0) + 1
+
+
+def test_the_longest_stage_is_of_blocks_that_there_are() -> None:
+    """Intervals beyond the last block are short ones, however many blocks they are asked for."""
+    lengths = np.minimum(np.arange(1, 11)[None, :], 10 - np.arange(10)[:, None]).astype(float)
+    floor = WorkFloor(work=np.ones(10), held_bytes=lengths, most_replicas=2)
+    assert [floor.longest_stage(memory, INFINITY) for memory in (1.0, 3.0, 10.0)] == [1, 3, 10]
+    assert [floor.longest_stage(10.0, seconds) for seconds in (0.5, 2.0, INFINITY)] == [1, 4, 10]
 
 
 def layered_problem(num_blocks: int, num_devices: int, memory_bytes: float = 1e9, **others: object) -> SearchProblem:
