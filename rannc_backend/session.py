@@ -44,6 +44,7 @@ from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import BufferPool
+from rannc_backend.runtime.clipping import clip_over_ranks
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
@@ -353,7 +354,7 @@ class SessionRegistry:
     stored: dict[int, Any] = field(default_factory=dict)  # parameters that are spread over the ranks, by id: see tensor_coll.py
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
     trace: EventTrace | None = None  # of all models that are traced
-    end_scaling: Callable[[], None] | None = None  # while GradScalers take all ranks into account
+    ends: tuple[Callable[[], None], ...] = ()  # of what GradScalers and torch's clipping of gradients do over ranks until then
 
     def of(self, model: nn.Module) -> Session | None:
         """The session of a model, compiled or not; None before its first call."""
@@ -372,8 +373,8 @@ class SessionRegistry:
             world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
             setup_logging(world.rank, os.environ)
             mention_untried_torch(torch.__version__)
-            if world.size > 1 and self.end_scaling is None:
-                self.end_scaling = unscale_over_ranks(world, self.tables)
+            if world.size > 1 and not self.ends:
+                self.ends = (unscale_over_ranks(world, self.tables), clip_over_ranks(self.tables))
             session = Session(
                 root=weakref.ref(root),
                 config=config,

@@ -1,17 +1,44 @@
 """The norm of all gradients of a model whose parameters are spread over ranks, and clipping by it.
 
-In: the tables of ownership and the parameters. Out: the same norm on every rank; tied parameters count once.
+In: the tables of ownership and the parameters. Out: the same norm on every rank; tied parameters count once. torch's own
+`clip_grad_norm_` does the same for such models once there is one: of the gradients that a rank has, each rank would scale by another norm.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from rannc_backend.errors import UserInputError
-from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.parameters import ParameterTable, is_spread
+from rannc_backend.runtime.torch_internals import ClipGradNorm, replace_clip_grad_norm
+
+
+def clip_over_ranks(tables: Callable[[], Sequence[ParameterTable]]) -> Callable[[], None]:
+    """From now on `torch.nn.utils.clip_grad_norm_` takes all ranks' gradients into account; returns a function that ends this.
+
+    It is collective then where it is given a parameter of one of the ``tables``; other parameters' gradients are left to torch.
+    """
+
+    def make(original: ClipGradNorm) -> ClipGradNorm:
+        def clip(
+            parameters: torch.Tensor | Iterable[torch.Tensor],
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> torch.Tensor:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if is_spread(given, tables()):
+                return clip_gradients(given, tables(), float(max_norm), float(norm_type), error_if_nonfinite)
+            return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
+
+        return clip
+
+    return replace_clip_grad_norm(make)
 
 
 def clip_gradients(
@@ -64,8 +91,9 @@ def clip_gradients(
     # Nothing to clip to: an infinite norm must not make NaN of what is finite.
     for grad in () if math.isinf(max_norm) else grads:
         grad.mul_(factor.to(dtype=grad.dtype, device=grad.device))
-    # A rank without gradients answers in the same dtype as the others.
-    return total.to(parameters[0].dtype) if parameters else total.float()
+    # A rank without gradients, or parameters, answers in the same dtype as the others.
+    known = itertools.chain(parameters, *(module.parameters() for table in tables if (module := table.root()) is not None))
+    return total.to(next((parameter.dtype for parameter in known), torch.float32))
 
 
 def _counts(parameter: torch.Tensor, tables: Sequence[ParameterTable]) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from rannc_backend.errors import RanksDifferError
 from rannc_backend.runtime.agreement import agree
-from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.parameters import ParameterTable, is_spread
 from rannc_backend.runtime.torch_internals import UnscaleGrads, replace_unscale_grads
 from rannc_backend.runtime.world import World
 
@@ -33,7 +33,8 @@ def unscale_over_ranks(world: World, tables: Callable[[], Sequence[ParameterTabl
             scaler: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
         ) -> dict[torch.device, torch.Tensor]:
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-            return _of_all_ranks(found, inv_scale, world) if _is_spread(optimizer, tables()) else found
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return _of_all_ranks(found, inv_scale, world) if is_spread(parameters, tables()) else found
 
         return unscale
 
@@ -60,12 +61,3 @@ def _of_all_ranks(
         for tensor in found.values():
             tensor.fill_(1.0)
     return found
-
-
-def _is_spread(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterTable]) -> bool:
-    """Whether the optimizer trains a model whose parameters are spread over ranks.
-
-    One that has no parameters at all was left without them on this rank.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return bool(tables) and (not parameters or any(table.name_of(p) is not None for table in tables for p in parameters))

@@ -33,6 +33,11 @@ _MOST_UNDER_WAY = 64 * 2**20
 StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 
 
+def is_spread(parameters: Sequence[torch.Tensor], tables: Sequence[ParameterTable]) -> bool:
+    """Whether these are of a model whose parameters are spread over ranks; they may be where there are none: this rank was left without."""
+    return bool(tables) and (not parameters or any(table.name_of(parameter) is not None for table in tables for parameter in parameters))
+
+
 @dataclass(slots=True)
 class Moved:
     """Bytes that this rank gave back, and those that it took into its memory or onto its device."""

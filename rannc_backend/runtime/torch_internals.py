@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ClipGradNorm = Callable[..., torch.Tensor]
+"""What `torch.nn.utils.clip_grad_norm_` is, by its arguments' names."""
 UnscaleGrads = Callable[..., dict[torch.device, torch.Tensor]]
 """What `torch.amp.GradScaler._unscale_grads_` is: (scaler, optimizer, inverse scale, found_inf, allow_fp16) to found_inf by device."""
 
@@ -131,3 +133,32 @@ def replace_unscale_grads(make: Callable[[UnscaleGrads], UnscaleGrads]) -> Calla
         torch.amp.GradScaler._unscale_grads_ = original  # type: ignore[method-assign]
 
     return put_back
+
+
+def replace_clip_grad_norm(make: Callable[[ClipGradNorm], ClipGradNorm]) -> Callable[[], None]:
+    """Put ``make(original)`` in the place of what `torch.nn.utils.clip_grad_norm_` does; returns a function that puts the original back.
+
+    Scripts import that function by its name, perhaps before this is called. It is a wrapper that switches gradients off: what it wraps
+    is exchanged. Where a torch has it without a wrapper, the name is.
+    """
+    public = torch.nn.utils.clip_grad_norm_
+    cells = getattr(public, "__closure__", None) or ()
+    if len(cells) == 1 and callable(cells[0].cell_contents):
+        original: ClipGradNorm = cells[0].cell_contents
+        cells[0].cell_contents = functools.wraps(original)(make(original))
+    else:
+        original = public
+        _set_clip_grad_norm(functools.wraps(original)(torch.no_grad()(make(original))))
+
+    def put_back() -> None:
+        if len(cells) == 1:
+            cells[0].cell_contents = original
+        else:
+            _set_clip_grad_norm(original)
+
+    return put_back
+
+
+def _set_clip_grad_norm(function: ClipGradNorm) -> None:
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        module.clip_grad_norm_ = function  # type: ignore[assignment]

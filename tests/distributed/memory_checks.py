@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from tests.distributed.contract_checks import Alone, released
 from tests.distributed.harness.context import Context
@@ -161,14 +163,17 @@ def clipping(context: Context) -> None:
     compiled = context.compile(model)
     batch = context.batch()
     local = context.local(batch)
-    for norm_type in (2.0, 1.0, float("inf")):
+    def by_name(given: nn.Module, *norms: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_([p for p in given.parameters() if p.grad is not None], *norms)
+
+    ways = (rannc_backend.clip_grad_norm_, lambda given, *norms: clip_grad_norm_(given.parameters(), *norms), by_name)
+    for norm_type, clip in itertools.product((2.0, 1.0, float("inf")), ways):
         for max_norm in (1e-3, 1e6):
             model.zero_grad()
             alone.model.zero_grad()
             context.entry.loss_of(context.entry.call(compiled, local), local).backward()
             alone.backward(batch)
-            given = model if norm_type == 2.0 else model.parameters()
-            norm = rannc_backend.clip_grad_norm_(given, max_norm, norm_type)
+            norm = clip(model, max_norm, norm_type)
             expected = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm, norm_type)
             what = f"of type {norm_type}, at most {max_norm}"
             context.findings.close("norm", what, torch.as_tensor(norm).to(expected.dtype), expected, context.tolerance * 10)

@@ -37,6 +37,8 @@ OTHER = (
     _case("clipping", "mlp_loss", "1,1", "clipping"),
     _case("clipping_tied", "tied_embedding", "1,2,1", "clipping"),
     _case("clipping_one_process", "tied_embedding", "1", "clipping"),
+    # The first stage trains nothing, so that its rank has nothing to clip.
+    _case("clipping_frozen_stage", "frozen", "1,1", "clipping", options={"stage_starts": "layers.2"}),
 )
 TOUCHED = (
     _case("touch", "mlp_loss", "1,1", "touch_released"),

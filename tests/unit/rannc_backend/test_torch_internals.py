@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from rannc_backend.runtime.torch_internals import (
+    ClipGradNorm,
     NewTensors,
     OperatorWatch,
     UnscaleGrads,
     backward_keeps_graph,
     num_storage_users,
+    replace_clip_grad_norm,
     replace_unscale_grads,
     storage_key,
     whole_fill_functions,
@@ -101,6 +104,38 @@ def test_every_scaler_unscales_through_the_method_that_is_replaced() -> None:
     finally:
         put_back()
     assert seen == [1] * 4 and bool((p == 1).all()), "a step was made"
+
+
+def test_clipping_is_replaced_under_every_name_that_a_script_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.utils import clip_grad_norm_ as imported
+
+    def check(names: list[ClipGradNorm]) -> None:
+        seen: list[tuple[float, bool]] = []
+
+        def make(original: ClipGradNorm) -> ClipGradNorm:
+            def clip(parameters: object, max_norm: float, **others: object) -> torch.Tensor:
+                seen.append((max_norm, torch.is_grad_enabled()))
+                return original(parameters, max_norm, **others)
+
+            return clip
+
+        p = torch.nn.Parameter(torch.ones(4))
+        put_back = replace_clip_grad_norm(make)
+        try:
+            for place, name in enumerate(names):
+                p.grad = torch.ones(4)
+                assert name()([p], 0.5 + place, norm_type=2.0) == 2 and torch.allclose(p.grad.norm(), torch.tensor(min(2.0, 0.5 + place)))
+        finally:
+            put_back()
+        names[0]()([p], 9.0)
+        assert seen == [(0.5 + place, False) for place in range(len(names))]
+
+    by_name = [lambda: torch.nn.utils.clip_grad_norm_, lambda: torch.nn.utils.clip_grad.clip_grad_norm_]
+    check([*by_name, lambda: imported])
+    # A torch that has no wrapper.
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        monkeypatch.setattr(module, "clip_grad_norm_", imported.__closure__[0].cell_contents)
+    check(by_name)
 
 
 def test_operators_and_what_they_write_are_seen() -> None:
