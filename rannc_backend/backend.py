@@ -25,6 +25,7 @@ refuse_old_torch(torch.__version__)
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
+from rannc_backend.capture_compilation import PlainModels  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
@@ -67,6 +68,7 @@ def rannc(
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
+        _PLAIN_MODELS.watch()
         say_options(resolution)
         runtime, moved = session.runtime_for(captured, _local_rows(captured, example_inputs))
     except RanncError as error:
@@ -77,6 +79,7 @@ def rannc(
 
 
 begin_symbolically(lambda backend: backend is rannc)
+_PLAIN_MODELS = PlainModels(lambda backend: backend is rannc, REGISTRY.is_spread)
 
 
 def _resolution(options: Mapping[str, object] | None) -> Resolution:

@@ -416,6 +416,10 @@ class SessionRegistry:
                 return table.released_strides[id(tensor)]
         return self.promises.strides(tensor)
 
+    def is_spread(self) -> bool:
+        """Whether a model of this process has a plan for several ranks."""
+        return any(session.plan is not None and session.world.size > 1 for session in self.sessions.values())
+
     def tables(self) -> list[ParameterTable]:
         """Ownership of every planned model."""
         return [session.table for session in self.sessions.values() if session.table is not None]

@@ -123,6 +123,8 @@ class GraphRuntime:
         ``user_tensors``: by ``inputs``.
         """
         tensors = {spec.name: tensor.detach() for spec, tensor in zip(self.inputs, user_tensors, strict=True)}
+        # The graphs are of contiguous batches (see capture_trace.py), and labels[:, 1:] is none.
+        tensors |= {spec.name: tensors[spec.name].contiguous() for spec in self.inputs if spec.kind == "batch"}
         local_rows = self._local_rows(tensors)
         pairs = zip(self.inputs, user_tensors, strict=True)
         digests = [self._digests.of(spec.name, tensor) for spec, tensor in pairs if spec.kind == "replicated"]

@@ -462,6 +462,26 @@ def same_random_rows(context: Context) -> dict[str, Any]:
     return {"path": str(path)}
 
 
+def too_many_shapes(context: Context) -> None:
+    """Slices of tensors as inputs. Beyond Dynamo's limit there is an error on every rank, not the plain model's NaN; the rest goes on."""
+    model, compiled, alone = _start(context)
+
+    def step(length: int) -> None:
+        batch = {name: value[:, :length] for name, value in context.batch(0).items()}
+        model.zero_grad()
+        alone.model.zero_grad()
+        loss = _loss(context, compiled, batch)
+        loss.backward()
+        context.findings.close("loss", f"of length {length}", loss, alone.backward(batch), context.tolerance)
+        _agree(context, model, alone, f"gradient of length {length}")
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        step(5)
+        step(4)
+        context.findings.raises("a third length", ("BackendCompilerFailed",), lambda: step(3))
+        step(4)
+
+
 def seed_decides(context: Context) -> None:
     """torch.manual_seed repeats the masks of a step; the share of zeros is that of the probability."""
     entry, findings = context.entry, context.findings

@@ -123,6 +123,7 @@ OTHER = (
     _case("compiled_in_place", "mlp_loss", "1,1", 2, check="compiled_in_place"),
     _case("one_trace", "mlp_loss", "1,1", 2, check="one_trace"),
     _case("two_models", "mlp_loss", "1,1", 2, check="two_models"),
+    _case("too_many_shapes", "padded", "1,1", 2, check="too_many_shapes"),
     _case("seed_decides", "dropout", "1,1", 2, check="seed_decides", rows=(20, 20)),
 )
 # The same eight global rows and weights under plans with 1, 2 and 4 stages, replicas, and other micro-batches.

@@ -11,10 +11,8 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 
-from rannc_backend import capture_begin
-from rannc_backend.errors import UserInputError
+from rannc_backend import capture_compilation
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, kinds, trace_settings
 
 
@@ -111,31 +109,12 @@ def test_other_backends_are_left_alone() -> None:
 
 
 def test_a_torch_that_keeps_its_frame_elsewhere_costs_a_trace(monkeypatch) -> None:
-    monkeypatch.setattr(capture_begin, "_FARTHEST", 0)
+    monkeypatch.setattr(capture_compilation, "_FARTHEST", 0)
     assert num_traces(Model(), torch.randn(4, 3)) == 2
 
     def fails(*_):
         raise RuntimeError("not known")
 
-    monkeypatch.setattr(capture_begin, "_innermost", fails)
-    monkeypatch.setattr(capture_begin, "_FARTHEST", 20)
+    monkeypatch.setattr(capture_compilation, "_innermost", fails)
+    monkeypatch.setattr(capture_compilation, "_FARTHEST", 20)
     assert num_traces(Model(), torch.randn(4, 3)) == 2
-
-
-@pytest.fixture
-def group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
-def test_a_model_that_the_backend_would_not_see_is_refused(group, wrapper: type) -> None:
-    model = wrapper(Model())
-    recorder = Recorder()
-    before = trace_settings()
-    with pytest.raises(BackendCompilerFailed, match=f"wrapped in {wrapper.__name__}(?s:.*)compile the plain model") as caught:
-        torch.compile(model, backend=recorder)(torch.randn(4, 3))
-    assert isinstance(caught.value.inner_exception, UserInputError)
-    assert trace_settings() == before and not recorder.graphs
-    torch.compile(model, backend="eager")(torch.randn(4, 3))  # other backends are none of our business

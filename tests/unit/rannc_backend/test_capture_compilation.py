@@ -1,0 +1,67 @@
+"""What Dynamo would run without the backend is refused, on torch 2.11.0 and 2.13.0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from rannc_backend.capture_compilation import PlainModels
+from rannc_backend.errors import UserInputError
+from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, trace_settings
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    with fresh_dynamo(begins=True):
+        yield
+    torch._dynamo.reset_recompile_user_contexts()
+
+
+@pytest.fixture
+def group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_a_model_that_the_backend_would_not_see_is_refused(group, wrapper: type) -> None:
+    model = wrapper(nn.Linear(3, 3))
+    recorder = Recorder()
+    before = trace_settings()
+    with pytest.raises(BackendCompilerFailed, match=f"wrapped in {wrapper.__name__}(?s:.*)compile the plain model") as caught:
+        torch.compile(model, backend=recorder)(torch.randn(4, 3))
+    assert isinstance(caught.value.inner_exception, UserInputError)
+    assert trace_settings() == before and not recorder.graphs
+    torch.compile(model, backend="eager")(torch.randn(4, 3))  # other backends are none of our business
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_the_plain_model_does_not_run_where_parameters_are_spread(is_spread: bool) -> None:
+    recorder, calls = Recorder(), []
+    PlainModels(lambda backend: backend is recorder, lambda: is_spread).watch()
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                calls.append(x)
+            return x * 2
+
+    compiled = torch.compile(Doubled(), backend=recorder, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (3, 4):
+            compiled(torch.randn(4, length))
+        if is_spread:
+            with pytest.raises(BackendCompilerFailed, match=r"as often as torch._dynamo.config.recompile_limit \(2\) allows"):
+                compiled(torch.randn(4, 5))
+        else:
+            compiled(torch.randn(4, 5))
+        compiled(torch.randn(6, 3))
+    # Others' models are none of its business.
+    with torch._dynamo.config.patch(recompile_limit=1):
+        other = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        for length in (3, 4):
+            other(torch.randn(4, length))
+    assert len(calls) == (0 if is_spread else 1) and len(recorder.graphs) == 2
