@@ -52,7 +52,7 @@ from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.promises import Promises
 from rannc_backend.runtime.switches import Switches
-from rannc_backend.runtime.torch_internals import trace_artifact
+from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
 from rannc_backend.runtime.trace_file import begin_trace
 from rannc_backend.runtime.transport_watch import watch_transport
 from rannc_backend.runtime.world import StartOptions, World
@@ -91,6 +91,7 @@ class Session:
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
     trace: EventTrace | None = None
 
+    @without_anomaly_detection
     def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
         """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then stale).
 

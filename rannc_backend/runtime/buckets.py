@@ -20,7 +20,7 @@ import torch
 
 from rannc_backend.kernels.message_layout import slot_elements
 from rannc_backend.runtime.tangents import Number, scale_buffers
-from rannc_backend.runtime.torch_internals import num_storage_users
+from rannc_backend.runtime.torch_internals import accumulation_hooks, gradient_hooks, num_storage_users
 
 Ranks = tuple[int, ...]
 
@@ -235,8 +235,9 @@ class GradientBuckets:
         return self.pool.tensors()
 
     def publish(self, pending: PendingGradients, scale: Number, *, keep: bool) -> None:
-        """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank.
+        """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank, as the parameters' hooks want them.
 
+        A hook gets what it gets in one process: the gradient of the whole batch, once per backward.
         ``keep``: the pending gradients will be published again (retain_graph), so they must not be given away.
         """
         views = {name: pending.view(name) for name in self.parameters if self._has_gradient(pending, name)}
@@ -246,10 +247,19 @@ class GradientBuckets:
             parameter = self.parameters[name]
             if keep:
                 view = view * scale
+            for change in gradient_hooks(parameter):
+                changed = change(view)
+                view = view if changed is None else changed
             if parameter.grad is None:
                 parameter.grad = view
             else:
                 parameter.grad.add_(view)
+            for tell in accumulation_hooks(parameter):
+                tell(parameter)
+
+    def has_hooks(self) -> bool:
+        """Whether the user wants to see, or change, a gradient of this rank."""
+        return any(gradient_hooks(parameter) or accumulation_hooks(parameter) for parameter in self.parameters.values())
 
     def _has_gradient(self, pending: PendingGradients, name: str) -> bool:
         """False where no gradient flows, on any of the parameter's ranks: as in plain torch, ``p.grad`` stays as it is."""

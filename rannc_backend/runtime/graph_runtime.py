@@ -35,7 +35,7 @@ from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.tangents import Number, if_within, means_on_device, ratio
-from rannc_backend.runtime.torch_internals import without_autocast
+from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
 from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
 from rannc_backend.runtime.versions import VersionCheck
 from rannc_backend.runtime.world import World
@@ -131,7 +131,13 @@ class GraphRuntime:
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
         seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
         kind = "training step" if training else "inference step"
-        kind += " with delay_grad_allreduce" * (training and self.switches.delay_reductions)
+        delayed = training and self.switches.delay_reductions
+        if delayed and self.buckets.has_hooks():
+            raise UserInputError(
+                "a parameter has hooks for its gradient, which with delay_grad_allreduce is not the gradient yet",
+                cure="change p.grad after allreduce_grads, in place of the hook",
+            )
+        kind += " with delay_grad_allreduce" * delayed
         answers = self._agree_with_measured(f"{kind} of {self.label}", [local_rows, seed, digests])
         self._check_replicated([answer[2] for answer in answers])
         rows_by_rank = tuple(answer[0] for answer in answers)
@@ -198,6 +204,7 @@ class GraphRuntime:
         limit = self.settings.step_limit_seconds
         return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
 
+    @without_anomaly_detection
     def executor(self, kind: str, rows: RowTable) -> Executor:
         """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for the slowest."""
         if kind not in self._executors:

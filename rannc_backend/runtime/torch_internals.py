@@ -122,6 +122,27 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def without_anomaly_detection(function: Callable[P, R]) -> Callable[P, R]:
+    """``function`` as if nobody had asked for anomaly detection, which looks at the values of gradients: a trace has none."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autograd.set_detect_anomaly(False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """What ``parameter.register_hook`` was given, in that order."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What ``parameter.register_post_accumulate_grad_hook`` was given, in that order."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
 def replace_unscale_grads(make: Callable[[UnscaleGrads], UnscaleGrads]) -> Callable[[], None]:
     """Put ``make(original)`` in the place of the method of every GradScaler that unscales one optimizer's gradients and looks for
     infinities among them; returns a function that puts the original back.

@@ -180,6 +180,51 @@ def clipping(context: Context) -> None:
             context.compare_gradients(model, alone.gradients(), kind=f"gradient clipped by the norm {what}", factor=10)
 
 
+def hooks(context: Context) -> None:
+    """Hooks of parameters get and give what they do in one process: whole gradients, one per backward, and then p.grad is there."""
+    import rannc_backend
+
+    model, alone = context.model(), Alone(context)
+    called: dict[str, int] = {}
+
+    def register(of: nn.Module, counts: dict[str, int]) -> None:
+        for number, (name, parameter) in enumerate(of.named_parameters()):
+            if not parameter.requires_grad:
+                continue
+            parameter.register_hook(lambda gradient, number=number: gradient.clamp(-1e-3 * number, 1e-3))
+            parameter.register_hook(lambda gradient: None)
+
+            def tell(p: nn.Parameter, name: str = name) -> None:
+                counts[name] = counts.get(name, 0) + 1
+                p.grad = p.grad * 0.5
+
+            parameter.register_post_accumulate_grad_hook(tell)
+
+    register(model, called)
+    register(alone.model, {})
+    compiled = context.compile(model)
+    for step in range(2):
+        # Nothing is set to zero in between: each backward's gradient goes through the hooks by itself.
+        local = context.local(context.batch(step))
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+        alone.backward(context.batch(step))
+        names = context.compare_gradients(model, alone.gradients(), kind=f"gradient after {step + 1} backwards")
+        context.findings.that(called == dict.fromkeys(names, step + 1), f"told of {called}, and there are {names}")
+    rannc_backend.delay_grad_allreduce(True)
+    context.findings.raises("hooks of local gradients", ("UserInputError",), lambda: context.entry.call(compiled, local))
+    rannc_backend.delay_grad_allreduce(False)
+
+
+def anomaly(context: Context) -> None:
+    """Under anomaly detection everything is as without, from the first call on."""
+    model, alone = context.model(), Alone(context)
+    compiled, local = context.compile(model), context.local(context.batch())
+    with torch.autograd.set_detect_anomaly(True):
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+    alone.backward(context.batch())
+    context.compare_gradients(model, alone.gradients())
+
+
 def _saved(p: Tensor) -> Tensor:
     file = io.BytesIO()
     torch.save(p, file)

@@ -37,6 +37,9 @@ OTHER = (
     _case("clipping", "mlp_loss", "1,1", "clipping"),
     _case("clipping_tied", "tied_embedding", "1,2,1", "clipping"),
     _case("clipping_one_process", "tied_embedding", "1", "clipping"),
+    _case("hooks", "tied_embedding", "1,1", "hooks"),
+    _case("hooks_outside", "mlp", "1,2", "hooks"),
+    _case("anomaly", "mlp_loss", "1,1", "anomaly"),
     # The first stage trains nothing, so that its rank has nothing to clip.
     _case("clipping_frozen_stage", "frozen", "1,1", "clipping", options={"stage_starts": "layers.2"}),
 )
