@@ -68,7 +68,6 @@ def rannc(
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
-        _PLAIN_MODELS.watch()
         say_options(resolution)
         runtime, moved = session.runtime_for(captured, _local_rows(captured, example_inputs))
     except RanncError as error:
@@ -78,8 +77,7 @@ def rannc(
     return _bind(session, runtime, captured)
 
 
-begin_symbolically(lambda backend: backend is rannc)
-_PLAIN_MODELS = PlainModels(lambda backend: backend is rannc, REGISTRY.is_spread)
+begin_symbolically(lambda backend: backend is rannc, watch=PlainModels(lambda backend: backend is rannc, REGISTRY.is_spread).watch)
 
 
 def _resolution(options: Mapping[str, object] | None) -> Resolution:

@@ -31,8 +31,11 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "rannc_begun_trace"  # of the context of one compilation
 
 
-def begin_symbolically(is_ours: Callable[[object], bool]) -> Callable[[], None]:
-    """From now on, in this process, begin traces for backends that `is_ours` knows with a symbolic batch size; gives what ends it."""
+def begin_symbolically(is_ours: Callable[[object], bool], *, watch: Callable[[], None] | None = None) -> Callable[[], None]:
+    """From now on, in this process, begin traces for backends that `is_ours` knows with a symbolic batch size; gives what ends it.
+
+    `watch`: called at the start of each compilation for such a backend.
+    """
 
     def begin(event: dynamo_callback.CallbackArgs) -> None:
         if event.callback_trigger is not dynamo_callback.CallbackTrigger.DYNAMO:
@@ -41,6 +44,8 @@ def begin_symbolically(is_ours: Callable[[object], bool]) -> Callable[[], None]:
             compilation = find_compilation(is_ours)
             if compilation is None:
                 return
+            if watch is not None:
+                watch()
             refuse_wrapped(compilation)
             batches = _batches(compilation.variables)
             if batches:

@@ -1,28 +1,33 @@
 """Refuses what Dynamo would run without calling the backend, where that means something else than the user asked for.
 
-In: the backend, known to Dynamo. Out: errors, before Dynamo goes its way: for a model inside of a wrapper that replicates or shards it,
-which Dynamo leaves as it is, and for one that was compiled as often as Dynamo's limits allow: the plain model would run in its place,
-though its parameters are on other ranks.
+In: the backend, known to Dynamo. Out: errors, before Dynamo goes its way: for a model inside of a wrapper that replicates or shards
+it, which Dynamo leaves as it is; for one with a graph break after which Dynamo cannot go on, within a `with` for one, so that it gives the
+whole call up; and for one that was compiled as often as Dynamo's limits allow. In each case the plain model would run: each rank by
+itself, without the others' gradients, or with parameters that are on other ranks.
 
-What is private to torch here: where Dynamo's stack holds the frame's variables, the backend and the size of its cache, and that it asks
-for the contexts of a recompilation before it looks at its limits (seen on torch 2.11.0 and 2.13.0; see
-tests/unit/rannc_backend/test_capture_compilation.py).
+What is private to torch here: where Dynamo's stack holds the frame's variables, the backend and the size of its cache; that it asks
+for the contexts of a recompilation before it looks at its limits; and that callbacks run while the exception that ends a compilation is
+under way (seen on torch 2.11.0 and 2.13.0; see tests/unit/rannc_backend/test_capture_compilation.py).
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch._dynamo.cache_size import exceeds_recompile_limit
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 
-from rannc_backend.errors import UserInputError
+from rannc_backend.capture_breaks import graph_break_error
+from rannc_backend.errors import UserInputError, user_location
 
 _FARTHEST = 20  # frames between Dynamo's `_compile` and what it calls
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
@@ -35,6 +40,11 @@ class Compilation:
     backend: object
     variables: Mapping[str, Any]  # of the user's frame
     own: Mapping[str, Any]
+
+    def is_of_a_model(self) -> bool:
+        """Whether the user's frame is a call of a module that has parameters."""
+        owners = [getattr(value, "__self__", value) for value in self.variables.values()]
+        return any(isinstance(owner, nn.Module) and any(True for _ in owner.parameters()) for owner in owners)
 
     def exceeded_limit(self) -> str:
         """The name of the setting that this compilation is one too many for, "" if it is not."""
@@ -75,17 +85,35 @@ def refuse_wrapped(compilation: Compilation) -> None:
 
 
 class PlainModels:
-    """Refuses plain models of backends that `is_ours`, as long as `is_spread`: parameters are on other ranks."""
+    """Refuses that Dynamo gives up a model of a backend that `is_ours`, or compiles it no more while parameters are on other ranks."""
 
     def __init__(self, is_ours: Callable[[object], bool], is_spread: Callable[[], bool]) -> None:
         self._is_ours, self._is_spread = is_ours, is_spread
 
     def watch(self) -> None:
-        """From now on; costs nothing to say again."""
-        if self not in (get_hook_for_recompile_user_context() or ()):
-            register_hook_for_recompile_user_context(self)
+        """From now on, but for what `torch._dynamo.reset` ends: to be said at the start of each compilation, which costs nothing."""
+        if self._recompiles not in (get_hook_for_recompile_user_context() or ()):
+            register_hook_for_recompile_user_context(self._recompiles)
+        if self._ends not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(self._ends)
 
-    def __call__(self) -> str:
+    def _ends(self, event: CallbackArgs) -> None:
+        """A compilation ends.
+
+        Raises:
+            BackendCompilerFailed: with a GraphBreakError where Dynamo gives the call of a model up.
+        """
+        error = sys.exc_info()[1]
+        if event.callback_trigger is not CallbackTrigger.DYNAMO or not isinstance(error, Unsupported):
+            return
+        compilation = find_compilation(self._is_ours)
+        if compilation is None or not compilation.is_of_a_model():
+            return
+        _count_as_ended()
+        location = user_location("".join(traceback.format_list(list(getattr(error, "real_stack", ())))))
+        raise BackendCompilerFailed(compilation.backend, graph_break_error(str(error), location), None) from error
+
+    def _recompiles(self) -> str:
         """Dynamo asks what there is to know of a recompilation.
 
         Raises:
@@ -102,6 +130,13 @@ class PlainModels:
                 cure=f"give inputs of fewer different shapes (pad them; the batch size may differ), or set {setting} higher at the start.",
             )
         return ""
+
+
+def _count_as_ended() -> None:
+    """What Dynamo does after its callbacks, if none of them raises: otherwise none would be called again."""
+    name = "_CompilationCallbackHandler__pending_callbacks_counter"
+    if hasattr(callback_handler, name):
+        setattr(callback_handler, name, getattr(callback_handler, name) - 1)
 
 
 def _refuse(compilation: Compilation, message: str, *, cure: str) -> NoReturn:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,6 +101,28 @@ class Breaks(_Body):
         return self.after(x)
 
 
+class GivenUp(_Body):
+    """Dynamo gives the whole call up and would run it as it is, on each rank by itself."""
+
+    lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:  # refused
+            x = self.before(x)
+        return self.after(x)
+
+
+class Recurrent(_Body):
+    """Of which Dynamo traces nothing unless it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.recurrent(x)[0])  # refused
+
+
 class TwoDevices(_Body):
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +146,8 @@ REFUSED: Mapping[str, tuple[type[nn.Module], str]] = {
     "reshape": (MixedByReshape, "BatchMixedError"),
     "branch": (BranchOnData, "DataDependentControlFlowError"),
     "break": (Breaks, "GraphBreakError"),
+    "given_up": (GivenUp, "GraphBreakError"),
+    "recurrent": (Recurrent, "GraphBreakError"),
     "two_devices": (TwoDevices, "ModelDevicesError"),
     "no_rows": (NoRows, "NoBatchDimensionError"),
 }
@@ -146,10 +171,12 @@ def refused(context: Context) -> None:
     model = kind()
     compiled = context.compile(model)
     x = torch.tensor(2.0) if name == "no_rows" else torch.randn(context.case.local_rows[context.rank], WIDTH)
-    error = context.findings.raises(name, (error_name,), lambda: compiled(x))
+    raised = "BackendCompilerFailed" if name in ("given_up", "recurrent") else error_name
+    error = context.findings.raises(name, (raised,), lambda: compiled(x))
     if error is None:
         return
     text = str(error)
+    context.findings.that(raised == error_name or error_name in text, f"Dynamo's error does not hold a {error_name}: {text}")
     context.findings.that("What to change" in text, f"the error does not say what to change: {text}")
     if name not in ("two_devices", "no_rows"):
         named = any(place in text for place in _line_of(kind))

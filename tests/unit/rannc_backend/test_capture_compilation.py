@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from rannc_backend.capture_compilation import PlainModels
-from rannc_backend.errors import UserInputError
+from rannc_backend.errors import GraphBreakError, UserInputError
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, trace_settings
 
 
@@ -16,7 +19,12 @@ from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, tra
 def dynamo():
     with fresh_dynamo(begins=True):
         yield
+    torch._dynamo.callback_handler.clear()  # checks that compilations were counted right
     torch._dynamo.reset_recompile_user_contexts()
+
+
+def watch(recorder: Recorder, *, is_spread: bool) -> None:
+    PlainModels(lambda backend: backend is recorder, lambda: is_spread).watch()
 
 
 @pytest.fixture
@@ -41,7 +49,7 @@ def test_a_model_that_the_backend_would_not_see_is_refused(group, wrapper: type)
 @pytest.mark.parametrize("is_spread", [False, True])
 def test_the_plain_model_does_not_run_where_parameters_are_spread(is_spread: bool) -> None:
     recorder, calls = Recorder(), []
-    PlainModels(lambda backend: backend is recorder, lambda: is_spread).watch()
+    watch(recorder, is_spread=is_spread)
 
     class Doubled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -65,3 +73,57 @@ def test_the_plain_model_does_not_run_where_parameters_are_spread(is_spread: boo
         for length in (3, 4):
             other(torch.randn(4, length))
     assert len(calls) == (0 if is_spread else 1) and len(recorder.graphs) == 2
+
+
+class Unsupported(nn.Module):
+    """A graph break from which Dynamo cannot go on within the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            x = self.linear(x)
+            torch._dynamo.graph_break()
+            return x * 2
+
+
+class Recurrent(nn.Module):
+    """Of which Dynamo traces nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0]
+
+
+@pytest.mark.parametrize(("model", "reason"), [(Unsupported, "context manager"), (Recurrent, "allow_rnn = True")])
+def test_a_model_that_dynamo_gives_up_is_refused(model: type, reason: str) -> None:
+    recorder = Recorder()
+    watch(recorder, is_spread=False)
+    for _ in range(2):
+        with pytest.raises(BackendCompilerFailed, match=f"(?s)GraphBreakError.*{reason}") as caught:
+            torch.compile(model(), backend=recorder)(torch.randn(4, 3))
+        assert isinstance(caught.value.inner_exception, GraphBreakError) and Path(__file__).name in str(caught.value)
+        torch._dynamo.reset()
+        watch(recorder, is_spread=False)
+    assert not recorder.graphs
+
+
+def test_functions_around_models_may_be_given_up() -> None:
+    recorder, model = Recorder(), nn.Linear(3, 3)
+    watch(recorder, is_spread=False)
+    lock = threading.Lock()
+
+    def step(x: Tensor) -> Tensor:
+        with lock:
+            torch._dynamo.graph_break()
+            return x + 1
+
+    torch.compile(step, backend=recorder)(torch.randn(4, 3))
+    torch.compile(model, backend=recorder)(torch.randn(4, 3))
+    assert len(recorder.graphs) == 1
