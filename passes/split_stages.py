@@ -46,12 +46,14 @@ class StageInput:
 class StageOutput:
     """One output of a stage graph: the row-wise graph's node of that name, and what it serves.
 
-    `fqn` is the buffer's dotted name if `kind` is "buffer", else None.
+    `fqn` is the buffer's dotted name if `kind` is "buffer", else None. `once`: the buffer's new value has nothing to do with the rows (the
+    vectors of a spectral norm), so that a step of any number of micro-batches must set it once, from what it was before.
     """
 
     name: str
     kind: str
     fqn: str | None = None
+    once: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in OUTPUT_KINDS, f"stage output {self.name} has unknown kind {self.kind!r}"
@@ -213,8 +215,23 @@ def _place_outputs(
     for node, output in zip(values, outputs, strict=True):
         if not isinstance(node, fx.Node):
             continue
-        stage_output = StageOutput(name=node.name, kind=output.kind, fqn=output.fqn if output.kind == "buffer" else None)
+        fqn, once = (output.fqn, _is_set_once(node, assignment.input_kinds)) if output.kind == "buffer" else (None, False)
+        stage_output = StageOutput(name=node.name, kind=output.kind, fqn=fqn, once=once)
         by_stage[_home_stage(assignment, node)].append((node, stage_output))
+
+
+def _is_set_once(update: fx.Node, input_kinds: Mapping[str, str]) -> bool:
+    """Whether a buffer's new value is made of parameters and buffers alone. Counters count micro-batches, as BatchNorm's statistics do."""
+    if not update.meta["val"].is_floating_point():
+        return False
+    seen, waiting = {update}, [update]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder" and input_kinds.get(node.name, "prologue") in ("batch", "rng_seed", "first_row"):
+            return False
+        waiting += [argument for argument in node.all_input_nodes if argument not in seen]
+        seen.update(node.all_input_nodes)
+    return True
 
 
 def _home_stage(assignment: _Assignment, node: fx.Node) -> int:

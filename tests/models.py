@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.model_entry import Batch, Entry
+from tests.models_layers import ChannelsLast, SpectralNorm
 from tests.models_rannc import (
     IGNORED,
     VOCABULARY,
@@ -301,22 +302,6 @@ class Padded(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), logits
 
 
-class ChannelsLast(nn.Module):
-    """Convolutions in the memory format that GPUs prefer, pooled to one element each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3 if index == 0 else WIDTH, WIDTH, 3, padding=1) for index in range(4))
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for convolution in self.convolutions:
-            x = torch.tanh(convolution(x))
-        return self.head(self.pool(x).flatten(1))
-
-
 class RandomRows(nn.Module):
     """Dropout on a function of degree one in every weight: <weight, gradient> equals the loss if masks agree.
 
@@ -421,6 +406,7 @@ CONTRACT: tuple[Entry, ...] = (
     _inside("long_skip_loss", LongSkipLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
+    _outside("spectral_norm", SpectralNorm, WIDTH, deep=True),
     _outside(
         "channels_last",
         ChannelsLast,

@@ -187,7 +187,7 @@ class Executor:
                 exact = tensor.double() if tensor.is_floating_point() else tensor
                 state.partials[slot.name] = state.partials[slot.name] + exact if slot.name in state.partials else exact
             case "buffer":
-                if state.apply_buffer_updates:
+                if state.apply_buffer_updates and (not slot.once or micro_batch == state.rows.num_micro_batches - 1):
                     self.buffers[slot.fqn].copy_(tensor)
             case "replicated":
                 state.replicated_outputs[slot.name] = tensor

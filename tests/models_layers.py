@@ -1,0 +1,38 @@
+"""Models whose layers keep or lay out their state in a way of their own. Terms as in model_entry.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.models_rannc import WIDTH
+
+
+class ChannelsLast(nn.Module):
+    """Convolutions in the memory format that GPUs prefer, pooled to one element each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3 if index == 0 else WIDTH, WIDTH, 3, padding=1) for index in range(4))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for convolution in self.convolutions:
+            x = torch.tanh(convolution(x))
+        return self.head(self.pool(x).flatten(1))
+
+
+class SpectralNorm(nn.Module):
+    """Each call in training improves buffers that the weights are divided by, and that have nothing to do with the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
