@@ -21,7 +21,15 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.capture_dynamo import DynamoCall, SizeCondition, forget_size_conditions, make_equal, size_conditions
+from rannc_backend.capture_dynamo import (
+    DynamoCall,
+    SizeCondition,
+    forget_size_conditions,
+    is_storage_offset,
+    make_equal,
+    size_conditions,
+    source_of,
+)
 from rannc_backend.capture_inputs import TensorInput
 from rannc_backend.errors import DataDependentControlFlowError, NoBatchDimensionError, UnsupportedModelError
 
@@ -144,6 +152,8 @@ def _size_arguments(graph_module: fx.GraphModule, call: DynamoCall, batch: set[s
             sizes[position] = int(expression)
         elif expression in batch or not list(node.users):
             sizes[position] = None
+        elif is_storage_offset(source_of(node)):
+            sizes[position] = 0  # stages are given tensors of their own
         else:
             raise UnsupportedModelError(
                 f"the size {expression} is symbolic, but is not the batch size",

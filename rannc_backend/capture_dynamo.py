@@ -249,6 +249,11 @@ def guard_as_they_are(
     return True
 
 
+def is_storage_offset(source: Any) -> bool:
+    """Whether a source is where in its memory a tensor begins, as a slice of another does."""
+    return getattr(getattr(source, "prop", None), "name", "") == "STORAGE_OFFSET"
+
+
 def is_argument(source: Any) -> bool:
     """Whether a source starts at an argument of the traced function (not at a closure or a global)."""
     root = source_chain(source)[0]

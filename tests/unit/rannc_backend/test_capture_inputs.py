@@ -144,3 +144,28 @@ def test_inputs_that_require_grad():
     assert [item.requires_grad for item in recorder.graph.inputs] == [True, False]
     result.backward()
     torch.testing.assert_close(x.grad, x.detach().exp() * y)
+
+
+def test_slices_of_a_larger_tensor_go_into_checkpointed_layers():
+    """A checkpointed layer gets the place of the slice in its memory as an argument."""
+    layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    x = torch.randn(8, 3)
+    graphs = []
+    for part in (x[4:], x[:4], x[2:7]):
+        torch._dynamo.reset()
+        recorder = Recorder()
+        result = torch.compile(Model(), backend=recorder)(part)
+        torch.testing.assert_close(result, layers[1](layers[0](part)))
+        graphs.append(recorder.graph.fingerprint)
+    assert len(set(graphs)) == 1
