@@ -62,8 +62,13 @@ class Called(nn.Module):
         return self.entry.call(self.model, inputs)
 
 
+# Masks are of the backend's own; that a spectral norm advances once per step is the executor's work, and there are no steps here.
+NOT_IN_SLICES = {"dropout", "spectral_norm"}
+
+
 @pytest.mark.parametrize(
-    "name", [name for name, entry in ENTRIES.items() if not entry.batch_statistics and name != "dropout" and entry.tolerance == EXACT]
+    "name",
+    [name for name, entry in ENTRIES.items() if not entry.batch_statistics and name not in NOT_IN_SLICES and entry.tolerance == EXACT],
 )
 def test_models_of_the_suite_are_the_same_in_slices(name: str) -> None:
     entry = ENTRIES[name]
