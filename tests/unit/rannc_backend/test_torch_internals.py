@@ -13,12 +13,15 @@ from rannc_backend.runtime.torch_internals import (
     NewTensors,
     OperatorWatch,
     UnscaleGrads,
+    accumulation_hooks,
     backward_keeps_graph,
+    gradient_hooks,
     num_storage_users,
     replace_clip_grad_norm,
     replace_unscale_grads,
     storage_key,
     whole_fill_functions,
+    without_anomaly_detection,
     without_autocast,
     written_arguments,
 )
@@ -136,6 +139,23 @@ def test_clipping_is_replaced_under_every_name_that_a_script_has_for_it(monkeypa
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         monkeypatch.setattr(module, "clip_grad_norm_", imported.__closure__[0].cell_contents)
     check(by_name)
+
+
+def test_hooks_of_a_parameter_are_found_in_their_order() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    assert gradient_hooks(p) == [] and accumulation_hooks(p) == []
+    first, second, third = (lambda gradient: gradient * 2), (lambda gradient: None), (lambda parameter: None)
+    handle = p.register_hook(first)
+    p.register_hook(second)
+    p.register_post_accumulate_grad_hook(third)
+    assert gradient_hooks(p) == [first, second] and accumulation_hooks(p) == [third]
+    handle.remove()
+    assert gradient_hooks(p) == [second]
+
+
+def test_anomaly_detection_is_off_in_between_alone() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        assert not without_anomaly_detection(torch.is_anomaly_enabled)() and torch.is_anomaly_enabled()
 
 
 def test_operators_and_what_they_write_are_seen() -> None:
