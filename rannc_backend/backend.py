@@ -77,7 +77,11 @@ def rannc(
     return _bind(session, runtime, captured)
 
 
-begin_symbolically(lambda backend: backend is rannc, watch=PlainModels(lambda backend: backend is rannc, REGISTRY.is_spread).watch)
+def _is_rannc(backend: object) -> bool:
+    return backend is rannc
+
+
+begin_symbolically(_is_rannc, watch=PlainModels(_is_rannc, REGISTRY.is_spread).watch)
 
 
 def _resolution(options: Mapping[str, object] | None) -> Resolution:

@@ -79,39 +79,21 @@ def _bert(dtype: torch.dtype) -> nn.Module:
     return transformers.BertForMaskedLM(config).to(dtype)
 
 
+# Decoders with fewer heads for keys and values than for queries.
+_GROUPED: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
+
+
 def _llama(dtype: torch.dtype) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        use_cache=False,
-    )
+    config = transformers.LlamaConfig(**_GROUPED, intermediate_size=32)
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def mixtral(dtype: torch.dtype, *, experts: str = "batched_mm") -> nn.Module:
     """Experts for each token; `experts`: how they are computed, of which "batched_mm" computes each token by itself."""
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=LENGTH,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        use_cache=False,
-    )
+    config = transformers.MixtralConfig(**_GROUPED, intermediate_size=24, num_local_experts=4)
     model = transformers.MixtralForCausalLM(config).to(dtype)
     model.set_experts_implementation(experts)
     return model

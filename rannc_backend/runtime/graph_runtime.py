@@ -204,14 +204,13 @@ class GraphRuntime:
         limit = self.settings.step_limit_seconds
         return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
 
-    @without_anomaly_detection
     def executor(self, kind: str, rows: RowTable) -> Executor:
         """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for the slowest."""
         if kind not in self._executors:
             stage = next((i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks), None)
             part = f"stage {stage}" if stage is not None else "nothing"
             with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
-                self._executors[kind] = self.make_executor(kind, rows)
+                self._executors[kind] = without_anomaly_detection(self.make_executor)(kind, rows)
                 watch.done()
                 agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
         return self._executors[kind]

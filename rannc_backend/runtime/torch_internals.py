@@ -164,20 +164,16 @@ def replace_clip_grad_norm(make: Callable[[ClipGradNorm], ClipGradNorm]) -> Call
     """
     public = torch.nn.utils.clip_grad_norm_
     cells = getattr(public, "__closure__", None) or ()
+    original: ClipGradNorm
+    put: Callable[[ClipGradNorm], None]
     if len(cells) == 1 and callable(cells[0].cell_contents):
-        original: ClipGradNorm = cells[0].cell_contents
-        cells[0].cell_contents = functools.wraps(original)(make(original))
+        original, put = cells[0].cell_contents, functools.partial(setattr, cells[0], "cell_contents")
+        changed = make(original)
     else:
-        original = public
-        _set_clip_grad_norm(functools.wraps(original)(torch.no_grad()(make(original))))
-
-    def put_back() -> None:
-        if len(cells) == 1:
-            cells[0].cell_contents = original
-        else:
-            _set_clip_grad_norm(original)
-
-    return put_back
+        original, put = public, _set_clip_grad_norm
+        changed = torch.no_grad()(make(original))
+    put(functools.wraps(original)(changed))
+    return functools.partial(put, original)
 
 
 def _set_clip_grad_norm(function: ClipGradNorm) -> None:
