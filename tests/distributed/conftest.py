@@ -101,10 +101,17 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 OutcomeOf = Callable[[Case], Outcome]
 
 
+@pytest.hookimpl(trylast=True)  # once tests are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with cases come first: the first of them waits for a share of the cases, which may be any. Every case has its own limit."""
+    """Tests with cases come first, in the order in which their shares run, so that one is told of as soon as it can be.
+
+    The first waits for a share of many cases, of which every one has its own limit.
+    """
     own = [item for item in items if Path(__file__).parent in item.path.parents]
-    with_cases = {id(item) for item in own if any(True for _ in cases_of(item))}
+    cases_by_item = {id(item): list(cases_of(item)) for item in own}
+    shares = shares_of(list({case.name: case for cases in cases_by_item.values() for case in cases}.values()))
+    number_by_case = {case.name: number for number, share in enumerate(shares) for case in share}
+    last_share = {key: max(number_by_case[case.name] for case in cases) for key, cases in cases_by_item.items() if cases}
     for item in own:
-        item.add_marker(pytest.mark.timeout(14_400 if id(item) in with_cases else 1200))
-    items.sort(key=lambda item: id(item) not in with_cases)
+        item.add_marker(pytest.mark.timeout(14_400 if id(item) in last_share else 1200))
+    items.sort(key=lambda item: last_share.get(id(item), len(shares)))
