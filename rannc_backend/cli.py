@@ -5,8 +5,10 @@ In: command line, environment, plan files. Out: text on stdout. Our own errors e
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -26,6 +28,7 @@ from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order
 
 EXIT_USER_ERROR = 2
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 app = typer.Typer(
     name="rannc",
@@ -45,10 +48,22 @@ app.command("simulate")(cli_show.simulate)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     try:
-        app(args=None if arguments is None else list(arguments))
+        with _rare_collections():
+            app(args=None if arguments is None else list(arguments))
     except RanncError as error:
         Console(stderr=True, soft_wrap=True).print(f"rannc: {error}", style="red", markup=False, highlight=False)
         sys.exit(EXIT_USER_ERROR)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for cycles rarely: a command makes many objects, all at once, and keeps them until it ends."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @app.command()

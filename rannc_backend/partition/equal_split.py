@@ -7,13 +7,16 @@ replicas and micro-batches; and for given replicas the most even shares of the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from rannc_backend.partition.search_problem import Floats, Ints, Pricer, Solution, plans_step_seconds
+from rannc_backend.partition.quick_bounds import ROUNDED_DOWN
+from rannc_backend.partition.search_problem import Floats, Ints, Pricer, SearchProblem, Solution, plans_step_seconds
 from rannc_backend.partition.stage_bounds import Cell, Shapes, own_excess
 from rannc_backend.partition.stage_moves import honours, make_solution
+from rannc_backend.schedule.orders import ScheduleName
 
 _EVENNESS = 6
 
@@ -25,6 +28,8 @@ class Candidate:
     `make_pricer(p, limit)` prices equal splits into p stages or more whose steps take less than `limit` seconds.
     """
 
+    schedule: ScheduleName
+    num_micro_batches: int
     bounds: Mapping[int, float]
     make_pricer: Callable[[int, float], Pricer]
 
@@ -34,13 +39,14 @@ class Candidate:
         return min(self.bounds.values(), default=float("inf"))
 
 
-def best_equal_split(candidates: Iterable[Candidate]) -> Solution | None:
+def best_equal_split(problem: SearchProblem, candidates: Iterable[Candidate]) -> Solution | None:
     """The fastest of the equal splits that fit and are allowed; None if there is none.
 
     Where the number of blocks is no multiple of the number of stages, the first stages get one more. Pricers are made only where their
     bounds are below the best so far.
     """
     best: Solution | None = None
+    candidates = [replace(candidate, bounds=_bounds_without_tables(problem, candidate)) for candidate in candidates]
     for candidate in sorted(candidates, key=lambda item: item.lower_bound):
         limit = float("inf") if best is None else best.step_seconds
         if candidate.lower_bound >= limit:
@@ -60,15 +66,40 @@ def best_equal_split(candidates: Iterable[Candidate]) -> Solution | None:
     return best
 
 
+def _bounds_without_tables(problem: SearchProblem, candidate: Candidate) -> dict[int, float]:
+    """`candidate.bounds`, raised to what the blocks of equal splits take on equally many replicas; without those that cannot fit."""
+    if problem.work_floor is None:
+        return dict(candidate.bounds)
+    floor = problem.work_floor(candidate.num_micro_batches)
+    bounds = {}
+    for count, bound in candidate.bounds.items():
+        cuts = equal_cuts(problem.num_blocks, count)
+        works, held = floor.of_stages(cuts)
+        replicas = min(problem.num_devices // count, floor.most_replicas)
+        if not replicas or held > problem.memory_bytes:
+            continue
+        path, longest = float(works.sum()) / replicas, float(works.max()) / replicas
+        cell = Cell(schedule=candidate.schedule, num_micro_batches=candidate.num_micro_batches, num_stages=count)
+        weighted = [alpha * path + beta * longest for alpha, beta in cell.quick_weights()]
+        bounds[count] = max(bound, ROUNDED_DOWN * max(path, candidate.num_micro_batches * longest, *weighted))
+    return bounds
+
+
+@lru_cache(maxsize=4096)
+def equal_cuts(num_blocks: int, num_stages: int) -> Ints:
+    """Bounds [stages + 1] of stages of equally many blocks; the first ones get one more where that does not come out even."""
+    sizes = np.full(num_stages, num_blocks // num_stages) + (np.arange(num_stages) < num_blocks % num_stages)
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
 def _with_bounds(pricer: Pricer, counts: Sequence[int]) -> Iterator[tuple[float, Cell, Ints, int]]:
     """The equal splits into these numbers of stages, each with a lower bound of its step, its cell, cuts and option."""
     num_blocks, tables = pricer.problem.num_blocks, pricer.tables
     counts = [count for count in counts if -(-num_blocks // count) <= pricer.max_length]
     if not counts:
         return
-    sizes = [np.full(count, num_blocks // count) + (np.arange(count) < num_blocks % count) for count in counts]
-    cuts = [np.concatenate([[0], np.cumsum(size)]) for size in sizes]
-    index = np.concatenate([cut[:-1] for cut in cuts]), np.concatenate(sizes) - 1
+    cuts = [equal_cuts(num_blocks, count) for count in counts]
+    index = np.concatenate([cut[:-1] for cut in cuts]), np.concatenate([np.diff(cut) for cut in cuts]) - 1
     to_end = np.concatenate([np.arange(count, 0, -1) for count in counts])
     forward, backward = tables.forward[index], pricer.backward(to_end[:, None], index)[0]
     begins = np.cumsum([0, *counts])

@@ -58,12 +58,13 @@ def alternatives(
         return found.best_of(Cell(schedule=name, num_micro_batches=m, num_stages=count) for name in schedules for m in numbers)
 
     for count in dict.fromkeys(number for number in wanted if number in counts and number != chosen.num_stages):
+        if count == 1 and least_bytes_of_one_stage(problem) > problem.memory_bytes:
+            result.append(_one_stage_does_not_fit(request, problem, chosen))
+            continue
         label = "pure data parallelism" if count == 1 else f"{count} stages"
         other = best((chosen.schedule,), count)
         if other is not None:
             result.append(_lost(label, _in(problem, other), chosen))
-        elif count == 1 and least_bytes_of_one_stage(problem) > problem.memory_bytes:
-            result.append(_one_stage_does_not_fit(request, problem, chosen))
     for schedule in problem.schedules:
         if schedule != chosen.schedule and (chosen.num_micro_batches > 1 or chosen.num_stages > 1):
             other = best((schedule,), chosen.num_stages)

@@ -26,7 +26,7 @@ from rannc_backend.schedule.orders import ScheduleName
 
 _NUM_INTERVALS = 96  # of max c; between two ends the weaker end counts
 _WIDEST = 4.0  # max c beyond so many times W / D is one interval
-_ROUNDING = 1 - 1e-9
+ROUNDED_DOWN = 1 - 1e-9  # of sums that are summed up otherwise than in tables
 
 
 def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batches: int) -> dict[int, float]:
@@ -39,7 +39,7 @@ def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batch
     share = floor.largest_share(problem.memory_bytes)
     if not share or not np.isfinite(work):
         return {}
-    counts = counts[counts * share >= _ROUNDING]
+    counts = counts[counts * share >= ROUNDED_DOWN]
     if work <= 0:
         return dict.fromkeys(counts.tolist(), 0.0)
     least = work / devices
@@ -54,4 +54,4 @@ def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batch
     for row, count in enumerate(counts.tolist()):
         for alpha, beta in replace(cell, num_stages=count).quick_weights():
             bounds[row] = np.maximum(bounds[row], alpha * path[row] + beta * low)
-    return dict(zip(counts.tolist(), (bounds.min(axis=1) * _ROUNDING).tolist(), strict=True))
+    return dict(zip(counts.tolist(), (bounds.min(axis=1) * ROUNDED_DOWN).tolist(), strict=True))

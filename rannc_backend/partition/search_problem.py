@@ -69,6 +69,14 @@ class WorkFloor:
         ends = np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
         return sums[ends] - sums[:-1, None]
 
+    def of_stages(self, cuts: Ints) -> tuple[Floats, float]:
+        """The works [stages] of stages with bounds [stages + 1], and what the fullest needs at least in memory: inf if it cannot fit."""
+        lengths = np.diff(cuts)
+        if lengths.max() > self.held_bytes.shape[1]:
+            return np.zeros(len(lengths)), INFINITY
+        index = cuts[:-1], lengths - 1
+        return self._works[index], float(self.held_bytes[index].max())
+
     def largest_share(self, memory_bytes: float) -> float:
         """The largest share of the work in one stage that may fit; 0 if none does."""
         return float(self._works[self.held_bytes <= memory_bytes].max(initial=0.0)) / max(float(self.work.sum()), 1e-300)

@@ -14,6 +14,7 @@ walked through whole keeps the least bound of what was left out. Problems of ten
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -144,18 +145,17 @@ class StageSearch:
     def _cancelled(self) -> bool:
         return self.best is not None and self.progress is not None and self.progress.cancelled()
 
-    def _candidates(self) -> dict[tuple[ScheduleName, int], Candidate]:
-        """By schedule and number of micro-batches the quick bounds, and how equal splits are priced."""
-        return {
-            (schedule, number): Candidate(
-                bounds=quick_bounds(self.problem, schedule, number), make_pricer=partial(self._pricer_of_equal, schedule, number)
-            )
-            for schedule in self.problem.schedules
-            for number in self.problem.micro_batches
-        }
+    def _candidates(self) -> list[Candidate]:
+        """Of all schedules and numbers of micro-batches, with quick bounds."""
+        pairs = itertools.product(self.problem.schedules, self.problem.micro_batches)
+        return [self._candidate(schedule, number, quick_bounds(self.problem, schedule, number)) for schedule, number in pairs]
 
-    def _try_equal_splits(self, candidates: Mapping[tuple[ScheduleName, int], Candidate]) -> None:
-        self.equal = equal = best_equal_split(candidates.values())
+    def _candidate(self, schedule: ScheduleName, number: int, bounds: Mapping[int, float]) -> Candidate:
+        make_pricer = partial(self._pricer_of_equal, schedule, number)
+        return Candidate(schedule=schedule, num_micro_batches=number, bounds=bounds, make_pricer=make_pricer)
+
+    def _try_equal_splits(self, candidates: Iterable[Candidate]) -> None:
+        self.equal = equal = best_equal_split(self.problem, candidates)
         if equal is not None:
             self.log.priced(equal.num_stages, equal.step_seconds)
             if equal.step_seconds < self.limit:
@@ -168,7 +168,8 @@ class StageSearch:
         self._try_equal_splits(candidates)
         if self.best is not None:
             self._improve()
-        for (schedule, number), candidate in sorted(candidates.items(), key=lambda item: item[1].lower_bound):
+        for candidate in sorted(candidates, key=lambda item: item.lower_bound):
+            schedule, number = candidate.schedule, candidate.num_micro_batches
             self.interrupted = self.interrupted or self._cancelled()
             if candidate.lower_bound >= self.limit or self.interrupted:
                 self.left_out = min(self.left_out, candidate.lower_bound)
@@ -192,15 +193,7 @@ class StageSearch:
         other.pricers, other.seconds = self.pricers.copy(), _SLOWER_AT_MOST * self.seconds
         cells = list(cells)
         # A plan to begin from leaves few choices of stages.
-        other._try_equal_splits(
-            {
-                (cell.schedule, cell.num_micro_batches): Candidate(
-                    bounds={cell.num_stages: 0.0},
-                    make_pricer=partial(other._pricer_of_equal, cell.schedule, cell.num_micro_batches),
-                )
-                for cell in cells
-            }
-        )
+        other._try_equal_splits([other._candidate(cell.schedule, cell.num_micro_batches, {cell.num_stages: 0.0}) for cell in cells])
         if other.best is not None:
             other._improve()
         for cell in cells:
@@ -235,9 +228,12 @@ class StageSearch:
         return shapes.bounds(cell, path, path if least_path is None else least_path)
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
-        for bound, _, cell, path, _ in heapq.nsmallest(most, entries, key=lambda entry: entry[:2]):
+        """Walk narrowly through the most promising cells; their entries get what was learnt of them."""
+        for bound, number, cell, path, known in heapq.nsmallest(most, entries, key=lambda entry: entry[:2]):
             if bound < self.limit:
-                self._walk_through(self._bounds(cell, path), self.effort.narrow_width)
+                bounds = known or self._bounds(cell, path)
+                entries[number] = (max(bound, bounds.lower_bound), number, cell, path, bounds)
+                self._walk_through(bounds, self.effort.narrow_width)
 
     def _walk(self, heap: list[Entry]) -> bool:
         """Open cells in the order of their bounds until none is below the best plan; False if the user ended it."""

@@ -137,7 +137,12 @@ class Sums:
 
     def of_choices(self, options: Choices) -> Floats:
         """[rows, choices]: what each choice adds."""
-        return self.path * options.path + self.compute * (options.replicas * options.compute) + self.price * options.replicas
+        result = self.path * options.path
+        # In place: rows x choices are many numbers, and fresh memory for each part takes as long as computing it.
+        part = self.compute * (options.replicas * options.compute)
+        result += part
+        result += np.multiply(self.price, options.replicas, out=part)
+        return result
 
     def least(self, options: Choices) -> Floats:
         """[rows, pairs]: the least over options."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rannc_backend
-from rannc_backend.cli import main
+from rannc_backend.cli import _rare_collections, main
 from rannc_backend.cli_config import configuration_markdown
 from rannc_backend.config import Config
 from rannc_backend.ir.action import parse_programs
@@ -25,6 +26,15 @@ def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     return int(caught.value.code or 0)
+
+
+def test_a_command_looks_for_cycles_rarely_and_leaves_the_collector_as_it_was() -> None:
+    seen: list[tuple[int, int, int]] = []
+    before = gc.get_threshold()
+    with _rare_collections():
+        seen.append(gc.get_threshold())
+    assert run("version", "--wrong") == 2
+    assert seen[0][0] > before[0] and gc.get_threshold() == before
 
 
 def plan() -> Plan:

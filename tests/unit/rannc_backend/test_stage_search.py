@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rannc_backend.config import Config
 from rannc_backend.cost.pricing import AnalyticPricer
-from rannc_backend.partition.equal_split import Candidate, best_equal_split
+from rannc_backend.partition.equal_split import Candidate, _bounds_without_tables, best_equal_split
 from rannc_backend.partition.feasibility import is_feasible, smallest_memory
 from rannc_backend.partition.plan_request import PlanRequest
 from rannc_backend.partition.quick_bounds import quick_bounds
@@ -134,6 +134,14 @@ def test_bounds_from_blocks_alone_hide_no_plan(seed: int, num_blocks: int, num_d
             for count in problem.stage_counts:
                 assert bounds.get(count, INFINITY) <= brute_force(replace(only, num_stages=count)) * (1 + 1e-9)
             whole = Pricer(problem, number, schedule, problem.num_blocks)
+            for count in problem.stage_counts:
+                split = Candidate(
+                    schedule=schedule, num_micro_batches=number, bounds={count: 0.0},
+                    make_pricer=lambda num_stages, limit, whole=whole: whole,
+                )  # fmt: skip
+                equal = best_equal_split(replace(problem, work_floor=None), [split])
+                bound = _bounds_without_tables(problem, split).get(count, INFINITY)
+                assert equal is None or bound <= equal.step_seconds
             seconds = (whole.tables.forward + whole.least_backward).min(axis=(0, 2))  # by length, of what fits
             for limit in (*(number * seconds[np.isfinite(seconds)]), INFINITY):
                 faster = np.flatnonzero(np.isfinite(seconds) & (number * seconds <= limit))
@@ -228,5 +236,8 @@ def test_a_heavy_head_is_cut_better_than_equally() -> None:
     assert best is not None and equal is not None
     assert equal.step_seconds >= 1.2 * best.step_seconds
     even = heavy_head(1.0)
-    candidate = Candidate(bounds=quick_bounds(even, "1f1b", 8), make_pricer=lambda num_stages, limit: Pricer(even, 8, "1f1b"))
-    assert best_equal_split([candidate]).step_seconds >= search(even).solution.step_seconds * (1 - 1e-9)
+    candidate = Candidate(
+        schedule="1f1b", num_micro_batches=8, bounds=quick_bounds(even, "1f1b", 8),
+        make_pricer=lambda num_stages, limit: Pricer(even, 8, "1f1b"),
+    )  # fmt: skip
+    assert best_equal_split(even, [candidate]).step_seconds >= search(even).solution.step_seconds * (1 - 1e-9)
