@@ -17,6 +17,8 @@ from .operator_call import Call
 
 def embedding(call: Call) -> Layout:
     call.constant("weight")
+    if call["scale_grad_by_freq"]:
+        call.refuse_mixing("with scale_grad_by_freq gradients depend on how often all rows together name an entry")
     layout = call.rows(call["indices"])
     assert layout is not None
     return layout

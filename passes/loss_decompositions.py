@@ -5,6 +5,7 @@ In: a functional ATen graph with symbolic batch size. Out: the same graph, chang
 - where the batch size is used as a number and not as a shape, it comes from a new placeholder "global_rows" (0-dim int64), the
   number of rows of the global batch: `x / x.size(0)` means all rows, not those of a slice;
 - sizes that are a multiple of the batch size are read from an input, so that no value is needed for its shape alone;
+- factories take no tensor (`x.new_full` is `full`), so that any stage may make what they give;
 - dtype assertions, which compute nothing, are gone, and `aten.copy`, which has no derivative, is an expansion of its source.
 
 Sums of half-precision values are taken in float32 and cast back after the sum over slices.
@@ -87,6 +88,8 @@ def _decomposition(node: fx.Node, symbol: sympy.Symbol) -> Callable[..., Any] | 
     name = operator_name(node.target).removeprefix("aten.")
     if name == "copy":
         return _copy
+    if name in FACTORIES:
+        return _without_operand(node, FACTORIES[name])
     if name in LOSSES:
         call = Call.of(node, symbol, {})
         holds_rows = any(rows_dims(item.meta["val"], symbol) for item in call.tensors())
@@ -106,6 +109,15 @@ def _decomposition(node: fx.Node, symbol: sympy.Symbol) -> Callable[..., Any] | 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(target.dtype).expand(target.shape).clone()
+
+
+def _without_operand(node: fx.Node, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    value = node.meta["val"]
+
+    def run(x: Tensor, *sizes_and_number: Any, **ignored: Any) -> Tensor:
+        return make(*sizes_and_number, dtype=value.dtype, device=value.device)
+
+    return run
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------------
@@ -225,6 +237,13 @@ REDUCTIONS: dict[str, Callable[[fx.Node], Callable[..., Any] | None]] = {
 ELEMENTWISE_LOSSES = (
     "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss",
 )  # fmt: skip
+#: operators that read nothing of their tensor but its type -> those without one
+FACTORIES: dict[str, Callable[..., Tensor]] = {
+    "new_full": torch.full,
+    "new_zeros": torch.zeros,
+    "new_ones": torch.ones,
+    "new_empty": torch.empty,
+}
 LOSSES = (*ELEMENTWISE_LOSSES, "nll_loss_forward", "nll_loss2d_forward", "dist")
 
 
@@ -284,7 +303,7 @@ class _RowNumbers:
         call, value = Call.of(node, self.symbol, {}), node.meta["val"]
         name = call.name.removeprefix("aten.")
         numbers = {place: self._tensor(call[place]) for place in places}
-        if name in ("full", "full_like", "scalar_tensor", "new_full", "fill"):
+        if name in ("full", "full_like", "scalar_tensor", "fill"):
             (number,) = numbers.values()
             shape = [self._size(node, dim) for dim in range(value.ndim)]
             inner = trace_function(lambda x, s: x.to(value.dtype).expand(s).clone(), (number, shape), {})
@@ -300,7 +319,7 @@ class _RowNumbers:
         size = node.meta["val"].shape[dim]
         if not has_rows(size, self.symbol):
             return size
-        if operator_name(node.target) in ("aten.full", "aten.new_full"):
+        if operator_name(node.target) == "aten.full":
             return Call.of(node, self.symbol, {})["size"][dim]
         source = Call.of(node, self.symbol, {})["self"]
         with self.graph.inserting_before(node):

@@ -359,13 +359,14 @@ class OutputNotAvailableError(RanncError):
 
 
 class ReleasedParameterError(RanncError):
-    """A parameter was read whose memory this rank gave back, because other ranks own it."""
+    """A parameter was differentiated outside of the compiled model whose memory this rank gave back, because other ranks own it."""
 
     def __init__(self, name: str, *, owners: Sequence[int] = ()) -> None:
         owned = f"; it is owned by {_ranks(owners)}" if owners else ""
         super().__init__(
             f"parameter {name!r} is not stored on this rank{owned}",
-            cure="use model.state_dict() on all ranks (rank 0 gets the full one), or read it on a rank that owns it.",
+            cure="compute what depends on parameters (a penalty) inside the model's forward; for its value call model.state_dict() on all "
+            "ranks (rank 0 gets the full one).",
         )
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.model_entry import Batch, Entry
-from tests.models_layers import ChannelsLast, SpectralNorm
+from tests.models_layers import ChannelsLast, Gated, SpectralNorm
 from tests.models_rannc import (
     IGNORED,
     VOCABULARY,
@@ -407,6 +407,7 @@ CONTRACT: tuple[Entry, ...] = (
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
     _outside("spectral_norm", SpectralNorm, WIDTH, deep=True),
+    _inside("gated", Gated, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside(
         "channels_last",
         ChannelsLast,

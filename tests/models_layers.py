@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models_rannc import WIDTH
@@ -22,6 +23,20 @@ class ChannelsLast(nn.Module):
         for convolution in self.convolutions:
             x = torch.tanh(convolution(x))
         return self.head(self.pool(x).flatten(1))
+
+
+class Gated(nn.Module):
+    """Binary cross entropy of a gate, which torch writes with factories like those of the user's here: they read types, not values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * x.new_full((WIDTH,), 0.9) + x.new_zeros(x.shape[0], 1)
+        x = x + x.new_ones(())
+        return F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(target)), x
 
 
 class SpectralNorm(nn.Module):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.runtime.graph_runtime import GraphRuntime, TrainingStep
 from rannc_backend.runtime.torch_internals import backward_keeps_graph
 
@@ -39,8 +39,13 @@ class _Step(torch.autograd.Function):
         return tuple(outputs[i] for i in ctx.positions)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            # torch's `once_differentiable` would say nothing, and the second derivative would be missing in the result.
+            raise UnsupportedModelError(
+                "a backward with create_graph=True reached the compiled model, whose gradients have no derivatives",
+                cure="compute what is differentiated twice (a gradient penalty, a Hessian) with a model that is not compiled.",
+            )
         runtime: GraphRuntime = ctx.runtime
         step: TrainingStep | None = ctx.step
         if step is None:

@@ -16,12 +16,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.errors import ReleasedParameterError, UnsupportedModelError, UserInputError
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.promises import Make, Promises, released_cell
 from rannc_backend.runtime.world import World
@@ -63,6 +64,7 @@ class ParameterTable:
     _states_on_all_ranks: bool = False
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _guards: dict[int, Any] = field(default_factory=dict)  # by id of the parameter, hooks on those that are released
 
     @classmethod
     def build(cls, root: nn.Module, owners: Mapping[str, Ranks], world: World) -> ParameterTable:
@@ -131,6 +133,8 @@ class ParameterTable:
             made = make(name, tensor) if promised and (rank == source or (rank in owners and rank not in takers)) else None
             if rank in owners and (promised or rank not in held):
                 strides = self.released_strides.pop(id(tensor), None) or promises.strides(tensor)
+                if guard := self._guards.pop(id(tensor), None):
+                    guard.remove()
                 tensor.data = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
                 moved.made_bytes += _num_bytes(tensor)
                 if made is not None:
@@ -147,7 +151,7 @@ class ParameterTable:
                 self.world.transport.irecv(buffer, source, STATE_CHANNEL).wait()
                 tensor.detach().copy_(buffer)
             if is_parameter and rank not in owners:
-                moved.freed_bytes += self._release(tensor, promises.strides)
+                moved.freed_bytes += self._release(name, tensor, promises.strides)
             if num_bytes > _MOST_UNDER_WAY:
                 _wait(under_way)
                 num_bytes = 0
@@ -161,13 +165,15 @@ class ParameterTable:
         tensor.data = tensor.data.to(self.world.device)
         return _num_bytes(tensor)
 
-    def _release(self, parameter: torch.Tensor, strides_of: StridesOf) -> int:
+    def _release(self, name: str, parameter: torch.Tensor, strides_of: StridesOf) -> int:
         if id(parameter) in self.released_strides:
             return 0
         freed = parameter.untyped_storage().nbytes()
         self.released_strides[id(parameter)] = strides_of(parameter)
         parameter.data = released_cell(parameter, self.world.device)
         parameter.grad = None
+        if parameter.requires_grad:
+            self._guards[id(parameter)] = parameter.register_hook(partial(_refuse_gradient, name, self.owners[name]))
         return freed
 
     def to_host(self) -> None:
@@ -337,6 +343,11 @@ def _complete(root: nn.Module, owners: Mapping[str, Ranks], world: World) -> dic
     everyone = tuple(range(world.size))
     names = [name for name, _ in [*root.named_parameters(), *root.named_buffers()]]
     return {name: tuple(owners.get(name, everyone)) for name in names}
+
+
+def _refuse_gradient(name: str, owners: Ranks, gradient: torch.Tensor) -> None:
+    """Autograd never computes the gradient of a released parameter, but for what is computed from it outside of the compiled model."""
+    raise ReleasedParameterError(name, owners=owners)
 
 
 def _no_value(name: str, tensor: torch.Tensor) -> torch.Tensor:

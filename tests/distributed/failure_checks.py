@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.distributed.contract_checks import Alone
 from tests.distributed.harness.context import Context
 from tests.models import Mlp
 
@@ -137,6 +138,31 @@ class NoRows(_Body):
         return self.after(self.before(torch.ones(3, WIDTH) * x)).sum()
 
 
+class _Table(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, WIDTH, **options)
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+
+class SparseGradients(_Table):
+    def __init__(self) -> None:
+        super().__init__(sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table((x > 0).long())  # refused
+        return self.after(x)
+
+
+class ScaledByFrequency(_Table):
+    def __init__(self) -> None:
+        super().__init__(scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table((x > 0).long())  # refused
+        return self.after(x)
+
+
 REFUSED: Mapping[str, tuple[type[nn.Module], str]] = {
     "cumsum": (MixedByCumsum, "BatchMixedError"),
     "sort": (MixedBySort, "BatchMixedError"),
@@ -144,6 +170,8 @@ REFUSED: Mapping[str, tuple[type[nn.Module], str]] = {
     "attention": (MixedByAttention, "BatchMixedError"),
     "flip": (MixedByFlip, "BatchMixedError"),
     "reshape": (MixedByReshape, "BatchMixedError"),
+    "scaled_by_frequency": (ScaledByFrequency, "BatchMixedError"),
+    "sparse_gradients": (SparseGradients, "UnsupportedModelError"),
     "branch": (BranchOnData, "DataDependentControlFlowError"),
     "break": (Breaks, "GraphBreakError"),
     "given_up": (GivenUp, "GraphBreakError"),
@@ -186,6 +214,21 @@ def refused(context: Context) -> None:
     torch._dynamo.reset()
     other = nn.Linear(WIDTH, WIDTH)
     context.compile(other, stage_replicas=str(context.case.world))(torch.randn(4, WIDTH)).sum().backward()
+
+
+def second_derivative(context: Context) -> None:
+    """A gradient that is to be differentiated again is an error, not a gradient without one; then training goes on."""
+    model = context.model()
+    compiled, alone = context.compile(model), Alone(context)
+    entry, local = context.entry, context.local(context.batch())
+    local["x"].requires_grad_(True)
+    loss = entry.loss_of(entry.call(compiled, local), local)
+    name = ("UnsupportedModelError",)
+    context.findings.raises("create_graph", name, lambda: torch.autograd.grad(loss, local["x"], create_graph=True))
+    local = context.local(context.batch(1))
+    entry.loss_of(entry.call(compiled, local), local).backward()
+    alone.backward(context.batch(1))
+    context.compare_gradients(model, alone.gradients(), kind="gradient")
 
 
 def _try_options(context: Context, options: Mapping[str, Any], names: tuple[str, ...]) -> BaseException | None:

@@ -245,6 +245,7 @@ TOUCHES: Mapping[str, tuple[str, Callable[[nn.Module, nn.Parameter], Any]]] = {
     "parameters_to_vector": ("nan", lambda model, p: torch.nn.utils.parameters_to_vector(model.parameters()).sum()),
     "copy_": ("error", lambda model, p: p.data.copy_(torch.zeros(p.shape))),
     "add_": ("error", lambda model, p: p.data.add_(1.0)),
+    "penalty": ("error", lambda model, p: p.pow(2).sum().backward()),
     "repr": ("nothing", lambda model, p: repr(p)),
     "tolist": ("nothing", lambda model, p: p.tolist()),
     "plain clip": ("nothing", lambda model, p: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)),

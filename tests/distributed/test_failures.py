@@ -109,6 +109,7 @@ INPUTS = (
     _case("wrong_options", 1, "wrong_options", replicas=""),
     _case("wrong_options_ranks", 2, "wrong_options", replicas=""),
     _case("too_few_rows", 2, "too_few_rows", replicas="2"),
+    _case("second_derivative", 2, "second_derivative", model="mlp_loss"),
     _case("inputs_disagree", 1, "inputs_disagree", model="mlp_loss"),
     *(
         _case(f"ranks_differ-{what}", 2, "ranks_differ", parameters={"what": what}, replicas="")
