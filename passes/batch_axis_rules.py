@@ -233,7 +233,8 @@ RULES: dict[str, Rule] = {
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d "
         "_upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
         "reflection_pad2d replication_pad2d tril triu linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_svd _linalg_eigh "
-        "_cdist_forward _linalg_det _linalg_slogdet linalg_lu_factor_ex linalg_matrix_exp cholesky_inverse col2im trace",
+        "_cdist_forward _linalg_det _linalg_slogdet linalg_lu_factor_ex linalg_matrix_exp cholesky_inverse col2im trace "
+        "_linalg_solve_ex linalg_solve_triangular cholesky_solve",
         num_dims=2,
     ),
     **_table(
@@ -246,6 +247,7 @@ RULES: dict[str, Rule] = {
     **_table(last_dims, "grid_sampler_3d", num_dims=4),
     **_table(contraction, "mm", spec="ik,kj->ij", operands=("self", "mat2")),
     **_table(contraction, "addmm", spec="ik,kj->ij", operands=("mat1", "mat2"), bias="self"),
+    **_table(contraction, "_trilinear", spec="ni,oij,nj->no", operands=("i1", "i2", "i3")),  # as nn.Bilinear calls it: its only caller
     **_table(contraction, "bmm", spec="bik,bkj->bij", operands=("self", "mat2")),
     **_table(contraction, "baddbmm", spec="bik,bkj->bij", operands=("batch1", "batch2"), bias="self"),
     **_table(contraction, "mv", spec="ik,k->i", operands=("self", "vec")),

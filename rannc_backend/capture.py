@@ -33,7 +33,7 @@ from rannc_backend.capture_dynamo import (
 from rannc_backend.capture_fingerprint import canonical_text, fingerprint
 from rannc_backend.capture_inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
 from rannc_backend.capture_trace import AtenTrace, StridesOf, rows_hint, trace_aten
-from rannc_backend.errors import UnsupportedModelError, user_location
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.canonicalize import CANONICALIZE
 from rannc_backend.passes.pipeline import run_passes
 
@@ -128,7 +128,6 @@ def capture(
     )
     inputs = _name_inputs(trace.graph_module, tensors, batch.positions)
     buffer_updates = _buffer_updates(trace, inputs)
-    _refuse_sparse_gradients(trace.graph_module.graph)
     _tidy_metadata(trace.graph_module, root)
     canonical, _ = run_passes(trace.graph_module, CANONICALIZE)
     text = canonical_text(
@@ -202,16 +201,6 @@ def _name_inputs(
             )
         )
     return tuple(inputs)
-
-
-def _refuse_sparse_gradients(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
-        if len(node.args) > 4 and node.args[4]:
-            place = user_location(node.meta.get("stack_trace"))
-            raise UnsupportedModelError(
-                "an embedding makes sparse gradients" + (f"\n  at {place}" if place else ""),
-                cure="make it with sparse=False: gradients are summed over ranks and micro-batches in dense buckets.",
-            )
 
 
 def _buffer_updates(trace: AtenTrace, inputs: Sequence[GraphInput]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.capture_inputs import TensorInput
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
@@ -40,6 +41,7 @@ StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 _IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "iand", "ior", "ixor"})
 #: The noise that the forward drew is not what the derivative sees.
 _WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
+_SPARSE = 4  # place of that argument of aten.embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +101,7 @@ def trace_aten(
     with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), torch.enable_grad():
         graph_module = make_fx(_functionalized(forward, mutated), record_module_stack=True)(*fakes)
     graph_module.graph.eliminate_dead_code()
-    for node in graph_module.graph.nodes:
-        if node.target in _WRONG_GRADIENTS:
-            raise UnsupportedModelError(
-                f"torch gives wrong gradients for {node.target} in a captured graph",
-                location=user_location(node.meta.get("stack_trace") or ""),
-                cure="use another activation, or evaluation mode.",
-            )
+    _check_gradients(graph_module.graph)
     return AtenTrace(
         graph_module=graph_module,
         num_user_outputs=num_user_outputs,
@@ -114,6 +110,24 @@ def trace_aten(
         rows_hint=hint,
         fake_mode=fake_mode,
     )
+
+
+def _check_gradients(graph: fx.Graph) -> None:
+    """Refuse what no stage gives right gradients for."""
+    for node in graph.nodes:
+        place = user_location(node.meta.get("stack_trace"))
+        if node.target in _WRONG_GRADIENTS:
+            raise UnsupportedModelError(
+                f"torch gives wrong gradients for {node.target} in a captured graph",
+                location=place,
+                cure="use another activation, or evaluation mode.",
+            )
+        if node.target is torch.ops.aten.embedding.default and len(node.args) > _SPARSE and node.args[_SPARSE]:
+            raise UnsupportedModelError(
+                "an embedding makes sparse gradients, and gradients are summed over ranks and micro-batches in dense buckets",
+                location=place,
+                cure="make it with sparse=False.",
+            )
 
 
 def rows_hint(graph_module: fx.GraphModule) -> int:
@@ -154,7 +168,7 @@ def _functionalized(forward: Callable[..., tuple[Any, ...]], mutated: list[int])
 
     def run(*tensors: torch.Tensor) -> tuple[Any, ...]:
         exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
-        with exclude, FunctionalTensorMode():
+        with exclude, FunctionalTensorMode(), _WithoutMatrixChecks():
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
             outputs = forward(*wrapped)
             mutated.clear()
@@ -169,6 +183,16 @@ def _functionalized(forward: Callable[..., tuple[Any, ...]], mutated: list[int])
             return tuple(_unwrapped(value) for value in (*outputs, *updates))
 
     return run
+
+
+class _WithoutMatrixChecks(TorchDispatchMode):
+    """Leaves out the checks of `torch.linalg` that a matrix can be inverted: from torch 2.13 on they are effects, which order a graph.
+
+    As with other assertions on data, stages do without; the result is not finite.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return None if func is torch.ops.aten._linalg_check_errors.default else func(*args, **(kwargs or {}))
 
 
 def _unwrapped(value: Any) -> Any:

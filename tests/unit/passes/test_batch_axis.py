@@ -113,6 +113,10 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "constant_of_positions": lambda x, i, w: x + torch.arange(4, dtype=x.dtype)[None, :, None],
     "fft": lambda x, i, w: torch.fft.rfft(x, dim=1).abs(),
     "inverse": lambda x, i, w: torch.linalg.inv_ex(x.transpose(1, 2) @ x + 9 * torch.eye(6, dtype=x.dtype))[0],
+    "solved": lambda x, i, w: torch.linalg.solve_ex(_square(x), x.transpose(1, 2))[0],
+    "solved_triangular": lambda x, i, w: torch.linalg.solve_triangular(_square(x).tril(), x.transpose(1, 2), upper=False),
+    "solved_factored": lambda x, i, w: torch.cholesky_solve(x.transpose(1, 2), torch.linalg.cholesky_ex(_square(x))[0]),
+    "bilinear": lambda x, i, w: F.bilinear(x, x.flip(1), w[:, :, None] * w[None]),
     "cdist": lambda x, i, w: torch.cdist(x, w),
     "bucketize": lambda x, i, w: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0], dtype=x.dtype)) * x,
     "activations": lambda x, i, w: F.gelu(x) + F.silu(x) + F.softplus(x) + F.glu(x, -1).sum(-1, keepdim=True) + F.prelu(x, w[0, :4]),
@@ -120,6 +124,10 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "unchanged_input": lambda x, i, w: (x, i),
     "lstm": lambda x, i, w: _lstm(x, w),
 }  # fmt: skip
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.transpose(1, 2) @ x + 9 * torch.eye(x.shape[-1], dtype=x.dtype)
 
 
 def _put(x: Tensor, indices: tuple[Tensor, ...], value: Tensor) -> Tensor:

@@ -328,6 +328,20 @@ def test_constants_made_in_the_model():
     assert len(recorder.graph.graph_module.graph.find_nodes(op="get_attr")) == 1
 
 
+def test_matrices_are_inverted_without_checks():
+    """From torch 2.13 on the checks are effects, which make_fx has no place for."""
+
+    def function(x):
+        squares = x[:, :, None] * x[:, None] + torch.eye(3, dtype=x.dtype)
+        return torch.linalg.inv(squares), torch.linalg.solve(squares, x[..., None]), torch.linalg.cholesky(squares)
+
+    x = torch.randn(5, 3, dtype=torch.float64)
+    recorder, result = capture_call(function, x)
+    assert "_linalg_check_errors" not in recorder.graph.graph_module.code
+    for actual, expected in zip(result, function(x), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_batch_size_as_a_number():
     def function(x):
         return x.sum() / x.shape[0], x.new_zeros(x.size(0), 2).sum(1), x.shape[0]
