@@ -26,6 +26,7 @@ from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
 from rannc_backend.capture_compilation import PlainModels  # noqa: E402
+from rannc_backend.capture_in_place import trace_modules_of_torch  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
@@ -81,6 +82,7 @@ def _is_rannc(backend: object) -> bool:
     return backend is rannc
 
 
+trace_modules_of_torch(_is_rannc)
 begin_symbolically(_is_rannc, watch=PlainModels(_is_rannc, REGISTRY.is_spread).watch)
 
 

@@ -61,7 +61,7 @@ def find_compilation(is_ours: Callable[[object], bool]) -> Compilation | None:
             return None
         found = frame.f_locals
         if frame.f_code.co_name == "_compile" and "compiler_fn" in found:
-            backend, variables = _innermost(found["compiler_fn"]), found.get("locals")
+            backend, variables = innermost_backend(found["compiler_fn"]), found.get("locals")
             if not is_ours(backend) or not isinstance(variables, Mapping):
                 return None
             return Compilation(backend=backend, variables=variables, own=found)
@@ -145,7 +145,8 @@ def _refuse(compilation: Compilation, message: str, *, cure: str) -> NoReturn:
     raise BackendCompilerFailed(compilation.backend, error, None) from error
 
 
-def _innermost(compiler: Any) -> object:
+def innermost_backend(compiler: Any) -> object:
+    """The backend that Dynamo has wrapped into `compiler`."""
     while True:
         inner = getattr(compiler, "_torchdynamo_orig_backend", None) or getattr(compiler, "compiler_fn", None)
         if inner is None:

@@ -412,8 +412,10 @@ def nested_inputs(context: Context) -> None:
 
 
 def compiled_in_place(context: Context) -> None:
-    """model.compile(backend="rannc") instead of torch.compile(model)."""
+    """model.compile(backend="rannc") instead of torch.compile(model); with the loss outside, of a module that is torch's own."""
     model, alone = context.model(), Alone(context)
+    if not context.entry.loss_inside:
+        model, alone.model = nn.Sequential(*model.layers), nn.Sequential(*alone.model.layers)
     model.compile(**context.compile_arguments())
     _loss(context, model, context.batch()).backward()
     alone.backward(context.batch())

@@ -121,6 +121,7 @@ OTHER = (
     _case("rank_0_feeds", "mlp_loss", "1,1", 2, check="rank_0_feeds", options={"gather_inputs": False}),
     _case("nested_inputs", "dataclass_output", "1,1", 2, check="nested_inputs"),
     _case("compiled_in_place", "mlp_loss", "1,1", 2, check="compiled_in_place"),
+    _case("compiled_in_place_container", "mlp", "1,1", 2, check="compiled_in_place"),
     _case("one_trace", "mlp_loss", "1,1", 2, check="one_trace"),
     _case("two_models", "mlp_loss", "1,1", 2, check="two_models"),
     _case("too_many_shapes", "padded", "1,1", 2, check="too_many_shapes"),

@@ -1,0 +1,41 @@
+"""Lets `module.compile(backend="rannc")` reach the backend where the module's `forward` is torch's own, as that of nn.Sequential.
+
+In: the backend, known to Dynamo. Out: from then on such a call is traced as `torch.compile(module)` would trace it. Dynamo leaves functions
+of torch itself alone, and below one of nn.Sequential there may be no other: the plain model would run, each rank would train it by
+itself, and nobody would be told.
+
+What is private to torch here: the context that `torch.compile` applies to what it is given, and `wrap_inline`, by which Dynamo itself
+traces torch's modules and functions, but for the one that `nn.Module.compile` gives it (seen on torch 2.11.0 and 2.13.0; see
+tests/unit/rannc_backend/test_capture_in_place.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import _TorchDynamoContext
+from torch._dynamo.external_utils import wrap_inline
+
+from rannc_backend.capture_compilation import innermost_backend
+
+
+def trace_modules_of_torch(is_ours: Callable[[object], bool]) -> Callable[[], None]:
+    """From now on, in this process, for backends that `is_ours` knows; gives what ends it."""
+    original = _TorchDynamoContext.__call__
+
+    def call(context: Any, function: Any) -> Any:
+        module = getattr(function, "__self__", None)
+        in_place = isinstance(module, nn.Module) and getattr(function, "__name__", "") == "_call_impl"
+        if in_place and is_ours(innermost_backend(context.callback)) and trace_rules.check(type(module).forward):
+            function = wrap_inline(function)
+        return original(context, function)
+
+    _TorchDynamoContext.__call__ = call  # type: ignore[method-assign]
+
+    def end() -> None:
+        _TorchDynamoContext.__call__ = original  # type: ignore[method-assign]
+
+    return end
