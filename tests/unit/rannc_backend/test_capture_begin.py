@@ -115,6 +115,6 @@ def test_a_torch_that_keeps_its_frame_elsewhere_costs_a_trace(monkeypatch) -> No
     def fails(*_):
         raise RuntimeError("not known")
 
-    monkeypatch.setattr(capture_compilation, "_innermost", fails)
+    monkeypatch.setattr(capture_compilation, "innermost_backend", fails)
     monkeypatch.setattr(capture_compilation, "_FARTHEST", 20)
     assert num_traces(Model(), torch.randn(4, 3)) == 2
