@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Mapping
 
-# Rank and number of ranks on this host, by launcher.
+# Rank, number of ranks on this host and in all, by launcher.
 VARIABLES = (
-    ("PMI_RANK", "MPI_LOCALNRANKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("RANK", "LOCAL_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALNRANKS", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
 )
 _POLL_SECONDS = 0.2
 # A launcher starts its ranks one by one: who is missing for a moment may not have been started yet.
@@ -35,7 +35,7 @@ class StartWatch:
     """The watch of this process. Use as a context around the start."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._known = any(rank in environ and size in environ for rank, size in VARIABLES)
+        self._known = any(rank in environ and size in environ for rank, size, _ in VARIABLES)
         self._watch: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> StartWatch:
@@ -86,12 +86,13 @@ def ranks_below(launcher: int, rank_name: str) -> set[int]:
     return {int(text) for text in texts if text.isdecimal()}
 
 
-def _watch(pid: int, rank_name: str, num_local_ranks: int) -> None:
+def _watch(pid: int, rank_name: str, num_local_ranks: int, num_ranks: int) -> None:
     """Until told to stop: end process `pid` if a rank of this host has gone."""
     launcher = launcher_of(pid, rank_name)
     if launcher == 0:
         return
-    seen: set[int] = set()
+    # One that ended before this one looked can be named where all ranks are on this host.
+    seen = set(range(num_ranks)) if num_ranks == num_local_ranks else set[int]()
     missing_since: float | None = None
     while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
         alive = ranks_below(launcher, rank_name)
@@ -128,10 +129,10 @@ def _end(pid: int, launcher: int, gone: set[int], num_gone: int) -> None:
 def main() -> None:
     # Ctrl-C is for the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for rank_name, size_name in VARIABLES:
-        size = os.environ.get(size_name, "")
+    for rank_name, size_name, all_name in VARIABLES:
+        size, all_ranks = os.environ.get(size_name, ""), os.environ.get(all_name, "")
         if rank_name in os.environ and size.isdecimal():
-            _watch(int(sys.argv[1]), rank_name, int(size))
+            _watch(int(sys.argv[1]), rank_name, int(size), int(all_ranks) if all_ranks.isdecimal() else 0)
             return
 
 
