@@ -57,7 +57,7 @@ def by_layer(graph: BlockGraph) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("name", mostly(MODELS, ["gpt2"]))
 def test_twice_as_many_layers_have_no_more_structures(name: str) -> None:
-    few, many = (blocks_of(transformer(name, num_layers), 6 * num_layers + 8) for num_layers in (3, 6))
+    few, many = (blocks_of(transformer(name, num_layers), 6 * num_layers + 8) for num_layers in (4, 8))
     counts = [len({block.structure for block in graph.blocks}) for graph in (few, many)]
     assert len(many.blocks) >= 1.6 * len(few.blocks) and counts[1] <= counts[0] + 1, counts
     assert counts[1] < 0.6 * len(many.blocks)
