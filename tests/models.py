@@ -407,7 +407,7 @@ CONTRACT: tuple[Entry, ...] = (
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
     _outside("spectral_norm", SpectralNorm, WIDTH, deep=True),
-    _inside("gated", Gated, _regression(WIDTH), positional=("x", "target"), deep=True),
+    _inside("gated", Gated, _regression(WIDTH), positional=("x", "target")),
     _outside(
         "channels_last",
         ChannelsLast,

@@ -55,7 +55,7 @@ def _loading(model: str, sources: dict[int, list[str]], world: int) -> Case:
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)  # cases of other tests come between those that save and those that load
 def _clean() -> Iterator[None]:
     yield
     shutil.rmtree(DIRECTORY, ignore_errors=True)

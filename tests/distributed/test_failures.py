@@ -28,7 +28,6 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("exception", "forward", (*INSIDE, CAUSE)),
     # It has not joined yet: the launcher speaks.
     ("kill", "before", ("signal 9",)),
-    ("exception", "before", ("rank 1", CAUSE)),
     ("segfault", "backward", INSIDE),
     ("exception", "capture", ("rank 1", CAUSE)),
 )
@@ -44,6 +43,7 @@ JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("memory", "forward", (*INSIDE, CAUSE)),
     ("kill", "between", ("rank 1",)),
     ("kill", "backward", INSIDE),
+    ("exception", "before", ("rank 1", CAUSE)),
     ("exit", "capture", ("rank 1",)),
     ("exit", "backward", (*INSIDE, "exit")),
 )
