@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.passes.graph_queries import nearest_node, output_values
+from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values
 from rannc_backend.passes.layouts import Layout, RowIndex, Rows
 from rannc_backend.passes.pipeline import PassError
 
@@ -224,14 +224,8 @@ def _is_set_once(update: fx.Node, input_kinds: Mapping[str, str]) -> bool:
     """Whether a buffer's new value is made of parameters and buffers alone. Counters count micro-batches, as BatchNorm's statistics do."""
     if not update.meta["val"].is_floating_point():
         return False
-    seen, waiting = {update}, [update]
-    while waiting:
-        node = waiting.pop()
-        if node.op == "placeholder" and input_kinds.get(node.name, "prologue") in ("batch", "rng_seed", "first_row"):
-            return False
-        waiting += [argument for argument in node.all_input_nodes if argument not in seen]
-        seen.update(node.all_input_nodes)
-    return True
+    kinds = {input_kinds.get(node.name, "prologue") for node in nodes_behind([update]) if node.op == "placeholder"}
+    return not kinds & {"batch", "rng_seed", "first_row"}
 
 
 def _home_stage(assignment: _Assignment, node: fx.Node) -> int:

@@ -115,17 +115,16 @@ def trace_aten(
 def _check_gradients(graph: fx.Graph) -> None:
     """Refuse what no stage gives right gradients for."""
     for node in graph.nodes:
-        place = user_location(node.meta.get("stack_trace"))
         if node.target in _WRONG_GRADIENTS:
             raise UnsupportedModelError(
                 f"torch gives wrong gradients for {node.target} in a captured graph",
-                location=place,
+                location=user_location(node.meta.get("stack_trace")),
                 cure="use another activation, or evaluation mode.",
             )
         if node.target is torch.ops.aten.embedding.default and len(node.args) > _SPARSE and node.args[_SPARSE]:
             raise UnsupportedModelError(
                 "an embedding makes sparse gradients, and gradients are summed over ranks and micro-batches in dense buckets",
-                location=place,
+                location=user_location(node.meta.get("stack_trace")),
                 cure="make it with sparse=False.",
             )
 

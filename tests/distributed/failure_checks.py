@@ -144,23 +144,19 @@ class _Table(nn.Module):
         self.table = nn.Embedding(8, WIDTH, **options)
         self.after = nn.Linear(WIDTH, WIDTH)
 
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table((x > 0).long())  # refused
+        return self.after(x)
+
 
 class SparseGradients(_Table):
     def __init__(self) -> None:
         super().__init__(sparse=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.table((x > 0).long())  # refused
-        return self.after(x)
-
 
 class ScaledByFrequency(_Table):
     def __init__(self) -> None:
         super().__init__(scale_grad_by_freq=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.table((x > 0).long())  # refused
-        return self.after(x)
 
 
 REFUSED: Mapping[str, tuple[type[nn.Module], str]] = {
