@@ -22,6 +22,11 @@ from rannc_backend.torch_version import refuse_old_torch
 # Before the imports that an old torch would fail in, with names that say nothing to the user.
 refuse_old_torch(torch.__version__)
 
+from rannc_backend.runtime import bootstrap  # noqa: E402
+
+# torch.compile imports this module when it looks the backend up: before the first trace, and long before all ranks come to a call.
+bootstrap.watch_others()
+
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
@@ -30,7 +35,6 @@ from rannc_backend.capture_in_place import trace_modules_of_torch  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
-from rannc_backend.runtime import bootstrap  # noqa: E402
 from rannc_backend.runtime.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import StartOptions, World  # noqa: E402
@@ -40,7 +44,7 @@ from rannc_backend.startup import say_options  # noqa: E402
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
 
-# torch.compile imports this module when it looks the backend up: before the first trace, which is when it has to be known.
+# Before the first trace, which is when it has to be known.
 capture.skip_library_loggers()
 
 

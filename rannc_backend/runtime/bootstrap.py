@@ -3,7 +3,7 @@
 In: the environment, or a torch.distributed that the user has initialised. Out: one `World` per process.
 Terms: a rank's *seat* is where it runs: host name, the devices it can see, how many.
 Looked for in this order: torch.distributed already initialised (used as it is); MPI (mpirun, srun); torchrun's
-environment; else a single process, for which torch.distributed is not started at all. Nothing happens on import.
+environment; else a single process, for which torch.distributed is not started at all. Nothing happens on import of this file.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Holder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.world: World | None = None
+        self.watch = StartWatch()
 
 
 _HOLDER = _Holder()
@@ -73,6 +74,14 @@ _SHARED_NCCL = {
 _MOST_CONNECTIONS = "32"
 
 
+def watch_others() -> None:
+    """From now on until `start` has returned: end this rank if another rank of this host ends with an error.
+
+    `start` does so by itself; called earlier, this rank need not come to it to learn of the other's end.
+    """
+    _HOLDER.watch.begin(os.environ)
+
+
 def start(options: StartOptions | None = None) -> World:
     """Join the job, once per process: later calls return the same World, whatever their options.
 
@@ -84,7 +93,8 @@ def start(options: StartOptions | None = None) -> World:
     """
     with _HOLDER.lock:
         if _HOLDER.world is None:
-            with StartWatch(os.environ):
+            _HOLDER.watch.begin(os.environ)
+            with _HOLDER.watch:
                 _HOLDER.world = _make_world(_with_sharing(options or StartOptions(), os.environ))
         return _HOLDER.world
 

@@ -19,6 +19,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
+# torch.compile imports it before it looks for a backend, and a rank hears of others' ends from there on.
+import torch._dynamo  # noqa: E402
+
 from tests.distributed.harness.forked_rank import rank_of_environment  # noqa: E402
 from tests.models import entry  # noqa: E402
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.choice import mostly
 from tests.distributed.harness.launch import Process, launcher
-from tests.distributed.runtime_jobs import WORKERS, Job, run_job
+from tests.distributed.runtime_jobs import WORKERS, Job, assert_ok, run_job
 
 LIMIT_SECONDS = 5.0
 PHASES = {
@@ -24,7 +24,7 @@ PHASES = {
     "receive": "step 1, stage {rank}, micro-batch 1, forward",
     "allreduce": "step 1, stage {rank}, all-reduce",
     "after": "after the last step",
-    "before_start": "before its first call",
+    **dict.fromkeys(("before_lookup", "before_call", "before_start"), "before its first call"),
 }
 WITHOUT_A_WORD = "ended without a word"
 LEFT = "it left the job"
@@ -81,7 +81,29 @@ def test_rank_0_of_4_fails(tmp_path: Path, fault: str, cause: str) -> None:
 @pytest.mark.parametrize("fault", mostly(["raise", "exit0"], ["raise"]))
 def test_a_rank_that_never_starts(tmp_path: Path, fault: str) -> None:
     job = run_job(tmp_path, 2, "fault_worker", fault, "before_start", "1", limit_seconds=40)
-    assert_ended(job, 1, "before_start", "it ended while the others wait for it to start")
+    assert_ended(job, 1, "before_start", "it ended, and the others cannot start without it")
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    mostly(
+        [("raise", "before_lookup"), ("exit3", "before_lookup"), ("raise", "before_call"), ("exit3", "before_call")],
+        [("raise", "before_lookup"), ("exit3", "before_call")],
+    ),
+)
+def test_a_rank_that_ends_while_the_others_are_busy(tmp_path: Path, fault: str, where: str) -> None:
+    """They have looked the backend up, and would call it only later."""
+    job = run_job(tmp_path, 3, "fault_worker", fault, where, "1", limit_seconds=40)
+    assert_ended(job, 1, where, "it ended, and the others cannot start without it")
+
+
+def test_a_rank_may_end_in_order_before_the_start(tmp_path: Path) -> None:
+    assert_ok(run_job(tmp_path, 3, "runtime_worker", "leaving_before_the_start", limit_seconds=40), 3)
+
+
+def test_a_rank_that_ended_in_order_is_named_once_the_others_wait(tmp_path: Path) -> None:
+    job = run_job(tmp_path, 2, "runtime_worker", "starting_without_another", limit_seconds=40)
+    assert_ended(job, 1, "before_start", "it ended, and the others cannot start without it")
 
 
 def test_a_frozen_rank_is_named(tmp_path: Path) -> None:

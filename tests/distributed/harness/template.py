@@ -81,6 +81,8 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # a thread otherwise
+    # autograd starts a thread per device when it is first used; under a trace a build for CUDA passes for one with eight devices.
+    torch.ones(1, requires_grad=True).sum().backward()
     with torch.random.fork_rng():
         model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.LayerNorm(2))
         torch.compile(model, backend="aot_eager", dynamic=True)(torch.ones(3, 2)).sum().backward()

@@ -46,6 +46,12 @@ def main() -> None:
             FAULTS[fault]()
         return place == where
 
+    if where in ("before_lookup", "before_call"):
+        fail_in("before_lookup")
+        time.sleep(1)
+        bootstrap.watch_others()
+        fail_in("before_call")
+        time.sleep(20)  # as who reads data
     fail_in("before_start")
     world = bootstrap.start(StartOptions(start_limit_seconds=4, limit_seconds=4 if fault == "stop" else 60))
     everyone = tuple(range(world.size))

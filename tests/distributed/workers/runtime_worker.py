@@ -254,6 +254,29 @@ def leaving_at_different_times() -> None:
     time.sleep(0.5 * world.rank)
 
 
+def rank_of_launcher() -> int:
+    return int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0"))
+
+
+@check
+def leaving_before_the_start() -> None:
+    """Ranks that never call a compiled model end when they like."""
+    bootstrap.watch_others()
+    time.sleep(2 * (rank_of_launcher() != 1))
+
+
+@check
+def starting_without_another() -> None:
+    """One ends in order, and the other comes to its first call."""
+    bootstrap.watch_others()
+    if rank_of_launcher() == 1:
+        time.sleep(1)
+        sys.stderr.write(f"FAULT_AT {time.time()}\n")
+        return
+    time.sleep(3)
+    start()
+
+
 @check
 def too_few_devices() -> None:
     try:
@@ -294,8 +317,7 @@ def reported() -> None:
 def main() -> None:
     for name in sys.argv[1:]:
         CHECKS[name]()
-    rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0")
-    print(f"ok {rank}", flush=True)
+    print(f"ok {rank_of_launcher()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -174,16 +174,21 @@ def test_the_watch_sees_ranks_come_and_go() -> None:
             parent.stdout.readline()
         children = [int(name) for name in os.listdir("/proc") if name.isdecimal() and start_watch.parent_of(int(name)) == parent.pid]
         assert {start_watch.launcher_of(child, "RANK") for child in children} == {parent.pid}
-        assert start_watch.ranks_below(parent.pid, "RANK") == {0, 1, 2}
+        assert start_watch.ranks_below(parent.pid, "RANK").keys() == {0, 1, 2}
+        assert all(0 < start_watch.age_seconds(child) < 60 for child in start_watch.ranks_below(parent.pid, "RANK").values())
         parent.stdin.write("1\n")
         parent.stdin.flush()
         parent.stdout.readline()
-        assert start_watch.ranks_below(parent.pid, "RANK") == {0, 2}
+        assert start_watch.ranks_below(parent.pid, "RANK").keys() == {0, 2}
     finally:
         parent.stdin.close()
         parent.wait(10)
 
 
 def test_no_watch_without_a_launcher() -> None:
-    with start_watch.StartWatch({"RANK": "0"}) as watch:
+    for environ in ({"RANK": "0"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
+        watch = start_watch.StartWatch()
+        watch.begin(environ)
         assert watch._watch is None
+        with watch:
+            pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,14 @@ from rannc_backend import compile_inductor
 from rannc_backend.compile_cache import is_cut_off, remove_broken_library
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"
+
+
+def end_of_sections() -> int:
+    """Where the library's section headers end: a packager's tool may have put something behind them."""
+    header = LIBRARY.read_bytes()[:64]
+    (offset,), (entry_bytes, num_entries) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
+    return offset + entry_bytes * num_entries
+
 
 RUN = """
 import torch
@@ -40,7 +49,7 @@ def failure(path: Path) -> Exception:
     return error
 
 
-@pytest.mark.parametrize("kept", [0, 1, 63, 64, 1000, LIBRARY.stat().st_size - 1])
+@pytest.mark.parametrize("kept", [0, 1, 63, 64, 1000, end_of_sections() - 1])
 def test_what_is_cut_off_goes(kept: int, tmp_path: Path) -> None:
     path = tmp_path / "kernel.so"
     path.write_bytes(LIBRARY.read_bytes()[:kept])
