@@ -26,6 +26,7 @@ from rannc_backend.partition.search_problem import Pricer, SearchProblem, Soluti
 from rannc_backend.partition.stage_search import TOLERANCE, SearchResult, StageSearch
 from rannc_backend.progress import Progress
 from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.side_by_side import side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,10 @@ def plan_blocks(
     _warn_of_idle_ranks(request, chosen)
     others, changes = (), ()
     if progress is None or not progress.cancelled():
-        changes = what_if(request, choice.problem, chosen)
-        others = alternatives(request, choice.search, choice.problem, chosen, equal)
+        others, changes = side_by_side(
+            lambda: alternatives(request, choice.search, choice.problem, chosen, equal),
+            lambda: what_if(request, choice.problem, chosen),
+        )
     return Plan(
         schema_version=SCHEMA_VERSION,
         fingerprint=fingerprint,

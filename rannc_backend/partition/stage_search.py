@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from rannc_backend.partition.stage_bounds import Cell, CellBounds, Shapes
 from rannc_backend.partition.stage_moves import first_cells, honours, make_solution, neighbours
 from rannc_backend.progress import Progress
 from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.side_by_side import side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -163,29 +164,46 @@ class StageSearch:
 
     def _first_cells(self) -> list[Entry]:
         """All cells that may hold a faster plan than the first found, as a heap."""
-        problem, entries = self.problem, self.entries
+        entries = self.entries
         candidates = self._candidates()
         self._try_equal_splits(candidates)
         if self.best is not None:
             self._improve()
-        for candidate in sorted(candidates, key=lambda item: item.lower_bound):
-            schedule, number = candidate.schedule, candidate.num_micro_batches
+        ordered = sorted(candidates, key=lambda item: item.lower_bound)
+        # Without a plan, what is found in one may bound the next.
+        for group in [ordered] if self.best is not None else [[candidate] for candidate in ordered]:
+            # What looks best is done here: of that the shapes are needed again.
+            middle = (len(group) + 1) // 2
+            front, back = partial(self._cells_of, group[:middle]), partial(self._cells_of, group[middle:])
+            parts = side_by_side(front, back) if len(group) > 1 else (front(),)
+            for candidate, found in zip(group, itertools.chain(*parts), strict=True):
+                if found is None:
+                    self.left_out = min(self.left_out, candidate.lower_bound)
+                    continue
+                entries += [(bound, len(entries) + index, cell, path, None) for index, (bound, cell, path) in enumerate(found)]
             self.interrupted = self.interrupted or self._cancelled()
-            if candidate.lower_bound >= self.limit or self.interrupted:
-                self.left_out = min(self.left_out, candidate.lower_bound)
-                continue
-            shapes = self.shapes[schedule, number] = Shapes(self._pricer(schedule, number), self.limit)
-            found = first_cells(shapes, [count for count, bound in candidate.bounds.items() if bound < self.limit])
-            # Cores that are shared have all of the work to do.
-            floor = number * shapes.least_path * problem.num_devices / problem.num_cores
-            found = [(max(bound, floor), cell, path) for bound, cell, path in found]
-            entries += [(bound, len(entries) + index, cell, path, None) for index, (bound, cell, path) in enumerate(found)]
             if self.best is None:
                 self._try_narrowly(entries, self.effort.num_narrow_cells // 2)
         self._try_narrowly(entries, self.effort.num_narrow_cells)
         heap = [entry for entry in entries if entry[0] < self.limit]
         heapq.heapify(heap)
         return heap
+
+    def _cells_of(self, candidates: Sequence[Candidate]) -> list[list[tuple[float, Cell, float]] | None]:
+        """By candidate: its cells, each with a bound and its round trip at least; None where it is left out."""
+        result: list[list[tuple[float, Cell, float]] | None] = []
+        for candidate in candidates:
+            self.interrupted = self.interrupted or self._cancelled()
+            if candidate.lower_bound >= self.limit or self.interrupted:
+                result.append(None)
+                continue
+            key = (candidate.schedule, candidate.num_micro_batches)
+            shapes = self._shapes_of(*key)
+            found = first_cells(shapes, [count for count, bound in candidate.bounds.items() if bound < self.limit])
+            # Cores that are shared have all of the work to do.
+            floor = key[1] * shapes.least_path * self.problem.num_devices / self.problem.num_cores
+            result.append([(max(bound, floor), cell, path) for bound, cell, path in found])
+        return result
 
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
         """A good plan of these cells, without proof; None if none is found that takes less than a few times the best. After `run`."""
@@ -202,10 +220,14 @@ class StageSearch:
 
     def _walk_narrowly(self, cell: Cell) -> None:
         """Look for a plan faster than the best in a cell of which nothing is known."""
-        key = (cell.schedule, cell.num_micro_batches)
+        unit = self._shapes_of(cell.schedule, cell.num_micro_batches).unit
+        self._walk_through(self._bounds(cell, unit * cell.num_stages, 0.0), self.effort.narrow_width)
+
+    def _shapes_of(self, schedule: ScheduleName, num_micro_batches: int) -> Shapes:
+        key = (schedule, num_micro_batches)
         if key not in self.shapes:
             self.shapes[key] = Shapes(self._pricer(*key), self.limit)
-        self._walk_through(self._bounds(cell, self.shapes[key].unit * cell.num_stages, 0.0), self.effort.narrow_width)
+        return self.shapes[key]
 
     def _pricer(self, schedule: ScheduleName, num_micro_batches: int, longest_stage: int | None = None) -> Pricer:
         """Prices of stages of up to so many blocks; None: of all that plans faster than the best may have."""
@@ -223,7 +245,7 @@ class StageSearch:
 
     def _bounds(self, cell: Cell, path: float, least_path: float | None = None) -> CellBounds:
         """Bounds of a cell, of plans faster than the best; `path`: about their round trip, none is below `least_path` (None: `path`)."""
-        shapes = self.shapes[cell.schedule, cell.num_micro_batches]
+        shapes = self._shapes_of(cell.schedule, cell.num_micro_batches)
         shapes.limit = min(shapes.limit, self.limit)
         return shapes.bounds(cell, path, path if least_path is None else least_path)
 

@@ -115,11 +115,14 @@ def test_saved_blocks_take_the_place_of_the_model(place, capsys, monkeypatch):
 
 
 def test_blocks_are_planned_without_torch_and_sympy(place):
-    assert _plan("--save-blocks", "model.blocks") == 0
-    words = ["plan", "model.blocks", "--np", "2", "--batch-size", "64", "--cluster", "v100-32gb", "--option", "stage_compiler=eager"]
+    """Then halves of the search run side by side, and give the same plan."""
+    assert _plan("--save-blocks", "model.blocks", "--json", "a.json") == 0
+    words = ["plan", "model.blocks", "--np", "4", "--batch-size", "64", "--cluster", "v100-32gb", "--option", "stage_compiler=eager"]
+    words += ["--json", "b.json"]
     code = f"""
-import sys
+import os, sys
 from rannc_backend.cli import main
+os.sched_getaffinity = lambda _: {{0, 1}}
 try:
     main({words!r})
 except SystemExit as end:
@@ -127,7 +130,8 @@ except SystemExit as end:
 print([name for name in ("torch", "sympy", "transformers") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.splitlines()[-1] == "[]" and "on 2 ranks" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]" and "on 4 ranks" in done.stdout
+    assert (place / "a.json").read_text() == (place / "b.json").read_text()
 
 
 def _run_report(plan, *, slower):
