@@ -173,7 +173,7 @@ class StageSearch:
         # Without a plan, what is found in one may bound the next.
         for group in [ordered] if self.best is not None else [[candidate] for candidate in ordered]:
             # What looks best is done here: of that the shapes are needed again.
-            middle = (len(group) + 1) // 2
+            middle = _half_of_the_work([len(self._open_counts(candidate)) for candidate in group])
             front, back = partial(self._cells_of, group[:middle]), partial(self._cells_of, group[middle:])
             parts = side_by_side(front, back) if len(group) > 1 else (front(),)
             for candidate, found in zip(group, itertools.chain(*parts), strict=True):
@@ -189,6 +189,10 @@ class StageSearch:
         heapq.heapify(heap)
         return heap
 
+    def _open_counts(self, candidate: Candidate) -> list[int]:
+        """Numbers of stages with which the candidate may have a plan that is faster than the best."""
+        return [count for count, bound in candidate.bounds.items() if bound < self.limit]
+
     def _cells_of(self, candidates: Sequence[Candidate]) -> list[list[tuple[float, Cell, float]] | None]:
         """By candidate: its cells, each with a bound and its round trip at least; None where it is left out."""
         result: list[list[tuple[float, Cell, float]] | None] = []
@@ -199,7 +203,7 @@ class StageSearch:
                 continue
             key = (candidate.schedule, candidate.num_micro_batches)
             shapes = self._shapes_of(*key)
-            found = first_cells(shapes, [count for count, bound in candidate.bounds.items() if bound < self.limit])
+            found = first_cells(shapes, self._open_counts(candidate))
             # Cores that are shared have all of the work to do.
             floor = key[1] * shapes.least_path * self.problem.num_devices / self.problem.num_cores
             result.append([(max(bound, floor), cell, path) for bound, cell, path in found])
@@ -347,3 +351,9 @@ class StageSearch:
                 self._simulate(pricer, cell, cuts, options, places, np.zeros(len(cuts)))
             if self.best is best:
                 return
+
+
+def _half_of_the_work(nums_counts: Sequence[int]) -> int:
+    """How many of the first candidates take as long as the others, by their numbers of open stage counts; at least one."""
+    work = np.cumsum(np.square(nums_counts))  # as many shortest paths, each over as many stages
+    return max(1, int(np.searchsorted(work, work[-1] / 2)))
