@@ -373,7 +373,8 @@ class SessionRegistry:
         if session is None:
             world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
             setup_logging(world.rank, os.environ)
-            mention_untried_torch(torch.__version__)
+            if world.rank == 0:
+                mention_untried_torch(torch.__version__)
             if world.size > 1 and not self.ends:
                 self.ends = (unscale_over_ranks(world, self.tables), clip_over_ranks(self.tables))
             session = Session(

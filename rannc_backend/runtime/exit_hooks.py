@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from rannc_backend.errors import CommunicationError, RankFailedError
-from rannc_backend.runtime.monitor import REAL_EXIT, LinkMonitor
+from rannc_backend.runtime.monitor import REAL_EXIT, LinkMonitor, call_in_thread
 
 _BLOCKED_SECONDS = 1.0
 
@@ -147,7 +147,7 @@ class ExitHooks:
         if number == signal.SIGTERM and signal.getsignal(number) == self._handle_terminate:
             self._monitor.report("signal", "received SIGTERM", code=128 + number)
         if number == signal.SIGINT and signal.getsignal(number) == self._handle_interrupt:
-            threading.Thread(target=self._end_if_blocked, daemon=True).start()
+            call_in_thread(self._end_if_blocked)
 
     def _end_if_blocked(self) -> None:
         """End the job if the main thread has not come to its KeyboardInterrupt, because it waits in C++."""

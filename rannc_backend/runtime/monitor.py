@@ -11,6 +11,7 @@ C++ that nothing else could interrupt.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import mmap
@@ -268,12 +269,11 @@ class LinkMonitor:
         number = self._num_waits
 
         def look() -> None:
+            time.sleep(_LAST_MESSAGE_SECONDS)
             if self._waiting_for and self._num_waits == number:
                 self._report_left(rank)
 
-        timer = threading.Timer(_LAST_MESSAGE_SECONDS, look)
-        timer.daemon = True
-        timer.start()
+        call_in_thread(look)
 
     def _report_left(self, rank: int) -> None:
         """Report that `rank` has left although this rank needs it."""
@@ -295,13 +295,26 @@ class LinkMonitor:
         end_process(self.exit_code or 1)
 
 
+def call_in_thread(function: Callable[[], None]) -> threading.Thread | None:
+    """Call a function in a thread of its own; here and now (None) where there can be none, as in Python 3.12 while it shuts down."""
+    thread = threading.Thread(target=function, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        function()
+        return None
+    return thread
+
+
 def end_process(code: int) -> NoReturn:
     """End this process now, whatever its other threads do, with its output flushed."""
     # A thread that sits in a full pipe holds the lock of its stream, so flushing may not be waited for.
-    flusher = threading.Thread(target=_flush, daemon=True)
-    flusher.start()
-    flusher.join(_FLUSH_SECONDS)
-    REAL_EXIT(code)
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(_FLUSH_SECONDS + 1.0, exit=True, file=nowhere)  # needs no thread of Python
+        flusher = call_in_thread(_flush)
+        if flusher is not None:
+            flusher.join(_FLUSH_SECONDS)
+        REAL_EXIT(code)
     raise AssertionError("os._exit does not return")
 
 

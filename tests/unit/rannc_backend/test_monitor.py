@@ -246,3 +246,37 @@ def test_single() -> None:
 
 def test_clip() -> None:
     assert clip("a\n" * 50).count("\n") < 10 and len(clip("a" * 5000)) == 1000
+
+
+END = """
+import os, sys, threading, time
+from rannc_backend.runtime import monitor
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+{before}
+monitor.end_process(7)
+"""
+FULL_PIPE = """
+reader, writer = os.pipe()
+sys.stdout = open(writer, "w")
+threading.Thread(target=lambda: sys.stdout.write("x" * 1_000_000), daemon=True).start()
+time.sleep(0.2)
+"""
+SHUTS_DOWN = "threading.Thread.start = refuse\n"  # as in Python 3.12
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "words"),
+    [
+        ("print('last words')", 7, b"last words\n"),
+        (SHUTS_DOWN + "print('last words')", 7, b"last words\n"),
+        (FULL_PIPE, 7, b""),
+        (FULL_PIPE + SHUTS_DOWN, 1, b""),
+    ],
+    ids=["words", "words-shutting_down", "full_pipe", "full_pipe-shutting_down"],
+)
+def test_a_process_ends_with_its_words_and_code(before: str, code: int, words: bytes) -> None:
+    done = subprocess.run([sys.executable, "-c", END.format(before=before)], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, words, b"")
