@@ -14,6 +14,7 @@ Terms. Task: a counted piece of work, opened as a context. Use:
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
+_DUMB_TERMINALS = ("dumb", "unknown")  # as rich calls them, which draws no bars there
 
 
 class Task(Protocol):
@@ -162,7 +164,7 @@ class _BarTask:
 def planning_progress(rank: int = 0, stream: TextIO | None = None, *, catches_interrupt: bool = True) -> Iterator[Progress]:
     """What this process shall show while it plans, and Ctrl-C caught meanwhile (`catches_interrupt`).
 
-    Bars where `stream` (stderr) is a terminal, log lines where not, nothing on ranks but 0. Outside of the main thread, where
+    Bars where `stream` (stderr) is a terminal that can draw them, log lines where not, nothing on ranks but 0. Outside of the main thread, where
     Python delivers no signals, Ctrl-C is left alone.
     """
     cancellation = Cancellation()
@@ -171,7 +173,7 @@ def planning_progress(rank: int = 0, stream: TextIO | None = None, *, catches_in
             yield SilentProgress(cancellation)
             return
         stream = sys.stderr if stream is None else stream
-        if not stream.isatty():
+        if not stream.isatty() or os.environ.get("TERM", "").lower() in _DUMB_TERMINALS:
             yield LineProgress(cancellation)
             return
         with _rich_bars(stream) as bars:

@@ -50,8 +50,12 @@ def test_a_short_task_says_nothing() -> None:
     assert lines == []
 
 
-def test_a_terminal_gets_bars_and_no_other_stream_does() -> None:
+def test_a_terminal_gets_bars_and_no_other_stream_does(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, pipe = Terminal(), io.StringIO()
+    monkeypatch.setenv("TERM", "dumb")
+    with planning_progress(stream=terminal) as progress:
+        assert isinstance(progress, LineProgress), "one that cannot go back to the begin of a line"
+    monkeypatch.setenv("TERM", "xterm")
     with planning_progress(stream=terminal) as progress:
         assert isinstance(progress, BarProgress)
         with progress.task("search [bold]", 3) as task:
