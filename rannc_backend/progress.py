@@ -164,8 +164,8 @@ class _BarTask:
 def planning_progress(rank: int = 0, stream: TextIO | None = None, *, catches_interrupt: bool = True) -> Iterator[Progress]:
     """What this process shall show while it plans, and Ctrl-C caught meanwhile (`catches_interrupt`).
 
-    Bars where `stream` (stderr) is a terminal that can draw them, log lines where not, nothing on ranks but 0. Outside of the main thread, where
-    Python delivers no signals, Ctrl-C is left alone.
+    Bars where `stream` (stderr) is a terminal that can draw them, log lines where not, nothing on ranks but 0. Outside of the main
+    thread, where Python delivers no signals, Ctrl-C is left alone.
     """
     cancellation = Cancellation()
     with catch_interrupt(cancellation) if catches_interrupt else nullcontext():
