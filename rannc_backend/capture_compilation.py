@@ -59,12 +59,13 @@ def find_compilation(is_ours: Callable[[object], bool]) -> Compilation | None:
     for _ in range(_FARTHEST):
         if frame is None:
             return None
-        found = dict(frame.f_locals)  # from Python 3.13 on a view without the operators of sets
+        found = frame.f_locals
         if frame.f_code.co_name == "_compile" and "compiler_fn" in found:
             backend, variables = innermost_backend(found["compiler_fn"]), found.get("locals")
             if not is_ours(backend) or not isinstance(variables, Mapping):
                 return None
-            return Compilation(backend=backend, variables=variables, own=found)
+            # From Python 3.13 on a frame gives a view, whose keys are a list.
+            return Compilation(backend=backend, variables=variables, own=dict(found))
         frame = frame.f_back
     return None
 

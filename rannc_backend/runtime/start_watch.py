@@ -69,19 +69,24 @@ class StartWatch:
 
     def __exit__(self, *_: object) -> None:
         self._tell(_STANDS)
-        if self._watch is not None and self._pid == os.getpid():
-            self._watch.wait()
+        if self._own is not None:
+            self._own.wait()
         self._watch = None
 
     def _at_exit(self) -> None:
         if getattr(sys, "last_type", None) is None and not self._asked_code:
             self._tell(_ENDS)
 
+    @property
+    def _own(self) -> subprocess.Popen[bytes] | None:
+        """None also in a forked child, whose parent's watch it is."""
+        return self._watch if self._pid == os.getpid() else None
+
     def _tell(self, word: bytes) -> None:
-        if self._watch is not None and self._pid == os.getpid():
-            assert self._watch.stdin is not None
+        if self._own is not None:
+            assert self._own.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._watch.stdin.fileno(), word)
+                os.write(self._own.stdin.fileno(), word)
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -138,8 +143,6 @@ class _Watch:
     def __init__(self, pid: int, rank_name: str, num_local_ranks: int, num_ranks: int) -> None:
         self._pid, self._rank_name, self._num_local_ranks = pid, rank_name, num_local_ranks
         self._launcher = launcher_of(pid, rank_name)
-        # One that ended before this one looked can be named where all ranks are on this host.
-        self._known = set(range(num_ranks)) if num_ranks == num_local_ranks else set[int]()
         self._living: dict[int, int] = {}
         self._seen = set[int]()
         self._num_ranks, self._waits = num_ranks, False
@@ -177,7 +180,6 @@ class _Watch:
         if len(self._living) < self._num_local_ranks:
             self._living = ranks_below(self._launcher, self._rank_name)
         self._seen |= self._living.keys()
-        self._known |= self._seen
 
     def _stay(self) -> None:
         """Keep what the others look for, as long as there are some."""
@@ -211,7 +213,9 @@ class _Watch:
 
     def _end(self) -> None:
         forgiven = self._forgiven()
-        gone = sorted(self._known - self._living.keys() - forgiven)
+        # One that ended before this one looked can be named where all ranks are on this host.
+        known = set(range(self._num_ranks)) if self._num_ranks == self._num_local_ranks else self._seen
+        gone = sorted(known - self._living.keys() - forgiven)
         num_gone = self._num_local_ranks - len(self._living) - len(forgiven)
         lock = socket.socket(socket.AF_UNIX)
         # The watches of all ranks come to the same end: one speaks, and the others let it, as launchers end all when one rank has ended.

@@ -11,11 +11,16 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.world import StartOptions
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from tests.distributed.harness.forked_rank import rank_of_environment  # noqa: E402
 
 FAULTS = {
     "raise": lambda: (_ for _ in ()).throw(ValueError("bad sample")),
@@ -35,7 +40,7 @@ FAULTS = {
 def main() -> None:
     fault, where = sys.argv[1], sys.argv[2]
     failing_rank = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    own_rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+    own_rank = rank_of_environment()
 
     def fail_in(place: str) -> bool:
         """Fail here if this is the place and the rank; returns whether this is the place."""

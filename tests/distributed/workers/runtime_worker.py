@@ -12,12 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from rannc_backend.errors import CommunicationError, LaunchError
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.world import StartOptions, World
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+from tests.distributed.harness.forked_rank import rank_of_environment  # noqa: E402
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -254,22 +259,18 @@ def leaving_at_different_times() -> None:
     time.sleep(0.5 * world.rank)
 
 
-def rank_of_launcher() -> int:
-    return int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0"))
-
-
 @check
 def leaving_before_the_start() -> None:
     """Ranks that never call a compiled model end when they like."""
     bootstrap.watch_others()
-    time.sleep(2 * (rank_of_launcher() != 1))
+    time.sleep(2 * (rank_of_environment() != 1))
 
 
 @check
 def starting_without_another() -> None:
     """One ends in order, and the other comes to its first call."""
     bootstrap.watch_others()
-    if rank_of_launcher() == 1:
+    if rank_of_environment() == 1:
         time.sleep(1)
         sys.stderr.write(f"FAULT_AT {time.time()}\n")
         return
@@ -317,7 +318,7 @@ def reported() -> None:
 def main() -> None:
     for name in sys.argv[1:]:
         CHECKS[name]()
-    print(f"ok {rank_of_launcher()}", flush=True)
+    print(f"ok {rank_of_environment()}", flush=True)
 
 
 if __name__ == "__main__":
