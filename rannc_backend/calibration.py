@@ -35,7 +35,7 @@ from rannc_backend.runtime.world import World
 logger = logging.getLogger(__name__)
 
 # Raised when what is measured, or how, changes: files of an older number are not read.
-_VERSION = 2
+_VERSION = 3
 # Where links are not measured: a cluster of the same kind of device.
 _GENERIC = {"cpu": "generic-cpu", "cuda": "a100-80gb"}
 _DIGITS = 4
@@ -129,13 +129,13 @@ def _local_cluster(config: Config, world: World) -> Cluster:
     per_node = ranks_per_node(world.hosts)
     limit = config.compile_timeout_seconds
     seats = [_Seat(**each) for each in world.control.allgather(_as_dict(_own_seat(world)), what="devices", limit_seconds=limit)]
-    path = cache_directory(config) / "clusters" / f"{_identity(seats, world, per_node)}.toml"
+    path = cache_directory(config) / "clusters" / f"{_identity(seats, world, per_node, config)}.toml"
     text = _told_by_rank_0(config, world, lambda: _remembered(path, world.size))
     if text:
         return parse_cluster(text, file=str(path), num_devices=world.size)
     if world.rank == 0:
         logger.info("measuring this cluster for a few seconds; the result is kept in %s", path)
-    rates, links = _measured(world, per_node, limit)
+    rates, links = _measured(world, per_node, config)
     generic = load_cluster(_GENERIC[world.device.type], world.size)
     cluster = _assembled(seats, rates, links, world, per_node, generic)
     if world.rank == 0:
@@ -147,7 +147,7 @@ def _as_dict(seat: _Seat) -> dict[str, Any]:
     return {"name": seat.name, "kind": seat.kind, "memory_bytes": seat.memory_bytes, "num_threads": seat.num_threads}
 
 
-def _identity(seats: Sequence[_Seat], world: World, per_node: int) -> str:
+def _identity(seats: Sequence[_Seat], world: World, per_node: int, config: Config) -> str:
     """A name for what the rates depend on: devices, threads, torch, how many ranks share a node, how many nodes there are."""
     facts = {
         "seats": sorted({json.dumps(_as_dict(seat), sort_keys=True) for seat in seats}),
@@ -155,6 +155,7 @@ def _identity(seats: Sequence[_Seat], world: World, per_node: int) -> str:
         "ranks_per_node": per_node,
         "most_ranks_on_a_host": max(world.hosts.count(host) for host in world.hosts),
         "num_ranks": world.size,
+        "shared_memory": config.shared_memory,
         "version": [_VERSION, FORMAT],
     }
     return f"{seats[0].kind}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
@@ -183,14 +184,17 @@ def _remember(path: Path, cluster: Cluster, generic: Cluster) -> None:
         logger.warning("the measured cluster is not remembered, the next run measures again: %s", error)
 
 
-def _measured(world: World, per_node: int, limit: float) -> tuple[list[DeviceRates], list[dict[str, TransferSeconds]]]:
+def _measured(world: World, per_node: int, config: Config) -> tuple[list[DeviceRates], list[dict[str, TransferSeconds]]]:
     """Rates of all ranks' devices, and what transfers they took part in, in rank order."""
+
+    limit = config.compile_timeout_seconds
 
     def together() -> None:
         world.control.barrier(what="measuring devices", limit_seconds=limit)
 
     rates = measure_device(Stopwatch(device=world.device), together)
-    transfers = {name: times for name, times in _own_transfers(world, per_node).items() if times is not None}
+    found = _own_transfers(world, per_node, shared_memory=config.shared_memory)
+    transfers = {name: times for name, times in found.items() if times is not None}
     own = {
         "rates": {
             "flops_per_second": rates.flops_per_second,
@@ -214,7 +218,7 @@ def _core_share(world: World) -> float:
     return min(1.0, len(os.sched_getaffinity(0)) / (num_ranks_here * torch.get_num_threads()))
 
 
-def _own_transfers(world: World, per_node: int) -> dict[str, TransferSeconds | None]:
+def _own_transfers(world: World, per_node: int, *, shared_memory: bool) -> dict[str, TransferSeconds | None]:
     if world.size == 1:
         return {}
     ranks = range(world.size)
@@ -224,10 +228,10 @@ def _own_transfers(world: World, per_node: int) -> dict[str, TransferSeconds | N
     result: dict[str, TransferSeconds | None] = {}
     if per_node > 1:
         result["near_message"] = message_seconds(world, near)
-        result["near_allreduce"] = allreduce_seconds(world, nodes)
+        result["near_allreduce"] = allreduce_seconds(world, nodes, shared_memory=shared_memory)
     if per_node < world.size:
         result["far_message"] = message_seconds(world, far)
-        result["far_allreduce"] = allreduce_seconds(world, [tuple(ranks)])
+        result["far_allreduce"] = allreduce_seconds(world, [tuple(ranks)], shared_memory=shared_memory)
     return result
 
 

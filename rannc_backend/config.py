@@ -148,6 +148,9 @@ class Config(BaseModel):
         7200.0, gt=0, description="Longest wait for the slowest rank to plan and compile, seconds."
     )
     bucket_mb: float = Field(25.0, gt=0, description="Size of one gradient bucket in MB (1024**2 bytes).")
+    shared_memory: bool = Field(
+        True, description="On CPUs, ranks of one host sum gradients in memory that they share; False: over sockets, as between hosts."
+    )
     save_deployment: bool = Field(False, description="Rank 0 saves the plan as JSON in deployment_file.")
     load_deployment: bool = Field(False, description="Take the plan from deployment_file, checked, instead of planning.")
     deployment_file: str = Field(

@@ -28,7 +28,8 @@ from rannc_backend.partition.plan_checks import choose_schedule
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.runtime.accumulation import DelayableBuckets
-from rannc_backend.runtime.buckets import BucketLayout, BufferPool, plan_buckets
+from rannc_backend.runtime.bucket_reductions import BucketReductions
+from rannc_backend.runtime.buckets import BucketLayout, BufferPool, Waitable, plan_buckets
 from rannc_backend.runtime.copy_report import CopyLog
 from rannc_backend.runtime.executor import Executor, Stage
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
@@ -41,7 +42,7 @@ from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.transport_watch import describe_values
 from rannc_backend.runtime.user_outputs import RuntimeOutput
-from rannc_backend.runtime.world import Ranks, Route, Work, World
+from rannc_backend.runtime.world import Ranks, Route, World
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, in_flight_bounds
@@ -153,6 +154,12 @@ class Deployer:
         groups = sorted({tuple(range(self.world.size)), *self.stage_ranks, *self.table.owners.values()})
         routes = routes_of(cut.edges, self.stage_ranks, self.world.size)
         self.world.transport.prepare(channels=[STATE_CHANNEL], routes=routes, groups=groups)
+        reductions = BucketReductions.of(
+            self.world.transport,
+            sorted({*self.stage_ranks, *self.table.owners.values()}),
+            shared_memory=self.config.shared_memory,
+            limit_seconds=self.config.step_timeout_seconds,
+        )
         if self.config.dump_graph and self.world.rank == 0:
             paths = dump_graphs(self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs)
             logger.info("%s and its stages are written to %s", label, ", ".join(paths))
@@ -169,7 +176,7 @@ class Deployer:
             inputs=self._inputs(analysis),
             outputs=outputs,
             scalars=_scalar_graphs(analysis),
-            buckets=self._buckets(analysis, cut),
+            buckets=self._buckets(analysis, cut, reductions),
             make_executor=self._executor_factory(analysis, cut),
             make_program=self._program_factory(cut),
             loss_index=losses[0] if losses else None,
@@ -237,7 +244,7 @@ class Deployer:
             static_shape=tuple(int(size) for size in fake.shape),
         )
 
-    def _buckets(self, analysis: GraphAnalysis, cut: StageCut) -> DelayableBuckets:
+    def _buckets(self, analysis: GraphAnalysis, cut: StageCut, reductions: BucketReductions) -> DelayableBuckets:
         index = self.stage_index
         capacity_bytes = self.config.bucket_mb * 2**20
         if index is None:
@@ -258,16 +265,12 @@ class Deployer:
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
         ranks = self.stage_ranks[index]
         layout = plan_buckets([(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, capacity_bytes)
-        limit = self.config.step_timeout_seconds
-
-        def start_reduce(buffer: torch.Tensor, group: tuple[int, ...]) -> LimitedWork:
-            return LimitedWork(self.world.transport.allreduce(buffer, group), limit)
-
         return DelayableBuckets(
             layout=layout,
             parameters={fqn: self.tensors[fqn] for fqn in owned},
             stage_ranks=ranks,
-            start_reduce=LateReductions(start_reduce) if self.config.sync_allreduce else start_reduce,
+            start_reduce=LateReductions(reductions.start) if self.config.sync_allreduce else reductions.start,
+            new_buffer=reductions.new_buffer,
             table=self.table,
             switches=self.switches,
             capacity_bytes=capacity_bytes,
@@ -383,19 +386,7 @@ class Deployer:
         return make
 
 
-@dataclass(frozen=True, slots=True)
-class LimitedWork:
-    """A started reduction with the limit for waiting on it."""
-
-    work: Work
-    limit_seconds: float
-
-    def wait(self) -> None:
-        """Block until the sum is there."""
-        self.work.wait(self.limit_seconds)
-
-
-def _reduce_nothing(buffer: torch.Tensor, group: tuple[int, ...]) -> LimitedWork:
+def _reduce_nothing(buffer: torch.Tensor, group: tuple[int, ...]) -> Waitable:
     raise AssertionError("a rank without a stage has no gradients")
 
 

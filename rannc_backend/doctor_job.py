@@ -17,10 +17,14 @@ from pathlib import Path
 import torch
 
 from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.bucket_reductions import BucketReductions
+from rannc_backend.runtime.buckets import BucketSpec
 from rannc_backend.runtime.link_speed import allreduce_seconds, message_seconds
 from rannc_backend.runtime.world import StartOptions, World
 
 _LIMIT_SECONDS = 60.0
+# A bucket of 1 MB; float32 has all these numbers and their sums.
+_NUM_SUMMED = 2**18
 
 
 def main(task: str, file: str) -> None:
@@ -35,10 +39,14 @@ def main(task: str, file: str) -> None:
 def measure(world: World, file: Path) -> None:
     """Messages and all-reduces between ranks 0 and 1; and whether a sum is right."""
     message = message_seconds(world, [(0, 1)])
-    reduction = allreduce_seconds(world, [(0, 1)])
-    numbers = torch.arange(1000, dtype=torch.float32, device=world.device) + world.rank
-    world.transport.allreduce(numbers, (0, 1)).wait()
-    expected = 2 * torch.arange(1000, dtype=torch.float32, device=world.device) + 1
+    reduction = allreduce_seconds(world, [(0, 1)], shared_memory=True)
+    reductions = BucketReductions.of(world.transport, [(0, 1)], shared_memory=True)
+    numbers = reductions.new_buffer(
+        BucketSpec(ranks=(0, 1), dtype=torch.float32, device=world.device, numel=_NUM_SUMMED, names=())
+    )
+    torch.arange(_NUM_SUMMED, out=numbers).add_(world.rank)
+    reductions.start(numbers, (0, 1)).wait()
+    expected = 2 * torch.arange(_NUM_SUMMED, dtype=torch.float32, device=world.device) + 1
     if world.rank == 0:
         answer = {
             "num_ranks": world.size,

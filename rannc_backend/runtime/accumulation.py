@@ -70,7 +70,7 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
     layout = plan_buckets(mine, table.owners, (), capacity_bytes)
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
-        # Zeros between gradients: see `BufferPool.take`.
+        # Zeros between gradients: see `NewBuffer`.
         buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         views = []
         for name in bucket.names:

@@ -28,6 +28,7 @@ from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
+from rannc_backend.runtime.shared_memory import place
 from rannc_backend.runtime.start_watch import StartWatch
 from rannc_backend.runtime.streams import CudaLayer
 from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, OwnedGroups, SingleTransport
@@ -35,7 +36,7 @@ from rannc_backend.runtime.transport_nccl import NcclCalls, NcclTransport
 from rannc_backend.runtime.transport_staged import StagedTransport
 from rannc_backend.runtime.world import StartOptions, Transport, World
 
-# (host name, CUDA_VISIBLE_DEVICES, number of devices); a plain list because it travels as JSON.
+# (host name, CUDA_VISIBLE_DEVICES, number of devices, place: see shared_memory.py); a plain list because it travels as JSON.
 Seat = list[Any]
 
 _LOG = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ def _finish(
 ) -> World:
     """Make the parts that stand on torch.distributed and control: the monitor first, so that it sees the rest fail."""
     monitor = _join_monitor(launch.rank, seats, control, options)
-    transport = _make_transport(options, launch, device, monitor)
+    transport = _make_transport(options, launch, device, seats, monitor)
 
     def on_good_end() -> None:
         control.close()
@@ -216,7 +217,7 @@ def _finish(
     )
 
 
-def _make_transport(options: StartOptions, launch: Launch, device: torch.device, monitor: LinkMonitor) -> Transport:
+def _make_transport(options: StartOptions, launch: Launch, device: torch.device, seats: Sequence[Seat], monitor: LinkMonitor) -> Transport:
     """NCCL between devices, gloo between CPUs, and where ranks share a device gloo with copies."""
     rank, size, limit = launch.rank, launch.size, options.limit_seconds
     groups = OwnedGroups(owns_default_group=launch.launcher != "user")
@@ -232,7 +233,9 @@ def _make_transport(options: StartOptions, launch: Launch, device: torch.device,
         "groups": groups,
         "watch": monitor,
     }
-    return StagedTransport(layer=CudaLayer(device), **arguments) if device.type == "cuda" else GroupTransport(**arguments)
+    if device.type == "cuda":
+        return StagedTransport(layer=CudaLayer(device), **arguments)
+    return GroupTransport(places=tuple(seat[3] for seat in seats), **arguments)
 
 
 def _uses_nccl(options: StartOptions, device: torch.device) -> bool:
@@ -288,7 +291,7 @@ def _gather_seats(store: Any, launch: Launch, limit_seconds: float) -> list[Seat
 
 
 def _own_seat() -> Seat:
-    return [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()]
+    return [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count(), place()]
 
 
 def _number_on_host(seats: Sequence[Seat], rank: int) -> int:

@@ -105,6 +105,15 @@ def plan_buckets(
     return BucketLayout(buckets=tuple(buckets), slots=slots)
 
 
+NewBuffer = Callable[[BucketSpec], torch.Tensor]
+"""Makes the memory of a bucket. Zeros, since what lies between gradients is summed and scaled with them; nobody reads it."""
+
+
+def zeros_for(spec: BucketSpec) -> torch.Tensor:
+    """Memory of this process alone."""
+    return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
+
+
 @dataclass(slots=True)
 class BufferPool:
     """Flat buffers that are used again when nobody else refers to them, so that a gradient that the user keeps is never overwritten.
@@ -112,16 +121,15 @@ class BufferPool:
     Shared by all graphs of a model: ``p.grad`` of one graph's step keeps its buffers from the others.
     """
 
-    _buffers: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = field(default_factory=dict)
+    _buffers: dict[tuple[int, torch.dtype, torch.device, Ranks], list[torch.Tensor]] = field(default_factory=dict)
 
-    def take(self, spec: BucketSpec) -> torch.Tensor:
+    def take(self, spec: BucketSpec, new_buffer: NewBuffer) -> torch.Tensor:
         """A buffer for a bucket, free again when the result and all views of it are gone. New ones hold zeros."""
-        buffers = self._buffers.setdefault((spec.numel, spec.dtype, spec.device), [])
+        buffers = self._buffers.setdefault((spec.numel, spec.dtype, spec.device, spec.ranks), [])
         for buffer in buffers:
             if num_storage_users(buffer) == 1:
                 return buffer.view(-1)
-        # Zeros, since what lies between gradients is summed and scaled with them; nobody reads it.
-        buffers.append(torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device))
+        buffers.append(new_buffer(spec))
         return buffers[-1].view(-1)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -223,11 +231,12 @@ class GradientBuckets:
     parameters: Mapping[str, torch.Tensor]
     stage_ranks: Ranks
     start_reduce: StartReduce
+    new_buffer: NewBuffer = zeros_for
     pool: BufferPool = field(default_factory=BufferPool)
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
-        buffers = [self.pool.take(bucket) for bucket in self.layout.buckets]
+        buffers = [self.pool.take(bucket, self.new_buffer) for bucket in self.layout.buckets]
         return PendingGradients(layout=self.layout, buffers=buffers, start_reduce=self.start_reduce)
 
     def tensors(self) -> list[torch.Tensor]:

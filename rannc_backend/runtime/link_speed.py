@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rannc_backend.runtime.bucket_reductions import BucketReductions
+from rannc_backend.runtime.buckets import BucketSpec
 from rannc_backend.runtime.parameters import STATE_CHANNEL
 from rannc_backend.runtime.world import World
 
@@ -53,15 +55,20 @@ def message_seconds(world: World, pairs: Sequence[tuple[int, int]]) -> TransferS
     return None if partner is None else times
 
 
-def allreduce_seconds(world: World, groups: Sequence[tuple[int, ...]]) -> TransferSeconds | None:
-    """An all-reduce in this rank's group of `groups`, which have no rank in common; None where it is in none."""
-    world.transport.prepare(groups=groups)
-    (group,) = [ranks for ranks in groups if world.rank in ranks] or [None]
-    small, large = (_tensor(world, num_bytes).view(torch.float32) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES[world.device.type]))
+def allreduce_seconds(world: World, groups: Sequence[tuple[int, ...]], *, shared_memory: bool) -> TransferSeconds | None:
+    """A bucket's all-reduce in this rank's group of `groups`, which have no rank in common; None where it is in none."""
+    reductions = BucketReductions.of(world.transport, groups, shared_memory=shared_memory)
+    (group,) = [ranks for ranks in groups if world.rank in ranks] or [()]
+
+    def new_bucket(num_bytes: int) -> torch.Tensor:
+        numel = num_bytes // torch.float32.itemsize
+        return reductions.new_buffer(BucketSpec(ranks=group, dtype=torch.float32, device=world.device, numel=numel, names=()))
+
+    small, large = new_bucket(_SMALL_BYTES), new_bucket(_LARGE_BYTES[world.device.type])
 
     def reduce(tensor: torch.Tensor) -> None:
-        if group is not None:
-            world.transport.allreduce(tensor, group).wait()
+        if group:
+            reductions.start(tensor, group).wait()
 
     world.control.barrier(what="measuring all-reduces")
     times = TransferSeconds(
@@ -69,7 +76,7 @@ def allreduce_seconds(world: World, groups: Sequence[tuple[int, ...]]) -> Transf
         large=_seconds(world, lambda: reduce(large), _NUM_LARGE),
         large_bytes=large.numel() * large.element_size(),
     )
-    return times if group is not None and len(group) > 1 else None
+    return times if len(group) > 1 else None
 
 
 def _tensor(world: World, num_bytes: int) -> torch.Tensor:

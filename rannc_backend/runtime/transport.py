@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rannc_backend.errors import CommunicationError
+from rannc_backend.runtime.shared_sums import SharedSums
 from rannc_backend.runtime.world import Ranks, Route
 
 UNLIMITED = datetime.timedelta(days=7)
@@ -35,6 +36,9 @@ class WaitWatch(Protocol):
 
 class DoneWork:
     """Nothing to wait for: an empty tensor, or a group of one."""
+
+    def is_completed(self) -> bool:
+        return True
 
     def wait(self, limit_seconds: float | None = None) -> None:
         return
@@ -66,6 +70,10 @@ class DistWork:
         self._peers = peers
         self._what = what
         self._after = after
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once. For collectives only: gloo says False of a message until it is waited for."""
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self, limit_seconds: float | None = None) -> None:
         if self._work is None:
@@ -132,6 +140,9 @@ class SingleTransport(Memory):
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:
         return DoneWork()
 
+    def share(self, groups: Sequence[Ranks]) -> None:
+        return
+
     def recreate(self) -> None:
         return
 
@@ -181,6 +192,7 @@ class GroupTransport(Memory):
         limit_seconds: longest wait where `wait` gives none.
         message_group: group of all ranks for messages, made by bootstrap.
         watch: the monitor.
+        places: of every rank, see `shared_memory.place`; empty where ranks share no memory.
     """
 
     def __init__(
@@ -193,6 +205,7 @@ class GroupTransport(Memory):
         message_group: Any,
         groups: OwnedGroups,
         watch: WaitWatch,
+        places: tuple[str, ...] = (),
     ) -> None:
         super().__init__(device)
         self.rank = rank
@@ -203,6 +216,8 @@ class GroupTransport(Memory):
         self._groups = groups
         self._tags: dict[str, int] = {}
         self._reductions: dict[Ranks, Any] = {}
+        self._answers: dict[Ranks, Any] = {}
+        self._sums = SharedSums(rank=rank, places=places, plain=self.allreduce) if places else None
 
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         for channel in [*channels, *(route.channel for route in routes)]:
@@ -213,9 +228,19 @@ class GroupTransport(Memory):
             assert list(ranks) == sorted(set(ranks)), f"group {ranks} is not in ascending order"
             if len(ranks) > 1 and ranks not in self._reductions:
                 self.created.append(f"reductions of {ranks}")
-                # gloo's own limit is beyond any that `wait` gives.
-                group = dist.new_group(list(ranks), timeout=UNLIMITED, backend="gloo")
-                self._reductions[ranks] = self._groups.add(group if self.rank in ranks else None)
+                self._reductions[ranks] = self._new_group(ranks)
+
+    def share(self, groups: Sequence[Ranks]) -> SharedSums | None:
+        self.prepare(groups=groups)
+        if self._sums is None:
+            return None
+        for ranks in groups:
+            if self._sums.possible(ranks) and ranks not in self._answers:
+                self.created.append(f"sums in shared memory of {ranks}")
+                self._answers[ranks] = self._new_group(ranks)
+                if self.rank in ranks:
+                    self._sums.add(ranks, announce=self._starter(self._reductions, ranks), answer=self._starter(self._answers, ranks))
+        return self._sums
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> DistWork | DoneWork:
         self._check_message(tensor, peer, channel)
@@ -232,8 +257,7 @@ class GroupTransport(Memory):
     def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        work = dist.all_reduce(tensor, group=self._reductions[ranks], async_op=True)
-        return DistWork(self, work, tensor, peers=ranks, what=f"all-reduce over ranks {list(ranks)}")
+        return self._start_sum(tensor, self._reductions[ranks], ranks)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
@@ -247,18 +271,37 @@ class GroupTransport(Memory):
         return
 
     def recreate(self) -> None:
-        groups = list(self._reductions)
-        self._reductions.clear()
+        groups, shared = list(self._reductions), list(self._answers)
+        self._forget_groups()
         self._message_group = None
         self._groups.destroy()
         self._message_group = self._groups.add(dist.new_group(backend="gloo", timeout=UNLIMITED))
         self.prepare(groups=groups)
+        self.share(shared)
 
     def close(self) -> None:
-        self._reductions.clear()
+        self._forget_groups()
         self._tags.clear()
         self._message_group = None
         self._groups.close()
+
+    def _forget_groups(self) -> None:
+        self._reductions.clear()
+        self._answers.clear()
+        if self._sums is not None:
+            self._sums.clear()
+
+    def _new_group(self, ranks: Ranks) -> Any:
+        # gloo's own limit is beyond any that `wait` gives.
+        group = dist.new_group(list(ranks), timeout=UNLIMITED, backend="gloo")
+        return self._groups.add(group if self.rank in ranks else None)
+
+    def _starter(self, groups: dict[Ranks, Any], ranks: Ranks) -> Callable[[torch.Tensor], DistWork]:
+        return lambda tensor: self._start_sum(tensor, groups[ranks], ranks)
+
+    def _start_sum(self, tensor: torch.Tensor, group: Any, ranks: Ranks) -> DistWork:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        return DistWork(self, work, tensor, peers=ranks, what=f"all-reduce over ranks {list(ranks)}")
 
     def _start_send(self, tensor: torch.Tensor, peer: int, channel: str) -> Any:
         return dist.isend(_as_bytes(tensor), dst=peer, group=self._message_group, tag=self._tags[channel])

@@ -231,6 +231,9 @@ class NcclTransport:
             return DoneWork()
         return self._queue(self._reductions[ranks], tensor, f"broadcast from rank {root}", root)
 
+    def share(self, groups: Sequence[Ranks]) -> None:
+        self.prepare(groups=groups)  # NCCL finds the way between devices of a host itself
+
     def lend(self, num_bytes: int) -> torch.Tensor:
         return self.buffers.take(num_bytes)
 

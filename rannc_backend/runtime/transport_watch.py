@@ -17,7 +17,7 @@ import torch
 
 from rannc_backend.config import Config
 from rannc_backend.errors import CommunicationError
-from rannc_backend.runtime.world import Ranks, Route, Transport, Work, World
+from rannc_backend.runtime.world import BucketSums, Ranks, Route, Transport, Work, World
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,12 @@ class WatchedTransport:
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:
         return self.inner.broadcast(tensor, root, ranks)
+
+    def share(self, groups: Sequence[Ranks]) -> BucketSums | None:
+        if not self.displays:
+            return self.inner.share(groups)
+        self.inner.prepare(groups=groups)
+        return None
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         return self.inner.lend(num_bytes)

@@ -103,6 +103,18 @@ class Work(Protocol):
         ...
 
 
+class BucketSums(Protocol):
+    """Sums of gradient buckets over groups of ranks that share memory, and of the others as ever."""
+
+    def new_bucket(self, numel: int, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
+        """Zeros to be summed over a group, in memory that is best for it."""
+        ...
+
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Work:
+        """Start summing a tensor over a group, in place: all ranks of a group start their tensors in the same order."""
+        ...
+
+
 class Transport(Protocol):
     """Tensors between ranks. Channels and groups are made by `prepare` before their first use."""
 
@@ -127,6 +139,10 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:
         """Start copying the tensor of `root` (a rank of the job) to all of `ranks`."""
+        ...
+
+    def share(self, groups: Sequence[Ranks]) -> BucketSums | None:
+        """Prepare groups for sums in memory that their ranks share; None where no ranks do. All ranks call it with the same arguments."""
         ...
 
     def lend(self, num_bytes: int) -> torch.Tensor:

@@ -125,6 +125,11 @@ OTHER = (
     _case("one_trace", "mlp_loss", "1,1", 2, check="one_trace"),
     _case("two_models", "mlp_loss", "1,1", 2, check="two_models"),
     _case("too_many_shapes", "padded", "1,1", 2, check="too_many_shapes"),
+    _case("shared_sums", "mlp_loss", "2", 3, check="shared_sums", options={"bucket_mb": 0.0001}),
+    _case("shared_sums_tied", "tied_embedding", "2,2", 2, check="shared_sums", options={"bucket_mb": 0.0001}),
+    _case("shared_sums_late", "mlp_loss", "2,2", 2, check="shared_sums", options={"bucket_mb": 0.0001, "sync_allreduce": True}),
+    _case("shared_sums_without_memory", "mlp_loss", "2", 3, check="shared_sums", parameters={"without": 1}),
+    _case("shared_sums_refused", "mlp_loss", "2", 3, check="shared_sums", options={"shared_memory": False}),
     _case("seed_decides", "dropout", "1,1", 2, check="seed_decides", rows=(20, 20)),
 )
 # The same eight global rows and weights under plans with 1, 2 and 4 stages, replicas, and other micro-batches.

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.bucket_reductions import BucketReductions
+from rannc_backend.runtime.buckets import BucketSpec
 from rannc_backend.runtime.world import StartOptions
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
@@ -63,6 +65,9 @@ def main() -> None:
     peer = (world.rank + 1) % world.size
     world.transport.prepare(channels=["forward"], groups=[everyone])
     tensor = torch.ones(1000)
+    reductions = BucketReductions.of(world.transport, [everyone], shared_memory=True)
+    spec = BucketSpec(ranks=everyone, dtype=torch.float32, device=world.device, numel=2**17, names=())
+    bucket = reductions.new_buffer(spec)
     for step in range(3):
         world.monitor.phase(f"step {step}, stage {world.rank}, micro-batch 0, sizes")
         if step == 1:
@@ -79,7 +84,7 @@ def main() -> None:
         world.monitor.phase(f"step {step}, stage {world.rank}, all-reduce")
         if step == 1:
             fail_in("allreduce")
-        world.transport.allreduce(tensor, everyone).wait()
+        reductions.start(bucket, everyone).wait()
     world.monitor.phase("after the last step")
     if fail_in("after"):
         time.sleep(1.0)

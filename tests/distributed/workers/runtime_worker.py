@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from rannc_backend.errors import CommunicationError, LaunchError
-from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime import bootstrap, shared_sums
 from rannc_backend.runtime.world import StartOptions, World
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
@@ -175,6 +176,32 @@ def groups() -> None:
                 tensor = torch.full((77,), rank, dtype=dtype)
                 world.transport.broadcast(tensor, ranks[-1], ranks).wait()
                 assert torch.equal(tensor, torch.full_like(tensor, ranks[-1])), (ranks, dtype)
+
+
+@check
+def buckets() -> None:
+    """Sums in memory that the ranks of this host share: several groups and dtypes, many under way, before and after new connections."""
+    world = start()
+    rank, size = world.rank, world.size
+    groups = [ranks for ranks in (tuple(range(size)), (0, 1), tuple(range(size - 2, size))) if len(ranks) > 1]
+    sums = world.transport.share(sorted(set(groups)))
+    assert sums is not None, "ranks of one host do not share memory"
+    with mock.patch.object(shared_sums, "add_up", wraps=shared_sums.add_up) as add_up:
+        for step in range(3):
+            for ranks in (group for group in groups if rank in group):
+                kinds = [(100_003, torch.float32), (2**18, torch.bfloat16), (65_536, torch.float64), (5, torch.float32)]
+                made = [sums.new_bucket(numel, dtype, ranks) for numel, dtype in kinds]
+                for bucket in made:
+                    bucket.copy_(torch.arange(bucket.numel()) % 7 + rank)
+                for work in [sums.reduce(bucket, ranks) for bucket in made]:
+                    work.wait(10)
+                for bucket in made:
+                    expected = len(ranks) * (torch.arange(bucket.numel()) % 7) + sum(ranks)
+                    assert torch.equal(bucket, expected.to(bucket.dtype)), (ranks, bucket.dtype)
+            if step == 1:
+                world.control.barrier()
+                world.transport.recreate()
+        assert add_up.call_count == 3 * 3 * sum(rank in group for group in groups), add_up.call_count
 
 
 @check

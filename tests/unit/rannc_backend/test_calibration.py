@@ -111,9 +111,10 @@ def test_another_identity_is_measured_for_itself(tmp_path: Path, measured: list[
 def test_ranks_and_nodes_belong_to_the_identity() -> None:
     seats = [calibration._Seat(name="x", kind="cpu", memory_bytes=2**30, num_threads=1)]
     placed = [("a",), ("a", "a"), ("a", "a", "a", "a"), ("a", "a", "b", "b"), ("a", "b", "a", "b")]
-    names = [calibration._identity(seats, world(*hosts), ranks_per_node(hosts)) for hosts in placed]
+    names = [calibration._identity(seats, world(*hosts), ranks_per_node(hosts), Config()) for hosts in placed]
     assert len(set(names)) == len(placed)
-    assert calibration._identity(seats, world("c", "c"), 2) == names[1], "but not what a host is called"
+    assert calibration._identity(seats, world("c", "c"), 2, Config()) == names[1], "but not what a host is called"
+    assert calibration._identity(seats, world("a", "a"), 2, Config(shared_memory=False)) != names[1]
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"format = 1", b"[", b"format = 1\nname = 'x'\nlaunch_seconds = nan"])

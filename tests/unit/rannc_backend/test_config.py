@@ -57,6 +57,7 @@ OTHER_VALUES = {
     "compile_timeout_seconds": (60.0, "60"),
     "bucket_mb": (1.0, "1"),
     "partitioning_dry_run_np": (32, "32"),
+    "shared_memory": (False, "0"),
     "save_deployment": (True, "1"),
     "load_deployment": (True, "1"),
     "deployment_file": ("plan.json", "plan.json"),
