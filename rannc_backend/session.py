@@ -48,6 +48,7 @@ from rannc_backend.runtime.clipping import clip_over_ranks
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
+from rannc_backend.runtime.host_memory import give_back_memory
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.promises import Promises
@@ -268,6 +269,7 @@ class Session:
         self.plan = None
         if self.table is not None:
             self.table.to_host()
+        give_back_memory()
 
     def _deployer(self) -> Deployer:
         root = self.root()

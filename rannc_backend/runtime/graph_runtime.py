@@ -29,6 +29,7 @@ from rannc_backend.runtime.copy_report import CopyLog
 from rannc_backend.runtime.digests import Digests
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.executor import Executor, describe
+from rannc_backend.runtime.host_memory import give_back_memory, keep_freed_memory
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
@@ -213,6 +214,9 @@ class GraphRuntime:
                 self._executors[kind] = without_anomaly_detection(self.make_executor)(kind, rows)
                 watch.done()
                 agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
+            if self.world.device.type == "cpu":
+                give_back_memory()  # of compilers, and of parameters that have moved
+                keep_freed_memory()
         return self._executors[kind]
 
     def _run(self, kind: str, phase: str, state: StepState) -> None:

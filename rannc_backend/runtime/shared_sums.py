@@ -27,8 +27,8 @@ from rannc_backend.runtime.world import Ranks
 
 logger = logging.getLogger(__name__)
 
-# Below it, two collectives of a few bytes take as long as one of all.
-_FEWEST_BYTES = 2**18
+# Below it, two collectives of a few bytes take as long as one of all (tests/benchmarks/shared_sums.py).
+_FEWEST_BYTES = 2**21
 
 
 class Collective(Protocol):

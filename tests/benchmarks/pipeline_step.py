@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import socket
 import statistics
@@ -188,17 +189,27 @@ def contenders_of(flags: argparse.Namespace) -> list[Contender]:
     return [make() for name, make in makers.items() if name not in without]
 
 
-def timed(step: Callable[[], float | None]) -> tuple[float, float | None]:
-    """Seconds until the slowest rank has done the step, and its loss."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One step: seconds until the slowest rank has done it, and pages that were new to this rank's process."""
+
+    seconds: float
+    page_faults: int
+
+
+def timed(step: Callable[[], float | None]) -> Taken:
+    """Do one step."""
     parallel = dist.is_initialized()
     if parallel:
         dist.barrier()
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     begin = time.perf_counter()
-    loss = step()
+    step()
     seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - pages
     if parallel:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item(), loss
+    return Taken(seconds.item(), pages)
 
 
 def known_loss(loss: float | None) -> float:
@@ -217,15 +228,15 @@ def work(flags: argparse.Namespace) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=flags.ranks)
     contenders = contenders_of(flags)
     first_losses = {contender.name: known_loss(contender.step()) for contender in contenders}
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    taken: dict[str, list[Taken]] = {contender.name: [] for contender in contenders}
     for number in range(flags.rounds + 1):
         # Another one begins in each round, so that none always follows the same neighbour.
         for contender in contenders[number % len(contenders) :] + contenders[: number % len(contenders)]:
-            taken, _ = timed(contender.step)
+            step = timed(contender.step)
             if number:
-                seconds[contender.name].append(taken)
+                taken[contender.name].append(step)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in report(flags, seconds, first_losses):
+        for line in report(flags, taken, first_losses):
             print(json.dumps(line), flush=True)
     sys.stdout.flush()
     if dist.is_initialized():
@@ -234,16 +245,17 @@ def work(flags: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def report(flags: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
+def report(flags: argparse.Namespace, taken: dict[str, list[Taken]], losses: dict[str, float]) -> list[dict[str, Any]]:
     """The lines: medians, then ratios."""
     setting = {"ranks": flags.ranks, "compiler": flags.compiler}
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(step.seconds for step in steps) for name, steps in taken.items()}
     lines: list[dict[str, Any]] = [
         {
             **setting,
             "contender": name,
             "median_seconds": round(median, 4),
-            "fastest_seconds": round(min(seconds[name]), 4),
+            "fastest_seconds": round(min(step.seconds for step in taken[name]), 4),
+            "page_faults": statistics.median(step.page_faults for step in taken[name]),
             "long_enough": median >= SHORTEST_STEP_SECONDS,
             "first_loss": losses[name],
         }

@@ -66,7 +66,7 @@ def main() -> None:
     world.transport.prepare(channels=["forward"], groups=[everyone])
     tensor = torch.ones(1000)
     reductions = BucketReductions.of(world.transport, [everyone], shared_memory=True)
-    spec = BucketSpec(ranks=everyone, dtype=torch.float32, device=world.device, numel=2**17, names=())
+    spec = BucketSpec(ranks=everyone, dtype=torch.float32, device=world.device, numel=2**20, names=())
     bucket = reductions.new_buffer(spec)
     for step in range(3):
         world.monitor.phase(f"step {step}, stage {world.rank}, micro-batch 0, sizes")

@@ -186,7 +186,8 @@ def buckets() -> None:
     groups = [ranks for ranks in (tuple(range(size)), (0, 1), tuple(range(size - 2, size))) if len(ranks) > 1]
     sums = world.transport.share(sorted(set(groups)))
     assert sums is not None, "ranks of one host do not share memory"
-    with mock.patch.object(shared_sums, "add_up", wraps=shared_sums.add_up) as add_up:
+    fewest = mock.patch.object(shared_sums, "_FEWEST_BYTES", 2**10)
+    with fewest, mock.patch.object(shared_sums, "add_up", wraps=shared_sums.add_up) as add_up:
         for step in range(3):
             for ranks in (group for group in groups if rank in group):
                 kinds = [(100_003, torch.float32), (2**18, torch.bfloat16), (65_536, torch.float64), (5, torch.float32)]
