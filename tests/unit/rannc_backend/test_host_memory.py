@@ -9,15 +9,25 @@ import pytest
 
 from rannc_backend.runtime.host_memory import keep_freed_memory
 
-# Blocks as tensors of a step: each smaller than what malloc takes from the heap, all freed, and nothing above them.
+# Blocks as a step's tensors: each smaller than what malloc takes from the heap, and all freed. No tensors: what is small and lies above
+# them by chance would keep them in the heap.
 SCRIPT = """
-import resource, sys
-import psutil, torch
+import ctypes, resource, sys
+import psutil
 from rannc_backend.runtime.host_memory import give_back_memory, keep_freed_memory
+
+library = ctypes.CDLL(None)
+library.malloc.restype = library.memset.restype = ctypes.c_void_p
+library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+library.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(2**21) for _ in range(24)]
+    blocks = [library.malloc(2**23) for _ in range(24)]
+    for block in blocks:
+        library.memset(block, 1, 2**23)
+    for block in blocks:
+        library.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 resident = lambda: psutil.Process().memory_info().rss // 2**20
