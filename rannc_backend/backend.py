@@ -32,6 +32,7 @@ from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
 from rannc_backend.capture_compilation import PlainModels  # noqa: E402
 from rannc_backend.capture_in_place import trace_modules_of_torch  # noqa: E402
+from rannc_backend.capture_soft_labels import trace_soft_labels  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
@@ -44,8 +45,9 @@ from rannc_backend.startup import say_options  # noqa: E402
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
 
-# Before the first trace, which is when it has to be known.
+# Before the first trace, which is when these have to be known.
 capture.skip_library_loggers()
+trace_soft_labels()
 
 
 def rannc(

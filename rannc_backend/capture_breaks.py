@@ -79,6 +79,9 @@ def graph_break_error(reason: str, location: str) -> GraphBreakError:
         if any(f".{name}," in reason for name in library_log_methods()):
             cure = "call torch.compile after the library that defines this logging method was imported."
         return GraphBreakError(text, location=location, cure=cure)
+    if "__reduce_ex__" in reason:
+        cure = "use torch 2.13, which can trace copies of such objects. Of a Hugging Face model's cache: call it with use_cache=False."
+        return GraphBreakError(text, location=location, cure=cure)
     if "LSTM" in reason:
         cure = "let Dynamo trace recurrent layers: set torch._dynamo.config.allow_rnn = True before torch.compile."
         return GraphBreakError(text, location=location, cure=cure)

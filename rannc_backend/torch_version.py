@@ -17,10 +17,15 @@ OLDEST = (2, 11)
 NEWEST = (2, 13)
 
 
+def is_older(version: str, than: tuple[int, int]) -> bool:
+    """Whether ``version`` is known to be older than these two numbers."""
+    found = _numbers(version)
+    return found is not None and found < than
+
+
 def refuse_old_torch(version: str) -> None:
     """Raise LaunchError if ``version`` is older than `OLDEST`."""
-    found = _numbers(version)
-    if found is not None and found < OLDEST:
+    if is_older(version, OLDEST):
         raise LaunchError(
             f"torch {version} is too old for this backend", cure=f"install torch {_text(OLDEST)} to {_text(NEWEST)}."
         )

@@ -21,6 +21,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
+from rannc_backend.capture_soft_labels import trace_soft_labels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
@@ -79,6 +81,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], *, replicated: tuple[str,
             shape = value.shape if name in replicated else (size, *value.shape[1:])
             fakes.append(torch.empty(shape, dtype=value.dtype))
     flat = _Flat(model, list(state), list(inputs))
+    trace_soft_labels()
     # as under torch.compile: Hugging Face then does not look into masks
     with mode, torch.no_grad(), mock.patch("torch.compiler._is_compiling_flag", True):
         graph_module, signature = aot_export_module(flat, fakes, trace_joint=False)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rannc_backend.torch_version import is_older
+
 Built = tuple[nn.Module, dict[str, Any]]
 
 
@@ -171,7 +173,9 @@ def _t5(rows: int) -> Built:
     config = T5Config(
         vocab_size=23, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
     )  # fmt: skip
-    return T5ForConditionalGeneration(config), dict(input_ids=_ids(rows), attention_mask=_mask(rows), labels=_ids(rows))
+    inputs = dict(input_ids=_ids(rows), attention_mask=_mask(rows), labels=_ids(rows))
+    # The cache of an encoder and decoder copies the configuration, which older versions of torch cannot trace (docs/models.md).
+    return T5ForConditionalGeneration(config), inputs | ({"use_cache": False} if is_older(torch.__version__, (2, 13)) else {})
 
 
 def _bert(rows: int) -> Built:

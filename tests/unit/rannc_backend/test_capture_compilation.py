@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from rannc_backend.capture_breaks import graph_break_error
 from rannc_backend.capture_compilation import PlainModels
 from rannc_backend.errors import GraphBreakError, UserInputError
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, trace_settings
@@ -112,6 +113,14 @@ def test_a_model_that_dynamo_gives_up_is_refused(model: type, reason: str) -> No
         torch._dynamo.reset()
         watch(recorder, is_spread=False)
     assert not recorder.graphs
+
+
+def test_what_an_older_torch_cannot_copy_has_a_cure() -> None:
+    """Torch 2.13 traces it, so that Dynamo's own words (of 2.12.1) stand here."""
+    reason = """Attempted to call function marked as skipped
+      Explanation: Dynamo does not know how to trace the builtin `<unknown module>.T5Config.__reduce_ex__.` This function is a builtin."""
+    text = str(graph_break_error(reason, "modeling_t5.py:688 in forward"))
+    assert "torch 2.13" in text and "use_cache=False" in text and "modeling_t5.py:688" in text
 
 
 def test_functions_around_models_may_be_given_up() -> None:

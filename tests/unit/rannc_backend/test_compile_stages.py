@@ -27,10 +27,10 @@ SIZES = (3, 3, 1, 1)
 
 
 @functools.cache
-def _captured(name: str) -> tuple[Network, nn.Module, Rowwise]:
+def _captured(name: str, dtype: torch.dtype = torch.float64) -> tuple[Network, nn.Module, Rowwise]:
     torch.manual_seed(0)
     network = NETWORKS[name]
-    model = network.build().double()
+    model = network.build().to(dtype)
     return network, model, capture(model, network.function, network.inputs(6), ["rows", "partial"])
 
 
@@ -415,7 +415,8 @@ def test_no_operator_of_the_two_graphs_changes_its_operands(name: str) -> None:
 
 
 def test_saved_bytes_are_what_is_saved() -> None:
-    network, _, rowwise = _captured("gpt2")
+    # In float64, torch before 2.13 expects attention's sums of exponentials in float32.
+    network, _, rowwise = _captured("gpt2", torch.float32)
     for stage_graph in rowwise.cut(2)[:1]:
         (stage,) = rowwise.compile([stage_graph])
         args = _forward_args(rowwise, stage, network.inputs(5))
