@@ -3,8 +3,8 @@
 In: nothing. Out: settings of this process's `malloc`.
 
 A step frees all that its forward has saved, and its gradients lie in buckets that stay. So glibc finds the end of its heap free and gives
-it back to the system, which hands it out again in the next step, page by page and filled with zeros: 47 to 71 MB in a step of one second, 2 %
-of its time (docs/performance.md). What is kept is at most what a step has held at one time.
+it back to the system, which hands it out again in the next step, page by page and filled with zeros: 47 to 71 MB in a step of one second,
+2 % of its time (docs/performance.md). What is kept is at most what a step has held at one time.
 """
 
 from __future__ import annotations
