@@ -74,14 +74,17 @@ def plan_buckets(
 ) -> BucketLayout:
     """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``) finishes them.
 
-    Parameters shared by several stages are sorted by name: the stages may finish them in different orders.
+    Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So are their buckets, and
+    they come last: then every rank waits for sums in an order that fits those of the others, and no ranks wait for each other in a ring.
     """
     groups: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in parameters:
         groups.setdefault((owners[name], tensor.dtype, tensor.device), []).append((name, tensor))
     buckets: list[BucketSpec] = []
     slots: dict[str, Slot] = {}
-    for (ranks, dtype, device), members in groups.items():
+    own = {key: members for key, members in groups.items() if key[0] == stage_ranks}
+    shared = {key: groups[key] for key in sorted(groups.keys() - own.keys(), key=lambda key: (key[0], str(key[1])))}
+    for (ranks, dtype, device), members in (own | shared).items():
         if ranks != stage_ranks:
             members = sorted(members, key=lambda member: member[0])
         names: list[str] = []

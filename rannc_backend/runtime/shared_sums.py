@@ -9,6 +9,9 @@ collectives of a few bytes over gloo, so that a rank that fails or does not come
 times, but start collectives in the same order: announcements in one process group, by the order in which buckets are given here; answers
 in another one, in the same order. Where a rank's bucket cannot be shared, all ranks of the group learn it from the announcement, or from
 a question that is asked once for buckets that have not met before, and that bucket is summed over gloo.
+
+A sum is finished while all its ranks wait for it; nothing goes on in the background. So ranks have to wait for the sums of different groups
+in one order (`buckets.plan_buckets`), and after everything else that others need of them (`schedule/lowering.py`).
 """
 
 from __future__ import annotations

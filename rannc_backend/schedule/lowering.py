@@ -78,6 +78,7 @@ class _Lane:
                 actions.append(self.compute[slot])
                 actions.extend(sorted(self.sends[slot], key=_nearest_first))
         stages = sorted({action.stage for actions_of_slot in self.arms.values() for action in actions_of_slot})
+        # Last: sums in shared memory go on only while all their ranks wait for them, so no rank may need another thing of one that waits.
         actions.extend(Action(stage, ActionKind.WAIT_REDUCTIONS) for stage in stages)
         return tuple(actions)
 

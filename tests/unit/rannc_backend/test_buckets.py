@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
 from rannc_backend.runtime.buckets import BufferPool, GradientBuckets, PendingGradients, StageGradients, plan_buckets
@@ -203,3 +205,26 @@ def test_retained_graph_publishes_copies() -> None:
     buckets.publish(pending, 2.0, keep=True)
     buckets.publish(pending, 3.0, keep=False)
     assert torch.equal(buckets.parameters["a"].grad, torch.full((4,), 5.0))
+
+
+@given(data=st.data())
+def test_ranks_that_wait_for_sums_in_their_order_all_get_there(data: st.DataObject) -> None:
+    """A sum in shared memory goes on while its ranks wait for it, so no ranks may wait for each other in a ring."""
+    sizes = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=4))
+    firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+    stages = [tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True)]
+    users = data.draw(st.lists(st.sets(st.sampled_from(range(len(stages))), min_size=1), min_size=1, max_size=7))
+    dtypes = data.draw(st.lists(st.sampled_from([torch.float32, torch.bfloat16]), min_size=len(users), max_size=len(users)))
+    owners = {f"p{i}": tuple(sorted(rank for stage in used for rank in stages[stage])) for i, used in enumerate(users)}
+    waits: dict[int, list[tuple[tuple[int, ...], tuple[str, ...]]]] = {}
+    for index, ranks in enumerate(stages):
+        mine = data.draw(st.permutations([i for i, used in enumerate(users) if index in used]))
+        parameters = [(f"p{i}", torch.empty(4, dtype=dtypes[i], device="meta")) for i in mine]
+        layout = plan_buckets(parameters, owners, ranks, 2 * ALIGNMENT_BYTES)
+        for rank in ranks:
+            waits[rank] = [(bucket.ranks, bucket.names) for bucket in layout.buckets]
+    while any(waits.values()):
+        ready = [wait[0] for wait in waits.values() if wait and all(waits[other][:1] == wait[:1] for other in wait[0][0])]
+        assert ready, f"nobody can go on: {waits}"
+        for rank in ready[0][0]:
+            waits[rank].pop(0)

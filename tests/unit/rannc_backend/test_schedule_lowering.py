@@ -66,6 +66,8 @@ def test_any_lowered_program_is_valid_and_runs(data):
     if phase == "train":
         assert all(peaks[stage].num_in_flight == bound for stage, bound in enumerate(bounds))
     run_program(programs, edges, num_micro_batches, phase, data.draw(st.integers(0, 999)))
+    waits = [[action.kind is ActionKind.WAIT_REDUCTIONS for action in program] for program in programs.values()]
+    assert all(lane == sorted(lane) for lane in waits), "a rank does something after it has waited for reductions"
     assert parse_programs(format_programs(programs)) == programs
 
 
