@@ -127,6 +127,9 @@ OTHER = (
     _case("too_many_shapes", "padded", "1,1", 2, check="too_many_shapes"),
     _case("shared_sums", "mlp_loss", "2", 3, check="shared_sums", options={"bucket_mb": 0.0001}),
     _case("shared_sums_tied", "tied_embedding", "2,2", 2, check="shared_sums", options={"bucket_mb": 0.0001}),
+    _case(
+        "shared_sums_in_a_ring", "tied_ring", "1,1,1", 2, check="shared_sums", options={"stage_starts": "layers.2,layers.4"}
+    ),
     _case("shared_sums_late", "mlp_loss", "2,2", 2, check="shared_sums", options={"bucket_mb": 0.0001, "sync_allreduce": True}),
     _case("shared_sums_without_memory", "mlp_loss", "2", 3, check="shared_sums", parameters={"without": 1}),
     _case("shared_sums_refused", "mlp_loss", "2", 3, check="shared_sums", options={"shared_memory": False}),
