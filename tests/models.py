@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.model_entry import Batch, Entry
-from tests.models_layers import ChannelsLast, Gated, SpectralNorm
+from tests.models_layers import ChannelsLast, Gated, SpectralNorm, TiedRing
 from tests.models_rannc import (
     IGNORED,
     VOCABULARY,
@@ -115,21 +115,6 @@ class MlpLoss(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         y = self.body(x)
         return F.mse_loss(y, target), y
-
-
-class TiedRing(nn.Module):
-    """Three pairs of layers of which each has one weight with each other pair; backward comes to them in a ring."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        for layer, tied in zip(self.layers[:3], self.layers[3:]):
-            tied.weight = layer.weight
-
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return F.mse_loss(x, target), x
 
 
 class LongSkip(nn.Module):
@@ -417,13 +402,8 @@ RANNC_SPARE: tuple[Entry, ...] = (
 CONTRACT: tuple[Entry, ...] = (
     _outside("mlp", Mlp, WIDTH, deep=True),
     _inside("mlp_loss", MlpLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
-    _inside(
-        "tied_ring",
-        TiedRing,
-        _regression(WIDTH),
-        positional=("x", "target"),
-        shared=frozenset(f"layers.{index}.weight" for index in range(3)),
-    ),
+    _inside("tied_ring", TiedRing, _regression(WIDTH), positional=("x", "target"),
+            shared=frozenset(f"layers.{i}.weight" for i in range(3))),
     _outside("long_skip", LongSkip, WIDTH, deep=True),
     _inside("long_skip_loss", LongSkipLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("frozen", Frozen, WIDTH),

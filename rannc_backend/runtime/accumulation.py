@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rannc_backend.runtime.buckets import GradientBuckets, PendingGradients, StartReduce, plan_buckets
+from rannc_backend.runtime.buckets import GradientBuckets, PendingGradients, StartReduce, plan_buckets, zeros_for
 from rannc_backend.runtime.parameters import ParameterTable, Ranks
 from rannc_backend.runtime.switches import Switches
 
@@ -70,8 +70,7 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
     layout = plan_buckets(mine, table.owners, (), capacity_bytes)
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
-        # Zeros between gradients: see `NewBuffer`.
-        buffer = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        buffer = zeros_for(bucket)
         views = []
         for name in bucket.names:
             slot = layout.slots[name]

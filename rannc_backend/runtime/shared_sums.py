@@ -61,6 +61,11 @@ class SharedGroup:
     answer: StartSum
     _under_way: deque[SharedReduction] = field(default_factory=deque)
 
+    @property
+    def own(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.index(self.rank)
+
     def start(self, bucket: torch.Tensor) -> SharedReduction:
         """Begin to sum a bucket, and go on with earlier ones as far as that needs no waiting."""
         reduction = SharedReduction(self, bucket)
@@ -79,13 +84,12 @@ class SharedGroup:
     def handles_of(self, bucket: torch.Tensor) -> torch.Tensor:
         """A table with this rank's handle in its row, to be summed over the group."""
         table = torch.zeros(len(self.ranks), len(NOT_SHARED), dtype=torch.int64)
-        table[self.ranks.index(self.rank)] = torch.tensor(self.memory.handle_of(bucket))
+        table[self.own] = torch.tensor(self.memory.handle_of(bucket))
         return table
 
     def others(self, handles: tuple[Handle, ...], bucket: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """The other ranks' buckets; None where one cannot be opened."""
-        own = self.ranks.index(self.rank)
-        opened = [self.memory.open(handle, bucket) for place, handle in enumerate(handles) if place != own]
+        opened = [self.memory.open(handle, bucket) for place, handle in enumerate(handles) if place != self.own]
         found = tuple(tensor for tensor in opened if tensor is not None)
         return found if len(found) == len(opened) else None
 
@@ -122,7 +126,6 @@ class SharedReduction:
 
     def _run(self, bucket: torch.Tensor) -> Iterator[Collective]:
         group = self._group
-        own = group.ranks.index(group.rank)
         table = group.handles_of(bucket)
         yield group.announce(table)
         handles = tuple((row[0], row[1], row[2], row[3]) for row in table.tolist())
@@ -141,7 +144,7 @@ class SharedReduction:
             say_once(logger, f"ranks {list(group.ranks)} cannot share memory: their gradients are summed over gloo")
             last = group.answer(bucket)
         else:
-            add_up([*others[:own], bucket, *others[own:]], own)
+            add_up([*others[: group.own], bucket, *others[group.own :]], group.own)
             last = group.answer(torch.zeros(1, dtype=torch.int64))
         self._may_pass = True
         yield last
@@ -165,10 +168,6 @@ class SharedSums:
     def possible(self, ranks: Ranks) -> bool:
         """Whether these ranks are in one place; the same answer on every rank."""
         return len(ranks) > 1 and len({self._places[rank] for rank in ranks}) == 1 and self._places[ranks[0]] != ""
-
-    def has(self, ranks: Ranks) -> bool:
-        """Whether a group has been added."""
-        return ranks in self._groups
 
     def add(self, ranks: Ranks, *, announce: StartSum, answer: StartSum) -> None:
         """A group of which this rank is one, with what starts collectives in its two process groups."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend import capture
-from rannc_backend.runtime import shared_sums as sums
 from tests.distributed.harness.context import Context
 from tests.distributed.harness.reference import intervals
 from tests.model_entry import Batch
@@ -137,19 +135,6 @@ def accumulate(context: Context) -> None:
             _loss(context, compiled, context.batch(step)).backward()
             alone.backward(context.batch(step))
         _agree(context, model, alone, f"sum of gradients (set_to_none={set_to_none})")
-
-
-def shared_sums(context: Context) -> None:
-    """Gradients of ranks that share memory are summed there, and over gloo as soon as one rank has none or the option says so.
-
-    Parameters: without (optional), the rank that gets no memory.
-    """
-    without = context.case.parameters.get("without")
-    expected = without is None and "shared_memory" not in context.case.options
-    with mock.patch.object(sums, "_FEWEST_BYTES", 1), mock.patch.object(sums, "add_up", wraps=sums.add_up) as add_up:
-        with mock.patch("os.posix_fallocate", side_effect=OSError) if context.rank == without else nullcontext():
-            accumulate(context)
-    context.findings.that(bool(add_up.call_count) == expected, f"{add_up.call_count} sums in shared memory")
 
 
 def incoming_gradient(context: Context) -> None:

@@ -1,6 +1,7 @@
 """Each point of the semantics (docs/semantics.md) over ranks: fails when the point is broken.
 
-Points that are plain equality are cases of the check "equality"; the others name their function in contract_checks.py.
+Points that are plain equality are cases of the check "equality"; the others name their function in contract_checks.py,
+or in shared_sums_checks.py.
 """
 
 from __future__ import annotations
