@@ -36,6 +36,7 @@ from rannc_backend.capture_soft_labels import trace_soft_labels  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
+from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
 from rannc_backend.runtime.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import StartOptions, World  # noqa: E402
@@ -63,6 +64,20 @@ def rannc(
         Whatever Dynamo answers with another trace (the batch made symbolic, parameters moved): not an error.
     """
     try:
+        call = _compile(graph_module, example_inputs, options, mode)
+    except BaseException:
+        # Another trace may follow, and looks at the model's tensors.
+        restore_classes(REGISTRY.absent_tensors())
+        raise
+    # Dynamo makes its guards next, of the tensors as they are.
+    refuse_again(REGISTRY.absent_tensors())
+    return call
+
+
+def _compile(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, object] | None, mode: str | None
+) -> Callable[..., Sequence[Any]]:
+    try:
         if mode not in (None, "default"):
             raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
         resolution = _resolution(options)
@@ -72,7 +87,7 @@ def rannc(
         world.monitor.phase("capture")
         _check_device(graph_module, example_inputs, world)
         with log_narrator(verbose=config.verbose).step("capture") as details:
-            captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=REGISTRY.strides_of)
+            captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
         session = REGISTRY.session_of(captured.root_module, config)
         say_options(resolution)
@@ -89,7 +104,15 @@ def _is_rannc(backend: object) -> bool:
 
 
 trace_modules_of_torch(_is_rannc)
-begin_symbolically(_is_rannc, watch=PlainModels(_is_rannc, REGISTRY.is_spread).watch)
+_PLAIN_MODELS = PlainModels(_is_rannc, REGISTRY.is_spread)
+
+
+def _before_compilation() -> None:
+    _PLAIN_MODELS.watch()
+    restore_classes(REGISTRY.absent_tensors())
+
+
+begin_symbolically(_is_rannc, before=_before_compilation, after=lambda: refuse_again(REGISTRY.absent_tensors()))
 
 
 def _resolution(options: Mapping[str, object] | None) -> Resolution:
@@ -120,12 +143,17 @@ def _local_rows(captured: capture.CapturedGraph, flat_args: Sequence[Any]) -> in
 def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..., Sequence[Any]]:
     positions = {spec.name: spec.position for spec in captured.inputs}
     order = [positions[spec.name] for spec in runtime.inputs]
+    stored = [(spec.position, spec.fqn) for spec in captured.inputs if spec.kind in ("parameter", "buffer") and spec.fqn is not None]
     # Dynamo keeps what is returned here as long as the model lives: it must neither keep the model alive nor what undeploy frees.
     graph = replace(captured, root_module=nn.Module())
     key, root = captured.fingerprint, weakref.ref(captured.root_module)
     del runtime, captured
 
     def call(*flat_args: Any) -> Sequence[Any]:
+        if session.table is not None:
+            known = session.table.tensors
+            if any(flat_args[position] is not known[name] for position, name in stored):
+                session.table.take_replaced({name: flat_args[position] for position, name in stored})
         current = session.runtimes.get(key)
         if current is None:
             model = root()

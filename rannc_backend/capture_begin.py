@@ -28,13 +28,20 @@ from rannc_backend.capture_dynamo import RestartReason, symbolic_trace
 
 logger = logging.getLogger(__name__)
 
+Callback = Callable[[dynamo_callback.CallbackArgs], None]
+
 _ATTRIBUTE = "rannc_begun_trace"  # of the context of one compilation
 
 
-def begin_symbolically(is_ours: Callable[[object], bool], *, watch: Callable[[], None] | None = None) -> Callable[[], None]:
+def begin_symbolically(
+    is_ours: Callable[[object], bool],
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Callable[[], None]:
     """From now on, in this process, begin traces for backends that `is_ours` knows with a symbolic batch size; gives what ends it.
 
-    `watch`: called at the start of each compilation for such a backend.
+    `before`: called at the start of each compilation for such a backend; `after`: at the end of every compilation.
     """
 
     def begin(event: dynamo_callback.CallbackArgs) -> None:
@@ -44,8 +51,8 @@ def begin_symbolically(is_ours: Callable[[object], bool], *, watch: Callable[[],
             compilation = find_compilation(is_ours)
             if compilation is None:
                 return
-            if watch is not None:
-                watch()
+            if before is not None:
+                before()
             refuse_wrapped(compilation)
             batches = _batches(compilation.variables)
             if batches:
@@ -60,26 +67,35 @@ def begin_symbolically(is_ours: Callable[[object], bool], *, watch: Callable[[],
             # The backend asks for a second trace.
             logger.debug("the first trace begins without a symbolic batch size", exc_info=True)
 
+    def ended(event: dynamo_callback.CallbackArgs) -> None:
+        if after is not None:
+            after()
+
     handler = dynamo_callback.callback_handler
-    if not isinstance(handler.start_callbacks, _LastingCallbacks):
-        handler.start_callbacks = _LastingCallbacks(handler.start_callbacks)
-    callbacks = handler.start_callbacks
-    callbacks.append(begin)
-    callbacks.lasting.append(begin)
+    handler.start_callbacks, handler.end_callbacks = map(_lasting, (handler.start_callbacks, handler.end_callbacks))
+    added = ((handler.start_callbacks, begin), (handler.end_callbacks, ended))
+    for callbacks, callback in added:
+        callbacks.append(callback)
+        callbacks.lasting.append(callback)
 
     def end() -> None:
-        callbacks.remove(begin)
-        callbacks.lasting.remove(begin)
+        for callbacks, callback in added:
+            callbacks.remove(callback)
+            callbacks.lasting.remove(callback)
 
     return end
 
 
-class _LastingCallbacks(list[Callable[[dynamo_callback.CallbackArgs], None]]):
+def _lasting(callbacks: list[Callback]) -> _LastingCallbacks:
+    return callbacks if isinstance(callbacks, _LastingCallbacks) else _LastingCallbacks(callbacks)
+
+
+class _LastingCallbacks(list[Callback]):
     """Callbacks of which ours stay when `torch._dynamo.reset` clears them: the backend stays too."""
 
-    def __init__(self, callbacks: Iterable[Callable[[dynamo_callback.CallbackArgs], None]]) -> None:
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
         super().__init__(callbacks)
-        self.lasting: list[Callable[[dynamo_callback.CallbackArgs], None]] = []
+        self.lasting: list[Callback] = []
 
     def clear(self) -> None:
         self[:] = self.lasting

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rannc_backend.analysis import GraphAnalysis, mixed_batch_error
+from rannc_backend.capture import GraphInput
 from rannc_backend.compile_cuda_graphs import GraphRecorder, recording
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
 from rannc_backend.compile_watched import DisplayedStage, VerifiedStage
@@ -38,6 +39,7 @@ from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
+from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.transport_watch import describe_values
@@ -57,6 +59,21 @@ class StageCut:
 
     graphs: tuple[StageGraph, ...]
     edges: dict[tuple[int, int], Edge]
+
+    @property
+    def buffer_makers(self) -> dict[str, int]:
+        """The stage that makes the new value of each buffer that the graph changes."""
+        return {slot.fqn: graph.index for graph in self.graphs for slot in graph.outputs if slot.fqn is not None}
+
+    def buffer_readers(self, inputs: Sequence[GraphInput]) -> dict[str, frozenset[int]]:
+        """The stages that read each buffer of the model; ``inputs``: those of the graph that was cut."""
+        names = {item.name: item.fqn for item in inputs if item.kind == "buffer" and item.fqn is not None}
+        readers: dict[str, set[int]] = {}
+        for graph in self.graphs:
+            for slot in graph.inputs:
+                if slot.name in names:
+                    readers.setdefault(names[slot.name], set()).add(graph.index)
+        return {name: frozenset(stages) for name, stages in readers.items()}
 
 
 def cut_stages(analysis: GraphAnalysis, stage_of: Mapping[str, int], num_stages: int, *, all_outputs: bool) -> StageCut:
@@ -177,6 +194,12 @@ class Deployer:
             outputs=outputs,
             scalars=_scalar_graphs(analysis),
             buckets=self._buckets(analysis, cut, reductions),
+            shared_buffers=SharedBuffers(
+                table=self.table,
+                sources={name: self.stage_ranks[stage][0] for name, stage in cut.buffer_makers.items()},
+                tensors=self.tensors,
+                limit_seconds=self.config.step_timeout_seconds,
+            ),
             make_executor=self._executor_factory(analysis, cut),
             make_program=self._program_factory(cut),
             loss_index=losses[0] if losses else None,
@@ -285,7 +308,7 @@ class Deployer:
         specs = {spec.name: spec for spec in analysis.captured.inputs}
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
-        updated = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
+        made_here = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
         send_buffers = SendBuffers(self.world.device)
 
         def make(kind: str, rows: RowTable) -> Executor:
@@ -299,10 +322,9 @@ class Deployer:
                 send_buffers=send_buffers,
                 edges=cut.edges,
                 tensors=tensors,
-                buffers={fqn: self.tensors[fqn] for fqn in updated if fqn is not None},
+                buffers={fqn: self.tensors[fqn] for fqn in made_here if fqn is not None},
                 parameter_names={spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None},
-                updated_buffers=frozenset(spec.name for spec in own if spec.fqn in updated),
-                replicas=self.stage_ranks[index],
+                updated_buffers=frozenset(spec.name for spec in own if spec.fqn in cut.buffer_makers),
                 limit_seconds=self.config.step_timeout_seconds,
             )
 
@@ -328,7 +350,6 @@ class Deployer:
             buffers={},
             parameter_names={},
             updated_buffers=frozenset(),
-            replicas=(),
             limit_seconds=self.config.step_timeout_seconds,
         )
 

@@ -359,16 +359,28 @@ class OutputNotAvailableError(RanncError):
 
 
 class ReleasedParameterError(RanncError):
-    """A parameter was differentiated outside of the compiled model whose memory this rank gave back, because other ranks own it."""
+    """The value of a parameter, or of a buffer, was used outside of the compiled model on a rank whose memory for it was given back."""
 
-    def __init__(self, name: str, *, owners: Sequence[int] = ()) -> None:
-        owned = f"; it is owned by {_ranks(owners)}" if owners else ""
+    def __init__(self, name: str, *, kind: str = "parameter", owners: Sequence[int] = (), use: str = "") -> None:
+        owned = f"; {_ranks(owners)} has it" if len(owners) == 1 else f"; {_ranks(owners)} have it" if owners else ""
+        used = f" ({use} was to use it)" if use else ""
         super().__init__(
-            f"parameter {name!r} is not stored on this rank{owned}",
-            cure="compute what depends on parameters (a penalty) inside the model's forward; for its value call model.state_dict() on all "
-            "ranks (rank 0 gets the full one).",
+            f"the value of {kind} {name!r} is not on this rank{owned}{used}",
+            cure="call the compiled model, not the plain one, a submodule or a copy of it (generate, AveragedModel and copy.deepcopy use "
+            "the plain one); compute what depends on parameters (a penalty) inside the model's forward; for values call "
+            "model.state_dict() on all ranks (rank 0 gets the full one), or ask rannc_backend.is_held(parameter) before.",
         )
 
+
+class ValueNotMadeError(RanncError):
+    """The value of a parameter was used before the first call of the compiled model, which has each rank make those of its stages."""
+
+    def __init__(self, name: str, *, use: str = "") -> None:
+        used = f" ({use} was to use it)" if use else ""
+        super().__init__(
+            f"parameter {name!r} has no value yet{used}",
+            cure="call the compiled model once before: each rank then makes the parameters of its stages.",
+        )
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')

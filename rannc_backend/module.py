@@ -21,6 +21,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.optimizer_state import GlobalState, globals_of
 from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.clipping import clip_gradients
 from rannc_backend.runtime.parameters import ParameterTable
@@ -56,6 +57,11 @@ def clip_grad_norm_(
 def calc_grad_norm(model: nn.Module) -> float:
     """The norm (L2) of all gradients of all ranks. Collective."""
     return float(clip_grad_norm_(model, float("inf")))
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether this rank has the value of a parameter or buffer; elsewhere reading, writing and copying it is an error. Not collective."""
+    return not is_absent(tensor)
 
 
 def allreduce_grads(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, prescale: float = 1.0) -> bool:

@@ -26,7 +26,7 @@ from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
 from rannc_backend.config_sources import FileOnce
 from rannc_backend.cost.cluster import Cluster
-from rannc_backend.deployment import Deployer, cut_stages
+from rannc_backend.deployment import Deployer, StageCut, cut_stages
 from rannc_backend.deployment_file import read_plan_text, write_text
 from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, UserInputError, rebuild_error
 from rannc_backend.ir.plan import Plan
@@ -41,6 +41,7 @@ from rannc_backend.profiling import answer_leader, leading, make_bench, measures
 from rannc_backend.progress import Progress, planning_progress
 from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import BufferPool
@@ -90,6 +91,8 @@ class Session:
     deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
     table: ParameterTable | None = None
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
+    buffer_stages: dict[str, frozenset[int]] = field(default_factory=dict)  # that read a buffer, or make its new value, in some graph
+    changing_buffers: set[str] = field(default_factory=set)
     trace: EventTrace | None = None
 
     @without_anomaly_detection
@@ -101,6 +104,8 @@ class Session:
         key = captured.fingerprint
         if key in self.runtimes:
             return self.runtimes[key], False
+        if self.table is not None:
+            self.table.take_all_replaced()
         self.world.monitor.phase("planning")
         answers = agree(
             self.world,
@@ -131,8 +136,8 @@ class Session:
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
         cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
-        if fresh:
-            moved = self._take_ownership(self.plan)
+        buffers_moved = self._place_buffers(cut, captured)
+        moved = self._take_ownership(self.plan, changed=fresh or buffers_moved)
         runtime = self._deployer().deploy(_without_model(analysis), cut, label=f"graph {len(self.runtimes)}")
         if not any(other.meter for other in self.runtimes.values()) and any(output.differentiable for output in runtime.outputs):
             runtime.meter = self._meter(runtime)
@@ -231,14 +236,31 @@ class Session:
         with leading(bench, self.world, limit_seconds=self.config.compile_timeout_seconds, progress=progress) as profiler:
             return plan_analysis(analysis, question, profiler=profiler)
 
-    def _take_ownership(self, plan: Plan) -> bool:
-        """Bring the parameters to the ranks that the plan wants them on; whether any moved."""
+    def _place_buffers(self, cut: StageCut, captured: CapturedGraph) -> bool:
+        """Note which stages need the buffers that the model changes; whether those of a buffer are others than they were.
+
+        A buffer that some graph changes belongs to the stages that make its new value or read it; every other one to all ranks.
+        """
+        before = {name: self.buffer_stages[name] for name in self.changing_buffers}
+        for name, stages in cut.buffer_readers(captured.inputs).items():
+            self.buffer_stages[name] = self.buffer_stages.get(name, frozenset()) | stages
+        for name, stage in cut.buffer_makers.items():
+            self.buffer_stages[name] = self.buffer_stages.get(name, frozenset()) | {stage}
+            self.changing_buffers.add(name)
+        return before != {name: self.buffer_stages[name] for name in self.changing_buffers}
+
+    def _take_ownership(self, plan: Plan, *, changed: bool) -> bool:
+        """Bring parameters and buffers to the ranks that the plan, and the graphs so far, want them on; whether any moved."""
+        if not changed:
+            return False
         root = self.root()
         assert root is not None, "the model is gone"
         owners: dict[str, set[int]] = {}
         for stage in plan.stages:
-            for name in (*stage.parameters, *stage.updated_buffers):
+            for name in stage.parameters:
                 owners.setdefault(name, set()).update(stage.ranks)
+        for name in self.changing_buffers:
+            owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
         self.world.monitor.phase("giving parameters to their owners")
         if self.table is not None:
@@ -267,6 +289,8 @@ class Session:
         self.cache = CompileCache()
         self.pool = BufferPool()
         self.plan = None
+        self.buffer_stages.clear()
+        self.changing_buffers.clear()
         if self.table is not None:
             self.table.to_host()
         give_back_memory()
@@ -413,12 +437,11 @@ class SessionRegistry:
         session = self.of(model)
         return None if session is None else session.plan
 
-    def strides_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Strides of a parameter where it lives, also on a rank that has given its memory back."""
-        for table in self.tables():
-            if id(tensor) in table.released_strides:
-                return table.released_strides[id(tensor)]
-        return self.promises.strides(tensor)
+    def absent_tensors(self) -> list[torch.Tensor]:
+        """All parameters and buffers of this process whose values are not on this rank."""
+        modules = [module for table in self.tables() if (module := table.root()) is not None]
+        known = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return [tensor for tensor in (*known, *self.promises.parameters()) if is_absent(tensor)]
 
     def is_spread(self) -> bool:
         """Whether a model of this process has a plan for several ranks."""

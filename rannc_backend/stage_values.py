@@ -26,7 +26,8 @@ from rannc_backend.backend import REGISTRY
 from rannc_backend.errors import UserInputError
 from rannc_backend.model_recording import recorded_source, seed_generator
 from rannc_backend.runtime import bootstrap
-from rannc_backend.runtime.promises import Promise, Source, give_no_memory, released_cell
+from rannc_backend.runtime.absent_tensors import make_absent
+from rannc_backend.runtime.promises import Promise, Source, give_no_memory
 
 ValueSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 _META = torch.device("meta")
@@ -60,10 +61,9 @@ def materialize_by_stage(model: nn.Module, source: ValueSource | None = None) ->
     for name, parameter in named:
         if parameter.device == device:
             continue
-        strides = tuple(parameter.stride())
         if parameter.device != _META:
-            parameter.data = released_cell(parameter, device)
-            REGISTRY.promises.add(parameter, Promise(source=own, name=name, strides=strides))
+            make_absent(parameter, name, owners=(), device=device)
+            REGISTRY.promises.add(parameter, Promise(source=own, name=name))
             continue
         recorded = recorded_source(parameter) if chosen is None else None
         maker: Source = chosen or recorded or resets
@@ -72,8 +72,8 @@ def materialize_by_stage(model: nn.Module, source: ValueSource | None = None) ->
         key = recorded.key_of(parameter) if recorded is not None else name
         # Tensors change places only while nothing refers to them weakly, as this and torch's recurrent modules do.
         REGISTRY.recordings.pop(parameter, None)
-        give_no_memory(parameter, device)
-        REGISTRY.promises.add(parameter, Promise(source=maker, name=key, strides=strides))
+        give_no_memory(parameter, name, device)
+        REGISTRY.promises.add(parameter, Promise(source=maker, name=key))
     for module in recurrent:
         module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in module._flat_weights]
 
@@ -97,7 +97,7 @@ def take_values(model: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
         if name is None:
             continue
         if promise is not None:
-            REGISTRY.promises.add(parameter, Promise(source=source, name=name, strides=promise.strides))
+            REGISTRY.promises.add(parameter, Promise(source=source, name=name))
         else:
             with torch.no_grad():
                 parameter.copy_(state[name])

@@ -98,10 +98,9 @@ class Loading:
         source = CheckpointSource(self.reader)
         for name, tensor in self._tensors.tensors.items():
             if isinstance(tensor, nn.Parameter) and name in saved and (tensor.is_meta or self.promises.of(tensor) is not None):
-                strides = self.promises.strides(tensor)
                 if tensor.is_meta:
-                    give_no_memory(tensor, self.world.device)
-                self.promises.add(tensor, Promise(source=source, name=name, strides=strides))
+                    give_no_memory(tensor, name, self.world.device)
+                self.promises.add(tensor, Promise(source=source, name=name))
         targets = model_state.targets(self._tensors, self.reader, self.world.rank)
         read_tensors({name: tensor for name, tensor in targets.items() if not self._is_promised(name)}, self.reader)
         for number, optimizer in enumerate(self.optimizers):

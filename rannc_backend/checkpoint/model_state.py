@@ -129,12 +129,12 @@ def check_fit(model: ModelTensors, reader: CheckpointReader, *, strict: bool) ->
 
 
 def targets(model: ModelTensors, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor]:
-    """The tensors to fill on this rank: the parameters that it owns, and all buffers; not those without memory."""
+    """The tensors to fill on this rank: those that it owns; not those without memory."""
     saved = set(reader.names)
     return {
         name: tensor.detach()
         for name, tensor in model.tensors.items()
-        if name in saved and not tensor.is_meta and (rank in model.owners[name] or not isinstance(tensor, nn.Parameter))
+        if name in saved and not tensor.is_meta and rank in model.owners[name]
     }
 
 

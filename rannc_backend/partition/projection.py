@@ -7,7 +7,7 @@ of the same module (evaluation, no_grad, another dtype), which has other nodes b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -87,14 +87,16 @@ def _check_parameters(plan: Plan, staged: StagedGraph, inputs: Sequence[Input], 
 def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict[str, int]:
     """A stage for every staged node of another graph of the module that was planned; parameters keep their owners.
 
-    A node goes to the first stage, not before those of its inputs, that owns all its parameters and the buffers whose value
-    the plan updates; what is computed from batch inputs alone goes where it is first read. A parameter that the plan does not know
-    (the planned graph did not use it) may be read anywhere, as every rank still holds it.
+    A node goes to the first stage, not before those of its inputs, that owns all its parameters and, where there is such a stage, makes
+    the new values of the buffers that it reads; what is computed from batch inputs alone goes where it is first read. A parameter that
+    the plan does not know (the planned graph did not use it) may be read anywhere, as every rank still holds it, and so may a buffer:
+    all stages that read one are given its new values.
 
     Raises `UnsupportedModelError` naming the parameter that only an earlier stage owns, or parameters that no stage owns together.
     """
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
     owners = _owners(plan, inputs)
+    parameters = {item.fqn for item in inputs if item.kind == "parameter" and item.fqn is not None}
     stages: dict[fx.Node, int] = {}
     from_inputs: set[fx.Node] = set()
     for atom in staged.atoms:
@@ -103,7 +105,7 @@ def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict
         sources = [argument for argument in sources if argument not in members]
         stored = dict.fromkeys(item for node in atom for item in staged.reads[node] if item.name in owners)
         earliest = max((stages[source] for source in sources), default=0)
-        stage = _first_stage_owning(atom[0], earliest, [(item, *owners[item.name]) for item in stored], plan)
+        stage = _first_stage_owning(atom[0], earliest, [owners[item.name] for item in stored], parameters, plan)
         stages.update(dict.fromkeys(atom, stage))
         if not stored and all(source in from_inputs for source in sources):
             from_inputs.update(atom)
@@ -112,7 +114,7 @@ def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict
 
 
 def _owners(plan: Plan, inputs: Sequence[Input]) -> dict[str, tuple[str, frozenset[int]]]:
-    """Placeholder -> (dotted name, stages that have its true value), for those that not every rank has."""
+    """Placeholder -> (dotted name, stages that own it or make its new value), for what the plan knows."""
     owners: dict[str, tuple[str, frozenset[int]]] = {}
     for item in inputs:
         if item.fqn is None or item.kind not in ("parameter", "buffer"):
@@ -128,13 +130,16 @@ def _owners(plan: Plan, inputs: Sequence[Input]) -> dict[str, tuple[str, frozens
 
 
 def _first_stage_owning(
-    node: fx.Node, earliest: int, stored: Sequence[tuple[fx.Node, str, frozenset[int]]], plan: Plan
+    node: fx.Node, earliest: int, stored: Sequence[tuple[str, frozenset[int]]], parameters: Collection[str], plan: Plan
 ) -> int:
-    for stage in range(earliest, plan.num_stages):
-        if all(stage in where for _, _, where in stored):
-            return stage
+    required = [(name, where) for name, where in stored if name in parameters]
+    for wanted in (stored, required):
+        for stage in range(earliest, plan.num_stages):
+            if all(stage in where for _, where in wanted):
+                return stage
+    stored = required
     location = user_location(node.meta.get("stack_trace"))
-    late = [(name, max(where)) for _, name, where in stored if max(where) < earliest]
+    late = [(name, max(where)) for name, where in stored if max(where) < earliest]
     if late:
         name, last = late[0]
         raise UnsupportedModelError(
@@ -143,7 +148,7 @@ def _first_stage_owning(
             location=location,
             cure="run the modules in the same order in training and evaluation, or compile the other mode as a model of its own.",
         )
-    names = ", ".join(repr(name) for _, name, _ in stored)
+    names = ", ".join(repr(name) for name, _ in stored)
     raise UnsupportedModelError(
         f"this graph reads {names} in one operator ({node.name}), and no stage of the plan owns them all",
         location=location,

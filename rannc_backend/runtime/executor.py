@@ -75,7 +75,6 @@ class Executor:
     buffers: Mapping[str, torch.Tensor]
     parameter_names: Mapping[str, str]
     updated_buffers: frozenset[str]
-    replicas: tuple[int, ...]
     limit_seconds: float
     send_buffers: SendBuffers
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict)
@@ -126,21 +125,6 @@ class Executor:
                 if record.tracker is not None and action.kind is ActionKind.FORWARD:
                     # Compiled kernels allocate what they return themselves.
                     record.tracker.add([*state.saved.get(action.micro_batch, ()), *state.values.values()])
-
-    def share_buffers(self) -> None:
-        """Give the first replica's running statistics to the others, in one message per dtype, so that all replicas evaluate alike."""
-        if len(self.replicas) == 1:
-            return
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for name in sorted(self.buffers):
-            by_dtype.setdefault(self.buffers[name].dtype, []).append(self.buffers[name])
-        flats = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in by_dtype.values()]
-        works = [self.world.transport.broadcast(flat, self.replicas[0], self.replicas) for flat in flats]
-        for flat, tensors, work in zip(flats, by_dtype.values(), works, strict=True):
-            work.wait(self.limit_seconds)
-            if self.world.rank != self.replicas[0]:
-                for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
 
     def _forward(self, action: Action, state: StepState) -> None:
         m = action.micro_batch

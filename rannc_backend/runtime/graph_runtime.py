@@ -33,6 +33,7 @@ from rannc_backend.runtime.host_memory import give_back_memory, keep_freed_memor
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
+from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.tangents import Number, if_within, means_on_device, ratio
@@ -100,6 +101,7 @@ class GraphRuntime:
     outputs: tuple[RuntimeOutput, ...]
     scalars: ScalarGraphs
     buckets: GradientBuckets
+    shared_buffers: SharedBuffers
     make_executor: Callable[[str, RowTable], Executor]
     make_program: Callable[[str, str, int], Program]
     loss_index: int | None
@@ -234,6 +236,7 @@ class GraphRuntime:
         """Outputs of the global batch's forward, this rank's rows of it."""
         state = self.begin(user_tensors, training=False)
         self._run("infer", "infer", state)
+        self.shared_buffers.share()
         return self._outputs(state)
 
     @without_autocast
@@ -244,7 +247,7 @@ class GraphRuntime:
             self._run_eager(state, self.counter.loss_gradient)
         else:
             self._run("all", "forward", state)
-        self.executor("loss" if eager else "all", state.rows).share_buffers()
+        self.shared_buffers.share()
         outputs = self._outputs(state)
         if state.record is not None:
             state.record.stop(complete=eager)

@@ -5,9 +5,10 @@ its own stages; every other parameter gives its memory back; ``state_dict`` and 
 submodules work on all ranks together.
 
 Terms. A parameter's *owners* are the ranks of all stages that use it, in ascending order; its *first owner* answers for it where a
-value must be counted or sent once. A *released* parameter keeps its shape, dtype and strides of zero over one NaN: reading it is
-visibly wrong instead of a crash, writing it is an error of torch, and its gradient stays None. A *promised* parameter has no value on
-any rank yet: each owner makes it (see `promises.py`). *Holders* are the ranks that have a value at present.
+value must be counted or sent once. So are those of a buffer the ranks of the stages that give it new values; other buffers stay with
+every rank. On other ranks a parameter, and such a buffer, is *released*: its memory is given back, and using its value is an error
+(`absent_tensors.py`). A *promised* parameter has no value on any rank yet: each owner makes it (see `promises.py`). *Holders* are the
+ranks that have a value at present.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rannc_backend.errors import ReleasedParameterError, UnsupportedModelError, UserInputError
+from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.runtime.absent_tensors import is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree
-from rannc_backend.runtime.promises import Make, Promises, released_cell
+from rannc_backend.runtime.promises import Make, Promises
 from rannc_backend.runtime.world import World
 
 STATE_CHANNEL = "state"
 Ranks = tuple[int, ...]
 # Values on their way to their owners, bytes: more of them at once would bring the whole model to a device.
 _MOST_UNDER_WAY = 64 * 2**20
-StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 
 
 def is_spread(parameters: Sequence[torch.Tensor], tables: Sequence[ParameterTable]) -> bool:
@@ -59,17 +59,17 @@ class ParameterTable:
     root: weakref.ref[nn.Module]
     world: World
     owners: dict[str, Ranks]
-    released_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the parameter
+    tensors: dict[str, torch.Tensor]  # by every name: the objects that steps use
     gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
     _states_on_all_ranks: bool = False
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
-    _guards: dict[int, Any] = field(default_factory=dict)  # by id of the parameter, hooks on those that are released
 
     @classmethod
     def build(cls, root: nn.Module, owners: Mapping[str, Ranks], world: World) -> ParameterTable:
         """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank. Collective."""
-        table = cls(root=weakref.ref(root), world=world, owners=_complete(root, owners, world))
+        tensors = {name: tensor for name, tensor in _all_names(root)}
+        table = cls(root=weakref.ref(root), world=world, owners=_complete(root, owners, world), tensors=tensors)
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
             world.transport.prepare(channels=[STATE_CHANNEL], groups=[table.everyone])
@@ -117,6 +117,45 @@ class ParameterTable:
         before, self.owners = self.owners, _complete(self.module(), owners, self.world)
         return self._move(before, Promises(), _no_value, synchronize=False)
 
+    def take_replaced(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Tensors of the model that are other objects than those that steps use: take a buffer's value, and put the known object back.
+
+        ``self.average = 0.9 * self.average + x`` puts another tensor in the place of a buffer; Dynamo does so for ``self.count += 1``.
+
+        Args:
+            found: the objects by name; those that are known are passed over.
+
+        Raises:
+            UserInputError: a parameter was replaced, or a buffer by one of another shape or dtype.
+        """
+        for name, tensor in found.items():
+            known = self.tensors.get(name)
+            if known is None:
+                self.tensors[name] = tensor
+                self.owners.setdefault(name, self.everyone)
+                continue
+            if known is tensor:
+                continue
+            kind = "parameter" if isinstance(known, nn.Parameter) else "buffer"
+            if kind == "parameter" or (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                raise UserInputError(
+                    f"{kind} {name!r} is another one than the {kind} for which the model was planned, "
+                    f"of shape {list(tensor.shape)} and dtype {tensor.dtype}",
+                    cure="change values in place or by load_state_dict on all ranks; replace layers before the first call of the compiled "
+                    "model, or build a new model with them.",
+                )
+            if not is_absent(known) and not is_absent(tensor):
+                with torch.no_grad():
+                    known.copy_(tensor)
+            for place, other in self.tensors.items():
+                if other is known:
+                    path, _, local = place.rpartition(".")
+                    self.module().get_submodule(path)._buffers[local] = known
+
+    def take_all_replaced(self) -> None:
+        """`take_replaced` for the whole model."""
+        self.take_replaced(dict(_all_names(self.module())))
+
     def _all_tensors(self) -> list[tuple[str, torch.Tensor]]:
         root = self.module()
         return [*root.named_parameters(), *root.named_buffers()]
@@ -127,19 +166,16 @@ class ParameterTable:
         num_bytes = 0
         for name, tensor in self._all_tensors():
             owners, held = self.owners[name], holders[name]
-            promised, is_parameter = promises.of(tensor) is not None, isinstance(tensor, nn.Parameter)
+            promised = promises.of(tensor) is not None
             source = held[0] if held else owners[0]
             takers = [taker for taker in owners if taker != source and (synchronize or taker not in (held or owners))]
             made = make(name, tensor) if promised and (rank == source or (rank in owners and rank not in takers)) else None
             if rank in owners and (promised or rank not in held):
-                strides = self.released_strides.pop(id(tensor), None) or promises.strides(tensor)
-                if guard := self._guards.pop(id(tensor), None):
-                    guard.remove()
-                tensor.data = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
+                make_present(tensor, torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=device))
                 moved.made_bytes += _num_bytes(tensor)
                 if made is not None:
                     tensor.data.copy_(made)
-            elif rank in owners or not is_parameter:
+            elif rank in owners:
                 moved.made_bytes += self._to_device(tensor)
             if rank == source and takers:
                 value = tensor.detach() if made is None else made
@@ -150,8 +186,8 @@ class ParameterTable:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 self.world.transport.irecv(buffer, source, STATE_CHANNEL).wait()
                 tensor.detach().copy_(buffer)
-            if is_parameter and rank not in owners:
-                moved.freed_bytes += self._release(name, tensor, promises.strides)
+            if rank not in owners:
+                moved.freed_bytes += self._release(name, tensor)
             if num_bytes > _MOST_UNDER_WAY:
                 _wait(under_way)
                 num_bytes = 0
@@ -165,15 +201,10 @@ class ParameterTable:
         tensor.data = tensor.data.to(self.world.device)
         return _num_bytes(tensor)
 
-    def _release(self, name: str, parameter: torch.Tensor, strides_of: StridesOf) -> int:
-        if id(parameter) in self.released_strides:
-            return 0
-        freed = parameter.untyped_storage().nbytes()
-        self.released_strides[id(parameter)] = strides_of(parameter)
-        parameter.data = released_cell(parameter, self.world.device)
-        parameter.grad = None
-        if parameter.requires_grad:
-            self._guards[id(parameter)] = parameter.register_hook(partial(_refuse_gradient, name, self.owners[name]))
+    def _release(self, name: str, tensor: torch.Tensor) -> int:
+        freed = 0 if is_absent(tensor) or not isinstance(tensor, nn.Parameter) else tensor.untyped_storage().nbytes()
+        make_absent(tensor, name, owners=self.owners[name], device=self.world.device)
+        tensor.grad = None
         return freed
 
     def to_host(self) -> None:
@@ -252,17 +283,10 @@ class ParameterTable:
             self._states_on_all_ranks = False
 
     def _install_hooks(self, root: nn.Module) -> None:
-        # torch marks the functions that it is given, which bound methods do not allow.
-        def after_state_dict(*args: Any) -> None:
-            self._after_state_dict(*args)
-
-        def before_load(*args: Any) -> None:
-            self._before_load(*args)
-
         for module in root.modules():
             if module._parameters or module._buffers:
-                self._handles.append(module.register_state_dict_post_hook(after_state_dict))
-                self._handles.append(module.register_load_state_dict_pre_hook(before_load))
+                self._handles.append(module.register_state_dict_post_hook(StateHook(self._after_state_dict)))
+                self._handles.append(module.register_load_state_dict_pre_hook(StateHook(self._before_load)))
 
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         """Local name → (primary name, tensor) of the module's own parameters and persistent buffers."""
@@ -315,8 +339,7 @@ class ParameterTable:
             key = prefix + local
             if given[0][index] and not all(flags[index] for flags in given):
                 self._fill_from_zero(key, name, tensor, state, [flags[index] for flags in given])
-            released = not self.owns(name) and isinstance(tensor, nn.Parameter)
-            if released and key in state and state[key].shape == tensor.shape:
+            if is_absent(tensor) and key in state and state[key].shape == tensor.shape:
                 # Copying a parameter onto itself does nothing: torch sees the key as loaded.
                 state[key] = tensor
 
@@ -339,15 +362,36 @@ class ParameterTable:
                 state[key] = buffer
 
 
+class StateHook:
+    """A hook of one module, for torch.nn.Module: copies of the module, also by way of a file, have one that does nothing."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
+        return StateHook(_do_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    return
+
+
+def _all_names(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+
+
 def _complete(root: nn.Module, owners: Mapping[str, Ranks], world: World) -> dict[str, Ranks]:
     everyone = tuple(range(world.size))
-    names = [name for name, _ in [*root.named_parameters(), *root.named_buffers()]]
-    return {name: tuple(owners.get(name, everyone)) for name in names}
-
-
-def _refuse_gradient(name: str, owners: Ranks, gradient: torch.Tensor) -> None:
-    """Autograd never computes the gradient of a released parameter, but for what is computed from it outside of the compiled model."""
-    raise ReleasedParameterError(name, owners=owners)
+    found = [*root.named_parameters(), *root.named_buffers()]
+    # Dynamo looks at the values of floating-point scalars, wherever they are.
+    alike = {name for name, tensor in found if tensor.dim() == 0 and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
+    return {name: everyone if name in alike else tuple(owners.get(name, everyone)) for name, _ in found}
 
 
 def _no_value(name: str, tensor: torch.Tensor) -> torch.Tensor:

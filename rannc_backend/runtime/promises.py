@@ -1,7 +1,7 @@
 """Parameters that have no value on any rank yet: each owner makes its own, once the plan says which those are.
 
-In: a parameter and where its value will come from. Out: a *cell* in its place, which has the parameter's shape over one number and so no
-memory; later, on the owners, the value. So no rank ever holds a whole model that is built on "meta".
+In: a parameter and where its value will come from. Out: the parameter, absent (`absent_tensors.py`), which has its shape and no memory;
+later, on the owners, the value. So no rank ever holds a whole model that is built on "meta".
 
 Terms. A *source* makes values by name: from a file, from the modules' own ``reset_parameters``, or from what was recorded while the
 model was built. Its *seed* decides what is random in them; all ranks use rank 0's, so replicas make the same.
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rannc_backend.errors import UserInputError
+from rannc_backend.runtime.absent_tensors import make_absent, placeholder
 from rannc_backend.runtime.world import World
 
 Make = Callable[[str, torch.Tensor], torch.Tensor]
@@ -42,11 +43,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """Where the value of one parameter comes from: a name in a source. ``strides``: those that the value will have."""
+    """Where the value of one parameter comes from: a name in a source."""
 
     source: Source
     name: str
-    strides: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -67,10 +67,9 @@ class Promises:
         """Whether some parameter of a module has no value yet."""
         return any(self.of(parameter) is not None for parameter in module.parameters())
 
-    def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Strides that a tensor has, or will have."""
-        promise = self.of(tensor)
-        return tensor.stride() if promise is None else promise.strides
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters that have no value yet."""
+        return list(self._by_parameter)
 
     @contextmanager
     def fulfilling(self, root: nn.Module, world: World) -> Iterator[Make]:
@@ -98,15 +97,10 @@ class Promises:
             del self._by_parameter[parameter]
 
 
-def released_cell(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the parameter's shape and dtype over a single NaN (0 for integers), with strides of zero."""
-    filler = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
-
-
-def give_no_memory(parameter: nn.Parameter, device: torch.device) -> None:
-    """Turn a parameter on "meta" into a cell on ``device``; the object stays the same, optimizers keep it."""
-    cell = nn.Parameter(released_cell(parameter, device), requires_grad=parameter.requires_grad)
+def give_no_memory(parameter: nn.Parameter, name: str, device: torch.device) -> None:
+    """Turn a parameter on "meta" into an absent one on ``device``; the object stays the same, optimizers keep it."""
+    strides = parameter.stride()
+    on_device = nn.Parameter(placeholder(parameter, device), requires_grad=parameter.requires_grad)
     # The data of a tensor on "meta" cannot be set to one with memory: the two objects change places.
-    torch.utils.swap_tensors(parameter, cell)
-
+    torch.utils.swap_tensors(parameter, on_device)
+    make_absent(parameter, name, owners=(), device=device, strides=strides)

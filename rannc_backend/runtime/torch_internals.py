@@ -133,6 +133,21 @@ def without_anomaly_detection(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, functions take a tensor of a subclass for the tensor that it is, without asking its ``__torch_function__``."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def refuse_memory_access(tensor: torch.Tensor, message: str) -> None:
+    """Let C++ code that asks where a tensor's memory is get an error: for writing in all builds; for reading, with ``message``, in those
+    with CUDA. All tensors on the same storage are concerned.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if refuse is not None:
+        refuse(tensor.untyped_storage()._cdata, message)
+
+
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """What ``parameter.register_hook`` was given, in that order."""
     return list((parameter._backward_hooks or {}).values())

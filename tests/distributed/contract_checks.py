@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend import capture
+from rannc_backend.runtime.absent_tensors import is_absent
 from tests.distributed.harness.context import Context
 from tests.distributed.harness.reference import intervals
 from tests.model_entry import Batch
@@ -56,8 +57,8 @@ class Alone:
 
 
 def released(model: nn.Module) -> list[str]:
-    """Parameters whose memory this rank has given back: the storage holds fewer bytes than the shape needs."""
-    return [n for n, p in model.named_parameters() if p.untyped_storage().nbytes() < p.numel() * p.element_size()]
+    """Parameters whose memory this rank has given back."""
+    return [name for name, parameter in model.named_parameters() if is_absent(parameter)]
 
 
 def _start(context: Context) -> tuple[nn.Module, Callable[..., Any], Alone]:

@@ -186,7 +186,7 @@ def scaler_steps(context: Context) -> dict[str, Any]:
             if str(step) in planted:
                 _plant(module, planted[str(step)])
         _compare(context, model, alone.model, f"scaled gradient of step {step}")
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)}
         for module, optimizer, scaler in pairs:
             if step % 2:
                 scaler.unscale_(optimizer)

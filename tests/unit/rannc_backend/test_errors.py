@@ -43,6 +43,7 @@ from rannc_backend.errors import (
     UnknownOptionError,
     UnsupportedModelError,
     UserInputError,
+    ValueNotMadeError,
     user_location,
 )
 
@@ -90,7 +91,8 @@ EXAMPLES = [
     ),
     (RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"), ["rank 0, stage 0, micro-batch 0", "signal 9"]),
     (OutputNotAvailableError("logits"), ["'logits'", '"outputs": "all"']),
-    (ReleasedParameterError("wte.weight", owners=(0, 3)), ["'wte.weight'", "ranks 0, 3", "state_dict"]),
+    (ReleasedParameterError("wte.weight", owners=(0, 3), use="norm"), ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict"]),
+    (ValueNotMadeError("wte.weight", use="norm"), ["'wte.weight'", "no value yet", "norm", "call the compiled model"]),
 ]
 IDS = [type(error).__name__ for error, _ in EXAMPLES]
 

@@ -20,7 +20,8 @@ from rannc_backend.backend import REGISTRY
 from rannc_backend.errors import UserInputError
 from rannc_backend.module import rows_of_plan
 from rannc_backend.optimizer_state import Coded, tensors_of_form, value_of_form
-from rannc_backend.runtime.promises import Promise, released_cell
+from rannc_backend.runtime.absent_tensors import make_absent
+from rannc_backend.runtime.promises import Promise
 from rannc_backend.stage_values import HeldValues
 from tests.unit.rannc_backend.sample_plans import sample_plan
 
@@ -197,8 +198,8 @@ def test_values_on_the_host_come_to_the_device_when_the_model_is_planned() -> No
     expected, state = net(x), copy.deepcopy(net.state_dict())
     source = HeldValues({name: p.detach() for name, p in net.named_parameters()})
     for name, parameter in net.named_parameters():
-        REGISTRY.promises.add(parameter, Promise(source=source, name=name, strides=parameter.stride()))
-        parameter.data = released_cell(parameter, torch.device("cpu"))
+        REGISTRY.promises.add(parameter, Promise(source=source, name=name))
+        make_absent(parameter, name, owners=(), device=torch.device("cpu"))
     model = pyrannc.RaNNCModule(net, options=EAGER)
     with pytest.raises(UserInputError, match="no value yet"):
         model.state_dict()

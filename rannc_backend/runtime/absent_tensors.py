@@ -1,0 +1,307 @@
+"""Tensors whose value is not on this rank: they keep shape, dtype and identity, and whatever would read, write or copy them is an error.
+
+In: a parameter or buffer and why its value is not here. Out: the same object, over placeholder memory (a parameter's is a single
+element), with a class whose ``__torch_function__`` lets pass what asks for metadata and raises for everything else. Terms: an *absence*
+is the reason: other ranks own the tensor (*released*), or nobody has made its value yet (*promised*).
+
+Why a class: everything that Python code does with a tensor passes ``__torch_function__``, ``torch._foreach_*`` and registered C++ operators
+included, and the object stays the one that optimizers, modules and the user know. Below it the placeholder's storage refuses access by its
+address where torch can do so: for writing in all builds, for reading in builds with CUDA. What remains in builds without CUDA is C++ code
+that takes the tensor without asking Python and only reads it (``torch.tensor(p)``, transforms of torch.func): it sees NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError
+from rannc_backend.runtime.torch_internals import refuse_memory_access, without_torch_function
+
+_ATTRIBUTE = "_rannc_absence"
+
+_PROPERTIES = (
+    "device",
+    "dtype",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_mkldnn",
+    "is_mps",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "retains_grad",
+    "shape",
+    "_backward_hooks",
+    "_base",
+    "_post_accumulate_grad_hooks",
+    "_version",
+)
+_SETTABLE = ("grad", "requires_grad")
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "has_names",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_same_size",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",  # how much memory there is
+)
+_FUNCTIONS = (
+    "empty_like",
+    "full_like",
+    "get_device",
+    "is_complex",
+    "is_conj",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_same_size",
+    "is_signed",
+    "is_storage",
+    "numel",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "result_type",
+    "zeros_like",
+    "_has_compatible_shallow_copy_type",
+)
+# They give the tensor itself where nothing is to be converted.
+_CONVERSIONS = ("to", "type", "type_as", "contiguous", "cpu", "cuda", "float", "double", "half", "bfloat16", "int", "long", "bool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """Why a tensor has no value on this rank: ``owners`` have it, or, where there are none, nobody has made it yet.
+
+    Attributes:
+        kind: "parameter" or "buffer".
+        original: class of the tensor before.
+        strides: those of its value, in elements.
+    """
+
+    name: str
+    kind: str
+    owners: tuple[int, ...]
+    original: type[torch.Tensor]
+    strides: tuple[int, ...]
+
+    def error(self, what: str) -> ReleasedParameterError | ValueNotMadeError:
+        """The error for a use of the tensor; ``what``: name of the function."""
+        if self.owners:
+            return ReleasedParameterError(self.name, kind=self.kind, owners=self.owners, use=what)
+        return ValueNotMadeError(self.name, use=what)
+
+
+class Absent:
+    """Mixed into the class of an absent tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _metadata_functions():
+            with without_torch_function():
+                return func(*args, **kwargs)
+        tensor = _first_absent((args, kwargs))
+        if tensor is None:
+            # The class alone was concerned, as in a call of its constructor.
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if func in _detaching_functions():
+            return _detached(tensor)
+        if func in _converting_functions():
+            with without_torch_function():
+                result = func(*args, **kwargs)
+            if result is tensor or not isinstance(result, torch.Tensor):
+                return result
+        if func in _writing_functions() and len(args) > 1 and args[0] is tensor and isinstance(args[1], Absent):
+            return tensor  # what load_state_dict and Module.to do with a tensor that they are not to change
+        raise absence_of(tensor).error(getattr(func, "__name__", str(func)))
+
+    def __repr__(self) -> str:
+        absence = absence_of(self)
+        with without_torch_function():
+            text = f"{absence.kind} {absence.name!r} of shape {list(self.shape)}, {self.dtype}"  # type: ignore[attr-defined]
+        return f"<{text}: {absence.error('').problem}>"
+
+    def __format__(self, specification: str) -> str:
+        return format(repr(self), specification)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise absence_of(self).error("pickle")
+
+    def __copy__(self) -> Any:
+        raise absence_of(self).error("copy")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        raise absence_of(self).error("deepcopy")
+
+
+def make_absent(
+    tensor: torch.Tensor, name: str, *, owners: tuple[int, ...], device: torch.device, strides: tuple[int, ...] | None = None
+) -> None:
+    """Forget the value of ``tensor``, a parameter's memory with it; from now on only metadata can be asked for, until `make_present`.
+
+    Args:
+        owners: the ranks that have its value; () where nobody has made it yet. An absent tensor gets another reason.
+        strides: those of the value, in elements; None: as they are.
+    """
+    before = absence_of(tensor) if is_absent(tensor) else None
+    restore_classes([tensor])
+    absence = Absence(
+        name=name,
+        kind="parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer",
+        owners=owners,
+        original=type(tensor),
+        strides=strides or (tensor.stride() if before is None else before.strides),
+    )
+    if absence.kind == "parameter":
+        cell = placeholder(tensor, device)
+    else:
+        # Models change buffers in place, which a trace looks at: none of a buffer's elements may share memory.
+        cell = torch.empty_strided(tensor.shape, absence.strides, dtype=tensor.dtype, device=device).fill_(_filler(tensor))
+    refuse_memory_access(cell, absence.error("").problem)
+    tensor.data = cell
+    setattr(tensor, _ATTRIBUTE, absence)
+    refuse_again([tensor])
+
+
+def make_present(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let ``tensor`` be ``value`` (its memory is shared), whether it was absent or not."""
+    restore_classes([tensor])
+    if hasattr(tensor, _ATTRIBUTE):
+        delattr(tensor, _ATTRIBUTE)
+    tensor.data = value
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has no value on this rank; also while its class is the plain one."""
+    return _ATTRIBUTE in vars(tensor)
+
+
+def absence_of(tensor: Any) -> Absence:
+    """Why an absent tensor has no value."""
+    absence = vars(tensor)[_ATTRIBUTE]
+    assert isinstance(absence, Absence)
+    return absence
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor where its value is, in elements."""
+    return absence_of(tensor).strides if is_absent(tensor) else tensor.stride()
+
+
+def restore_classes(tensors: Iterable[torch.Tensor]) -> None:
+    """Let absent tensors have the class that they had before: for the time of a trace, which reads no values but asks for classes."""
+    for tensor in tensors:
+        if isinstance(tensor, Absent):
+            tensor.__class__ = absence_of(tensor).original
+
+
+def refuse_again(tensors: Iterable[torch.Tensor]) -> None:
+    """Undo `restore_classes` for those of ``tensors`` that are absent."""
+    for tensor in tensors:
+        if is_absent(tensor) and not isinstance(tensor, Absent):
+            tensor.__class__ = _absent_class(type(tensor))
+
+
+def placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of another one's shape and dtype over a single NaN (0 for integers), with strides of zero."""
+    return torch.full((), _filler(tensor), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _filler(tensor: torch.Tensor) -> float:
+    return float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``detach()`` and ``data`` give: shape and dtype can be asked for, no value."""
+    with without_torch_function():
+        twin = tensor.detach().as_subclass(torch.Tensor)
+    setattr(twin, _ATTRIBUTE, replace(absence_of(tensor), original=torch.Tensor))
+    refuse_again([twin])
+    return twin
+
+
+def _first_absent(values: Any) -> torch.Tensor | None:
+    if isinstance(values, Absent):
+        return values  # type: ignore[return-value]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list, set)):
+        return None
+    return next((found for value in values if (found := _first_absent(value)) is not None), None)
+
+
+@functools.cache
+def _absent_class(original: type[torch.Tensor]) -> type[torch.Tensor]:
+    return type(original)(f"Absent{original.__name__}", (Absent, original), {"__module__": __name__})
+
+
+@functools.cache
+def _metadata_functions() -> frozenset[Any]:
+    getters = [getattr(torch.Tensor, name).__get__ for name in (*_PROPERTIES, *_SETTABLE) if hasattr(torch.Tensor, name)]
+    setters = [getattr(torch.Tensor, name).__set__ for name in _SETTABLE]
+    methods = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    functions = [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
+    return frozenset([*getters, *setters, torch.Tensor.grad.__delete__, *methods, *functions])  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _detaching_functions() -> frozenset[Any]:
+    return frozenset([torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__])  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _writing_functions() -> frozenset[Any]:
+    return frozenset([torch.Tensor.copy_, torch.Tensor.data.__set__])  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _converting_functions() -> frozenset[Any]:
+    return frozenset(getattr(torch.Tensor, name) for name in _CONVERSIONS)
