@@ -30,9 +30,10 @@ bootstrap.watch_others()
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
-from rannc_backend.capture_compilation import PlainModels  # noqa: E402
+from rannc_backend.capture_compilation import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
 from rannc_backend.capture_in_place import trace_modules_of_torch  # noqa: E402
 from rannc_backend.capture_soft_labels import trace_soft_labels  # noqa: E402
+from rannc_backend.compiled_call import arrive, gated, note_compilation, refuse_wrappers  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
@@ -89,9 +90,11 @@ def _compile(
         with log_narrator(verbose=config.verbose).step("capture") as details:
             captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+        refuse_sharded(captured.root_module)
         session = REGISTRY.session_of(captured.root_module, config)
         say_options(resolution)
-        runtime, moved = session.runtime_for(captured, _local_rows(captured, example_inputs))
+        _check_number(session)
+        runtime, moved = session.runtime_for(captured, int(example_inputs[_batch_position(captured)].shape[0]))
     except RanncError as error:
         return _raising(error)
     if moved:
@@ -103,16 +106,22 @@ def _is_rannc(backend: object) -> bool:
     return backend is rannc
 
 
-trace_modules_of_torch(_is_rannc)
-_PLAIN_MODELS = PlainModels(_is_rannc, REGISTRY.is_spread)
+trace_modules_of_torch(_is_rannc, gated)
+refuse_wrappers(REGISTRY.has_spread)
+_GIVEN_UP = GivenUpModels(_is_rannc)
 
 
 def _before_compilation() -> None:
-    _PLAIN_MODELS.watch()
+    _GIVEN_UP.watch()
     restore_classes(REGISTRY.absent_tensors())
 
 
-begin_symbolically(_is_rannc, before=_before_compilation, after=lambda: refuse_again(REGISTRY.absent_tensors()))
+def _after_compilation() -> None:
+    note_compilation()
+    refuse_again(REGISTRY.absent_tensors())
+
+
+begin_symbolically(_is_rannc, before=_before_compilation, after=_after_compilation)
 
 
 def _resolution(options: Mapping[str, object] | None) -> Resolution:
@@ -135,30 +144,39 @@ def _check_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any], w
         )
 
 
-def _local_rows(captured: capture.CapturedGraph, flat_args: Sequence[Any]) -> int:
-    spec = next(spec for spec in captured.inputs if spec.kind == "batch")
-    return int(flat_args[spec.position].shape[0])
+def _check_number(session: Session) -> None:
+    """Of what Dynamo has compiled of the model, as its setting limits it: other models of the class do not count."""
+    limit = recompile_limit()
+    if session.world.size > 1 and len(session.compiled) >= limit:
+        raise UserInputError(
+            f"Dynamo has compiled this model as often as torch._dynamo.config.recompile_limit ({limit}) allows",
+            cure="give inputs of fewer different shapes (pad them; the batch size may differ), or set it higher at the start.",
+        )
 
 
 def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..., Sequence[Any]]:
     positions = {spec.name: spec.position for spec in captured.inputs}
     order = [positions[spec.name] for spec in runtime.inputs]
     stored = [(spec.position, spec.fqn) for spec in captured.inputs if spec.kind in ("parameter", "buffer") and spec.fqn is not None]
-    # Dynamo keeps what is returned here as long as the model lives: it must neither keep the model alive nor what undeploy frees.
-    graph = replace(captured, root_module=nn.Module())
+    rows_at = _batch_position(captured)
+    # Dynamo keeps what is returned here for as long as it likes (a record of collectives has its callers' code): it must keep neither the
+    # model alive nor what steps need, which the session has.
     key, root = captured.fingerprint, weakref.ref(captured.root_module)
-    del runtime, captured
+    session.captured[key] = replace(captured, root_module=nn.Module())
 
     def call(*flat_args: Any) -> Sequence[Any]:
+        arrive()
+        model = root()
+        assert model is not None, "the model is gone"
+        refuse_sharded(model)
+        session = REGISTRY.sessions[model]
         if session.table is not None:
             known = session.table.tensors
             if any(flat_args[position] is not known[name] for position, name in stored):
                 session.table.take_replaced({name: flat_args[position] for position, name in stored})
         current = session.runtimes.get(key)
         if current is None:
-            model = root()
-            assert model is not None, "the model is gone"
-            current, _ = session.runtime_for(replace(graph, root_module=model), _local_rows(graph, flat_args))
+            current, _ = session.runtime_for(replace(session.captured[key], root_module=model), int(flat_args[rows_at].shape[0]))
         tensors = [flat_args[position] for position in order]
         if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
             results = call_training(current, tensors)
@@ -168,7 +186,12 @@ def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGra
         session.world.monitor.phase("between steps")
         return results
 
+    session.compiled.add(call)
     return call
+
+
+def _batch_position(captured: capture.CapturedGraph) -> int:
+    return next(spec.position for spec in captured.inputs if spec.kind == "batch")
 
 
 def _raising(error: RanncError) -> Callable[..., Sequence[Any]]:

@@ -21,17 +21,30 @@ from torch._dynamo.external_utils import wrap_inline
 
 from rannc_backend.capture_compilation import innermost_backend
 
+_MARK = "_rannc_compiled"
 
-def trace_modules_of_torch(is_ours: Callable[[object], bool]) -> Callable[[], None]:
-    """From now on, in this process, for backends that `is_ours` knows; gives what ends it."""
+
+def trace_modules_of_torch(
+    is_ours: Callable[[object], bool], wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+) -> Callable[[], None]:
+    """From now on, in this process, for backends that `is_ours` knows; gives what ends it.
+
+    ``wrap``: applied to every compiled function of such a backend, that of a model included. `is_compiled` knows them.
+    """
     original = _TorchDynamoContext.__call__
 
     def call(context: Any, function: Any) -> Any:
         module = getattr(function, "__self__", None)
         in_place = isinstance(module, nn.Module) and getattr(function, "__name__", "") == "_call_impl"
-        if in_place and is_ours(innermost_backend(context.callback)) and trace_rules.check(type(module).forward):
+        ours = is_ours(innermost_backend(context.callback))
+        if ours and in_place and trace_rules.check(type(module).forward):
             function = wrap_inline(function)
-        return original(context, function)
+        compiled = original(context, function)
+        # Of a module comes another one, which has its own call compiled by way of here.
+        if ours and wrap is not None and not isinstance(compiled, nn.Module | type):
+            compiled = wrap(compiled)
+            setattr(compiled, _MARK, True)
+        return compiled
 
     _TorchDynamoContext.__call__ = call  # type: ignore[method-assign]
 
@@ -39,3 +52,9 @@ def trace_modules_of_torch(is_ours: Callable[[object], bool]) -> Callable[[], No
         _TorchDynamoContext.__call__ = original  # type: ignore[method-assign]
 
     return end
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` has made, or `module.compile` has changed, for such a backend."""
+    members = vars(module)
+    return any(hasattr(members.get(name), _MARK) for name in ("forward", "_compiled_call_impl"))

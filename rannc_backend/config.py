@@ -136,6 +136,11 @@ class Config(BaseModel):
     gradients_reduce_method: Literal["mean", "sum"] = Field(
         "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
     )
+    check_optimizers: bool = Field(
+        True,
+        description="Try an optimizer on small copies before its first step, and refuse it where it updates a parameter from others that "
+        "are on other ranks.",
+    )
     skip_grad_scaling: bool = Field(False, description="True: as gradients_reduce_method='sum'.")
     sync_allreduce: bool = Field(
         False, description="True: the all-reduces of gradients begin after a rank's last backward, instead of while it runs."

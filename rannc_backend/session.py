@@ -45,12 +45,13 @@ from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.accumulation import DelayableBuckets
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import BufferPool
-from rannc_backend.runtime.clipping import clip_over_ranks
+from rannc_backend.runtime.clipping import norms_over_ranks
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
 from rannc_backend.runtime.host_memory import give_back_memory
 from rannc_backend.runtime.meter import StepMeter
+from rannc_backend.runtime.optimizer_watch import OptimizerWatch
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.promises import Promises
 from rannc_backend.runtime.switches import Switches
@@ -84,6 +85,7 @@ class Session:
     promises: Promises
     switches: Switches
     followers: list[Follower]
+    number: int = 0  # of the model in this process, the same on all ranks
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
     pool: BufferPool = field(default_factory=BufferPool)
@@ -91,9 +93,11 @@ class Session:
     deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
     table: ParameterTable | None = None
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
+    captured: dict[str, CapturedGraph] = field(default_factory=dict)  # without their model
     buffer_stages: dict[str, frozenset[int]] = field(default_factory=dict)  # that read a buffer, or make its new value, in some graph
     changing_buffers: set[str] = field(default_factory=set)
     trace: EventTrace | None = None
+    compiled: weakref.WeakSet[Callable[..., Any]] = field(default_factory=weakref.WeakSet)  # what Dynamo calls for this model
 
     @without_anomaly_detection
     def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
@@ -268,7 +272,7 @@ class Session:
             moved = self.table.transfer(ranks_of)
         else:
             before = None
-            self.table = ParameterTable.build(root, ranks_of, self.world)
+            self.table = ParameterTable.build(root, ranks_of, self.world, self.number)
             moved = self.table.settle(self.promises, synchronize=self.config.sync_params_on_init)
         for follower in self.followers:
             follower.parameters_moved(self.table, before)
@@ -381,6 +385,8 @@ class SessionRegistry:
     stored: dict[int, Any] = field(default_factory=dict)  # parameters that are spread over the ranks, by id: see tensor_coll.py
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
     trace: EventTrace | None = None  # of all models that are traced
+    num_models: int = 0  # so far
+    synchronized: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # see synchronized_modules.py
     ends: tuple[Callable[[], None], ...] = ()  # of what GradScalers and torch's clipping of gradients do over ranks until then
 
     def of(self, model: nn.Module) -> Session | None:
@@ -402,7 +408,8 @@ class SessionRegistry:
             if world.rank == 0:
                 mention_untried_torch(torch.__version__)
             if world.size > 1 and not self.ends:
-                self.ends = (unscale_over_ranks(world, self.tables), clip_over_ranks(self.tables))
+                watch = OptimizerWatch(world, self.tables, self.is_synchronized, lambda: self.checks_optimizers)
+                self.ends = (unscale_over_ranks(world, self.tables), norms_over_ranks(self.tables), watch.install())
             session = Session(
                 root=weakref.ref(root),
                 config=config,
@@ -410,7 +417,10 @@ class SessionRegistry:
                 promises=self.promises,
                 switches=self.switches,
                 followers=self.followers.setdefault(root, []),
+                number=self.num_models,
             )
+            self.num_models += 1
+            weakref.finalize(root, world.counts.forget, session.number)
             if config.trace_events:
                 self.trace = session.trace = begin_trace(world, config.event_trace_file, self.trace)
             self.sessions[root] = session
@@ -443,9 +453,19 @@ class SessionRegistry:
         known = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         return [tensor for tensor in (*known, *self.promises.parameters()) if is_absent(tensor)]
 
-    def is_spread(self) -> bool:
-        """Whether a model of this process has a plan for several ranks."""
-        return any(session.plan is not None and session.world.size > 1 for session in self.sessions.values())
+    def has_spread(self, module: nn.Module) -> bool:
+        """Whether a module has parameters of a model that is planned for several ranks."""
+        tables = [table for table in self.tables() if table.world.size > 1]
+        return bool(tables) and any(table.name_of(parameter) is not None for parameter in module.parameters() for table in tables)
+
+    def is_synchronized(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradients of a parameter outside of compiled models are averaged over ranks."""
+        return parameter in self.synchronized
+
+    @property
+    def checks_optimizers(self) -> bool:
+        """Whether optimizers are tried before their first step; all models must have been compiled so."""
+        return all(session.config.check_optimizers for session in self.sessions.values())
 
     def tables(self) -> list[ParameterTable]:
         """Ownership of every planned model."""

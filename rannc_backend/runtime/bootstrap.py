@@ -30,6 +30,7 @@ from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
 from rannc_backend.runtime.shared_memory import place
 from rannc_backend.runtime.start_watch import StartWatch
+from rannc_backend.runtime.step_counts import StepCounts
 from rannc_backend.runtime.streams import CudaLayer
 from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, OwnedGroups, SingleTransport
 from rannc_backend.runtime.transport_nccl import NcclCalls, NcclTransport
@@ -49,6 +50,7 @@ class _Holder:
         self.lock = threading.Lock()
         self.world: World | None = None
         self.watch = StartWatch()
+        self.counts = StepCounts()
 
 
 _HOLDER = _Holder()
@@ -100,6 +102,26 @@ def start(options: StartOptions | None = None) -> World:
         return _HOLDER.world
 
 
+def started() -> World | None:
+    """The World that `start` has made; None before."""
+    return _HOLDER.world
+
+
+def counts() -> StepCounts:
+    """What this process has done so far with compiled models, before it joined the job, too."""
+    return _HOLDER.counts
+
+
+def is_alone() -> bool:
+    """Whether this process is the only one of its job; False where the environment cannot tell."""
+    if _HOLDER.world is not None:
+        return _HOLDER.world.size == 1
+    try:
+        return _find_launch().size == 1
+    except LaunchError:
+        return False
+
+
 def _with_sharing(options: StartOptions, environ: MutableMapping[str, str]) -> StartOptions:
     choice = environ.get(SHARE_VARIABLE, options.share_devices)
     if choice not in _SHARE_CHOICES:
@@ -107,12 +129,15 @@ def _with_sharing(options: StartOptions, environ: MutableMapping[str, str]) -> S
     return replace(options, share_devices=choice)
 
 
+def _find_launch() -> Launch:
+    if dist.is_available() and dist.is_initialized():
+        return Launch(launcher="user", rank=dist.get_rank(), size=dist.get_world_size())
+    return find_launch(os.environ)
+
+
 def _make_world(options: StartOptions) -> World:
     """Dispatch on who started this process."""
-    if dist.is_available() and dist.is_initialized():
-        launch = Launch(launcher="user", rank=dist.get_rank(), size=dist.get_world_size())
-    else:
-        launch = find_launch(os.environ)
+    launch = _find_launch()
     if launch.size == 1:
         return _single_world(options)
     if launch.launcher == "user":
@@ -144,6 +169,7 @@ def _single_world(options: StartOptions) -> World:
         transport=SingleTransport(device),
         monitor=SingleMonitor(),
         runs_behind=device.type == "cuda",
+        counts=_HOLDER.counts,
     )
 
 
@@ -214,6 +240,7 @@ def _finish(
         transport=transport,
         monitor=monitor,
         runs_behind=device.type == "cuda",
+        counts=_HOLDER.counts,
     )
 
 

@@ -4,7 +4,8 @@ In: JSON-able values. Out: the values of all ranks, the same lists on every rank
 collectives (`control_mpi.MpiWire`, `transport.GroupWire`); a *slot* is the fixed number of bytes that every operation
 gathers first: a header (what is called, how long the value is) and the value itself when it is short. Longer values
 follow in a second collective. So every operation is one all-gather, and ranks that call different operations find out
-instead of hanging.
+instead of hanging. A rank whose call has failed takes part in whatever operation the others are at by `tell_failure`, and the others
+raise its error.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rannc_backend.errors import CommunicationError
+from rannc_backend.errors import CommunicationError, RanncError, failure_of_rank
 from rannc_backend.runtime.world import Monitor, RankState
 
 SLOT_BYTES = 512
 _HEADER = struct.Struct("<IIQ")  # crc of what is called, number of the operation, bytes of the value
 _INLINE_BYTES = SLOT_BYTES - _HEADER.size
+_FAILURE = 0xFFFFFFFF  # in the place of what is called: the value is the class and the text of an error
+_MOST_FAILURE_BYTES = 32_768
 # A waiting rank first spins, then yields its core, then sleeps ever longer: the others need the cores more
 # (tests/benchmarks/waiting_ranks.py).
 _BUSY_SECONDS = 50e-6
@@ -59,13 +62,16 @@ class SingleControl:
     rank = 0
     size = 1
 
-    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None) -> list[Any]:
+    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None, kind: str = "") -> list[Any]:
         return [json.loads(_encode(value))]
 
     def broadcast(self, value: Any, *, root: int = 0, what: str = "value", limit_seconds: float | None = None) -> Any:
         return json.loads(_encode(value))
 
     def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
+        return
+
+    def tell_failure(self, error: BaseException) -> None:
         return
 
 
@@ -86,16 +92,11 @@ class WireControl:
         """From now on count operations with `monitor`, and ask it who is missing."""
         self._monitor = monitor
 
-    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None) -> list[Any]:
+    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None, kind: str = "") -> list[Any]:
         payload = _encode(value)
         limit = self._limit(limit_seconds)
-        lengths = self._gather_slots(payload, f"allgather of {what}", limit)
-        longest = max(lengths)
-        if longest <= _INLINE_BYTES:
-            return [json.loads(self._inline(peer, length)) for peer, length in enumerate(lengths)]
-        receive = bytearray(longest * self.size)
-        self._wait(self._wire.start_allgather(bytearray(payload.ljust(longest)), receive), f"allgather of {what}", limit)
-        return [json.loads(receive[peer * longest : peer * longest + length]) for peer, length in enumerate(lengths)]
+        lengths = self._gather_slots(payload, f"allgather of {what}", limit, kind)
+        return [json.loads(part) for part in self._gather_values(payload, lengths, f"allgather of {what}", limit)]
 
     def broadcast(self, value: Any, *, root: int = 0, what: str = "value", limit_seconds: float | None = None) -> Any:
         payload = _encode(value) if self.rank == root else b""
@@ -110,6 +111,16 @@ class WireControl:
     def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
         self._gather_slots(b"", what, self._limit(limit_seconds))
 
+    def tell_failure(self, error: BaseException) -> None:
+        """Take part in the operation that the others are at, or come to, with ``error``, which they raise as theirs."""
+        text = str(error)[: _MOST_FAILURE_BYTES // 16]  # JSON may need twelve bytes for a character
+        try:
+            self._gather_slots(_encode([type(error).__name__, text]), "a call that failed", self._limit_seconds, failed=True)
+        except RanncError as other:
+            # Failed elsewhere too: there is no more to tell.
+            if getattr(other, "failed_rank", None) is None:
+                raise
+
     def close(self) -> None:
         """Give the wire back."""
         self._wire.close()
@@ -117,19 +128,29 @@ class WireControl:
     def _limit(self, limit_seconds: float | None) -> float:
         return self._limit_seconds if limit_seconds is None else limit_seconds
 
-    def _gather_slots(self, payload: bytes, what: str, limit_seconds: float) -> list[int]:
-        """Exchange headers and short values; returns the length of each rank's value in bytes."""
+    def _gather_slots(self, payload: bytes, what: str, limit_seconds: float, kind: str = "", *, failed: bool = False) -> list[int]:
+        """Exchange headers and short values; returns the length of each rank's value in bytes.
+
+        ``kind``: what is called, if ``what`` tells more than that.
+        """
         if self._monitor is not None:
             self._monitor.begin_call()
         self._num_operations += 1
-        own = (zlib.crc32(what.encode()), self._num_operations)
+        own = (_FAILURE if failed else zlib.crc32((kind or what).encode()) % _FAILURE, self._num_operations)
         _HEADER.pack_into(self._send, 0, *own, len(payload))
         if len(payload) <= _INLINE_BYTES:
             self._send[_HEADER.size : _HEADER.size + len(payload)] = payload
         self._wait(self._wire.start_allgather(self._send, self._receive), what, limit_seconds)
         headers = [_HEADER.unpack_from(self._receive, peer * SLOT_BYTES) for peer in range(self.size)]
+        failing = [peer for peer, header in enumerate(headers) if header[0] == _FAILURE]
+        if failing:
+            lengths = [min(header[2], _MOST_FAILURE_BYTES) if peer in failing else 0 for peer, header in enumerate(headers)]
+            texts = self._gather_values(payload if failed else b"", lengths, what, limit_seconds)
+            first = next((peer for peer in failing if peer != self.rank), None)
+            if first is not None:
+                raise failure_of_rank(first, *json.loads(texts[first]))
         odd = [peer for peer, header in enumerate(headers) if header[:2] != own]
-        if odd:
+        if odd and not failing:
             raise CommunicationError(
                 f"this rank is at operation {own[1]} ({what}), but rank(s) {', '.join(map(str, odd))} called another one",
                 rank=self.rank,
@@ -137,6 +158,15 @@ class WireControl:
                 cure="make every rank call the compiled model the same number of times, in the same modes.",
             )
         return [header[2] for header in headers]
+
+    def _gather_values(self, payload: bytes, lengths: list[int], what: str, limit_seconds: float) -> list[bytearray]:
+        """The values of all ranks, from the slots or, where one does not fit into its slot, by a collective of their own."""
+        longest = max(lengths)
+        if longest <= _INLINE_BYTES:
+            return [self._inline(peer, length) for peer, length in enumerate(lengths)]
+        receive = bytearray(longest * self.size)
+        self._wait(self._wire.start_allgather(bytearray(payload[:longest].ljust(longest)), receive), what, limit_seconds)
+        return [receive[peer * longest : peer * longest + length] for peer, length in enumerate(lengths)]
 
     def _inline(self, peer: int, length: int) -> bytearray:
         start = peer * SLOT_BYTES + _HEADER.size

@@ -29,6 +29,7 @@ from rannc_backend.runtime.copy_report import CopyLog
 from rannc_backend.runtime.digests import Digests
 from rannc_backend.runtime.event_trace import EventTrace
 from rannc_backend.runtime.executor import Executor, describe
+from rannc_backend.runtime.failures import exchanging
 from rannc_backend.runtime.host_memory import give_back_memory, keep_freed_memory
 from rannc_backend.runtime.meter import StepMeter
 from rannc_backend.runtime.rows import RowTable
@@ -39,7 +40,7 @@ from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.tangents import Number, if_within, means_on_device, ratio
 from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
 from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
-from rannc_backend.runtime.versions import VersionCheck
+from rannc_backend.runtime.versions import VersionCheck, refuse_changes
 from rannc_backend.runtime.world import World
 
 # A seed within these bounds costs no digits in float32 or bfloat16.
@@ -87,6 +88,7 @@ class TrainingStep:
     state: StepState
     eager: bool
     versions: VersionCheck
+    changed_by_rank: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +157,8 @@ class GraphRuntime:
             "global_rows": torch.full((), rows.global_rows, dtype=torch.int64, device=device),
         }
         counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
-        scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
+        with exchanging(self.world):
+            scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
         self.counter.number += 1
         if self.trace is not None:
             record = self.trace.begin(record, self.counter.number, kind, rows.global_rows, rows.num_micro_batches)
@@ -229,14 +232,14 @@ class GraphRuntime:
             self._programs[key] = (program, describe(program))
         program, phases = self._programs[key]
         self.world.monitor.phase(f"step {state.number}, {phase}")
-        executor.run(program, phases, state)
+        with exchanging(self.world):
+            executor.run(program, phases, state)
 
     @without_autocast
     def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Outputs of the global batch's forward, this rank's rows of it."""
         state = self.begin(user_tensors, training=False)
         self._run("infer", "infer", state)
-        self.shared_buffers.share()
         return self._outputs(state)
 
     @without_autocast
@@ -247,7 +250,6 @@ class GraphRuntime:
             self._run_eager(state, self.counter.loss_gradient)
         else:
             self._run("all", "forward", state)
-        self.shared_buffers.share()
         outputs = self._outputs(state)
         if state.record is not None:
             state.record.stop(complete=eager)
@@ -278,10 +280,12 @@ class GraphRuntime:
         return self.outputs[self.loss_index].scalar_index
 
     def _outputs(self, state: StepState) -> list[Any]:
-        totals = total_over_ranks(state.partials, self.scalars.partials, self._all_reduce(), self.world.device)
-        state.scalars.update(totals)
-        scalars = self.scalars.scalars(state.scalars)
-        return collect_outputs(self.outputs, state, scalars, self.world)
+        with exchanging(self.world):
+            self.shared_buffers.share()
+            totals = total_over_ranks(state.partials, self.scalars.partials, self._all_reduce(), self.world.device)
+            state.scalars.update(totals)
+            scalars = self.scalars.scalars(state.scalars)
+            return collect_outputs(self.outputs, state, scalars, self.world)
 
     @without_autocast
     def backward(
@@ -294,17 +298,21 @@ class GraphRuntime:
         Raises:
             UserInputError: what backward needs was modified in place since the forward.
         """
-        if not step.eager:
-            step.versions.check()
+        self.world.counts.num_backwards += 1
         kinds = [None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)]
         scalars = [grad if kind == "scalar" else None for grad, kind in zip(grads, kinds, strict=True)]
         behind = self.world.runs_behind
         tangents = [] if behind else [0.0 if grad is None else float(grad) for grad in scalars]
-        answers = self._agree_with_measured(f"backward of {self.label}", [[kind is not None for kind in kinds], tangents])
+        words = [[kind is not None for kind in kinds], tangents, step.versions.changed()]
+        answers = self._agree_with_measured(f"backward of {self.label}", words)
+        step.changed_by_rank = tuple(answer[2] for answer in answers)
+        if not step.eager:
+            refuse_changes(step.changed_by_rank)
         size = len(answers)
         flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
         if behind:
-            means = means_on_device(scalars, self._all_reduce(), size, self.world.device)
+            with exchanging(self.world):
+                means = means_on_device(scalars, self._all_reduce(), size, self.world.device)
         else:
             means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
         if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
@@ -344,7 +352,7 @@ class GraphRuntime:
 
     def _again(self, step: TrainingStep) -> StepState:
         """The step before its forward, to be run once more; running statistics are not advanced again."""
-        step.versions.check()
+        refuse_changes(step.changed_by_rank)
         state = step.state
         if state.record is not None:
             state.record.spoiled = True

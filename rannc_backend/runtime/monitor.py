@@ -66,6 +66,9 @@ class SingleMonitor:
     def fail(self, error: BaseException) -> NoReturn:
         raise error
 
+    def report_error(self, error: BaseException) -> None:
+        return
+
     def survey(self) -> list[RankState]:
         return []
 
@@ -178,7 +181,7 @@ class LinkMonitor:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             kind, text, code = "interrupt", "interrupted (Ctrl-C)", 130
-        elif isinstance(error, (CommunicationError, RankFailedError)):
+        elif isinstance(error, (CommunicationError, RankFailedError)) or getattr(error, "failed_rank", None) is not None:
             kind = "communication"
         elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
             text = clip(text) + _OUT_OF_MEMORY_CURE

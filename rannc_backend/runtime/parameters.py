@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.runtime.absent_tensors import is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.promises import Make, Promises
+from rannc_backend.runtime.step_counts import key_of, model_of, name_of
+from rannc_backend.runtime.torch_internals import GradientNote
 from rannc_backend.runtime.world import World
 
 STATE_CHANNEL = "state"
@@ -60,20 +63,23 @@ class ParameterTable:
     world: World
     owners: dict[str, Ranks]
     tensors: dict[str, torch.Tensor]  # by every name: the objects that steps use
+    number: int = 0  # of the model, the same on all ranks
     gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
     _states_on_all_ranks: bool = False
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _plain_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, root: nn.Module, owners: Mapping[str, Ranks], world: World) -> ParameterTable:
+    def build(cls, root: nn.Module, owners: Mapping[str, Ranks], world: World, number: int = 0) -> ParameterTable:
         """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank. Collective."""
         tensors = {name: tensor for name, tensor in _all_names(root)}
-        table = cls(root=weakref.ref(root), world=world, owners=_complete(root, owners, world), tensors=tensors)
+        table = cls(root=weakref.ref(root), world=world, owners=_complete(root, owners, world), tensors=tensors, number=number)
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
             world.transport.prepare(channels=[STATE_CHANNEL], groups=[table.everyone])
             table._install_hooks(root)
+            table._note_plain_gradients()
         return table
 
     @property
@@ -98,6 +104,43 @@ class ParameterTable:
     def counts(self, name: str) -> bool:
         """True on the one rank that answers for the parameter."""
         return self.world.rank == self.owners[name][0]
+
+    def answers_for(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is of this model, and this rank is the one that answers for it."""
+        name = self.name_of(parameter)
+        return name is not None and self.counts(name)
+
+    def lacks(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is of this model, and on other ranks only."""
+        name = self.name_of(parameter)
+        return name is not None and not self.owns(name)
+
+    def key_of(self, parameter: torch.Tensor) -> str:
+        """A name of a parameter of this model that no other model has, the same on all ranks."""
+        return key_of(self.number, str(self.name_of(parameter)))
+
+    def owners_of_key(self, key: str) -> Ranks | None:
+        """The owners of the parameter with this key; None where it is of another model."""
+        return self.owners.get(name_of(key)) if model_of(key) == self.number else None
+
+    def take_plain_gradients(self) -> dict[str, torch.Tensor]:
+        """By key: two numbers of what autograd itself has added to the gradients of replicated parameters since the last call."""
+        found = {key_of(self.number, name): numbers for name, numbers in self._plain_gradients.items()}
+        self._plain_gradients.clear()
+        return found
+
+    def _note_plain_gradients(self) -> None:
+        # Steps publish their gradients themselves: what passes autograd comes from elsewhere.
+        notes = self._plain_gradients
+
+        def note(name: str, gradient: torch.Tensor) -> None:
+            exact = gradient.detach().double()
+            numbers = torch.stack([exact.sum(), exact.abs().sum()])
+            notes[name] = notes[name] + numbers if name in notes else numbers
+
+        for name, parameter in self.module().named_parameters():
+            if parameter.requires_grad and len(self.owners[name]) > 1:
+                self._handles.append(parameter.register_hook(GradientNote(partial(note, name))))
 
     def settle(self, promises: Promises, *, synchronize: bool) -> Moved:
         """First deployment: bring every value to its owners' devices and free the others. Collective.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -19,6 +19,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ClipGradNorm = Callable[..., torch.Tensor]
 """What `torch.nn.utils.clip_grad_norm_` is, by its arguments' names."""
+GetTotalNorm = Callable[..., torch.Tensor]
+"""What `torch.nn.utils.get_total_norm` is: (tensors, norm_type, error_if_nonfinite, foreach) to the norm."""
 UnscaleGrads = Callable[..., dict[torch.device, torch.Tensor]]
 """What `torch.amp.GradScaler._unscale_grads_` is: (scaler, optimizer, inverse scale, found_inf, allow_fp16) to found_inf by device."""
 
@@ -133,6 +135,11 @@ def without_anomaly_detection(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Within a backward: call ``function`` when it has made and added up all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """While it lasts, functions take a tensor of a subclass for the tensor that it is, without asking its ``__torch_function__``."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -149,8 +156,42 @@ def refuse_memory_access(tensor: torch.Tensor, message: str) -> None:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """What ``parameter.register_hook`` was given, in that order."""
-    return list((parameter._backward_hooks or {}).values())
+    """What the user gave to ``parameter.register_hook``, in that order."""
+    return [hook for hook in (parameter._backward_hooks or {}).values() if not isinstance(hook, GradientNote)]
+
+
+class GradientNote:
+    """A hook of this package for ``parameter.register_hook``: ``note`` sees what autograd itself adds to ``p.grad``."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        self._note = note
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._note(gradient)
+
+
+def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The ``step`` of an optimizer's class without the wrapper that calls hooks of optimizer steps."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def replace_zero_grad(before: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    """Let ``before`` see every call of `torch.optim.Optimizer.zero_grad`; returns a function that ends this."""
+    original = torch.optim.Optimizer.zero_grad
+
+    @torch._disable_dynamo
+    @functools.wraps(original)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        before(self)
+        original(self, *args, **kwargs)
+
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        torch.optim.Optimizer.zero_grad = original  # type: ignore[method-assign]
+
+    return put_back
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
@@ -172,25 +213,36 @@ def replace_unscale_grads(make: Callable[[UnscaleGrads], UnscaleGrads]) -> Calla
 
 
 def replace_clip_grad_norm(make: Callable[[ClipGradNorm], ClipGradNorm]) -> Callable[[], None]:
-    """Put ``make(original)`` in the place of what `torch.nn.utils.clip_grad_norm_` does; returns a function that puts the original back.
+    """Put ``make(original)`` in the place of what `torch.nn.utils.clip_grad_norm_` does; returns a function that puts the original back."""
+    return _replace_behind_wrapper(torch.nn.utils.clip_grad_norm_, ("clip_grad_norm_",), make)
 
-    Scripts import that function by its name, perhaps before this is called. It is a wrapper that switches gradients off: what it wraps
-    is exchanged. Where a torch has it without a wrapper, the name is.
+
+def replace_get_total_norm(make: Callable[[GetTotalNorm], GetTotalNorm]) -> Callable[[], None]:
+    """As `replace_clip_grad_norm`, for `torch.nn.utils.get_total_norm`."""
+    return _replace_behind_wrapper(torch.nn.utils.get_total_norm, ("get_total_norm", "_get_total_norm"), make)
+
+
+def _replace_behind_wrapper(
+    public: Callable[..., Any], names: Sequence[str], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Scripts import a function by its name, perhaps before this is called. It is a wrapper that switches gradients off: what it wraps is
+    exchanged. Where a torch has it without a wrapper, its names are.
     """
-    public = torch.nn.utils.clip_grad_norm_
     cells = getattr(public, "__closure__", None) or ()
-    original: ClipGradNorm
-    put: Callable[[ClipGradNorm], None]
+    original: Callable[..., Any]
+    put: Callable[[Callable[..., Any]], None]
     if len(cells) == 1 and callable(cells[0].cell_contents):
         original, put = cells[0].cell_contents, functools.partial(setattr, cells[0], "cell_contents")
         changed = make(original)
     else:
-        original, put = public, _set_clip_grad_norm
+        original, put = public, functools.partial(_set_functions, names)
         changed = torch.no_grad()(make(original))
     put(functools.wraps(original)(changed))
     return functools.partial(put, original)
 
 
-def _set_clip_grad_norm(function: ClipGradNorm) -> None:
+def _set_functions(names: Sequence[str], function: Callable[..., Any]) -> None:
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        module.clip_grad_norm_ = function  # type: ignore[assignment]
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, function)

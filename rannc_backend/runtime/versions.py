@@ -33,11 +33,17 @@ class VersionCheck:
         tensors += [("an output", output.detach()) for output in outputs]
         return cls(tuple((name, tensor, tensor._version) for name, tensor in tensors))
 
-    def check(self) -> None:
-        """Raise UserInputError when one of them was modified since."""
-        for name, tensor, version in self.entries:
-            if tensor._version != version:
-                raise UserInputError(
-                    f"{name} was modified in place between the forward and its backward, which still needs it",
-                    cure="call backward before the modification, or modify a clone",
-                )
+    def changed(self) -> str:
+        """Name of one of them that was modified since; "" if none was."""
+        return next((name for name, tensor, version in self.entries if tensor._version != version), "")
+
+
+def refuse_changes(changed_by_rank: Sequence[str]) -> None:
+    """Raise UserInputError where a rank has modified one of its tensors; ``changed_by_rank``: what `VersionCheck.changed` gave each."""
+    rank, name = next(((rank, name) for rank, name in enumerate(changed_by_rank) if name), (0, ""))
+    if name:
+        where = f" on rank {rank}" if len(changed_by_rank) > 1 else ""
+        raise UserInputError(
+            f"{name} was modified in place{where} between the forward and its backward, which still needs it",
+            cure="call backward before the modification, or modify a clone",
+        )

@@ -10,10 +10,12 @@ A *channel* is a named kind of message: between one pair of ranks, messages of o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
+
+from rannc_backend.runtime.step_counts import StepCounts
 
 Ranks = tuple[int, ...]
 
@@ -78,8 +80,8 @@ class Control(Protocol):
     rank: int
     size: int
 
-    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None) -> list[Any]:
-        """The values of all ranks, by rank."""
+    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None, kind: str = "") -> list[Any]:
+        """The values of all ranks, by rank. ``kind``: of the operation, where ``what`` may differ between ranks."""
         ...
 
     def broadcast(self, value: Any, *, root: int = 0, what: str = "value", limit_seconds: float | None = None) -> Any:
@@ -88,6 +90,10 @@ class Control(Protocol):
 
     def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
         """Returns when every rank has called it."""
+        ...
+
+    def tell_failure(self, error: BaseException) -> None:
+        """In place of an operation that this rank does not come to, because ``error`` happened: the others raise it in theirs."""
         ...
 
 
@@ -181,6 +187,10 @@ class Monitor(Protocol):
         """Report `error` as this rank's failure, wait for the verdict and end the process."""
         ...
 
+    def report_error(self, error: BaseException) -> None:
+        """Tell that `error` ends this rank, and so the job. Does not wait."""
+        ...
+
     def survey(self) -> list[RankState]:
         """What is known of every rank, by rank; takes up to two seconds, for use when a limit has passed."""
         ...
@@ -199,6 +209,7 @@ class World:
         hosts: host name by rank.
         device: where this rank computes.
         runs_behind: the device works behind the host, so reading a value of it within a step would make both wait.
+        counts: what this rank has done so far; ranks compare it whenever they agree on something.
         launcher: "mpi", "torchrun", "user" (torch.distributed was already initialised) or "single".
     """
 
@@ -212,3 +223,4 @@ class World:
     transport: Transport
     monitor: Monitor
     runs_behind: bool = False
+    counts: StepCounts = field(default_factory=StepCounts)

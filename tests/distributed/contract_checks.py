@@ -481,7 +481,7 @@ def too_many_shapes(context: Context) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         step(5)
         step(4)
-        context.findings.raises("a third length", ("BackendCompilerFailed",), lambda: step(3))
+        context.findings.raises("a third length", ("UserInputError",), lambda: step(3))
         step(4)
 
 

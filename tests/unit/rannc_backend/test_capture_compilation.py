@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from rannc_backend.capture_breaks import graph_break_error
-from rannc_backend.capture_compilation import PlainModels
-from rannc_backend.errors import GraphBreakError, UserInputError
+from rannc_backend.capture_compilation import GivenUpModels
+from rannc_backend.errors import GraphBreakError, WrappedModelError
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, trace_settings
 
 
@@ -24,8 +24,8 @@ def dynamo():
     torch._dynamo.reset_recompile_user_contexts()
 
 
-def watch(recorder: Recorder, *, is_spread: bool) -> None:
-    PlainModels(lambda backend: backend is recorder, lambda: is_spread).watch()
+def watch(recorder: Recorder) -> None:
+    GivenUpModels(lambda backend: backend is recorder).watch()
 
 
 @pytest.fixture
@@ -42,15 +42,14 @@ def test_a_model_that_the_backend_would_not_see_is_refused(group, wrapper: type)
     before = trace_settings()
     with pytest.raises(BackendCompilerFailed, match=f"wrapped in {wrapper.__name__}(?s:.*)compile the plain model") as caught:
         torch.compile(model, backend=recorder)(torch.randn(4, 3))
-    assert isinstance(caught.value.inner_exception, UserInputError)
+    assert isinstance(caught.value.inner_exception, WrappedModelError)
     assert trace_settings() == before and not recorder.graphs
     torch.compile(model, backend="eager")(torch.randn(4, 3))  # other backends are none of our business
 
 
-@pytest.mark.parametrize("is_spread", [False, True])
-def test_the_plain_model_does_not_run_where_parameters_are_spread(is_spread: bool) -> None:
+def test_models_of_the_backend_are_compiled_beyond_dynamos_limits() -> None:
     recorder, calls = Recorder(), []
-    watch(recorder, is_spread=is_spread)
+    watch(recorder)
 
     class Doubled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -59,21 +58,19 @@ def test_the_plain_model_does_not_run_where_parameters_are_spread(is_spread: boo
             return x * 2
 
     compiled = torch.compile(Doubled(), backend=recorder, dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for length in (3, 4):
+    before = trace_settings()
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=3):
+        for length in (3, 4, 5, 6, 7):
             compiled(torch.randn(4, length))
-        if is_spread:
-            with pytest.raises(BackendCompilerFailed, match=r"as often as torch._dynamo.config.recompile_limit \(2\) allows"):
-                compiled(torch.randn(4, 5))
-        else:
-            compiled(torch.randn(4, 5))
+            assert (torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit) == (2, 3)
         compiled(torch.randn(6, 3))
+    assert not calls and len(recorder.graphs) == 5 and trace_settings() == before
     # Others' models are none of its business.
     with torch._dynamo.config.patch(recompile_limit=1):
-        other = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        other = torch.compile(lambda x: calls.append(x) or x if not torch.compiler.is_compiling() else x, backend="eager", dynamic=False)
         for length in (3, 4):
             other(torch.randn(4, length))
-    assert len(calls) == (0 if is_spread else 1) and len(recorder.graphs) == 2
+    assert len(calls) == 1
 
 
 class Unsupported(nn.Module):
@@ -105,13 +102,13 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("model", "reason"), [(Unsupported, "context manager"), (Recurrent, "allow_rnn = True")])
 def test_a_model_that_dynamo_gives_up_is_refused(model: type, reason: str) -> None:
     recorder = Recorder()
-    watch(recorder, is_spread=False)
+    watch(recorder)
     for _ in range(2):
         with pytest.raises(BackendCompilerFailed, match=f"(?s)GraphBreakError.*{reason}") as caught:
             torch.compile(model(), backend=recorder)(torch.randn(4, 3))
         assert isinstance(caught.value.inner_exception, GraphBreakError) and Path(__file__).name in str(caught.value)
         torch._dynamo.reset()
-        watch(recorder, is_spread=False)
+        watch(recorder)
     assert not recorder.graphs
 
 
@@ -125,7 +122,7 @@ def test_what_an_older_torch_cannot_copy_has_a_cure() -> None:
 
 def test_functions_around_models_may_be_given_up() -> None:
     recorder, model = Recorder(), nn.Linear(3, 3)
-    watch(recorder, is_spread=False)
+    watch(recorder)
     lock = threading.Lock()
 
     def step(x: Tensor) -> Tensor:

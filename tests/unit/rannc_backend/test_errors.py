@@ -12,6 +12,7 @@ from rannc_backend import errors
 from rannc_backend.errors import (
     BatchMixedError,
     BlocksFileError,
+    CallsDifferError,
     CheckpointFileError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -21,6 +22,7 @@ from rannc_backend.errors import (
     ClusterFileError,
     CommunicationError,
     ConfigurationFileError,
+    CoupledOptimizerError,
     DataDependentControlFlowError,
     FactoryError,
     GraphBreakError,
@@ -29,7 +31,11 @@ from rannc_backend.errors import (
     ModelDevicesError,
     NoBatchDimensionError,
     OptionValueError,
+    OutOfStepError,
     OutputNotAvailableError,
+    PartialStateError,
+    PlainCallError,
+    PlainGradientError,
     PlanError,
     ProfileError,
     RankFailedError,
@@ -37,13 +43,18 @@ from rannc_backend.errors import (
     RanncError,
     ReleasedParameterError,
     ScheduleError,
+    ShardingOptimizerError,
     StagePinError,
     TooFewSamplesError,
+    TraceError,
     UnknownModuleError,
     UnknownOptionError,
     UnsupportedModelError,
+    UnsynchronizedGradientError,
     UserInputError,
     ValueNotMadeError,
+    WrappedModelError,
+    failure_of_rank,
     user_location,
 )
 
@@ -92,6 +103,17 @@ EXAMPLES = [
     (RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"), ["rank 0, stage 0, micro-batch 0", "signal 9"]),
     (OutputNotAvailableError("logits"), ["'logits'", '"outputs": "all"']),
     (ReleasedParameterError("wte.weight", owners=(0, 3), use="norm"), ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict"]),
+    (TraceError("TorchRuntimeError: shapes differ", location="m.py:3, in forward"), ["cannot be traced", "shapes differ", "m.py:3"]),
+    (PlainCallError(", because of force_eager"), ["plain model", "force_eager", "set_stance"]),
+    (WrappedModelError("DistributedDataParallel"), ["DistributedDataParallel", "compile the plain model"]),
+    (CallsDifferError(value_by_rank=["state_dict", "a call"]), ["rank 0: state_dict", "rank 1: a call", "if rank == 0"]),
+    (OutOfStepError(value_by_rank=["3 calls", "2 calls"]), ["rank 0: 3 calls", "rank 1: 2 calls", "skips a bad batch"]),
+    (UnsynchronizedGradientError("AdamW", ["a", "b", "c", "d"]), ["AdamW", "4 parameter(s)", "a, b, c and 1 more", "synchronize"]),
+    (PlainGradientError("'w' has gradients of a plain call"), ["'w'", "compiled model"]),
+    (CoupledOptimizerError("LBFGS", known=True), ["LBFGS updates parameters from each other", "RANNC_PARTITION_NUM=1"]),
+    (CoupledOptimizerError("Odd", known=False), ["Odd may update", "check_optimizers"]),
+    (ShardingOptimizerError("ZeroRedundancyOptimizer"), ["ZeroRedundancyOptimizer", "the optimizer that it wraps"]),
+    (PartialStateError("9 of 11 entries", cure="save on all ranks"), ["9 of 11", "all ranks"]),
     (ValueNotMadeError("wte.weight", use="norm"), ["'wte.weight'", "no value yet", "norm", "call the compiled model"]),
 ]
 IDS = [type(error).__name__ for error, _ in EXAMPLES]
@@ -114,6 +136,19 @@ def test_errors_travel_between_processes(error: RanncError, words: list[str]) ->
 def test_every_error_class_has_an_example() -> None:
     classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, RanncError)}
     assert classes - {RanncError, UserInputError} == {type(error) for error, _ in EXAMPLES}
+
+
+@pytest.mark.parametrize(("name", "cls"), [("ValueError", ValueError), ("KeyError", KeyError), ("UserInputError", UserInputError)])
+def test_a_failure_of_another_rank_has_its_class(name: str, cls: type[Exception]) -> None:
+    error = failure_of_rank(3, name, "too short")
+    assert isinstance(error, cls) and isinstance(error, RanncError)
+    assert error.failed_rank == 3 and str(error) == f"rank 3 failed in this call: {name}: too short"
+
+
+@pytest.mark.parametrize("name", ["OSError", "OutOfMemoryError", "SystemExit", "type", "__import__", "no such name"])
+def test_a_failure_of_a_class_that_cannot_be_made(name: str) -> None:
+    error = failure_of_rank(0, name, "x")
+    assert type(error) is RankFailedError and error.failed_rank == 0 and name in str(error)
 
 
 def test_user_input_errors_are_value_errors() -> None:

@@ -17,6 +17,7 @@ from rannc_backend.runtime.copy_report import BUCKETS, MESSAGES, CopyLog, StepCo
 from rannc_backend.runtime.executor import Executor
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
+from rannc_backend.runtime.step_counts import StepCounts
 from rannc_backend.runtime.step_state import StepState
 
 ROUTE = Channel(0, 1, "F")
@@ -140,7 +141,6 @@ def run_stage(stage_ranks: tuple[tuple[int, ...], ...], num_rows: int) -> tuple[
         buffers={},
         parameter_names={},
         updated_buffers=frozenset(),
-        replicas=(0,),
         limit_seconds=1.0,
         send_buffers=SendBuffers(torch.device("cpu")),
     )
@@ -209,11 +209,12 @@ def test_counts_of_all_ranks_make_the_plan() -> None:
 def test_the_first_step_is_told_once_and_by_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[str] = []
 
-    def allgather(words: list[Any], *, what: str, limit_seconds: float | None) -> list[Any]:
+    def allgather(words: list[Any], *, what: str, limit_seconds: float | None, kind: str) -> list[Any]:
         asked.append(what)
         return [words, words]
 
-    world: Any = SimpleNamespace(monitor=SimpleNamespace(begin_call=lambda: None), control=SimpleNamespace(allgather=allgather))
+    monitor, control = SimpleNamespace(begin_call=lambda: None), SimpleNamespace(allgather=allgather)
+    world: Any = SimpleNamespace(monitor=monitor, control=control, counts=StepCounts())
     first, second = StepCopies(), StepCopies()
     first.add(BUCKETS, 0, CopyReport(0, 2**20, 0))
     quiet = CopyLog(label="graph 0", world=world, stage_ranks=((0,), (1,)), verbose=False)

@@ -1,0 +1,126 @@
+"""The one gate: every call of a function or model that was compiled for this backend passes here.
+
+In: the callable that Dynamo made. Out: one that does the same, or raises one of `rannc_backend.errors`, the same on all ranks: where
+Dynamo ran the plain model in its place, where another wrapper calls it, where Dynamo or the model raise. Terms: a call *arrives* when the
+backend's own callable runs within it; one that never arrives was run without the backend, whatever the cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from rannc_backend.capture_compilation import is_inside_ddp, plain_reason, wrapper_of
+from rannc_backend.capture_errors import own_error
+from rannc_backend.capture_in_place import is_compiled
+from rannc_backend.errors import (
+    PlainCallError,
+    ReleasedParameterError,
+    WrappedModelError,
+)
+from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.failures import share_failure
+
+
+@dataclass(slots=True)
+class _Call:
+    arrived: bool = False
+    compiled: bool = False  # Dynamo has compiled something, with an operator in it or without
+
+
+_CURRENT: ContextVar[_Call | None] = ContextVar("rannc_call", default=None)
+
+
+def arrive() -> None:
+    """The backend's callable runs: whatever call is under way is served by it."""
+    call = _CURRENT.get()
+    if call is not None:
+        call.arrived = True
+
+
+def note_compilation() -> None:
+    """Dynamo has compiled a function for this backend: within a call, where that is under way."""
+    call = _CURRENT.get()
+    if call is not None and sys.exc_info()[1] is None:
+        call.compiled = True
+
+
+def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], None]:
+    """From now on, modules that make replicas or shards cannot be made of a compiled model; gives what ends this.
+
+    ``is_planned``: whether a module has parameters of a model that is spread over ranks.
+    """
+
+    def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        wrapper = wrapper_of(module)
+        if wrapper and submodule is not None and not bootstrap.is_alone():
+            if any(is_compiled(part) for part in submodule.modules()) or is_planned(submodule):
+                raise WrappedModelError(wrapper)
+
+    return register_module_module_registration_hook(registered).remove
+
+
+def gated(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled`` behind the gate; Dynamo sees through it as through what it made itself."""
+
+    has_no_operator = False
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)
+        nonlocal has_no_operator
+        counts = bootstrap.counts()
+        counts.num_calls += 1
+        try:
+            result, served = _served(compiled, args, kwargs)
+            # A function without any operator never comes to a backend, and is itself what it does to rows.
+            has_no_operator = not served.arrived and (served.compiled or has_no_operator) and not plain_reason()
+            if not served.arrived and not has_no_operator:
+                _refuse_plain_call()
+            return result
+        except Exception as error:
+            counts.note_failure(f"call {counts.num_calls}", error)
+            world = bootstrap.started()
+            if world is not None:
+                share_failure(world, error)
+            raise
+
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    return call
+
+
+def _served(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Call]:
+    if is_inside_ddp() and not bootstrap.is_alone():
+        raise WrappedModelError("DistributedDataParallel")
+    call = _Call()
+    token = _CURRENT.set(call)
+    try:
+        return compiled(*args, **kwargs), call
+    except ReleasedParameterError as error:
+        if call.arrived:
+            raise
+        raise PlainCallError(plain_reason()) from error
+    except RuntimeError as error:
+        own = own_error(error)
+        if own is None:
+            raise
+        # What Dynamo has only wrapped is told without the wrapping.
+        raise own from (own.__cause__ if own.__traceback__ is not None else error)
+    finally:
+        _CURRENT.reset(token)
+
+
+def _refuse_plain_call() -> None:
+    if not bootstrap.is_alone():
+        raise PlainCallError(plain_reason())
+    warnings.warn(f"Dynamo ran the plain model in place of the compiled one{plain_reason()}", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,123 @@
+"""Every error that rannc_backend raises at its users, with templates that say what is wrong and what to change.
+
+In: plain values (names, numbers, places in the user's source). Out: exception classes. Nothing here imports torch,
+so that each floor of the package can raise these. Terms: *problem* is what is wrong, *cure* is what the user can
+change, *location* is a place in the user's source ("model.py:12, in forward").
+
+All classes derive from `RanncError` (a RuntimeError). Those caused by what the user passed in derive from
+`UserInputError` too, which is also a ValueError. Breaches of our own invariants are plain asserts, not these.
+"""
+
+from rannc_backend.errors.base import (
+    RanncError,
+    UserInputError,
+    rebuild_error,
+    user_location,
+)
+from rannc_backend.errors.checkpoints import (
+    CheckpointFileError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointStateError,
+    CheckpointVersionError,
+    CheckpointWriteError,
+)
+from rannc_backend.errors.models import (
+    BatchMixedError,
+    DataDependentControlFlowError,
+    GraphBreakError,
+    ModelDevicesError,
+    NoBatchDimensionError,
+    OutputNotAvailableError,
+    PlainCallError,
+    ReleasedParameterError,
+    TooFewSamplesError,
+    TraceError,
+    UnsupportedModelError,
+    ValueNotMadeError,
+    WrappedModelError,
+)
+from rannc_backend.errors.options import (
+    ConfigurationFileError,
+    OptionValueError,
+    StagePinError,
+    UnknownModuleError,
+    UnknownOptionError,
+)
+from rannc_backend.errors.planning import (
+    BYTES_PER_GB,
+    BlocksFileError,
+    ClusterFileError,
+    FactoryError,
+    InfeasiblePlanError,
+    PlanError,
+    ProfileError,
+    ScheduleError,
+)
+from rannc_backend.errors.ranks import (
+    CallsDifferError,
+    CommunicationError,
+    LaunchError,
+    OutOfStepError,
+    RankFailedError,
+    RanksDifferError,
+    failure_of_rank,
+)
+from rannc_backend.errors.training import (
+    CoupledOptimizerError,
+    PartialStateError,
+    PlainGradientError,
+    ShardingOptimizerError,
+    UnsynchronizedGradientError,
+)
+
+__all__ = [
+    "BYTES_PER_GB",
+    "BatchMixedError",
+    "BlocksFileError",
+    "CallsDifferError",
+    "CheckpointFileError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointStateError",
+    "CheckpointVersionError",
+    "CheckpointWriteError",
+    "ClusterFileError",
+    "CommunicationError",
+    "ConfigurationFileError",
+    "CoupledOptimizerError",
+    "DataDependentControlFlowError",
+    "FactoryError",
+    "GraphBreakError",
+    "InfeasiblePlanError",
+    "LaunchError",
+    "ModelDevicesError",
+    "NoBatchDimensionError",
+    "OptionValueError",
+    "OutOfStepError",
+    "OutputNotAvailableError",
+    "PartialStateError",
+    "PlainCallError",
+    "PlainGradientError",
+    "PlanError",
+    "ProfileError",
+    "RankFailedError",
+    "RanksDifferError",
+    "RanncError",
+    "ReleasedParameterError",
+    "ScheduleError",
+    "ShardingOptimizerError",
+    "StagePinError",
+    "TooFewSamplesError",
+    "TraceError",
+    "UnknownModuleError",
+    "UnknownOptionError",
+    "UnsupportedModelError",
+    "UnsynchronizedGradientError",
+    "UserInputError",
+    "ValueNotMadeError",
+    "WrappedModelError",
+    "failure_of_rank",
+    "rebuild_error",
+    "user_location",
+]

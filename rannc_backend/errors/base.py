@@ -1,0 +1,101 @@
+"""What all errors have in common: the base classes, and the words for ranks, names and values in their texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]torch[/\\]|<frozen |<string>")
+
+
+class RanncError(RuntimeError):
+    """Base of all errors of this package.
+
+    Args:
+        problem: what is wrong, with the numbers and names that matter.
+        cure: what the user can change; printed on a line of its own.
+        location: place in the user's source, as `user_location` gives it.
+    """
+
+    def __init__(self, problem: str, *, cure: str = "", location: str = "") -> None:
+        self.problem = problem
+        self.cure = cure
+        self.location = location
+        lines = [problem]
+        if location:
+            lines.append(f"  at {location}")
+        if cure:
+            lines.append(f"  What to change: {cure}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Callable[..., RanncError], tuple[type[RanncError], str, dict[str, object]]]:
+        # Subclasses take keyword arguments of their own, so the default way (cls(*args)) could not rebuild them.
+        return restore, (type(self), str(self), dict(self.__dict__))
+
+
+class UserInputError(RanncError, ValueError):
+    """Something that the user passed in is wrong: an option, a model, a batch, a plan."""
+
+
+def restore(cls: type[RanncError], text: str, members: dict[str, object]) -> RanncError:
+    """An error of a class with this text and these attributes; its own constructor is passed over."""
+    error = cls.__new__(cls, text)
+    error.args = (text,)
+    error.__dict__.update(members)
+    return error
+
+
+def rebuild_error(class_name: str, text: str) -> RanncError:
+    """The error of another rank, from its class name and text: same class, same words."""
+    return restore(class_named(class_name) or RanncError, text, {"problem": text, "cure": "", "location": ""})
+
+
+def class_named(name: str) -> type[RanncError] | None:
+    """The class of this package with that name; None if there is none."""
+    waiting: list[type[RanncError]] = [RanncError]
+    while waiting:
+        cls = waiting.pop()
+        if cls.__name__ == name and cls.__module__.startswith(__package__ or ""):
+            return cls
+        waiting += cls.__subclasses__()
+    return None
+
+
+def user_location(stack_trace: str | None) -> str:
+    """Innermost frame outside of torch in a traceback text, as "model.py:12, in forward"; "" if there is none.
+
+    Args:
+        stack_trace: text as in fx `node.meta["stack_trace"]` or `traceback.format_list`.
+    """
+    frames = list(_FRAME.finditer(stack_trace or ""))
+    own = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    if not own:
+        return ""
+    frame = own[-1]
+    function = f", in {frame['function']}" if frame["function"] else ""
+    return f"{frame['file']}:{frame['line']}{function}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Some ranks in words: `rank 1`, `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
+def shorten(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many there are beside."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def shown(value: object) -> str:
+    """A value of the user's as a short text, whatever it is."""
+    try:
+        return clip(repr(value))
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or thousands of lists in lists
+        return f"(a very long {type(value).__name__})"
+
+
+def clip(text: str, most: int = 120) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

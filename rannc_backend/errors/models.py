@@ -1,0 +1,152 @@
+"""Errors about models: what cannot be captured, what would not be exact, and calls that go around the compiled model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rannc_backend.errors.base import RanncError, UserInputError, ranks_text, shorten
+
+
+class UnsupportedModelError(UserInputError):
+    """The model does something for which the exactness of the results could not be kept."""
+
+
+class ModelDevicesError(UserInputError):
+    """Parameters or buffers lie on more than one device."""
+
+    def __init__(self, names_by_device: dict[str, Sequence[str]]) -> None:
+        parts = [f"{device}: {shorten(names)}" for device, names in sorted(names_by_device.items())]
+        super().__init__(
+            f"the model lies on {len(parts)} devices ({'; '.join(parts)})",
+            cure="move the whole model to one device before torch.compile (the CPU will do: each rank takes its own "
+            "stages to its own device).",
+        )
+
+
+class NoBatchDimensionError(UserInputError):
+    """No tensor argument of the compiled model has a batch dimension."""
+
+    def __init__(self, shapes: dict[str, Sequence[int]]) -> None:
+        seen = ", ".join(f"{name}: {list(shape)}" for name, shape in shapes.items()) or "no tensor arguments"
+        super().__init__(
+            f"no batch dimension found in the inputs of the model ({seen})",
+            cure="pass at least one tensor whose dimension 0 counts the samples; all tensors with that size in "
+            "dimension 0 are cut into micro-batches.",
+        )
+
+
+class BatchMixedError(UserInputError):
+    """An operator mixes samples of the batch, so that micro-batches would give another result."""
+
+    def __init__(self, operator: str, *, reason: str, location: str = "", cure: str = "") -> None:
+        self.operator = operator
+        super().__init__(
+            f"operator {operator} mixes the samples of a batch: {reason}",
+            location=location,
+            cure=cure or "compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
+        )
+
+
+class TooFewSamplesError(UserInputError):
+    """The global batch has fewer samples than a stage has replicas."""
+
+    def __init__(self, *, num_samples: int, num_replicas: int, stage: int | None = None) -> None:
+        where = "the plan" if stage is None else f"stage {stage}"
+        super().__init__(
+            f"the global batch has {num_samples} sample(s), fewer than the {num_replicas} replicas of {where}",
+            cure=f"give at least {num_replicas} samples over all ranks, or set replica_num "
+            "(RANNC_REPLICA_NUM) to a smaller number.",
+        )
+
+
+class GraphBreakError(UserInputError):
+    """Dynamo could not capture the model as one graph."""
+
+    def __init__(self, reason: str, *, location: str = "", cure: str = "") -> None:
+        self.reason = reason
+        super().__init__(
+            f"the model is not one graph, Dynamo breaks it: {reason}",
+            location=location,
+            cure=cure or "take the statement out of forward, or guard it with torch.compiler.is_compiling().",
+        )
+
+
+class DataDependentControlFlowError(GraphBreakError):
+    """The model branches on a value that is known only when it runs."""
+
+    def __init__(self, reason: str, *, location: str = "") -> None:
+        super().__init__(
+            f"control flow depends on the data: {reason}",
+            location=location,
+            cure="write it with torch.where (or torch.cond), or decide it outside of the compiled model.",
+        )
+
+
+class TraceError(UserInputError):
+    """Torch or this backend fails on an operator of the model while it is traced."""
+
+    def __init__(self, reason: str, *, location: str = "", cure: str = "") -> None:
+        self.reason = reason
+        super().__init__(
+            f"the model cannot be traced: {reason}",
+            location=location,
+            cure=cure or "see whether the plain model runs with these inputs; if it does, write the line in another way, or take it out "
+            "of the compiled model.",
+        )
+
+
+class PlainCallError(UserInputError):
+    """A compiled model was run without the backend, on one rank or on all."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Dynamo ran the plain model in place of the compiled one{reason}: each rank would train, or evaluate, on its own",
+            cure="leave torch.compile's fallbacks off around the model: torch.compiler.set_stance, torch._dynamo.disable, "
+            "torch._dynamo.config.disable and suppress_errors; TORCH_LOGS=+dynamo tells more.",
+        )
+
+
+class WrappedModelError(UserInputError):
+    """A compiled model is called from inside of another wrapper that makes replicas or shards of it."""
+
+    def __init__(self, wrapper: str) -> None:
+        super().__init__(
+            f"the model is wrapped in {wrapper}, which makes replicas, or shards, and reduces gradients by itself",
+            cure="compile the plain model, and call the compiled one: the backend makes replicas of stages and reduces their gradients "
+            "itself. Accelerate and the Trainer of Hugging Face wrap a model when they prepare it; write the loop by hand.",
+        )
+
+
+class OutputNotAvailableError(RanncError):
+    """An output was touched that `outputs="loss"` neither moves nor keeps."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(
+            f'output {output!r} was not kept, because the model is compiled with options={{"outputs": "loss"}}',
+            cure='compile with options={"outputs": "all"} (the default) to get it back on every rank.',
+        )
+
+
+class ReleasedParameterError(RanncError):
+    """The value of a parameter, or of a buffer, was used outside of the compiled model on a rank whose memory for it was given back."""
+
+    def __init__(self, name: str, *, kind: str = "parameter", owners: Sequence[int] = (), use: str = "") -> None:
+        owned = f"; {ranks_text(owners)} has it" if len(owners) == 1 else f"; {ranks_text(owners)} have it" if owners else ""
+        used = f" ({use} was to use it)" if use else ""
+        super().__init__(
+            f"the value of {kind} {name!r} is not on this rank{owned}{used}",
+            cure="call the compiled model, not the plain one, a submodule or a copy of it (generate, AveragedModel and copy.deepcopy use "
+            "the plain one); compute what depends on parameters (a penalty) inside the model's forward; for values call "
+            "model.state_dict() on all ranks (rank 0 gets the full one), or ask rannc_backend.is_held(parameter) before.",
+        )
+
+
+class ValueNotMadeError(RanncError):
+    """The value of a parameter was used before the first call of the compiled model, which has each rank make those of its stages."""
+
+    def __init__(self, name: str, *, use: str = "") -> None:
+        used = f" ({use} was to use it)" if use else ""
+        super().__init__(
+            f"parameter {name!r} has no value yet{used}",
+            cure="call the compiled model once before: each rank then makes the parameters of its stages.",
+        )

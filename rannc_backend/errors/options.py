@@ -1,0 +1,63 @@
+"""Errors about options: their names, their values and the files that they come from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from rannc_backend.errors.base import UserInputError, shown
+
+
+class UnknownOptionError(UserInputError):
+    """An option or a RANNC_ environment variable that does not exist."""
+
+    def __init__(self, name: str, *, valid: Iterable[str], source: str) -> None:
+        choices = sorted(valid)
+        self.name = name
+        folded = {choice.lower(): choice for choice in choices}
+        near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
+        self.nearest = folded[near[0]] if near else None
+        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
+        super().__init__(
+            f"unknown option {name!r} (from {source})",
+            cure=f"{hint}Valid names are: {', '.join(choices)}.",
+        )
+
+
+class OptionValueError(UserInputError):
+    """An option has a value outside of what it accepts."""
+
+    def __init__(self, item: str, *, value: object, source: str, expected: str) -> None:
+        self.item = item
+        self.value = value
+        super().__init__(
+            f"option {item!r} has the bad value {shown(value)} (from {source})",
+            cure=f"give {item} {expected}.",
+        )
+
+
+class ConfigurationFileError(UserInputError):
+    """A file of options or of logging cannot be read, or says something that it cannot say."""
+
+    def __init__(self, file: str, *, problem: str, cure: str) -> None:
+        self.file = file
+        super().__init__(f"{file} {problem}", cure=cure)
+
+
+class UnknownModuleError(UserInputError):
+    """An option names a module that has no operator in the model's graph."""
+
+    def __init__(self, name: str, *, valid: Iterable[str], option: str) -> None:
+        choices = sorted(valid)
+        self.name = name
+        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.0)
+        self.nearest = near[0] if near else None
+        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
+        super().__init__(
+            f"option {option!r} names {name!r}, but no module of that name computes anything from the batch",
+            cure=f"{hint}Names are as model.named_modules() gives them.",
+        )
+
+
+class StagePinError(UserInputError):
+    """What the options stage_starts, keep_together and stage_pins ask for cannot be had together."""

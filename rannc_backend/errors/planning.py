@@ -1,0 +1,79 @@
+"""Errors of planning: plans, clusters, profiles and limits that no plan satisfies."""
+
+from __future__ import annotations
+
+from rannc_backend.errors.base import RanncError, UserInputError, clip
+
+BYTES_PER_GB = 1024**3
+
+
+class FactoryError(UserInputError):
+    """The function that makes a model to plan cannot be found, fails, or returns something else."""
+
+
+class BlocksFileError(UserInputError):
+    """A file of blocks to plan with cannot be read, or was made under other options."""
+
+
+class PlanError(UserInputError):
+    """A plan cannot be read, or does not fit this model, world size or version."""
+
+
+class ProfileError(UserInputError):
+    """A file of measured prices cannot be read or is not one, or measuring was asked for where nothing can be measured."""
+
+
+class ClusterFileError(UserInputError):
+    """A description of a cluster cannot be found or read, or says what cannot be."""
+
+    def __init__(self, file: str, *, key: str = "", problem: str, cure: str) -> None:
+        self.file = file
+        self.key = key
+        where = f": {key}" if key else ""
+        super().__init__(f"cluster {clip(file)}{where} {problem}", cure=cure)
+
+
+class InfeasiblePlanError(UserInputError):
+    """No plan satisfies the limits. Says the smallest limits that would do.
+
+    Args:
+        reason: which limit binds.
+        smallest_bytes: smallest memory limit per device with which a plan exists; None if memory is not what binds.
+        smallest_num_devices: smallest number of devices with which a plan exists; None if unknown.
+        smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is none.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        smallest_bytes: float | None = None,
+        smallest_num_devices: int | None = None,
+        smallest_max_pipeline: int | None = None,
+    ) -> None:
+        self.smallest_bytes = smallest_bytes
+        self.smallest_num_devices = smallest_num_devices
+        self.smallest_max_pipeline = smallest_max_pipeline
+        cures = []
+        if smallest_bytes is not None:
+            # Rounded up: the printed number itself must be enough.
+            smallest_gb = -(-smallest_bytes * 1000 // BYTES_PER_GB) / 1000
+            cures.append(f"a memory limit of {smallest_gb:.3f} GB per device (RANNC_MEM_LIMIT_GB)")
+        if smallest_num_devices is not None:
+            cures.append(f"{smallest_num_devices} devices")
+        cure = f"the smallest that would do: {', or '.join(cures)}." if cures else ""
+        if smallest_max_pipeline is not None:
+            other = "Otherwise" if cures else "What would do:"
+            cure = f"{cure} {other} smaller micro-batches: max_pipeline={smallest_max_pipeline} (RANNC_MAX_PIPELINE).".strip()
+        super().__init__(f"no plan satisfies the limits: {reason}", cure=cure)
+
+
+class ScheduleError(RanncError):
+    """A program of actions could hang, mixes up messages or leaks a buffer. Names the action, as `2F0`."""
+
+    def __init__(self, problem: str, *, action: str = "", rank: int | None = None) -> None:
+        self.action = action
+        self.rank = rank
+        place = "" if rank is None else f"rank {rank}: "
+        subject = f"action {action}: " if action else ""
+        super().__init__(f"{place}{subject}{problem}")

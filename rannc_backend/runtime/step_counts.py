@@ -1,0 +1,157 @@
+"""What a rank has done so far: calls of compiled models, backwards, optimizer steps. Ranks compare it whenever they agree on something.
+
+In: events of this rank. Out: a digest that travels in messages that are sent anyway, and, where digests differ, what differs.
+
+Steps of optimizers are counted by parameter, since a rank may have an optimizer of its own for each parameter that it owns (hooks that
+step within the backward). The rule: all owners of a parameter have updated it equally often, and no other rank more often than they
+have. A rank that leaves out an optimizer's step is found by it, as its optimizer holds parameters of other ranks too, whose owners have
+counted one step more than it has, or its own parameters, for which others have counted more.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Keys = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class OptimizerCounts:
+    """Of all optimizers over the same parameters. ``settings``: learning rate and the like at the last step, as text."""
+
+    keys: Keys
+    num_updates: int = 0
+    num_clears: int = 0  # calls of zero_grad
+    settings: str = ""
+
+    @property
+    def models(self) -> set[int]:
+        """Numbers of the models that have these parameters."""
+        return {model_of(key) for key in self.keys}
+
+
+def key_of(model: int, name: str) -> str:
+    """The key of a parameter: the number of its model, which is the same on all ranks, and its name."""
+    return f"{model}:{name}"
+
+
+def model_of(key: str) -> int:
+    """The number of the model of a key."""
+    return int(key.partition(":")[0])
+
+
+def name_of(key: str) -> str:
+    """The parameter's name of a key."""
+    return key.partition(":")[2]
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """See the module docstring.
+
+    Attributes:
+        optimizers: by a hash of the keys of their parameters, which are the same on all ranks.
+        plain_gradients: by key of a parameter, two numbers (a tensor) of the gradient that it has from outside of compiled models.
+        owners_of: the ranks that own the parameter of a key.
+        gone: numbers of models that this rank has dropped.
+        last_failure: the last call that failed on this rank, in words.
+        is_exchanging: this rank is in the midst of messages that others wait for.
+    """
+
+    num_calls: int = 0
+    num_backwards: int = 0
+    optimizers: dict[int, OptimizerCounts] = field(default_factory=dict)
+    plain_gradients: dict[str, Any] = field(default_factory=dict)
+    owners_of: Callable[[str], tuple[int, ...]] = field(default=lambda key: ())
+    gone: set[int] = field(default_factory=set)
+    last_failure: str = ""
+    is_exchanging: bool = False
+
+    def note_failure(self, what: str, error: Exception) -> None:
+        """``what`` failed on this rank."""
+        reason = str(error).strip().partition("\n")[0]
+        self.last_failure = f"{what} failed: {type(error).__name__}: {reason}"
+
+    def of_parameters(self, keys: Keys) -> OptimizerCounts:
+        """The counts of optimizers over these parameters."""
+        return self.optimizers.setdefault(zlib.crc32(repr(keys).encode()), OptimizerCounts(keys))
+
+    def forget(self, model: int) -> None:
+        """Drop what was counted of a model's parameters: it is gone here, and may be alive on other ranks for a while."""
+        self.gone.add(model)
+        self.optimizers = {code: counts for code, counts in self.optimizers.items() if not counts.models & self.gone}
+
+    def digest(self) -> list[int]:
+        """A few numbers; equal where the counts are."""
+        counted = sorted((code, c.num_updates, c.num_clears, c.settings) for code, c in self.optimizers.items())
+        return [self.num_calls, self.num_backwards, zlib.crc32(repr(counted).encode()), len(self.plain_gradients)]
+
+    def details(self) -> dict[str, Any]:
+        """All counts, JSON-able."""
+        by_parameter: dict[str, list[int]] = {}
+        for counts in self.optimizers.values():
+            for key in counts.keys:
+                before = by_parameter.get(key, [0, 0])
+                by_parameter[key] = [before[0] + counts.num_updates, before[1] + counts.num_clears]
+        return {
+            "calls": self.num_calls,
+            "backwards": self.num_backwards,
+            "updates": sum(counts.num_updates for counts in self.optimizers.values()),
+            "parameters": by_parameter,
+            "settings": [[code, counts.settings, sorted(counts.models)] for code, counts in self.optimizers.items()],
+            "gone": sorted(self.gone),
+            "failure": self.last_failure,
+            "plain_gradients": {key: numbers.tolist() for key, numbers in self.plain_gradients.items()},
+        }
+
+    def differences(self, details_by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What each rank has done, in words, where that does not go together; [] where it does."""
+        gone = set().union(*(details["gone"] for details in details_by_rank))
+        if self._steps_differ(details_by_rank, gone):
+            return [_words(details) for details in details_by_rank]
+        settings = [{code: text for code, text, models in details["settings"] if not gone & {*models}} for details in details_by_rank]
+        for code in set.intersection(*(set(each) for each in settings)):
+            found = [each[code] for each in settings]
+            if len(set(found)) > 1:
+                return [f"optimizer {text}" for text in found]
+        return []
+
+    def plain_difference(self, details_by_rank: Sequence[Mapping[str, Any]]) -> str:
+        """The key of a parameter whose owners have different gradients from outside of compiled models; "" where there is none."""
+        gradients = [details["plain_gradients"] for details in details_by_rank]
+        for key in sorted(set().union(*gradients)):
+            found = [each.get(key) for rank, each in enumerate(gradients) if rank in self.owners_of(key)]
+            if any(numbers is None or not _close(numbers, found[0]) for numbers in found):
+                return key
+        return ""
+
+    def _steps_differ(self, details_by_rank: Sequence[Mapping[str, Any]], gone: set[int]) -> bool:
+        if len({(details["calls"], details["backwards"]) for details in details_by_rank}) > 1:
+            return True
+        counts_by_rank = [details["parameters"] for details in details_by_rank]
+        for key in set().union(*counts_by_rank):
+            if model_of(key) in gone:
+                continue
+            owners = set(self.owners_of(key))
+            for index in range(2):
+                counts = [counts_of_rank.get(key, [0, 0])[index] for counts_of_rank in counts_by_rank]
+                own = {count for rank, count in enumerate(counts) if rank in owners}
+                others = [count for rank, count in enumerate(counts) if rank not in owners]
+                if len(own) > 1 or (own and others and max(others) > max(own)):
+                    return True
+        return False
+
+
+def _close(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6 * abs(others[-1])) for a, b in zip(numbers, others, strict=True))
+
+
+def _words(details: Mapping[str, Any]) -> str:
+    text = f"{details['calls']} calls, {details['backwards']} backwards, {details['updates']} optimizer steps"
+    clears = max((counts[1] for counts in details["parameters"].values()), default=0)
+    text += f", {clears} zero_grad" if clears else ""
+    return f"{text}; {details['failure']}" if details["failure"] else text

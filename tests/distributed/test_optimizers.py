@@ -1,0 +1,36 @@
+"""Optimizers, norms and modules beside a compiled model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+from tests.distributed.optimizer_checks import COUPLED
+
+
+def _case(name: str, replicas: str, check: str, **members: Any) -> Case:
+    world = sum(int(number) for number in replicas.split(","))
+    return Case(name=f"optimizers-{name}", replicas=replicas, world=world, check=check, **members)
+
+
+CASES = (
+    *(_case(f"coupled-{kind}", "1,1", "coupled", model="mlp_loss", parameters={"kind": kind}) for kind in COUPLED),
+    *(_case(f"coupled-{kind}-replicas", "2", "coupled", model="mlp_loss", parameters={"kind": kind}) for kind in ("lbfgs", "sam")),
+    _case("untried", "1,1", "untried"),
+    _case("total_norm", "1,1", "total_norm", model="tied_embedding"),
+    _case("total_norm-replicas", "1,2,1", "total_norm", model="mlp"),
+    *(
+        _case(f"head-{replicas}-{flag}", replicas, "head_outside", parameters={"synchronized": flag}, num_micro_batches=2)
+        for replicas in ("1,1", "2")
+        for flag in (False, True)
+    ),
+    _case("plain_training", "2", "plain_training", rows=(4, 4)),
+)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("optimizers-")) for case in CASES])
+def test_optimizers_beside_a_compiled_model(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
