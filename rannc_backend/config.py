@@ -136,6 +136,10 @@ class Config(BaseModel):
     gradients_reduce_method: Literal["mean", "sum"] = Field(
         "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
     )
+    states_on_all_ranks: bool = Field(
+        False,
+        description="state_dict() of the model and of optimizers gives every rank the whole state; False: rank 0 alone.",
+    )
     check_optimizers: bool = Field(
         True,
         description="Try an optimizer on small copies before its first step, and refuse it where it updates a parameter from others that "

@@ -148,7 +148,7 @@ def full_state_dict(
         return {name: tensor.detach() for name, tensor in names}
     if table is None:
         return root.state_dict(*args, **kwargs)
-    with table.states_on_all_ranks(on_all_ranks):
+    with table.giving_states(on_all_ranks=on_all_ranks):
         state = root.state_dict(*args, **kwargs)
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":

@@ -51,6 +51,7 @@ from rannc_backend.runtime.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
 from rannc_backend.runtime.host_memory import give_back_memory
 from rannc_backend.runtime.meter import StepMeter
+from rannc_backend.runtime.optimizer_states import OptimizerStates
 from rannc_backend.runtime.optimizer_watch import OptimizerWatch
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.promises import Promises
@@ -85,6 +86,7 @@ class Session:
     promises: Promises
     switches: Switches
     followers: list[Follower]
+    states: Follower | None = None  # of all optimizers that are not among the followers
     number: int = 0  # of the model in this process, the same on all ranks
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
@@ -273,8 +275,9 @@ class Session:
         else:
             before = None
             self.table = ParameterTable.build(root, ranks_of, self.world, self.number)
+            self.table.states_on_all_ranks = self.config.states_on_all_ranks
             moved = self.table.settle(self.promises, synchronize=self.config.sync_params_on_init)
-        for follower in self.followers:
+        for follower in (*self.followers, *([self.states] if self.states is not None else [])):
             follower.parameters_moved(self.table, before)
         logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, moved.freed_bytes / 2**20)
         return moved.changed
@@ -385,6 +388,7 @@ class SessionRegistry:
     stored: dict[int, Any] = field(default_factory=dict)  # parameters that are spread over the ranks, by id: see tensor_coll.py
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
     trace: EventTrace | None = None  # of all models that are traced
+    states: OptimizerStates | None = None
     num_models: int = 0  # so far
     synchronized: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # see synchronized_modules.py
     ends: tuple[Callable[[], None], ...] = ()  # of what GradScalers and torch's clipping of gradients do over ranks until then
@@ -409,7 +413,13 @@ class SessionRegistry:
                 mention_untried_torch(torch.__version__)
             if world.size > 1 and not self.ends:
                 watch = OptimizerWatch(world, self.tables, self.is_synchronized, lambda: self.checks_optimizers)
-                self.ends = (unscale_over_ranks(world, self.tables), norms_over_ranks(self.tables), watch.install())
+                self.states = OptimizerStates(world, self.tables, lambda: self.gives_all_states, lambda each: each in self.optimizers)
+                self.ends = (
+                    unscale_over_ranks(world, self.tables),
+                    norms_over_ranks(self.tables),
+                    watch.install(),
+                    self.states.install(),
+                )
             session = Session(
                 root=weakref.ref(root),
                 config=config,
@@ -417,6 +427,7 @@ class SessionRegistry:
                 promises=self.promises,
                 switches=self.switches,
                 followers=self.followers.setdefault(root, []),
+                states=self.states,
                 number=self.num_models,
             )
             self.num_models += 1
@@ -466,6 +477,11 @@ class SessionRegistry:
     def checks_optimizers(self) -> bool:
         """Whether optimizers are tried before their first step; all models must have been compiled so."""
         return all(session.config.check_optimizers for session in self.sessions.values())
+
+    @property
+    def gives_all_states(self) -> bool:
+        """Whether every rank gets whole states, not rank 0 alone; some model must have been compiled so."""
+        return any(session.config.states_on_all_ranks for session in self.sessions.values())
 
     def tables(self) -> list[ParameterTable]:
         """Ownership of every planned model."""

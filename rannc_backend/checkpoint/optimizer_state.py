@@ -16,6 +16,7 @@ from rannc_backend.checkpoint.plain_values import decode, encode
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.checkpoint.tensor_storage import read_tensors
 from rannc_backend.errors import CheckpointMismatchError, CheckpointStateError
+from rannc_backend.runtime.optimizer_states import raw_optimizer_states
 
 # Not of a group's options: names are kept in a form of our own.
 _NAME_KEYS = ("params", "param_names")
@@ -100,10 +101,12 @@ def restore_groups(optimizer: torch.optim.Optimizer, number: int, reader: Checkp
     """Set the options of the parameter groups (learning rates and so on), and forget all state."""
     record = reader.index.parts[0].optimizers[number]
     place = f"optimizer {number}"
-    groups = optimizer.state_dict()["param_groups"]
+    with raw_optimizer_states():
+        groups = optimizer.state_dict()["param_groups"]
     for group, saved in zip(groups, record.groups, strict=True):
         group.update({key: decode(value, f"{place}, option {key!r}") for key, value in saved.options.items() if key not in _NAME_KEYS})
-    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    with raw_optimizer_states():
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
 def restore_state(
@@ -121,7 +124,8 @@ def restore_state(
             values.update(part.optimizers[number].values)
     state: dict[int, dict[str, Any]] = {}
     found: dict[str, torch.Tensor] = {}
-    described = optimizer.state_dict()
+    with raw_optimizer_states():
+        described = optimizer.state_dict()
     for group, packed in zip(optimizer.param_groups, described["param_groups"], strict=True):
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]
@@ -135,7 +139,8 @@ def restore_state(
             if entry:
                 state[index] = entry
     read_tensors(found, reader)
-    optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
+    with raw_optimizer_states():
+        optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
     _undo_casts(optimizer, described["param_groups"], state)
 
 

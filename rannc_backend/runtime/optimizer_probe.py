@@ -67,8 +67,16 @@ def _compared(optimizer: torch.optim.Optimizer) -> bool | None:
 def optimizers_of(parameters: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
     """All optimizers of this process that have one of these parameters, wrappers around others (SAM, Lookahead) included."""
     wanted = {id(parameter) for parameter in parameters}
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    classes = _subclasses(torch.optim.Optimizer)
+    found = [each for each in gc.get_objects() if type(each) in classes]
     return [each for each in found if any(id(p) in wanted for group in vars(each).get("param_groups", ()) for p in group["params"])]
+
+
+def _subclasses(cls: type) -> set[type]:
+    found = {cls}
+    for each in cls.__subclasses__():
+        found |= _subclasses(each)
+    return found
 
 
 def _stepped(optimizer: torch.optim.Optimizer, places: Sequence[Place], huge: Place | None = None) -> list[torch.Tensor]:

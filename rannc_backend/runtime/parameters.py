@@ -65,7 +65,7 @@ class ParameterTable:
     tensors: dict[str, torch.Tensor]  # by every name: the objects that steps use
     number: int = 0  # of the model, the same on all ranks
     gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
-    _states_on_all_ranks: bool = False
+    states_on_all_ranks: bool = False  # state_dict() gives every rank what rank 0 gets otherwise
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _plain_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -317,13 +317,13 @@ class ParameterTable:
         return tensor
 
     @contextmanager
-    def states_on_all_ranks(self, wanted: bool) -> Iterator[None]:
-        """While it lasts, ``state_dict`` of the module gives every rank what rank 0 gets otherwise, if that is ``wanted``."""
-        self._states_on_all_ranks = wanted
+    def giving_states(self, *, on_all_ranks: bool) -> Iterator[None]:
+        """While it lasts, ``state_dict`` of the module gives every rank what rank 0 gets otherwise, or rank 0 alone."""
+        before, self.states_on_all_ranks = self.states_on_all_ranks, on_all_ranks
         try:
             yield
         finally:
-            self._states_on_all_ranks = False
+            self.states_on_all_ranks = before
 
     def _install_hooks(self, root: nn.Module) -> None:
         for module in root.modules():
@@ -352,7 +352,7 @@ class ParameterTable:
         self._agree(f"state_dict of {prefix or 'the model'}", [])
         for local, (name, tensor) in own.items():
             key = prefix + local
-            if self._states_on_all_ranks:
+            if self.states_on_all_ranks:
                 state[key] = self._from_owner(name, tensor)
                 continue
             if self.owners[name][0] != 0:

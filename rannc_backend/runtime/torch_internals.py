@@ -176,6 +176,34 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
+def replace_optimizer_states(
+    give: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
+    take: Callable[[torch.optim.Optimizer, dict[str, Any], Callable[[dict[str, Any]], None]], None],
+) -> Callable[[], None]:
+    """Let every ``optimizer.state_dict()`` be what ``give`` makes of this process's own state, and let ``take`` load one: it is given
+    torch's own way of loading. Returns a function that ends this.
+    """
+    cls = torch.optim.Optimizer
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+
+    @torch._disable_dynamo
+    @functools.wraps(state_dict)
+    def whole(self: torch.optim.Optimizer) -> dict[str, Any]:
+        return give(self, state_dict(self))
+
+    @torch._disable_dynamo
+    @functools.wraps(load_state_dict)
+    def load(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        take(self, state_dict, functools.partial(load_state_dict, self))
+
+    cls.state_dict, cls.load_state_dict = whole, load  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        cls.state_dict, cls.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
+
+    return put_back
+
+
 def replace_zero_grad(before: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
     """Let ``before`` see every call of `torch.optim.Optimizer.zero_grad`; returns a function that ends this."""
     original = torch.optim.Optimizer.zero_grad

@@ -232,3 +232,124 @@ def plain_training(context: Context) -> None:
     optimizer.step()
     error = context.findings.raises("a plain call beside", ("PlainGradientError",), lambda: compiled(x))
     context.findings.that("differ between the ranks" in str(error), f"no cause in {error}")
+
+
+def state_of_optimizer(context: Context) -> None:
+    """`optimizer.state_dict()` of all ranks is one process's; loaded by a new model and optimizer, training goes on bit for bit."""
+    find, case = context.findings, context.case
+    when, whole = case.parameters["loaded"], case.parameters["on_all_ranks"]
+    model, alone = context.model(), Alone(context)
+    compiled = context.compile(model, states_on_all_ranks=whole)
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone.model))
+
+    def train(model: nn.Module, compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, step: int) -> None:
+        local = context.local(context.batch(step))
+        optimizer.zero_grad()
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+        optimizer.step()
+
+    for step in range(3):
+        train(model, compiled, optimizer, step)
+        plain.zero_grad()
+        alone.backward(context.batch(step))
+        plain.step()
+    weights, state, expected = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), plain.state_dict()
+    if context.rank == 0 or whole:
+        find.that(state["param_groups"] == expected["param_groups"], f"groups {state['param_groups']}")
+        entries = f"entries {sorted(state['state'])}, in one process {sorted(expected['state'])}"
+        find.that(set(state["state"]) == set(expected["state"]), entries)
+        for index, entry in expected["state"].items():
+            for key, value in entry.items():
+                find.close(f"state {key}", str(index), state["state"].get(index, {}).get(key), value, context.tolerance * 1e4)
+    else:
+        find.that(state == {"state": {}, "param_groups": []} and not weights, f"rank {context.rank} got {state}")
+    for step in (3, 4):
+        train(model, compiled, optimizer, step)
+    after = model.state_dict()
+
+    fresh = context.model()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    again = context.compile(fresh, states_on_all_ranks=whole)
+    other = torch.optim.AdamW(fresh.parameters(), lr=5e-1)
+    if when == "after":
+        train(fresh, again, other, 0)
+    fresh.load_state_dict(weights if weights or when == "after" else fresh.state_dict())
+    other.load_state_dict(state)
+    for step in (3, 4):
+        train(fresh, again, other, step)
+    resumed = fresh.state_dict()
+    for name, value in after.items():
+        find.that(torch.equal(resumed[name], value), f"{name} is another one after training on from the saved state")
+
+
+def partial_states(context: Context) -> None:
+    """The part of one rank, or a state of another optimizer, is refused when it is loaded, and nothing changes."""
+    find = context.findings
+    model = context.model()
+    compiled = context.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train() -> None:
+        local = context.local(context.batch())
+        optimizer.zero_grad()
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+        optimizer.step()
+
+    train()
+    whole = optimizer.state_dict()
+    from rannc_backend.runtime.optimizer_states import raw_optimizer_states
+
+    with raw_optimizer_states():  # as releases before this gave it
+        own = optimizer.state_dict()
+    find.that(len(own["state"]) < len(list(model.parameters())), "this rank has all entries")
+    from_zero = own if context.rank == 0 else {}
+    error = find.raises("the part of rank 0", ("PartialStateError",), lambda: optimizer.load_state_dict(from_zero))
+    find.that("part of one rank" in str(error), f"no cause in {error}")
+    find.raises("nothing", ("UserInputError",), lambda: optimizer.load_state_dict({}))
+    smaller = torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict()
+    find.raises("another optimizer", ("UserInputError",), lambda: optimizer.load_state_dict(smaller))
+    optimizer.load_state_dict(own)  # each rank its own part: it has what it needs
+    optimizer.load_state_dict(whole)
+    train()
+    # Before the first call: found when the model is planned.
+    fresh = context.model()
+    again, other = context.compile(fresh), torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+    part = dict(own["state"]) if context.rank == 0 else {}
+    others = _gathered(sorted(part), len(whole.get("state", part)) or len(list(model.parameters())))
+    entry = next(iter(own["state"].values()))
+    made = {i: {key: torch.zeros_like(p) if value.dim() else value.clone() for key, value in entry.items()} for i, p in others(fresh)}
+    with raw_optimizer_states():
+        other.load_state_dict({**own, "state": made})
+    local = context.local(context.batch())
+    find.raises("rank 0's part on all ranks", ("PartialStateError",), lambda: context.entry.call(again, local))
+
+
+def _gathered(indices: list[int], number: int) -> Callable[[nn.Module], list[tuple[int, nn.Parameter]]]:
+    """Rank 0's indices on all ranks, with the parameters of a model."""
+    flags = torch.zeros(number, dtype=torch.long)
+    flags[indices] = 1
+    torch.distributed.broadcast(flags, 0)
+    return lambda model: [(i, p) for i, p in enumerate(model.parameters()) if flags[i]]
+
+
+def state_follows(context: Context) -> None:
+    """After `undeploy` and another plan the moments are where their parameters are: training equals one process."""
+    model, alone = context.model(), Alone(context)
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone.model))
+    plans = context.case.parameters["replicas"]
+    for step, replicas in enumerate(plans):
+        torch._dynamo.reset()
+        compiled = context.compile(model, stage_replicas=replicas)
+        local = context.local(context.batch(step))
+        optimizer.zero_grad()
+        plain.zero_grad()
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+        alone.backward(context.batch(step))
+        optimizer.step()
+        plain.step()
+        rannc_backend.undeploy(model)
+    state = model.state_dict()
+    if context.rank == 0:
+        context.compare_state(state, alone.model.state_dict(), factor=1e4)

@@ -16,6 +16,10 @@ def _case(name: str, replicas: str, check: str, **members: Any) -> Case:
     return Case(name=f"optimizers-{name}", replicas=replicas, world=world, check=check, **members)
 
 
+def _state(when: str, whole: bool) -> dict[str, Any]:
+    return {"loaded": when, "on_all_ranks": whole}
+
+
 CASES = (
     *(_case(f"coupled-{kind}", "1,1", "coupled", model="mlp_loss", parameters={"kind": kind}) for kind in COUPLED),
     *(_case(f"coupled-{kind}-replicas", "2", "coupled", model="mlp_loss", parameters={"kind": kind}) for kind in ("lbfgs", "sam")),
@@ -27,6 +31,17 @@ CASES = (
         for replicas in ("1,1", "2")
         for flag in (False, True)
     ),
+    *(
+        _case(f"state-{model}-{when}-{'all' if whole else 'zero'}", counts, "state_of_optimizer", model=model, parameters=_state(when, whole))
+        for model, counts, when, whole in (
+            ("tied_embedding", "1,1", "before", False),
+            ("tied_embedding", "1,1", "after", True),
+            ("mlp_loss", "1,2", "after", False),
+            ("lora", "2", "before", True),
+        )
+    ),
+    _case("partial_states", "1,1", "partial_states", model="mlp_loss"),
+    _case("state_follows", "1,1", "state_follows", model="mlp_loss", parameters={"replicas": ["1,1", "2", "1,1", "1,1"]}),
     _case("plain_training", "2", "plain_training", rows=(4, 4)),
 )
 

@@ -16,6 +16,7 @@ from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOpti
 ITEMS = sorted(Config.model_fields)
 # A good value that is not the default, as an option and as text in the environment.
 OTHER_VALUES = {
+    "states_on_all_ranks": (True, "1"),
     "check_optimizers": (False, "0"),
     "partition_num": (2, "2"),
     "replica_num": (2, "2"),

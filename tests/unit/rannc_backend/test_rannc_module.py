@@ -19,8 +19,8 @@ import rannc_backend as pyrannc
 from rannc_backend.backend import REGISTRY
 from rannc_backend.errors import UserInputError
 from rannc_backend.module import rows_of_plan
-from rannc_backend.optimizer_state import Coded, tensors_of_form, value_of_form
 from rannc_backend.runtime.absent_tensors import make_absent
+from rannc_backend.runtime.exchange_values import Coded, tensors_of_form, value_of_form
 from rannc_backend.runtime.promises import Promise
 from rannc_backend.stage_values import HeldValues
 from tests.unit.rannc_backend.sample_plans import sample_plan
