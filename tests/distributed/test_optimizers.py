@@ -32,7 +32,7 @@ CASES = (
         for flag in (False, True)
     ),
     *(
-        _case(f"state-{model}-{when}-{'all' if whole else 'zero'}", counts, "state_of_optimizer", model=model, parameters=_state(when, whole))
+        _case(f"state-{model}-{when}-{whole}", counts, "state_of_optimizer", model=model, parameters=_state(when, whole))
         for model, counts, when, whole in (
             ("tied_embedding", "1,1", "before", False),
             ("tied_embedding", "1,1", "after", True),
