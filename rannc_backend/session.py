@@ -86,7 +86,7 @@ class Session:
     promises: Promises
     switches: Switches
     followers: list[Follower]
-    states: Follower | None = None  # of all optimizers that are not among the followers
+    states: OptimizerStates | None = None  # of all optimizers that are not among the followers
     number: int = 0  # of the model in this process, the same on all ranks
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
@@ -274,6 +274,8 @@ class Session:
             moved = self.table.transfer(ranks_of)
         else:
             before = None
+            if self.states is not None:
+                self.states.check_before_move(ranks_of, {parameter: name for name, parameter in root.named_parameters()})
             self.table = ParameterTable.build(root, ranks_of, self.world, self.number)
             self.table.states_on_all_ranks = self.config.states_on_all_ranks
             moved = self.table.settle(self.promises, synchronize=self.config.sync_params_on_init)

@@ -181,12 +181,42 @@ class OptimizerStates:
         else:
             load_own(state)
 
+    def check_before_move(self, owners: Mapping[str, Ranks], names: Mapping[torch.Tensor, str]) -> None:
+        """Whether each rank's optimizers have what it needs when parameters go to their first owners; nothing has changed yet. Collective.
+
+        Args:
+            owners: by parameter's name, of those that not all ranks hold.
+            names: of all parameters of the model.
+
+        Raises:
+            PartialStateError: as `load_state`.
+        """
+        everyone = tuple(range(self._world.size))
+        found = self._known(list(names), lambda parameter: names.get(parameter))
+        words = [
+            [identity, each in self._awaiting, [i for i, p in enumerate(parameters_of(each)) if p in each.state]]
+            for identity, each in sorted(found.items())
+        ]
+        answers = agree(self._world, "optimizers of a model that is planned", words)
+        waiting = {(identity, rank) for rank, answer in enumerate(answers) for identity, waits, _ in answer if waits}
+        for rank, identity, indices in ((rank, word[0], word[2]) for rank, answer in enumerate(answers) for word in answer):
+            optimizer = found.get(identity)
+            if optimizer is None or (identity, rank) in waiting or not indices:
+                continue
+            parameters = parameters_of(optimizer)
+            ranks = [owners.get(names.get(parameter, ""), everyone) for parameter in parameters]
+            missing = _ranks_without(dict.fromkeys(indices), ranks, [p.requires_grad for p in parameters], len(everyone))
+            for served in everyone:
+                if missing[served] and (served == rank or (rank == 0 and (identity, served) in waiting)):
+                    raise PartialStateError(
+                        f"{type(optimizer).__name__} of rank {rank} was given a state with entries for {len(indices)} of {len(parameters)} "
+                        f"parameters, and none of those that rank {served} needs: it is the part of one rank",
+                        cure=_SAVE_CURE,
+                    )
+
     def parameters_moved(self, table: ParameterTable, before: Mapping[str, Ranks] | None) -> None:
         """As `session.Follower`: for all optimizers that nothing else looks after. Collective."""
-        parameters = list(table.module().parameters())
-        known = [each for each in optimizers_of(parameters) if not self._is_handled(each)]
-        # Of several over the same parameters (a new one in each epoch) those with a state.
-        found = {self._identity(each, table): each for each in sorted(known, key=lambda each: len(each.state))}
+        found = self._known(list(table.module().parameters()), table.name_of)
         words = [[identity, bool(each.state), each in self._awaiting] for identity, each in found.items()]
         answers = agree(self._world, "optimizers following their parameters", words)
         states = [{identity for identity, has_state, _ in answer if has_state} for answer in answers]
@@ -198,9 +228,15 @@ class OptimizerStates:
             if optimizer is not None:
                 self._keep_own(optimizer, table)
 
-    def _identity(self, optimizer: torch.optim.Optimizer, table: ParameterTable) -> str:
-        names = [table.name_of(parameter) or "?" for parameter in parameters_of(optimizer)]
-        return f"{type(optimizer).__name__} {' '.join(names)}"
+    def _known(
+        self, parameters: list[torch.Tensor], name_of: Callable[[torch.Tensor], str | None]
+    ) -> dict[str, torch.optim.Optimizer]:
+        """By what ranks call them: optimizers of these parameters; of several over the same (a new one in each epoch) one with a state."""
+        known = [each for each in optimizers_of(parameters) if not self._is_handled(each)]
+        return {
+            f"{type(each).__name__} {' '.join(name_of(parameter) or '?' for parameter in parameters_of(each))}": each
+            for each in sorted(known, key=lambda each: len(each.state))
+        }
 
     def _follow(self, optimizer: torch.optim.Optimizer, table: ParameterTable, before: Mapping[str, Ranks] | None) -> None:
         new = owners_of(optimizer, [table], table.everyone)
@@ -216,17 +252,8 @@ class OptimizerStates:
             load_state(self._world, None if waits else own, new, trained, optimizer.load_state_dict)
 
     def _keep_own(self, optimizer: torch.optim.Optimizer, table: ParameterTable) -> None:
-        """Drop entries of other ranks' parameters. Raises PartialStateError where that leaves none though there were some."""
-        parameters = [parameter for parameter in parameters_of(optimizer) if table.name_of(parameter) is not None]
-        mine = [parameter for parameter in parameters if not table.lacks(parameter)]
-        had = sum(1 for parameter in parameters if parameter in optimizer.state)
-        if had and any(p.requires_grad for p in mine) and not any(p in optimizer.state for p in mine):
-            raise PartialStateError(
-                f"{type(optimizer).__name__} was given a state with entries for {had} of {len(parameters)} parameters, and none of those "
-                f"that rank {self._world.rank} has: it is the part of one rank",
-                cure=_SAVE_CURE,
-            )
-        for parameter in parameters:
+        """Drop entries of other ranks' parameters."""
+        for parameter in parameters_of(optimizer):
             if table.lacks(parameter):
                 optimizer.state.pop(parameter, None)
 
