@@ -152,11 +152,14 @@ class Absent:
                 return func(*args, **kwargs)
         if func in _detaching_functions():
             return _detached(tensor)
-        if func in _converting_functions():
+        if func in _converting_functions() and args and args[0] is tensor and not _wants_copy(args, kwargs):
             with without_torch_function():
-                result = func(*args, **kwargs)
-            if result is tensor or not isinstance(result, torch.Tensor):
-                return result
+                probe = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+                result = func(probe, *args[1:], **kwargs)
+            if not isinstance(result, torch.Tensor):
+                return result  # the name of its type
+            if result.dtype == probe.dtype and result.device == probe.device:
+                return tensor  # also for "cpu:0" in place of "cpu", where torch makes a copy
         if func in _writing_functions() and len(args) > 1 and args[0] is tensor and isinstance(args[1], Absent):
             return tensor  # what load_state_dict and Module.to do with a tensor that they are not to change
         raise absence_of(tensor).error(getattr(func, "__name__", str(func)))
@@ -266,6 +269,12 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     setattr(twin, _ATTRIBUTE, replace(absence_of(tensor), original=torch.Tensor))
     refuse_again([twin])
     return twin
+
+
+def _wants_copy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of ``Tensor.to`` has ``copy=True``, its last argument and the second flag."""
+    flags = [value for value in args if isinstance(value, bool)]
+    return bool(kwargs.get("copy")) or flags[1:] == [True]
 
 
 def _first_absent(values: Any) -> torch.Tensor | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -282,16 +284,57 @@ def wrapped(context: Context) -> None:
         "DistributedDataParallel": lambda: nn.parallel.DistributedDataParallel(compiled),
         "FullyShardedDataParallel": lambda: _sharded(compiled),
         "fully_shard": lambda: _fully_sharded(compiled),
+        "Accelerator": lambda: _accelerated(compiled),
+        "Trainer": lambda: _trained(compiled, local),
+        "in place": lambda: nn.parallel.DistributedDataParallel(model),
     }
+    if kind == "in place":
+        model.compile(**context.compile_arguments(stage_starts="second"))
 
     def use() -> None:
         makers[kind]()(*local)
 
-    late = first == "call" and kind != "DistributedDataParallel"  # where parameters have no memory, they say so
+    late = first == "call" and kind in ("FullyShardedDataParallel", "fully_shard")  # where parameters have no memory, they say so
     error = find.raises(kind, ("WrappedModelError", *(("NotImplementedError", "ReleasedParameterError") if late else ())), use)
     find.that(error is None or late or "What to change" in str(error), f"no cure in {error}")
-    if kind == "DistributedDataParallel":
+    if kind not in ("FullyShardedDataParallel", "fully_shard", "in place"):
         compiled(*local).backward()
+
+
+@contextmanager
+def _accelerate() -> Iterator[None]:
+    """What Accelerate asks for on CPUs, and its state afterwards as if it had never been used."""
+    from accelerate.state import AcceleratorState
+
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    names = [*variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def _accelerated(model: Any) -> Any:
+    from accelerate import Accelerator
+
+    with _accelerate():
+        return Accelerator(cpu=True).prepare(model)
+
+
+def _trained(model: Any, local: list[Tensor]) -> Any:
+    """As Hugging Face's documentation has it; it would multiply a loss over all ranks by their number."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"x": x, "y": y} for x, y in zip(*local)]
+    with tempfile.TemporaryDirectory() as directory, _accelerate():
+        arguments = TrainingArguments(output_dir=directory, use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+    return model
 
 
 def _sharded(model: Any) -> Any:

@@ -43,6 +43,10 @@ CASES = (
         for first in ("wrap", "call")
         for replicas in ("1,1", "2")
     ),
+    *(
+        _case(f"wrapped-{kind}-{first}", "1,1", "wrapped", parameters={"kind": kind, "first": first})
+        for kind, first in (("Accelerator", "wrap"), ("Accelerator", "call"), ("Trainer", "wrap"), ("in place", "wrap"))
+    ),
 )
 
 

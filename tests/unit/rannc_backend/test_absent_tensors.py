@@ -88,6 +88,8 @@ READS: Mapping[str, Callable[[nn.Parameter], Any]] = {
     "autograd function": lambda p: Doubled.apply(p),
     "another dtype": lambda p: p.to(torch.float64),
     "half": lambda p: p.half(),
+    "a copy": lambda p: p.to("cpu", copy=True),
+    "a copy by place": lambda p: p.to("cpu", torch.float32, False, True),
     "svd": lambda p: torch.linalg.svd(p.detach()),
     "nonzero": lambda p: p.detach().nonzero(),
     "to_sparse": lambda p: p.detach().to_sparse(),
@@ -167,6 +169,7 @@ def test_what_needs_no_value_goes_on(p: nn.Parameter) -> None:
     assert p.data.shape == p.detach().shape == (4, 6) and p.detach().dtype == torch.float32 and p.size(1) == 6
     assert torch.zeros_like(p).sum() == 0 and p.new_ones(3).sum() == 3 and p.is_floating_point() and not torch.is_complex(p)
     assert p.untyped_storage().nbytes() == 4 and strides_of(p) == (1, 4)
+    assert p.to("cpu:0") is p and p.contiguous() is p and module.to("cpu:0").weight is p and p.type() == "torch.FloatTensor"
     assert p.to("cpu") is p and p.float() is p and module.to(torch.float32).weight is p and module.cpu().weight is p
     assert "'layer.weight'" in repr(p) and "rank 1" in f"{p}" and repr(module)
     assert list(module.state_dict()) == ["weight", "bias"]
