@@ -17,15 +17,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rannc_backend.disabled_compile import say_if_unused, warn_if_disabled, warn_if_looked_up_in_vain
 from rannc_backend.torch_version import refuse_old_torch
 
 # Before the imports that an old torch would fail in, with names that say nothing to the user.
 refuse_old_torch(torch.__version__)
+warn_if_disabled(os.environ)
+warn_if_looked_up_in_vain(os.environ)
 
 from rannc_backend.runtime import bootstrap  # noqa: E402
 
 # torch.compile imports this module when it looks the backend up: before the first trace, and long before all ranks come to a call.
 bootstrap.watch_others()
+say_if_unused(os.environ, lambda: bootstrap.started() is not None)
 
 from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402

@@ -6,6 +6,7 @@ In: command line, environment, plan files. Out: text on stdout. Our own errors e
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from rannc_backend.cli_doctor import doctor
 from rannc_backend.cli_show import PlanPath
 from rannc_backend.config import environment_name
 from rannc_backend.deployment_file import read_plan
+from rannc_backend.disabled_compile import disabling_variables
 from rannc_backend.errors import OptionValueError, RanncError
 from rannc_backend.ir.action import INPUT, format_programs
 from rannc_backend.schedule.edges import EdgeSpec, Phase
@@ -47,6 +49,8 @@ app.command("simulate")(cli_show.simulate)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
+    for name in disabling_variables(os.environ):
+        Console(stderr=True, soft_wrap=True).print(f"rannc: warning: {name} switches torch.compile off", style="yellow", highlight=False)
     try:
         with _rare_collections():
             app(args=None if arguments is None else list(arguments))

@@ -17,11 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Literal
 
 from rannc_backend.config_sources import configuration_directory, resolve
+from rannc_backend.disabled_compile import disabling_variables
 from rannc_backend.errors import BYTES_PER_GB, RanncError
 from rannc_backend.log import LOGGING_FILE
 from rannc_backend.log_file import logging_file
@@ -69,6 +70,7 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield check_nccl(devices)
     yield check_mpi(mpirun, mpirun_version(said_by([mpirun, "--version"])) if mpirun else "", package_version("mpi4py"), mpi_library())
     yield check_optional("transformers", package_version("transformers"))
+    yield check_compile(environ)
     yield check_launch(environ)
     yield check_configuration(environ)
     yield check_logging(environ)
@@ -157,6 +159,19 @@ def check_mpi(mpirun: str | None, mpirun_version: str, mpi4py: str | None, libra
 def check_optional(name: str, found: str | None) -> Finding:
     """A package that some models want."""
     return Finding(name=name, status="ok", text=found or "not installed; only models of it need it")
+
+
+def check_compile(environ: Mapping[str, str]) -> Finding:
+    """Whether torch.compile is switched on, and torch knows the backend by its name."""
+    found = disabling_variables(environ)
+    if found:
+        cure = f"unset {', '.join(name.partition('=')[0] for name in found)}: models run without the backend, each rank by itself."
+        return Finding(name="torch.compile", status="problem", text=f"switched off by {' and '.join(found)}", cure=cure)
+    names = [entry.name for entry in entry_points(group="torch_dynamo_backends")]
+    if "rannc" not in names:
+        cure = "install the package, pip install ., in the environment that runs the script."
+        return Finding(name="torch.compile", status="problem", text='no backend "rannc" is installed', cure=cure)
+    return Finding(name="torch.compile", status="ok", text='finds backend="rannc"; a call with disable=True would not come to it')
 
 
 def check_launch(environ: Mapping[str, str]) -> Finding:
