@@ -274,3 +274,15 @@ def touch_released(context: Context) -> dict[str, Any]:
         context.findings.raises(what, ("ReleasedParameterError",), call)
     _train(context, model, compiled, 1, 2)
     return {"released": names}
+
+
+def generate_past_the_call(context: Context) -> None:
+    """`generate()` of Hugging Face calls the plain model, on the compiled one too: an error, not token 0 for ever."""
+    model = context.model()
+    compiled = context.compile(model)
+    ids = torch.ones(2, 3, dtype=torch.long)
+    _train(context, model, compiled, 0, 1)
+    for what, call in {"model": model.generate, "compiled": compiled.generate}.items():
+        error = context.findings.raises(f"{what}.generate()", ("ReleasedParameterError",), lambda call=call: call(ids, max_new_tokens=3))
+        context.findings.that("generate" in str(error), f"no cure in {error}")
+    _train(context, model, compiled, 1, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rannc_backend
+from rannc_backend.runtime import bootstrap
 from tests.distributed.contract_checks import Alone
 from tests.distributed.harness.context import Context
 
@@ -108,6 +110,31 @@ def coupled(context: Context) -> None:
     state = model.state_dict()
     if context.rank == 0:
         context.compare_state(state, alone.model.state_dict(), factor=1e3)
+
+
+def sharding(context: Context) -> None:
+    """torch's ZeroRedundancyOptimizer, made before the first call or after it: an error with the cure, and training goes on."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    bootstrap.start()
+    model = context.model()
+    compiled, local = context.compile(model), context.local(context.batch())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+        optimizer.step()
+
+    for bucketed in (False, True):  # the second is made when parameters are where their stages are
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)}
+        names = ("ShardingOptimizerError", *(("ReleasedParameterError",) if bucketed else ()))
+        make = partial(ZeroRedundancyOptimizer, model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=bucketed)
+        error = context.findings.raises("ZeRO", names, lambda make=make: train(make()))
+        context.findings.that("What to change" in str(error), f"no cure in {error}")
+        same = all(torch.equal(p, before[name]) for name, p in model.named_parameters() if rannc_backend.is_held(p))
+        context.findings.that(same, "a parameter was changed")
+        train(plain)
 
 
 def untried(context: Context) -> None:

@@ -46,6 +46,7 @@ OTHER = (
 TOUCHED = (
     _case("touch", "mlp_loss", "1,1", "touch_released"),
     _case("touch_four", "mlp_loss", "1,1,1,1", "touch_released"),
+    _case("generate", "gpt2", "1,1", "generate_past_the_call"),
 )
 
 

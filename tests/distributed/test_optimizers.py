@@ -24,6 +24,7 @@ CASES = (
     *(_case(f"coupled-{kind}", "1,1", "coupled", model="mlp_loss", parameters={"kind": kind}) for kind in COUPLED),
     *(_case(f"coupled-{kind}-replicas", "2", "coupled", model="mlp_loss", parameters={"kind": kind}) for kind in ("lbfgs", "sam")),
     _case("untried", "1,1", "untried"),
+    _case("sharding", "1,1", "sharding", model="mlp_loss"),
     _case("total_norm", "1,1", "total_norm", model="tied_embedding"),
     _case("total_norm-replicas", "1,2,1", "total_norm", model="mlp"),
     *(
