@@ -30,6 +30,8 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kill", "before", ("signal 9",)),
     ("segfault", "backward", INSIDE),
     ("exception", "capture", ("rank 1", CAUSE)),
+    # A label that there is no class for, and a script that skips bad batches: the other ranks are in the midst of the step.
+    ("caught", "data", ("rank 1", "stage 1", "micro-batch")),
 )
 # The runtime alone meets these kinds in test_failures_runtime.py.
 JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
