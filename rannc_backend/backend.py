@@ -44,7 +44,7 @@ from rannc_backend.narrator import log_narrator  # noqa: E402
 from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
 from rannc_backend.runtime.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
-from rannc_backend.runtime.world import StartOptions, World  # noqa: E402
+from rannc_backend.runtime.world import World  # noqa: E402
 from rannc_backend.session import Session, SessionRegistry  # noqa: E402
 from rannc_backend.startup import say_options  # noqa: E402
 
@@ -88,7 +88,7 @@ def _compile(
         resolution = _resolution(options)
         config = resolution.config
         # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
-        world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
+        world = bootstrap.start(bootstrap.options_of(config))
         world.monitor.phase("capture")
         _check_device(graph_module, example_inputs, world)
         with log_narrator(verbose=config.verbose).step("capture") as details:

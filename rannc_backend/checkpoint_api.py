@@ -129,7 +129,7 @@ def save_checkpoint(
         tensors=snapshot.copied() if asynchronous else snapshot.tensors,
     )
     if asynchronous:
-        BACKGROUND.start(job)
+        BACKGROUND.start(job, world.monitor)
     else:
         _save_now(world, job)
     world.monitor.phase("between steps")

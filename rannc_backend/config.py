@@ -19,6 +19,8 @@ from rannc_backend.errors import RanksDifferError
 
 ENVIRONMENT_PREFIX = "RANNC_"
 _PROFILED_STEPS = 5
+# Three years: what clocks and sockets can be told to wait.
+_LONGEST_SECONDS = 1e8
 _PATH = {"accepts": "a path, at least 1 character"}
 
 
@@ -152,9 +154,14 @@ class Config(BaseModel):
     sync_params_on_init: bool = Field(
         True, description="Give rank 0's parameters and buffers to all ranks before the first step."
     )
-    step_timeout_seconds: float = Field(600.0, gt=0, description="Longest wait for a message within a step, seconds.")
+    start_timeout_seconds: float = Field(
+        1800.0, gt=0, le=_LONGEST_SECONDS, description="Longest wait for all ranks to come to their first call of the backend, seconds."
+    )
+    step_timeout_seconds: float = Field(
+        600.0, gt=0, le=_LONGEST_SECONDS, description="Longest wait for a message within a step, seconds."
+    )
     compile_timeout_seconds: float = Field(
-        7200.0, gt=0, description="Longest wait for the slowest rank to plan and compile, seconds."
+        7200.0, gt=0, le=_LONGEST_SECONDS, description="Longest wait for the slowest rank to plan and compile, seconds."
     )
     bucket_mb: float = Field(25.0, gt=0, description="Size of one gradient bucket in MB (1024**2 bytes).")
     shared_memory: bool = Field(

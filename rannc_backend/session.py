@@ -59,7 +59,7 @@ from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
 from rannc_backend.runtime.trace_file import begin_trace
 from rannc_backend.runtime.transport_watch import watch_transport
-from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.runtime.world import World
 from rannc_backend.startup import say_places
 from rannc_backend.torch_version import mention_untried_torch
 
@@ -409,7 +409,7 @@ class SessionRegistry:
         """
         session = self.sessions.get(root)
         if session is None:
-            world = bootstrap.start(StartOptions(limit_seconds=config.step_timeout_seconds))
+            world = bootstrap.start(bootstrap.options_of(config))
             setup_logging(world.rank, os.environ)
             if world.rank == 0:
                 mention_untried_torch(torch.__version__)

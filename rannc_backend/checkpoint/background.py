@@ -1,11 +1,14 @@
 """The save that runs beside training, and how failures of the file system become errors of this package.
 
-In: a `SaveJob`. Out: a checkpoint some time later, or a problem that the next call raises.
+In: a `SaveJob`. Out: a checkpoint some time later, or a problem that the next call raises. Where there is no next call, the problem
+fails the job at its end.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +16,9 @@ from typing import Any
 
 from rannc_backend.checkpoint.saving import SaveJob
 from rannc_backend.errors import CheckpointWriteError, RanncError
+from rannc_backend.runtime.interpreter_exit import run_other_exit_functions
+from rannc_backend.runtime.monitor import SingleMonitor, end_process
+from rannc_backend.runtime.world import Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +51,16 @@ class BackgroundSave:
 
     _thread: threading.Thread | None = None
     _problem: RanncError | None = None
+    _monitor: Monitor | None = None
+    _pid: int = 0
 
-    def start(self, job: SaveJob) -> None:
-        """Write and publish ``job`` in a thread."""
+    def start(self, job: SaveJob, monitor: Monitor) -> None:
+        """Write and publish ``job`` in a thread. ``monitor``: is told at the end of the process of a problem that nobody was told."""
         assert self._thread is None, "a save is under way"
+        if self._monitor is None:
+            self._monitor, self._pid = monitor, os.getpid()
+            # After the hooks of the job, so that it runs before they say that this rank ends in order.
+            atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save {job.name}")
         self._thread.start()
 
@@ -59,6 +71,15 @@ class BackgroundSave:
             self._thread = None
         problem, self._problem = self._problem, None
         return problem
+
+    def _at_exit(self) -> None:
+        problem = self.finish() if os.getpid() == self._pid else None
+        if problem is None or self._monitor is None:
+            return
+        self._monitor.report_error(problem)
+        if isinstance(self._monitor, SingleMonitor):
+            run_other_exit_functions(self._at_exit)
+            end_process(1)
 
     def _run(self, job: SaveJob) -> None:
         what = f"the checkpoint {str(job.path)!r} was not written"

@@ -21,15 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rannc_backend.errors import CommunicationError, LaunchError
+from rannc_backend.config import Config
+from rannc_backend.config_sources import resolve_config
+from rannc_backend.errors import CommunicationError, LaunchError, RanncError
+from rannc_backend.errors.base import restore
 from rannc_backend.runtime.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.interpreter_exit import InterpreterExit
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
 from rannc_backend.runtime.shared_memory import place
-from rannc_backend.runtime.start_watch import StartWatch
+from rannc_backend.runtime.start_watch import StartWatch, find_variables
 from rannc_backend.runtime.step_counts import StepCounts
 from rannc_backend.runtime.streams import CudaLayer
 from rannc_backend.runtime.transport import UNLIMITED, GroupTransport, GroupWire, OwnedGroups, SingleTransport
@@ -49,7 +53,8 @@ class _Holder:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.world: World | None = None
-        self.watch = StartWatch()
+        self.exits = InterpreterExit()
+        self.watch = StartWatch(lambda: self.exits.code)
         self.counts = StepCounts()
 
 
@@ -82,6 +87,8 @@ def watch_others() -> None:
 
     `start` does so by itself; called earlier, this rank need not come to it to learn of the other's end.
     """
+    if find_variables(os.environ) is not None:
+        _HOLDER.exits.watch()
     _HOLDER.watch.begin(os.environ)
 
 
@@ -96,10 +103,24 @@ def start(options: StartOptions | None = None) -> World:
     """
     with _HOLDER.lock:
         if _HOLDER.world is None:
-            _HOLDER.watch.begin(os.environ)
-            with _HOLDER.watch:
-                _HOLDER.world = _make_world(_with_sharing(options or StartOptions(), os.environ))
+            chosen = options or options_of(resolve_config(None, os.environ))
+            watch_others()
+            with _HOLDER.watch.limit(chosen.start_limit_seconds) as watch:
+                try:
+                    _HOLDER.world = _make_world(_with_sharing(chosen, os.environ))
+                except CommunicationError as error:
+                    raise _with_names(error, watch.note_missing()) from None
         return _HOLDER.world
+
+
+def options_of(config: Config) -> StartOptions:
+    """How a job with these options is brought up."""
+    return StartOptions(limit_seconds=config.step_timeout_seconds, start_limit_seconds=config.start_timeout_seconds)
+
+
+def _with_names(error: CommunicationError, missing: str) -> RanncError:
+    """The error of a start that others have not come to, with what is known of them."""
+    return restore(type(error), f"{error}\n  Missing: {missing}", dict(error.__dict__)) if missing else error
 
 
 def started() -> World | None:
@@ -226,7 +247,7 @@ def _finish(
         control.close()
         transport.close()
 
-    ExitHooks(monitor, on_good_end).install()
+    ExitHooks(monitor, on_good_end, _HOLDER.exits).install()
     control.attach(monitor)
     control.barrier(what="start of all ranks", limit_seconds=options.start_limit_seconds)
     return World(
@@ -277,7 +298,8 @@ def _join_monitor(rank: int, seats: Sequence[Seat], control: WireControl, option
     failed_first = "PMI_RANK" not in os.environ
     address = start_hub(size=len(seats), bind=bind, failed_first=failed_first) if rank == 0 else None
     port, token = control.broadcast(address, what="monitor address", limit_seconds=options.start_limit_seconds)
-    return join_hub(host, port, token, rank=rank, own_host=seats[rank][0], limit_seconds=options.start_limit_seconds)
+    limits = {"limit_seconds": options.start_limit_seconds, "silence_seconds": options.limit_seconds}
+    return join_hub(host, port, token, rank=rank, own_host=seats[rank][0], **limits)
 
 
 def _init_default_group(options: StartOptions, launch: Launch, device: torch.device, store: Any) -> None:

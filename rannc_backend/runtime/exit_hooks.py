@@ -1,8 +1,8 @@
 """Sees every way in which Python code can end this process, and tells the monitor.
 
-In: a `LinkMonitor` and what to do at a good end. Out: hooks around sys.excepthook, threading.excepthook, sys.exit,
-os._exit, SIGINT, SIGTERM, fork and atexit. Hooks call what was there before them. What no hook can see (SIGKILL, a crash
-in C) the hub sees by the broken connection.
+In: a `LinkMonitor`, the SystemExit that nobody catches, and what to do at a good end. Out: hooks around sys.excepthook,
+threading.excepthook, os._exit, SIGINT, SIGTERM, fork and atexit. Hooks call what was there before them. What no hook can see (SIGKILL,
+a crash in C) the hub sees by the broken connection.
 
 Good end: the atexit handler says goodbye, waits for the others to do so, and only then takes the connections down: a
 rank that closed its sockets while another still reads them would make the other one fail.
@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from rannc_backend.errors import CommunicationError, RankFailedError
+from rannc_backend.runtime.interpreter_exit import InterpreterExit, exit_code
 from rannc_backend.runtime.monitor import REAL_EXIT, LinkMonitor, call_in_thread
 
 _BLOCKED_SECONDS = 1.0
@@ -32,16 +33,16 @@ class ExitHooks:
 
     Args:
         on_good_end: takes the connections down, after all ranks have said goodbye.
+        exits: tells with which SystemExit the interpreter ends.
     """
 
-    def __init__(self, monitor: LinkMonitor, on_good_end: Callable[[], None]) -> None:
+    def __init__(self, monitor: LinkMonitor, on_good_end: Callable[[], None], exits: InterpreterExit) -> None:
         self._monitor = monitor
         self._on_good_end = on_good_end
+        self._exits = exits
         self._pid = os.getpid()
-        self._asked_code: int | None = None  # of the last sys.exit; somebody may have caught it
         self._last_interrupt = -_BLOCKED_SECONDS  # when the main thread last came to a KeyboardInterrupt
         self._thread_error = ""
-        self._before_sys_exit = sys.exit
         self._before_excepthook = sys.excepthook
         self._before_thread_hook = threading.excepthook
         self._before_signal: dict[int, Any] = {}
@@ -50,7 +51,7 @@ class ExitHooks:
         """Put the hooks in place. Signals only from the main thread, and only where the user has no handler."""
         sys.excepthook = self._excepthook
         threading.excepthook = self._thread_hook
-        sys.exit = self._sys_exit
+        self._exits.watch()
         os._exit = self._os_exit
         atexit.register(self._at_exit)
         hooks = weakref.ref(self)
@@ -74,7 +75,6 @@ class ExitHooks:
         ours = [
             (sys, "excepthook", self._excepthook, self._before_excepthook),
             (threading, "excepthook", self._thread_hook, self._before_thread_hook),
-            (sys, "exit", self._sys_exit, self._before_sys_exit),
             (os, "_exit", self._os_exit, REAL_EXIT),
         ]
         for module, name, own, before in ours:
@@ -111,24 +111,20 @@ class ExitHooks:
         name = args.thread.name if args.thread is not None else "?"
         self._thread_error = f"thread {name}: {args.exc_type.__name__}: {args.exc_value}"
 
-    def _sys_exit(self, status: Any = None, /) -> NoReturn:
-        self._asked_code = _exit_code(status)
-        self._before_sys_exit(status)
-
     def _os_exit(self, status: int) -> NoReturn:
         if os.getpid() == self._pid and not self._monitor.is_failing:
-            if status == 0:
+            if exit_code(status) == 0:
                 self._monitor.close()
             else:
-                self._monitor.report("exit", f"os._exit({status})", code=status)
+                self._monitor.report("exit", f"os._exit({status})", code=exit_code(status))
                 self._monitor.await_end()
         REAL_EXIT(status)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        if not self._monitor.is_failing and self._asked_code:
-            self._monitor.report("exit", f"sys.exit({self._asked_code})", code=self._asked_code)
+        if not self._monitor.is_failing and self._exits.code:
+            self._monitor.report("exit", self._exits.text, code=self._exits.code)
         if self._monitor.is_failing:
             self._monitor.await_end()
         self._monitor.close(self._thread_error)
@@ -156,13 +152,6 @@ class ExitHooks:
         # Half of it for the handler that ran before this thread did.
         if self._last_interrupt < begin - _BLOCKED_SECONDS / 2:
             self._monitor.report("interrupt", "interrupted (Ctrl-C)", code=128 + signal.SIGINT)
-
-
-def _exit_code(status: Any) -> int:
-    """The exit code that sys.exit(status) leads to."""
-    if status is None:
-        return 0
-    return status if isinstance(status, int) else 1
 
 
 def _forget_in_child(hooks: weakref.ref[ExitHooks]) -> None:

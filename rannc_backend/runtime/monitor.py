@@ -42,6 +42,7 @@ _LAST_WORDS_SECONDS = 1.5
 _FLUSH_SECONDS = 0.5
 _SURVEY_SECONDS = 2.0
 _LAST_MESSAGE_SECONDS = 1.0
+_LOOK_SECONDS = 10.0
 _NEVER = sys.maxsize
 _MOST_CAUSE_LINES = 8
 _MOST_CAUSE_CHARACTERS = 1000
@@ -82,10 +83,12 @@ class LinkMonitor:
     Args:
         connection: to the hub, hello already sent.
         memory: phase memory, shared with the hub where that is possible.
+        limit_seconds: longest time at the end without a sign of life from a rank that is waited for, or from the hub.
     """
 
-    def __init__(self, connection: socket.socket, memory: mmap.mmap, *, rank: int) -> None:
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, *, rank: int, limit_seconds: float = 600.0) -> None:
         self.rank = rank
+        self._limit_seconds = limit_seconds
         self.exit_code = 0
         self._connection = connection
         self._memory = memory
@@ -155,19 +158,38 @@ class LinkMonitor:
         return self._last_states if self._states.wait(_SURVEY_SECONDS) else []
 
     def close(self, note: str = "") -> None:
-        """Say goodbye and wait for the others to do so. Ends the process with their code if one of them fails.
+        """Say goodbye and wait for the others to do so, for as long as they give signs of life. Ends the process with their code if one
+        of them fails.
 
         Args:
             note: what went wrong here before; told if the others turn out to need this rank.
         """
         self._send({"type": "leave", "note": clip(note), **self._place()})
-        while not self._bye.wait(0.5):
+        answered = time.monotonic()
+        while not self._bye.wait(min(self._limit_seconds / 4, _LOOK_SECONDS)):
+            states = [] if self._ended.is_set() else self.survey()
             if self._ended.is_set():
                 self.await_end()
+            if self._bye.is_set():
+                break
+            answered = time.monotonic() if states else answered
+            self._check_signs_of_life(states, time.monotonic() - answered)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(1.0)
         self.drop()
+
+    def _check_signs_of_life(self, states: list[RankState], silent_seconds: float) -> None:
+        """End the job if a rank that has not left is silent for too long; end this rank if the hub is, which could end nobody."""
+        if silent_seconds > self._limit_seconds:
+            silence = f"the job's monitor has not answered for {silent_seconds:.0f} s"
+            sys.stderr.write(f"[rannc] rank {self.rank}: {silence}; the others are not waited for\n")
+            end_process(1)
+        silent = [state for state in states if not state.left and state.rank != self.rank and state.silent_seconds > self._limit_seconds]
+        if silent:
+            names = ", ".join(f"rank {state.rank}" for state in silent)
+            self.report("communication", f"waiting for the end of {names} (limit {self._limit_seconds:g} s)")
+            self.await_end()
 
     def drop(self) -> None:
         """Close the connection without a word, as a forked child must with its parent's."""
@@ -375,8 +397,10 @@ def start_hub(*, size: int, bind: str, failed_first: bool) -> tuple[int, str]:
     return int(answer), token
 
 
-def join_hub(host: str, port: int, token: str, *, rank: int, own_host: str, limit_seconds: float) -> LinkMonitor:
-    """Connect this rank to the job's monitor process.
+def join_hub(
+    host: str, port: int, token: str, *, rank: int, own_host: str, limit_seconds: float, silence_seconds: float = 600.0
+) -> LinkMonitor:
+    """Connect this rank to the job's monitor process, within ``limit_seconds``; ``silence_seconds``: see `LinkMonitor`.
 
     Raises:
         CommunicationError: it cannot be reached.
@@ -390,7 +414,7 @@ def join_hub(host: str, port: int, token: str, *, rank: int, own_host: str, limi
         connection.sendall(json.dumps(hello).encode() + b"\n")
     except OSError as error:
         raise CommunicationError(f"no connection to the job's monitor at {host}:{port}: {error}", rank=rank) from error
-    monitor = LinkMonitor(connection, memory, rank=rank)
+    monitor = LinkMonitor(connection, memory, rank=rank, limit_seconds=silence_seconds)
     monitor.phase("start")
     monitor.run()
     return monitor

@@ -5,6 +5,7 @@ The whole backend's failures are in test_failures.py; here it is the runtime alo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -71,6 +72,43 @@ def test_a_failing_rank(tmp_path: Path, fault: str, where: str, cause: str) -> N
     assert tracebacks == (1 if fault in ("raise", "memory") else 0), job.output
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("raise_3", 3, "sys.exit(3)"),
+        pytest.param("text", 1, "sys.exit('the reason why')", marks=pytest.mark.full),
+        ("save", 1, "CheckpointWriteError: the checkpoint"),
+    ],
+)
+def test_the_exit_code_is_kept(tmp_path: Path, how: str, code: int, cause: str) -> None:
+    """Of a SystemExit that one rank's script does not catch, after others that it did; of a save in the background that failed."""
+    job = run_job(tmp_path, 2, "exit_worker", how, *([] if how == "save" else ["1"]), limit_seconds=40)
+    assert job.code == code, job.output
+    assert cause in job.block and job.output.count("the job has ended because of") == 1, job.output
+    if how == "save":
+        assert "No space left on device" in job.block and 1 <= job.output.count("at exit") <= 2, job.output
+    else:
+        assert "because of rank 1 " in job.block
+
+
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [("caught", 2), pytest.param("none", 2, marks=pytest.mark.full), pytest.param("atexit_hook", 2, marks=pytest.mark.full)],
+)
+def test_an_exit_that_was_caught_is_none(tmp_path: Path, how: str, world: int) -> None:
+    job = run_job(tmp_path, world, "exit_worker", how, limit_seconds=40)
+    assert job.code == 0, job.output
+    assert "[rannc]" not in job.output, job.output
+
+
+@pytest.mark.parametrize(("how", "code"), mostly([("save", 1), ("save_told", 0)], [("save", 1)]))
+def test_the_exit_code_of_one_process(tmp_path: Path, how: str, code: int) -> None:
+    job = run_job(tmp_path, 1, "exit_worker", how, limit_seconds=40)
+    assert job.code == code, job.output
+    assert "No space left on device" in job.output and "at exit" in job.output, job.output
+    assert ("told" in job.output) == (code == 0), job.output
+
+
 @pytest.mark.parametrize(("fault", "cause"), ENDS)
 def test_rank_0_of_4_fails(tmp_path: Path, fault: str, cause: str) -> None:
     job = run_job(tmp_path, 4, "fault_worker", fault, "receive", "0", limit_seconds=40)
@@ -104,6 +142,40 @@ def test_a_rank_may_end_in_order_before_the_start(tmp_path: Path) -> None:
 def test_a_rank_that_ended_in_order_is_named_once_the_others_wait(tmp_path: Path) -> None:
     job = run_job(tmp_path, 2, "runtime_worker", "starting_without_another", limit_seconds=40)
     assert_ended(job, 1, "before_start", "it ended, and the others cannot start without it")
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "launcher", "cause"),
+    [
+        # Before anything of ours is there; after the look-up; within MPI_Init.
+        ("stop", "before_lookup", "mpirun", "rank 1 is stopped"),
+        ("loop", "before_call", "mpirun", "rank 1 has not called a compiled model"),
+        pytest.param("stop_soon", "before_start", "mpirun", "rank 1 is stopped", marks=pytest.mark.full),
+        pytest.param("loop", "before_lookup", "mpirun", "rank 1 has not called a compiled model", marks=pytest.mark.full),
+        pytest.param("loop", "before_start", "mpirun", "rank 1 has not called a compiled model", marks=pytest.mark.full),
+        pytest.param("stop", "before_start", "torchrun", "rank 1 is stopped", marks=pytest.mark.full),
+    ],
+)
+def test_the_start_has_a_limit(tmp_path: Path, fault: str, where: str, launcher: str, cause: str) -> None:
+    """MPI_Init holds the interpreter's lock: nothing inside of a rank could end it. The limit is 4 s in this worker."""
+    before = _stopped_or_running("fault_worker.py")
+    job = run_job(tmp_path, 3, "fault_worker", fault, where, "1", launcher=launcher, limit_seconds=40)
+    assert job.seconds_after_fault is not None
+    late = 4 + (3 if fault == "stop_soon" else 0)
+    ended = Job(code=job.code, output=job.output if launcher == "mpirun" else job.block, seconds_after_fault=job.seconds_after_fault - late)
+    assert_ended(ended, 1, "before_start", cause)
+    assert "RANNC_START_TIMEOUT_SECONDS" in job.block
+    assert _stopped_or_running("fault_worker.py") <= before, "a rank is left over"
+
+
+def _stopped_or_running(script: str) -> set[int]:
+    """Processes of this user that run a script."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and script.encode() in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    return found
 
 
 def test_a_frozen_rank_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,9 @@ FAULTS = {
     "term": lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)),
     "interrupt": lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(30)),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loop": lambda: [None for _ in iter(int, 1)],
+    # Once it waits within MPI_Init; the other ranks come later.
+    "stop_soon": lambda: subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {os.getpid()}"]),
 }
 
 
@@ -53,12 +57,14 @@ def main() -> None:
             FAULTS[fault]()
         return place == where
 
+    if fault == "stop_soon" and own_rank != failing_rank:
+        time.sleep(3)
     if where in ("before_lookup", "before_call"):
         fail_in("before_lookup")
         time.sleep(1)
         bootstrap.watch_others()
         fail_in("before_call")
-        time.sleep(20)  # as who reads data
+        time.sleep(20 if fault not in ("stop", "loop") else 0)  # as who reads data
     fail_in("before_start")
     world = bootstrap.start(StartOptions(start_limit_seconds=4, limit_seconds=4 if fault == "stop" else 60))
     everyone = tuple(range(world.size))

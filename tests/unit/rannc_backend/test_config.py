@@ -55,6 +55,7 @@ OTHER_VALUES = {
     "skip_grad_scaling": (True, "true"),
     "sync_allreduce": (True, "true"),
     "sync_params_on_init": (False, "false"),
+    "start_timeout_seconds": (300.0, "300"),
     "step_timeout_seconds": (30.0, "30"),
     "compile_timeout_seconds": (60.0, "60"),
     "bucket_mb": (1.0, "1"),

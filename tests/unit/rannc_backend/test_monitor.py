@@ -22,6 +22,7 @@ from rannc_backend.errors import CommunicationError, RankFailedError
 from rannc_backend.runtime import monitor as monitor_module
 from rannc_backend.runtime import monitor_hub
 from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.interpreter_exit import InterpreterExit
 from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, clip
 
 
@@ -198,13 +199,48 @@ def test_goodbye_waits_for_the_others(link: Link) -> None:
     link.tell = lambda **_: None  # type: ignore[method-assign, assignment]
 
 
+def test_a_goodbye_has_a_limit(link: Link, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is not heard of any more is reported; ranks that live are waited for; a hub that is stopped is not."""
+    monkeypatch.setattr(monitor_module, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(monitor_module, "_SURVEY_SECONDS", 0.1)
+    link.monitor._limit_seconds = 0.3
+    state = {"host": "a", "phase": "", "num_calls": 0, "left": False}
+
+    def answer(seconds: float, silent: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            link.hear("survey")
+            states = [{**state, "rank": rank, "silent_seconds": silent if rank == 1 else 0.0} for rank in range(3)]
+            link.tell(type="states", states=states)
+
+    def play() -> None:
+        answer(1.0, silent=0.1)
+        answer(0.1, silent=5.0)
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    begin = time.monotonic()
+    monkeypatch.setattr(link.monitor, "await_end", lambda: (_ for _ in ()).throw(Ended()))
+    with pytest.raises(Ended):
+        link.monitor.close()
+    assert time.monotonic() - begin > 1.0, "a rank that lives was not waited for"
+    thread.join()
+    report = link.hear("fail")
+    assert report["kind"] == "communication" and "rank 1 (limit 0.3 s)" in report["cause"] and "rank 2" not in report["cause"]
+    link.monitor._reported = False
+    with pytest.raises(Ended):
+        link.monitor.close()
+    assert link.codes == [1]  # type: ignore[attr-defined]
+    assert "the job's monitor has not answered" in capfd.readouterr().err
+
+
 def test_hooks_are_put_back(link: Link) -> None:
-    before = (sys.excepthook, sys.exit, os._exit, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-    hooks = ExitHooks(link.monitor, lambda: None)
+    before = (sys.excepthook, os._exit, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    hooks = ExitHooks(link.monitor, lambda: None, InterpreterExit())
     hooks.install()
-    assert sys.excepthook != before[0] and sys.exit != before[1] and os._exit != before[2]
+    assert sys.excepthook != before[0] and os._exit != before[1]
     hooks.remove()
-    after = (sys.excepthook, sys.exit, os._exit, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    after = (sys.excepthook, os._exit, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     assert before == after
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -215,6 +251,7 @@ def test_hooks_leave_the_users_handlers_alone() -> None:
 import atexit, mmap, os, signal, socket, sys
 from rannc_backend.runtime import monitor_hub
 from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.interpreter_exit import InterpreterExit
 from rannc_backend.runtime.monitor import LinkMonitor
 own_handler = lambda *_: None
 signal.signal(signal.SIGTERM, own_handler)
@@ -222,7 +259,7 @@ sys.excepthook = lambda kind, error, trace: print("users hook", error)
 atexit.register(lambda: print("users atexit, before"))
 hub, own = socket.socketpair()
 monitor = LinkMonitor(own, mmap.mmap(-1, monitor_hub.PHASE_BYTES), rank=0)
-ExitHooks(monitor, lambda: None).install()
+ExitHooks(monitor, lambda: None, InterpreterExit()).install()
 monitor.run()
 atexit.register(lambda: print("users atexit, after"))
 assert signal.getsignal(signal.SIGTERM) is own_handler
