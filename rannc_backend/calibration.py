@@ -31,11 +31,13 @@ from rannc_backend.errors import RanncError, rebuild_error
 from rannc_backend.ir.plan import DeviceKind
 from rannc_backend.runtime.link_speed import TransferSeconds, allreduce_seconds, message_seconds
 from rannc_backend.runtime.world import World
+from rannc_backend.user_files import UserFile, kind_of, make_directory
 
 logger = logging.getLogger(__name__)
 
 # Raised when what is measured, or how, changes: files of an older number are not read.
 _VERSION = 3
+_CACHE = "option cache_dir, or $XDG_CACHE_HOME or ~/.cache"
 # Where links are not measured: a cluster of the same kind of device.
 _GENERIC = {"cpu": "generic-cpu", "cuda": "a100-80gb"}
 _DIGITS = 4
@@ -163,13 +165,17 @@ def _identity(seats: Sequence[_Seat], world: World, per_node: int, config: Confi
 
 def _remembered(path: Path, num_devices: int) -> str:
     """The cache's description, "" if there is none that can be used."""
-    if not path.exists():
-        return ""
     try:
+        if not kind_of(_remembered_file(path)):
+            return ""
         return cluster_toml(read_cluster(path, num_devices))
     except RanncError as error:
         logger.warning("the remembered cluster cannot be used and is measured again: %s", error.problem)
         return ""
+
+
+def _remembered_file(path: Path) -> UserFile:
+    return UserFile(path=path, what="measured cluster", named_by=_CACHE)
 
 
 def _remember(path: Path, cluster: Cluster, generic: Cluster) -> None:
@@ -178,9 +184,9 @@ def _remember(path: Path, cluster: Cluster, generic: Cluster) -> None:
         sources[name] = f"as {generic.name}, not measured" if getattr(cluster, name) == getattr(generic, name) else "measured"
     text = cluster_toml(cluster, description="measured by rannc; may be deleted", sources=sources)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text, what="measured cluster")
-    except (OSError, RanncError) as error:
+        make_directory(replace(_remembered_file(path.parent), what="cache directory"))
+        write_text(path, text, what="measured cluster", named_by=_CACHE)
+    except RanncError as error:
         logger.warning("the measured cluster is not remembered, the next run measures again: %s", error)
 
 

@@ -19,11 +19,12 @@ from rannc_backend.cli_show import report_console
 from rannc_backend.config import Config
 from rannc_backend.config_sources import option_from_text, resolve_config
 from rannc_backend.cost.cluster_file import load_cluster
-from rannc_backend.deployment_file import write_text
+from rannc_backend.deployment_file import output_file, write_text
 from rannc_backend.errors import OptionValueError
 from rannc_backend.log import is_logging_asked_for, setup_logging
 from rannc_backend.narrator import Narrator
 from rannc_backend.progress import planning_progress
+from rannc_backend.user_files import require_writable
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ def plan(
     else:
         prepared = _prepared(model, question, dtype)
     if save_blocks is not None:
-        write_text(save_blocks, prepared.to_json(), what="blocks")
+        write_text(save_blocks, prepared.to_json(), what="blocks", named_by="--save-blocks")
         _say(f"blocks written to {save_blocks}")
     # From here on Ctrl-C means: enough. Before, there is no plan to give.
     with planning_progress() as progress:
@@ -125,12 +126,12 @@ def _deliver(plan: Plan, json: Path | None, html: Path | None) -> None:
     for section in plan_report(plan):
         console.print(section)
     if json is not None:
-        write_text(json, plan.to_json(), what="plan")
+        write_text(json, plan.to_json(), what="plan", named_by="--json")
         _say(f"plan written to {json}")
     if html is not None:
         from rannc_backend.report.page import plan_page
 
-        write_text(html, plan_page(plan), what="page")
+        write_text(html, plan_page(plan), what="page", named_by="--html")
         _say(f"page written to {html}")
 
 
@@ -148,8 +149,8 @@ def _config(texts: list[str], cluster: str | None, mem_limit_gb: float | None, p
 def _check_folders(*paths: Path | None) -> None:
     """Before minutes of planning, not after."""
     for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
-            raise OptionValueError("output file", value=str(path), source="command line", expected="a file in a folder that exists")
+        if path is not None:
+            require_writable(output_file(path, what="output file", named_by="command line"))
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

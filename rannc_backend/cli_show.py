@@ -34,7 +34,7 @@ def show(
     if html is not None:
         from rannc_backend.report.page import plan_page
 
-        write_text(html, plan_page(loaded), what="page")
+        write_text(html, plan_page(loaded), what="page", named_by="--html")
         typer.echo(f"page written to {html}", err=True)
     if json:
         from rannc_backend.report.summary import plan_summary

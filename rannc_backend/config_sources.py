@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from rannc_backend.config import ENVIRONMENT_PREFIX, Config, accepted_values, environment_name
 from rannc_backend.config_retired import RETIRED, retired_notice
 from rannc_backend.errors import ConfigurationFileError, OptionValueError, UnknownOptionError
+from rannc_backend.errors.base import error_about, shown
 from rannc_backend.toml_lines import TomlFile, read_toml
+from rannc_backend.user_files import UserFile, kind_of
 
 CONFIG_FILE = "rannc_conf.toml"
 CONFIG_DIRECTORY_VARIABLE = "RANNC_CONF_DIR"
@@ -104,16 +107,12 @@ def configuration_directory(environ: Mapping[str, str]) -> Path | None:
     home = environ.get("HOME", "")
     if not named:
         return Path(home, ".pyrannc") if home else None
-    try:
-        is_directory = Path(named).is_dir()
-    except ValueError:  # a zero byte
-        is_directory = False
-    if not is_directory:
-        raise ConfigurationFileError(
-            named,
-            problem=f"is not a directory (from environment {CONFIG_DIRECTORY_VARIABLE})",
-            cure=f"make it, or unset {CONFIG_DIRECTORY_VARIABLE}; without it, ~/.pyrannc is looked into.",
-        )
+    cure = f"make it, or unset {CONFIG_DIRECTORY_VARIABLE}; without it, ~/.pyrannc is looked into."
+    source = f"environment {CONFIG_DIRECTORY_VARIABLE}"
+    error = partial(error_about, ConfigurationFileError, named)
+    directory = UserFile(path=named, what="configuration directory", named_by=source, error=error, cure=cure)
+    if kind_of(directory) != "a directory":
+        raise ConfigurationFileError(shown(named), problem=f"is not a directory (from {source})", cure=cure)
     return Path(named)
 
 

@@ -27,7 +27,7 @@ def dump_graphs(prefix: str, label: str, whole: fx.GraphModule, stages: Sequence
         head += [f"# out: {slot.kind} {slot.name}" for slot in stage.outputs]
         texts[f"{name}.stage{stage.index}.txt"] = "\n".join(head) + f"\n{code_of(stage.graph_module)}"
     for path, text in texts.items():
-        write_text(path, text, what="graph")
+        write_text(path, text, what="graph", named_by="option dump_graph_prefix")
     return list(texts)
 
 

@@ -16,7 +16,8 @@ from rannc_backend.errors import OptionValueError
 from rannc_backend.log_file import logging_file
 from rannc_backend.log_names import ROOT_LOGGER
 from rannc_backend.log_sinks import SinkHandler, level_on_rank
-from rannc_backend.toml_lines import read_toml
+from rannc_backend.toml_lines import read_toml, toml_file
+from rannc_backend.user_files import kind_of
 
 LOGGING_FILE = "logging.toml"
 LEVELS: Mapping[str, int] = {
@@ -30,7 +31,7 @@ LEVELS: Mapping[str, int] = {
 def is_logging_asked_for(environ: Mapping[str, str]) -> bool:
     """Whether RANNC_LOG_LEVEL or `logging.toml` says what is to be told. Raises ConfigurationFileError: RANNC_CONF_DIR is no directory."""
     directory = configuration_directory(environ)
-    return "RANNC_LOG_LEVEL" in environ or (directory is not None and (directory / LOGGING_FILE).exists())
+    return "RANNC_LOG_LEVEL" in environ or (directory is not None and bool(kind_of(toml_file(directory / LOGGING_FILE))))
 
 
 def setup_logging(rank: int, environ: Mapping[str, str]) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import datetime
 import logging
 import logging.handlers
-import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +20,7 @@ from rannc_backend.log_file import LEVELS, Logger, LoggingFile, Sink
 from rannc_backend.log_names import ROOT_LOGGER
 from rannc_backend.log_pattern import PatternFormatter
 from rannc_backend.toml_lines import TomlFile
+from rannc_backend.user_files import UserFile, make_directory, require_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,16 +155,12 @@ def rank_path(path: str, rank: int) -> Path:
 
 def _check_writable(path: Path, place: str, *, make_folder: bool) -> None:
     """Before the first line, whose failure would be told in the middle of a run."""
-    try:
-        if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            problem = "" if path.is_file() and os.access(path, os.W_OK) else "is not a file that can be written"
-        else:
-            can_write = path.parent.is_dir() and os.access(path.parent, os.W_OK)
-            problem = "" if can_write else "is in no folder that can be written"
-    except OSError as error:
-        problem = f"cannot be made: {error.strerror}"
-    if problem:
-        cure = "give another path, or make the folder (create_parent_dir = true does)."
-        raise ConfigurationFileError(f"{place}:", problem=f"the file {str(path)!r} {problem}", cure=cure)
+    cure = "give another path, or make the folder (create_parent_dir = true does)."
+
+    def error(problem: str, *, cure: str) -> ConfigurationFileError:
+        return ConfigurationFileError(f"{place}:", problem=problem, cure=cure)
+
+    file = UserFile(path=path, what="log file", error=error, cure=cure)
+    if make_folder:
+        make_directory(replace(file, path=path.parent, what="folder of the log file"))
+    require_writable(file)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import FactoryError
+from rannc_backend.user_files import UserFile, kind_of, require_file
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 _FORM = "(model, args, kwargs): an nn.Module, a tuple or list, and a dict"
@@ -50,9 +51,13 @@ def call_factory(path: str) -> Example:
 def _import(place: str) -> ModuleType:
     file = Path(place)
     # As with `python file.py` and `python -m module`: what lies beside the file, or in the working directory, can be imported.
-    is_file = file.suffix == ".py" or file.is_file()
-    if is_file and not file.is_file():
-        raise FactoryError(f"there is no file {place!r}", cure="give the path of a Python file, or the dotted name of a module.")
+    cure = "give the path of a Python file, or the dotted name of a module."
+    named = UserFile(path=place, what="factory", error=FactoryError, cure=cure)
+    is_file = file.suffix == ".py" or kind_of(named) == "a file"
+    if is_file and not kind_of(named):
+        raise FactoryError(f"there is no file {place!r}", cure=cure)
+    if is_file:
+        require_file(named)
     folder = str(file.resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -13,9 +13,9 @@ import json
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
+from rannc_backend import user_files
 from rannc_backend.config import Config
 from rannc_backend.cost.formula import Formula
 from rannc_backend.cost.pricing import BlockPartition, Partitions
@@ -23,6 +23,7 @@ from rannc_backend.errors import BlocksFileError
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.ir.size import Size
 from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.user_files import UserFile
 
 FORMAT = "rannc blocks 1"
 _BEGINNING = b'{"format":"rannc blocks'
@@ -115,10 +116,7 @@ class PlannableModel:
     @classmethod
     def read(cls, path: str) -> PlannableModel:
         """`from_json` of a file's text."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise BlocksFileError(f"cannot read {path!r}: {error}", cure="give the path of a file of blocks.") from None
+        return cls.from_json(user_files.read_text(_blocks_file(path), _MOST_CHARACTERS))
 
     @classmethod
     def from_json(cls, text: str) -> PlannableModel:
@@ -149,10 +147,13 @@ class PlannableModel:
 def is_blocks_file(path: str) -> bool:
     """Whether there is a file of that name which claims to be of this kind."""
     try:
-        with open(path, "rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
+        return user_files.read_beginning(_blocks_file(path), len(_BEGINNING)) == _BEGINNING
+    except BlocksFileError:
         return False
+
+
+def _blocks_file(path: str) -> UserFile:
+    return UserFile(path=path, what="blocks", error=BlocksFileError, cure="give the path of a file of blocks.")
 
 
 def _block_options(config: Config) -> tuple[tuple[str, str], ...]:

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rannc_backend.config import Config
@@ -23,11 +22,14 @@ from rannc_backend.errors import ProfileError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.measured import RunReport
+from rannc_backend.user_files import UserFile, kind_of, read_text
 
 if TYPE_CHECKING:
     from rannc_backend.profiling import LeadingProfiler
 
 logger = logging.getLogger(__name__)
+
+_MOST_PROFILE_BYTES = 2**28
 
 NUM_POINTS = 4
 MAX_ROUNDS = 3
@@ -150,12 +152,13 @@ class Pricing:
     def _read_file(self) -> tuple[StageProfile, ...]:
         """Fill the profile from the file; give the stages of a run's report, if it is one."""
         path = self.config.profile_to_read
-        if not path or (not Path(path).exists() and not self.config.load_graph_profile):
+        if not path:
             return ()
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ProfileError(f"cannot read {path!r}: {error}", cure="give the path of a readable file") from None
+        option = "option profile_file" if self.config.profile_file else "option graph_profile_file"
+        file = UserFile(path=path, what="profile", named_by=option, error=ProfileError, cure="give the path of a readable file.")
+        if not kind_of(file) and not self.config.load_graph_profile:
+            return ()
+        text = read_text(file, _MOST_PROFILE_BYTES)
         if '"rannc run"' in text[:1000]:
             return stages_of_run(RunReport.from_json(text), stage_compiler(self.config))
         self._profile = Profile.from_json(text, where=repr(path))
@@ -163,7 +166,8 @@ class Pricing:
 
     def _write_file(self) -> None:
         if self.config.profile_to_write:
-            write_text(self.config.profile_to_write, self._profile.to_json(), what="profile")
+            named_by = "option profile_file or graph_profile_file"
+            write_text(self.config.profile_to_write, self._profile.to_json(), what="profile", named_by=named_by)
 
     def _setting_of_file(self, compiler: str) -> Setting | None:
         """The setting to use without ranks: that of the cluster's device, else the only one."""

@@ -66,6 +66,7 @@ from rannc_backend.torch_version import mention_untried_torch
 logger = logging.getLogger(__name__)
 
 _PIPED_COLUMNS = 100
+_DEPLOYMENT = "option deployment_file"
 
 
 class Follower(Protocol):
@@ -190,7 +191,7 @@ class Session:
                         else self._plan_here(analysis, batch_rows, cluster, progress, profiled=profiled).to_json()
                     )
                     if dry or (self.config.save_deployment and not loaded):
-                        write_text(self.config.deployment_file, text, what="plan")
+                        write_text(self.config.deployment_file, text, what="plan", named_by=_DEPLOYMENT)
                         logger.info("plan saved in %s", os.path.abspath(self.config.deployment_file))
                 except RanncError as error:
                     failure = error
@@ -209,7 +210,7 @@ class Session:
         return plan
 
     def _loaded_text(self) -> str:
-        text = read_plan_text(self.config.deployment_file)
+        text = read_plan_text(self.config.deployment_file, named_by=_DEPLOYMENT)
         check_options(Plan.from_json(text), self.config)
         logger.info("plan loaded from %s", self.config.deployment_file)
         return text
@@ -342,7 +343,7 @@ class Session:
         logger.info("%s", report.table())
         if self.config.run_file:
             try:
-                write_text(self.config.run_file, report.to_json(), what="measured steps")
+                write_text(self.config.run_file, report.to_json(), what="measured steps", named_by="option run_file")
             except UserInputError as error:
                 logger.warning("%s", error)  # no reason to end a run that works
 

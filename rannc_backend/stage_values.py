@@ -28,6 +28,7 @@ from rannc_backend.model_recording import recorded_source, seed_generator
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.absent_tensors import make_absent
 from rannc_backend.runtime.promises import Promise, Source, give_no_memory
+from rannc_backend.user_files import UserFile, require_file
 
 ValueSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 _META = torch.device("meta")
@@ -166,6 +167,7 @@ class SafetensorsValues:
     def _open(self) -> Any:
         from safetensors import SafetensorError, safe_open
 
+        require_file(_source_file(self.path))
         try:
             return safe_open(self.path, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -254,6 +256,7 @@ def _given_source(source: ValueSource, names: list[str]) -> Source:
     if not isinstance(source, str | os.PathLike):
         return FunctionValues(source)
     path = Path(source)
+    require_file(_source_file(path))
     if path.suffix == ".safetensors":
         file = SafetensorsValues(str(path))
         _require_names(dict.fromkeys(file.names()), names)
@@ -269,6 +272,11 @@ def _given_source(source: ValueSource, names: list[str]) -> Source:
         raise UserInputError(f"{str(path)!r} holds a {type(state).__name__}, no state_dict", cure="save model.state_dict().")
     _require_names(state, names)
     return StateDictValues(state)
+
+
+def _source_file(path: str | os.PathLike[str]) -> UserFile:
+    cure = "give a safetensors file, or a state_dict saved by torch.save."
+    return UserFile(path=path, what="parameters", named_by="the source of materialize_by_stage", cure=cure)
 
 
 def _require_names(given: Mapping[str, object], names: list[str]) -> None:

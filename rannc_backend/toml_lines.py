@@ -9,10 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rannc_backend import user_files
 from rannc_backend.errors import ConfigurationFileError
+from rannc_backend.errors.base import error_about
+from rannc_backend.user_files import UserFile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,8 +46,15 @@ def read_toml(path: Path) -> TomlFile | None:
     Raises:
         ConfigurationFileError: it is there but is no file, cannot be read, is too long, is no UTF-8 text or no TOML.
     """
-    text = _read(path)
+    text = user_files.find_text(toml_file(path), MAX_FILE_BYTES)
     return None if text is None else parse_toml(text, path=str(path))
+
+
+def toml_file(path: Path) -> UserFile:
+    """A file of the configuration directory."""
+    error = partial(error_about, ConfigurationFileError, str(path))
+    source = "RANNC_CONF_DIR, or ~/.pyrannc"
+    return UserFile(path=path, what="configuration file", named_by=source, error=error, cure="put a text file there.")
 
 
 def parse_toml(text: str, *, path: str) -> TomlFile:
@@ -57,24 +68,6 @@ def parse_toml(text: str, *, path: str) -> TomlFile:
     for key, line in _statements(text):
         lines[key] = (*lines.get(key, ()), line)
     return TomlFile(path=path, values=values, lines=lines)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        if not path.exists():
-            return None
-        if not path.is_file():  # a device or a pipe may never end
-            raise ConfigurationFileError(str(path), problem="is not a file", cure="put a text file in its place.")
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigurationFileError(str(path), problem=f"cannot be read: {error.strerror}", cure="make it readable.") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigurationFileError(str(path), problem=f"has more than {MAX_FILE_BYTES} bytes", cure="leave out what is no item.")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationFileError(str(path), problem=f"is not UTF-8 text ({error.reason})", cure="save it as UTF-8.") from None
 
 
 def _statements(text: str) -> Iterator[tuple[str, int]]:

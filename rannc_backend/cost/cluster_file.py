@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +22,9 @@ from pydantic_core import PydanticCustomError
 
 from rannc_backend.cost.cluster import Cluster, Device, Link
 from rannc_backend.errors import ClusterFileError
+from rannc_backend.errors.base import error_about
 from rannc_backend.ir.plan import SIGNIFICANT_DIGITS, DeviceKind
+from rannc_backend.user_files import UserFile, kind_of, read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -233,24 +236,17 @@ def _shipped() -> Any:
 
 
 def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        looks_like_name = os.sep not in path and not path.endswith(".toml")
-        near = difflib.get_close_matches(path, shipped_clusters(), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near and looks_like_name else ""
-        raise ClusterFileError(
-            path,
-            problem=f"is neither a shipped cluster nor a file that can be read ({getattr(error, 'strerror', None) or error})",
-            cure=f"{hint}Shipped are {', '.join(shipped_clusters())}; {LOCAL} is measured; or give the path of a TOML file.",
-        ) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ClusterFileError(path, problem=f"has more than {MAX_FILE_BYTES} bytes", cure="give a description of a cluster.")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ClusterFileError(path, problem=f"is not UTF-8 text ({error.reason})", cure="save it as UTF-8.") from None
+    looks_like_name = os.sep not in path and not path.endswith(".toml")
+    near = difflib.get_close_matches(path, shipped_clusters(), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near and looks_like_name else ""
+    cure = f"{hint}Shipped are {', '.join(shipped_clusters())}; {LOCAL} is measured; or give the path of a TOML file."
+    file = UserFile(
+        path=path, what="cluster", named_by="option cluster", error=partial(error_about, ClusterFileError, path), cure=cure
+    )
+    if not kind_of(file):
+        problem = "is neither a shipped cluster nor a file that can be read (No such file or directory)"
+        raise ClusterFileError(path, problem=problem, cure=cure)
+    return read_text(file, MAX_FILE_BYTES)
 
 
 def _table(text: str, file: str) -> _ClusterTable:

@@ -46,6 +46,12 @@ def restore(cls: type[RanncError], text: str, members: dict[str, object]) -> Ran
     return error
 
 
+def error_about(cls: type[RanncError], file: str, problem: str, *, cure: str = "") -> RanncError:
+    """An error of a class that knows its file, with a whole sentence as its text."""
+    plain = RanncError(problem, cure=cure)
+    return restore(cls, str(plain), {**plain.__dict__, "file": file, "key": ""})
+
+
 def rebuild_error(class_name: str, text: str) -> RanncError:
     """The error of another rank, from its class name and text: same class, same words."""
     return restore(class_named(class_name) or RanncError, text, {"problem": text, "cure": "", "location": ""})

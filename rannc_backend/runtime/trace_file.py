@@ -8,39 +8,53 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
-import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.event_trace import TRACKS, EventTrace, Slice
 from rannc_backend.runtime.monitor import LinkMonitor
 from rannc_backend.runtime.world import World
+from rannc_backend.user_files import UserFile, names_in, read_text, require_writable, write_text
 
 logger = logging.getLogger(__name__)
 
 _TRACKS_OF_A_RANK = 100
 _END_LIMIT_SECONDS = 30.0
 _POLL_SECONDS = 0.02
+_MOST_PART_BYTES = 2**32
 _FIRST, _LAST = '"traceEvents":[\n', "\n]}\n"
 
 
 def begin_trace(world: World, file: str, running: EventTrace | None) -> EventTrace:
-    """Trace this process from now on, and write ``file`` when it ends; all models go into the trace that is ``running``."""
+    """Trace this process from now on, and write ``file`` when it ends; all models go into the trace that is ``running``.
+
+    Raises:
+        UserInputError: the file cannot be written.
+    """
     if running is not None:
         if running.file != file and world.rank == 0:
             logger.warning("a trace goes to %s already: event_trace_file=%r of this model has no effect", running.file, file)
         return running
+    require_writable(trace_file(file))
+    require_writable(trace_file(part_path(file, world.rank)))
     if world.rank == 0:
         remove_parts(file)
     trace = EventTrace(world=world, file=file)
     # After the world's own handler, so called before it: the other ranks are still there.
     atexit.register(write_at_exit, trace)
     return trace
+
+
+def trace_file(path: str | Path) -> UserFile:
+    """The trace or a part of it, as the option names it."""
+    cure = "give event_trace_file a path in a directory that can be written to."
+    return UserFile(path=path, what="event trace", named_by="option event_trace_file", cure=cure)
 
 
 def part_path(file: str, rank: int) -> Path:
@@ -67,7 +81,7 @@ def merge(trace: EventTrace, ranks: Sequence[int]) -> None:
     lines: list[str] = []
     details: list[dict[str, Any]] = []
     for rank in ranks:
-        head, _, rest = part_path(trace.file, rank).read_text(encoding="utf-8").partition(_FIRST)
+        head, _, rest = read_text(trace_file(part_path(trace.file, rank)), _MOST_PART_BYTES).partition(_FIRST)
         details += json.loads(f"{head.rstrip().rstrip(',')}}}")["otherData"]["ranks"]
         lines += rest.removesuffix(_LAST).split(",\n")
     _write(Path(trace.file), lines, details)
@@ -78,9 +92,11 @@ def merge(trace: EventTrace, ranks: Sequence[int]) -> None:
 def remove_parts(file: str) -> None:
     """Remove parts that an earlier job has left."""
     path = Path(file)
-    for part in path.parent.glob(f"{path.stem}.rank[0-9][0-9][0-9][0-9][0-9]{path.suffix}"):
-        with contextlib.suppress(OSError):
-            part.unlink()
+    part = re.compile(rf"{re.escape(path.stem)}\.rank[0-9]{{5}}{re.escape(path.suffix)}")
+    for name in names_in(trace_file(path.parent)):
+        if part.fullmatch(name):
+            with contextlib.suppress(OSError):
+                path.with_name(name).unlink()
 
 
 def write_at_exit(trace: EventTrace) -> None:
@@ -139,16 +155,8 @@ def _slice_events(trace: EventTrace, item: Slice, number: int) -> list[dict[str,
 
 def _write(path: Path, lines: Sequence[str], details: Sequence[dict[str, Any]]) -> None:
     head = json.dumps({"displayTimeUnit": "ns", "otherData": {"kind": "rannc event trace", "ranks": details}})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(f"{head[:-1]},\n{_FIRST}")
-            file.write(",\n".join(lines))
-            file.write(_LAST)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserInputError(
-            f"cannot write the event trace to {str(path)!r}: {error.strerror}",
-            cure="give event_trace_file a path in a directory that can be written to.",
-        ) from None
+    write_text(trace_file(path), itertools.chain((f"{head[:-1]},\n{_FIRST}",), _separated(lines), (_LAST,)))
+
+
+def _separated(lines: Sequence[str]) -> Iterator[str]:
+    return (f",\n{line}" if number else line for number, line in enumerate(lines))

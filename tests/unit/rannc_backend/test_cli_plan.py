@@ -203,7 +203,7 @@ def test_options_come_from_the_environment_and_the_command_line(place, capsys, m
         (["--option", "pipeline_num"], {}, ["pipeline_num=value"]),
         (["--option", "mem_margin=2"], {}, ["mem_margin", "below 1"]),
         (["--dtype", "int8"], {}, ["--dtype", "bf16"]),
-        (["--json", "nowhere/plan.json"], {}, ["nowhere/plan.json", "a folder that exists"]),
+        (["--json", "nowhere/plan.json"], {}, ["nowhere/plan.json", "there is no directory"]),
         ([], {"np": "0"}, ["--np"]),
     ],
 )  # fmt: skip

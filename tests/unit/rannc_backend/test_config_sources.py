@@ -131,7 +131,7 @@ def test_a_file_that_is_no_toml(tmp_path: Path, data: bytes, words: str) -> None
 
 def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).mkdir()
-    with pytest.raises(ConfigurationFileError, match="is not a file"):
+    with pytest.raises(ConfigurationFileError, match="it is a directory, not a file"):
         resolve(None, {"RANNC_CONF_DIR": str(tmp_path)})
 
 
