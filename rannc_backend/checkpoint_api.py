@@ -20,6 +20,7 @@ from rannc_backend.backend import REGISTRY
 from rannc_backend.checkpoint.background import BackgroundSave, guarded
 from rannc_backend.checkpoint.directory import Disk, find_checkpoint
 from rannc_backend.checkpoint.loading import Loading
+from rannc_backend.checkpoint.lock import DirectoryLocks
 from rannc_backend.checkpoint.manifest import PLAN_FILE
 from rannc_backend.checkpoint.saving import PART_LIMIT_SECONDS, SaveJob, Snapshot, begin_directory, sees
 from rannc_backend.checkpoint.snapshot import listed, root_of, take_snapshot
@@ -44,6 +45,9 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 BACKGROUND = BackgroundSave()
 """The save beside training: a process has one at most, whatever the model."""
+
+LOCKS = DirectoryLocks()
+"""The directories that this process saves in: a lock is the process's, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,7 @@ def save_checkpoint(
         Where the checkpoint is, or will be.
 
     Raises:
-        CheckpointWriteError: a rank could not write, now or in the background save before.
+        CheckpointWriteError: a rank could not write, now or in the background save before, or another job saves in ``path``.
         CheckpointStateError: something is neither a tensor nor a plain value.
         UserInputError: ``keep`` or ``step`` is out of range.
     """
@@ -275,7 +279,12 @@ def _begin(world: World, path: Path, step: int) -> tuple[Path, str, int]:
     begun: list[Any] = []
     problem = None
     if world.rank == 0:
-        problem = guarded(f"no checkpoint can be written in {str(path)!r}", lambda: begun.extend(begin_directory(path, step, Disk())))
+
+        def begin() -> None:
+            LOCKS.hold(path)
+            begun.extend(begin_directory(path, step, Disk()))
+
+        problem = guarded(f"no checkpoint can be written in {str(path)!r}", begin)
     words = world.control.broadcast([begun, *_words(problem)], what="the directory of a checkpoint")
     _raise_zeros(problem, words[1:])
     temporary, name, serial = words[0]

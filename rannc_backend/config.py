@@ -18,12 +18,15 @@ from pydantic_core import PydanticCustomError
 from rannc_backend.errors import RanksDifferError
 
 ENVIRONMENT_PREFIX = "RANNC_"
+ITEMS_DISAGREE = "items_disagree"
 _PROFILED_STEPS = 5
 # Three years: what clocks and sockets can be told to wait.
 _LONGEST_SECONDS = 1e8
 _PATH = {"accepts": "a path, at least 1 character"}
 
 
+# More is no number of ranks, and a number of thousands of digits is none for int().
+_COUNT = r"[1-9][0-9]{0,8}"
 _NAME = r"[^\s,=]+"
 _NAMES = rf"^({_NAME}(,{_NAME})*)?$"
 
@@ -37,7 +40,7 @@ class Config(BaseModel):
     replica_num: int = Field(0, ge=0, description="Number of replicas of every stage; 0: the planner decides.")
     stage_replicas: str = Field(
         "",
-        pattern=r"^([1-9][0-9]*(,[1-9][0-9]*)*)?$",
+        pattern=rf"^({_COUNT}(,{_COUNT})*)?$",
         json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
         description="Number of replicas of each stage, first stage first; empty: the planner decides.",
     )
@@ -62,7 +65,7 @@ class Config(BaseModel):
     )
     stage_pins: str = Field(
         "",
-        pattern=rf"^({_NAME}=[0-9]+(,{_NAME}=[0-9]+)*)?$",
+        pattern=rf"^({_NAME}=[0-9]{{1,9}}(,{_NAME}=[0-9]{{1,9}})*)?$",
         json_schema_extra={"accepts": 'module=stage with commas between, as "encoder=0,decoder=1" (a dict in options), or ""'},
         description="Stages of modules, counted from 0: module=stage, by dotted name.",
     )
@@ -317,4 +320,4 @@ def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
 
 def _disagreement(item: str, relation: str, other: str) -> PydanticCustomError:
     context = {"item": item, "relation": relation, "other": other}
-    return PydanticCustomError("items_disagree", "{item} must be {relation} {other}", context)
+    return PydanticCustomError(ITEMS_DISAGREE, "{item} must be {relation} {other}", context)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from rannc_backend.config import ENVIRONMENT_PREFIX, Config, accepted_values, environment_name
+from rannc_backend.config import ENVIRONMENT_PREFIX, ITEMS_DISAGREE, Config, accepted_values, environment_name
 from rannc_backend.config_retired import RETIRED, retired_notice
 from rannc_backend.errors import ConfigurationFileError, OptionValueError, UnknownOptionError
 from rannc_backend.errors.base import error_about, shown
@@ -192,6 +192,8 @@ def _checked(values: Mapping[str, object], sources: Mapping[str, str]) -> Config
         if first["loc"]:
             item = str(first["loc"][0])
             raise _bad_value(item, values[item], sources[item]) from None
+        if first["type"] != ITEMS_DISAGREE:
+            raise OptionValueError("options", value=dict(values), source="all sources", expected=f"others: {first['msg']}") from None
         item, other = first["ctx"]["item"], first["ctx"]["other"]
         value, other_value = (values.get(name, Config.model_fields[name].default) for name in (item, other))
         expected = f"{first['ctx']['relation']} {other}, which is {other_value} (from {sources[other]})"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 from rannc_backend.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
 from rannc_backend.errors import CheckpointFileError, CheckpointNotFoundError, RanncError
+from rannc_backend.user_files import UserFile, kind_of, names_in, read_bytes
 
 _NAME = re.compile(r"step-(?P<step>[0-9]{8,})(?:-(?P<attempt>[0-9]+))?")
 _TEMPORARY = re.compile(r"\.step-[0-9-]+\.tmp-[0-9a-f]+")
@@ -34,11 +36,19 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, content: bytes) -> None:
-        path.write_bytes(content)
+        with os.fdopen(_create(path), "wb") as file:
+            file.write(content)
 
     def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """A safetensors file of contiguous CPU tensors."""
+        descriptor = _create(path)
+        try:
+            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        finally:
+            os.close(descriptor)
         save_file(dict(tensors), path, metadata={"format": "pt"})
+        # The library makes files that their owner alone can read.
+        os.chmod(path, mode)
 
     def sync(self, path: Path) -> None:
         """A file's content, or a directory's names, are on disk when this returns."""
@@ -59,6 +69,11 @@ class Disk:
             path.unlink(missing_ok=True)
 
 
+def _create(path: Path) -> int:
+    """A new file with the mode that the user's umask gives; never one that is there, nor one that a link leads to."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """A complete checkpoint."""
@@ -67,20 +82,21 @@ class Found:
     manifest: Manifest
 
 
+def checkpoint_file(path: Path) -> UserFile:
+    """A file of a checkpoint, to be read.
+
+    Raises:
+        CheckpointFileError: it is a link that leads out of the directory that it is in.
+    """
+    file = UserFile(path=path, what="checkpoint's file", error=CheckpointFileError, cure="load another checkpoint.")
+    if kind_of(file) and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
+        raise file.failed("cannot read the", "it is a link that leads out of the checkpoint")
+    return file
+
+
 def read_file(path: Path, most_bytes: int) -> bytes:
     """A file's bytes. CheckpointFileError: it cannot be read, or is larger than anything that is written here."""
-    try:
-        # Not what a device or a pipe gives: that may never end.
-        if path.exists() and not path.is_file():
-            raise CheckpointFileError(f"{str(path)!r} is not a file", cure="load another checkpoint.")
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointFileError(f"cannot read {str(path)!r}: {reason}", cure="load another checkpoint.") from None
-    if len(content) > most_bytes:
-        raise CheckpointFileError(f"{str(path)!r} has more than {most_bytes} bytes", cure="load another checkpoint.")
-    return content
+    return read_bytes(checkpoint_file(path), most_bytes)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -96,14 +112,14 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         CheckpointFileError: a manifest cannot be read, so that nobody knows which one is the latest.
     """
     place = Path(path)
-    if (place / MANIFEST_FILE).exists():
+    cure = "give the directory that was given to save_checkpoint."
+    named = UserFile(path=place, what="checkpoint", error=CheckpointNotFoundError, cure=cure)
+    kind = kind_of(named)
+    if kind != "a directory":
+        raise named.failed("there is no", f"it {f'is {kind}' if kind else 'does not exist'}")
+    if _has_manifest(place):
         return place
-    if not place.is_dir():
-        what = "is a file" if place.exists() else "does not exist"
-        raise CheckpointNotFoundError(
-            f"no checkpoint at {str(place)!r}: it {what}", cure="give the directory that was given to save_checkpoint."
-        )
-    found, problems = _survey(place)
+    found, problems = _survey(named)
     # Never an older one in silence: no crash leaves a manifest that cannot be read.
     if problems:
         raise problems[0]
@@ -117,19 +133,28 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 def checkpoints_in(path: Path) -> list[Found]:
     """Complete checkpoints of a run's directory, the latest last. Those whose manifest cannot be read are left out."""
-    return sorted(_survey(path)[0], key=lambda item: item.manifest.serial) if path.is_dir() else []
+    named = UserFile(path=path, what="directory of checkpoints", error=CheckpointFileError)
+    return sorted(_survey(named)[0], key=lambda item: item.manifest.serial) if kind_of(named) == "a directory" else []
 
 
-def _survey(path: Path) -> tuple[list[Found], list[RanncError]]:
+def _survey(place: UserFile) -> tuple[list[Found], list[RanncError]]:
     found: list[Found] = []
     problems: list[RanncError] = []
-    for entry in sorted(path.iterdir()):
-        if _NAME.fullmatch(entry.name) and (entry / MANIFEST_FILE).exists():
-            try:
+    for name in names_in(place):
+        entry = Path(place.path, name)
+        if not _NAME.fullmatch(name):
+            continue
+        try:
+            if _has_manifest(entry):
                 found.append(Found(path=entry, manifest=read_manifest(entry)))
-            except CheckpointFileError as error:
-                problems.append(error)
+        except CheckpointFileError as error:
+            problems.append(error)
     return found, problems
+
+
+def _has_manifest(place: Path) -> bool:
+    file = UserFile(path=place / MANIFEST_FILE, what="checkpoint's file", error=CheckpointFileError, cure="load another checkpoint.")
+    return os.path.isdir(place) and bool(kind_of(file))
 
 
 def free_name(path: Path, step: int) -> str:
@@ -172,6 +197,7 @@ def rotate(path: Path, keep: int | None, disk: Disk) -> None:
     if keep is not None:
         doomed += rest[: len(rest) - keep]
     for item in doomed:
-        # Without its manifest it is no checkpoint any more, however far the rest of its removal comes.
-        disk.remove(item.path / MANIFEST_FILE)
+        # Without its manifest it is no checkpoint any more, however far the rest of its removal comes. Of a link the link goes.
+        if not item.path.is_symlink():
+            disk.remove(item.path / MANIFEST_FILE)
         disk.remove(item.path)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rannc_backend.checkpoint.checksums import crc32_of
-from rannc_backend.checkpoint.directory import find_checkpoint, read_file, read_manifest
+from rannc_backend.checkpoint.directory import checkpoint_file, find_checkpoint, read_file, read_manifest
 from rannc_backend.checkpoint.manifest import (
     INDEX_FILE,
     MAX_INDEX_BYTES,
@@ -31,6 +31,7 @@ from rannc_backend.checkpoint.plain_values import decode
 from rannc_backend.errors import CheckpointFileError, CheckpointMismatchError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
+from rannc_backend.user_files import kind_of
 
 _MOST_OPEN_FILES = 8
 
@@ -156,7 +157,8 @@ class CheckpointReader:
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
             path = self.path / name
-            size = path.stat().st_size if path.is_file() else None
+            file = checkpoint_file(path)
+            size = path.stat().st_size if kind_of(file) == "a file" else None
             if size != self._sizes[name]:
                 has = "is not there" if size is None else f"has {size} bytes"
                 raise self._torn(name, f"it {has}, {self._sizes[name]} were written")

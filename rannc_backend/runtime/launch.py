@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rannc_backend.errors import LaunchError
+from rannc_backend.errors.base import shown
 
 # Rank and size variables by launcher: MPICH, Intel MPI and others with Hydra; Open MPI; Slurm's srun. A batch script
 # has SLURM_PROCID too, without being a task of a step, so the number of tasks is read from the step.
@@ -18,6 +19,7 @@ _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
+_MOST_DIGITS = 9
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -64,6 +66,6 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "0").strip()
-    if not text.isdecimal():
-        raise LaunchError(f"{name} is {text!r}, not a number", cure=f"unset {name}, or let the launcher set it.")
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise LaunchError(f"{name} is {shown(text)}, not a number of ranks", cure=f"unset {name}, or let the launcher set it.")
     return int(text)

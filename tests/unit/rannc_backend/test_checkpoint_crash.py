@@ -157,7 +157,9 @@ def test_the_test_sees_a_save_that_writes_in_place(before: Path, tmp_path: Path,
     def early(temporary: Path, name: str, disk: Disk) -> Path:
         os.rename(temporary, temporary.with_name(name))
         place = temporary.with_name(name) / MANIFEST_FILE
-        disk.write(place, place.read_bytes())
+        content = place.read_bytes()
+        place.unlink()
+        disk.write(place, content)
         return publish(temporary.with_name(name), name, disk)
 
     monkeypatch.setattr("rannc_backend.checkpoint.directory.publish", early)

@@ -246,7 +246,7 @@ def test_names_that_nobody_has(tmp_path: Path) -> None:
     with pytest.raises(ClusterFileError, match="measured by the ranks"):
         load_cluster("local", 8)
     for path in (str(tmp_path), str(tmp_path / "none.toml"), "\0", "../clusters/a100-80gb", ""):
-        with pytest.raises(ClusterFileError, match="option cluster.*: it is a directory, not a file\n.*Shipped are"):
+        with pytest.raises(ClusterFileError, match="Shipped are"):
             load_cluster(path, 8)
 
 

@@ -271,7 +271,7 @@ SINK = '[[sink]]\nname = "s"\ntype = "stdout_sink_st"\n'
         ('\n[[pattern]]\nname = "p"\nvalue = "%"\n', 2, "ends with %"),
         ('[[sink]]\nname = "s"\ntype = "basic_file_sink_st"\n', 1, "needs the key 'filename'"),
         ('[[sink]]\nname = "s"\ntype = "rotating_file_sink_st"\nbase_filename = "x"\nmax_size = "1X"\nmax_files = 1\n', 1, "is no size"),
-        ('[[sink]]\nname = "s"\ntype = "basic_file_sink_st"\nfilename = "/missing/folder/x"\n', 1, "there is no directory '/missing/folder'"),
+        ('[[sink]]\nname = "s"\ntype = "basic_file_sink_st"\nfilename = "/missing/folder/x"\n', 1, "there is no directory"),
         ('[[sink]]\nname = "s"\ntype = "basic_file_sink_st"\nfilename = "/"\n', 1, "it is a directory, not a file"),
         ('[[sink]]\nname = "s"\ntype = "basic_file_sink_st"\nfilename = "a\\u0000b"\n', 1, "zero byte"),
         ("\n[[sinks]]\n", 2, "did you mean 'sink'"),
