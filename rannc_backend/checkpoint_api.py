@@ -33,6 +33,7 @@ from rannc_backend.errors import (
     UserInputError,
     rebuild_error,
 )
+from rannc_backend.errors.base import shown
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.graph_runtime import StepCounter
@@ -284,7 +285,7 @@ def _begin(world: World, path: Path, step: int) -> tuple[Path, str, int]:
             LOCKS.hold(path)
             begun.extend(begin_directory(path, step, Disk()))
 
-        problem = guarded(f"no checkpoint can be written in {str(path)!r}", begin)
+        problem = guarded(f"no checkpoint can be written in {shown(str(path))}", begin)
     words = world.control.broadcast([begun, *_words(problem)], what="the directory of a checkpoint")
     _raise_zeros(problem, words[1:])
     temporary, name, serial = words[0]

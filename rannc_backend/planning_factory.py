@@ -53,7 +53,7 @@ def _import(place: str) -> ModuleType:
     # As with `python file.py` and `python -m module`: what lies beside the file, or in the working directory, can be imported.
     cure = "give the path of a Python file, or the dotted name of a module."
     named = UserFile(path=place, what="factory", error=FactoryError, cure=cure)
-    is_file = file.suffix == ".py" or kind_of(named) == "a file"
+    is_file = file.suffix == ".py" or kind_of(named) not in ("", "a directory")
     if is_file and not kind_of(named):
         raise FactoryError(f"there is no file {place!r}", cure=cure)
     if is_file:
@@ -78,7 +78,7 @@ def _import_file(file: Path) -> ModuleType:
     name = f"_rannc_plan_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise FactoryError(f"{str(file)!r} is not a Python file", cure="give a file that ends with .py.")
+        raise FactoryError(f"{str(file)!r} is not a Python file", cure="give a Python file that ends with .py.")
     module = importlib.util.module_from_spec(spec)
     # Classes of the file look their module up by name.
     sys.modules[name] = module

@@ -171,7 +171,7 @@ class SafetensorsValues:
         try:
             return safe_open(self.path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise UserInputError(f"cannot read {self.path!r}: {error}", cure="give the path of a safetensors file.") from None
+            raise _source_file(self.path).failed("cannot read the", str(error)) from None
 
 
 @dataclass(slots=True)
@@ -266,8 +266,7 @@ def _given_source(source: ValueSource, names: list[str]) -> Source:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0]
-        cure = "give a safetensors file, or a state_dict saved by torch.save."
-        raise UserInputError(f"cannot read {str(path)!r}: {reason}", cure=cure) from None
+        raise _source_file(path).failed("cannot read the", reason) from None
     if not isinstance(state, Mapping):
         raise UserInputError(f"{str(path)!r} holds a {type(state).__name__}, no state_dict", cure="save model.state_dict().")
     _require_names(state, names)

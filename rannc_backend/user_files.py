@@ -133,6 +133,8 @@ def write_text(file: UserFile, text: str | Iterable[str]) -> None:
 def make_directory(file: UserFile) -> None:
     """Make a directory, and those above it, if it is not there. Raises what ``file.error`` makes."""
     with _told(file, "cannot make the"):
+        with suppress(FileNotFoundError):
+            os.stat(file.path)  # the library's recursion over all directories above ends differently for a path that is too long
         try:
             os.makedirs(file.path, exist_ok=True)
         except FileExistsError:
