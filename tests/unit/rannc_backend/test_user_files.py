@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import atexit
 import errno
 import os
 import socket
@@ -30,7 +32,7 @@ from rannc_backend.log import is_logging_asked_for, setup_logging
 from rannc_backend.planning_factory import call_factory
 from rannc_backend.planning_file import PlannableModel, is_blocks_file
 from rannc_backend.pricers import Pricing
-from rannc_backend.runtime.trace_file import begin_trace
+from rannc_backend.runtime.trace_file import begin_trace, write_at_exit
 from rannc_backend.session import _DEPLOYMENT
 from rannc_backend.stage_values import SafetensorsValues, _given_source
 from rannc_backend.user_files import UserFile
@@ -267,4 +269,44 @@ def test_a_trace_removes_its_own_parts_only(tmp_path: Path) -> None:
         own.write_text("old")
         trace = begin_trace(_world(), str(tmp_path / name), None)
         trace.close()
+        atexit.unregister(write_at_exit)
         assert not own.exists() and all(path.exists() for path in keep), name
+
+
+# What opens files by itself: those that the system or this package names.
+OWN_FILES = {
+    "user_files.py",
+    "calibration.py",  # /proc/cpuinfo
+    "checkpoint/directory.py",  # in directories of its own, new files only
+    "checkpoint/lock.py",
+    "checkpoint/reader.py",  # safetensors, looked at before
+    "checkpoint/saving.py",
+    "compile_cache.py",  # libraries of Inductor's cache
+    "cost/cluster_file.py",  # shipped descriptions
+    "doctor.py",
+    "doctor_job.py",  # a folder of its own
+    "doctor_ranks.py",
+    "report/page.py",  # shipped templates
+    "side_by_side.py",  # pipes
+    "stage_values.py",  # torch.load and safetensors, looked at before
+}
+OPENING = {"open", "fdopen", "read_text", "read_bytes", "write_text", "write_bytes", "mkdir", "makedirs", "touch", "glob", "rglob"}
+OPENING |= {"iterdir", "listdir", "scandir", "safe_open"}
+
+
+def test_nothing_else_opens_files() -> None:
+    package = Path(rannc_backend.__file__).parent
+    functions = {name for name in OPENING if hasattr(user_files, name)}
+    found = set()
+    for path in package.rglob("*.py"):
+        name = str(path.relative_to(package))
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                ours = called in functions and ("import user_files" in text or f" {called}" in text.split("\n\n\n")[0])
+                if called in OPENING and not ours:
+                    found.add(name)
+    # The runtime reads /proc and opens sockets and memory; its helpers are scripts that know no other module.
+    assert {name for name in found if not name.startswith("runtime/")} <= OWN_FILES, sorted(found)
+    assert not found & {"runtime/trace_file.py", "runtime/bootstrap.py"}
