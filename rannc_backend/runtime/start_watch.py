@@ -222,14 +222,14 @@ class _Watch:
 
     def run(self) -> None:
         """Until told to stop, or until this rank or another has ended, or the limit has passed."""
-        own_rank = int(environment_of(self._pid)[self._rank_name])
+        own_rank = int(os.environ[self._rank_name])
         if self._launcher:
             with contextlib.suppress(OSError):  # taken by what has gone in a moment: then this end is not known as one in order
                 self._mark.bind(self._address(own_rank))
         missed_before = False
         while self._hears():
             self._look(own_rank)
-            if own_rank not in self._living:
+            if os.getppid() != self._pid:
                 break
             if time.monotonic() > self._end_at:
                 self._end(self._late_text(), self._missing())
@@ -271,8 +271,8 @@ class _Watch:
         living = self._living.items()
         self._living = {rank: pid for rank, pid in living if environment_of(pid).get(self._rank_name) == str(rank)}
         if not self._living or len(self._living) < self._num_local_ranks:
-            own = {own_rank: self._pid} if environment_of(self._pid).get(self._rank_name) == str(own_rank) else {}
-            self._living = own | (ranks_below(self._launcher, self._rank_name) if self._num_local_ranks and self._launcher else {})
+            others = ranks_below(self._launcher, self._rank_name) if self._num_local_ranks and self._launcher else {}
+            self._living = {own_rank: self._pid} | others
         self._seen |= self._living.keys()
 
     def _stay(self) -> None:
