@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rannc_backend.config import Config
 from rannc_backend.config_sources import resolve_config
 from rannc_backend.errors import CommunicationError, LaunchError, RanncError
-from rannc_backend.errors.base import restore
+from rannc_backend.errors.base import clip, restore, shown
 from rannc_backend.runtime.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
 from rannc_backend.runtime.device_watch import DeviceWatch
@@ -216,9 +216,10 @@ def _torchrun_world(options: StartOptions, launch: Launch) -> World:
     limit = datetime.timedelta(seconds=options.start_limit_seconds)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.size, timeout=limit)))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, OverflowError) as error:  # a port may be no number, or none that fits
+        place = shown(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
         raise LaunchError(
-            f"rank {launch.rank} cannot meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
+            f"rank {launch.rank} cannot meet the others at {place}: {clip(str(error))}",
             cure="see whether all ranks were started and whether MASTER_ADDR and MASTER_PORT are rank 0's.",
         ) from error
     seats = _gather_seats(store, launch, options.start_limit_seconds)

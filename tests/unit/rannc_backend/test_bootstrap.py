@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,59 @@ def test_the_watch_sees_ranks_come_and_go() -> None:
         parent.stdin.flush()
         parent.stdout.readline()
         assert start_watch.ranks_below(parent.pid, "RANK").keys() == {0, 2}
+    finally:
+        parent.stdin.close()
+        parent.wait(10)
+
+
+@pytest.mark.parametrize("port", ["9" * 5000, "many", "-1", "70000", "\udc80", ""])
+def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    launch = bootstrap.find_launch(os.environ)
+    with pytest.raises(LaunchError, match="(?s)rank 1 cannot meet the others at .*MASTER_PORT are rank 0's") as caught:
+        bootstrap._torchrun_world(bootstrap.StartOptions(start_limit_seconds=1), launch)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({"PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, ("PMI_RANK", 2, 4)),
+        # One rank on each host; a rank started by hand, whose neighbours nobody tells; srun.
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}, ("RANK", 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ("RANK", 0, 2)),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}, ("SLURM_PROCID", 0, 8)),
+        # torchrun within mpirun, and mpirun of one rank around torchrun.
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, ("RANK", 0, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "RANK": "1", "WORLD_SIZE": "4"}, ("RANK", 0, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        ({"SLURM_PROCID": "0"}, None),
+        ({"RANK": "many", "WORLD_SIZE": "9" * 5000}, None),
+        ({}, None),
+    ],
+)
+def test_what_the_watch_reads_of_the_launcher(environ: dict[str, str], found: tuple[str, int, int] | None) -> None:
+    assert start_watch.find_variables(environ) == found
+
+
+def test_a_stopped_rank_and_one_that_has_not_come_are_missing() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=-1, stdout=-1, text=True, env=environ)
+    assert parent.stdin is not None and parent.stdout is not None
+    try:
+        for _ in range(3):
+            parent.stdout.readline()
+        ranks = start_watch.ranks_below(parent.pid, "RANK")
+        os.kill(ranks[2], signal.SIGSTOP)
+        until = time.monotonic() + 10
+        while start_watch._status_of(ranks[2])[0] != b"T" and time.monotonic() < until:
+            time.sleep(0.01)
+        missing = start_watch.missing_ranks(parent.pid, "RANK")
+        assert {rank: pid for rank, (pid, _) in missing.items()} == ranks
+        text = start_watch.missing_text({rank: missing[rank] for rank in (1, 2)})
+        assert text == "rank 1 has not called a compiled model, rank 2 is stopped"
+        assert start_watch.missing_ranks(0, "RANK") == {}
     finally:
         parent.stdin.close()
         parent.wait(10)
