@@ -31,6 +31,8 @@ DISTRIBUTED_FILES = (
     "rannc_backend/runtime/transport.py",
     "rannc_backend/runtime/transport_nccl.py",
     "rannc_backend/runtime/bootstrap.py",
+    # Stores only.
+    "rannc_backend/runtime/meeting.py",
     # torch.distributed.checkpoint only: no collectives.
     "rannc_backend/checkpoint/tensor_storage.py",
 )

@@ -1,7 +1,7 @@
 """Brings this rank into the job: finds the others, starts torch.distributed, and makes the `World`.
 
 In: the environment, or a torch.distributed that the user has initialised. Out: one `World` per process.
-Terms: a rank's *seat* is where it runs: host name, the devices it can see, how many.
+Terms: a rank's *seat* is where it runs: host name, the devices it can see, how many, what it shares with others, its addresses.
 Looked for in this order: torch.distributed already initialised (used as it is); MPI (mpirun, srun); torchrun's
 environment; else a single process, for which torch.distributed is not started at all. Nothing happens on import of this file.
 """
@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +26,15 @@ from rannc_backend.config import Config
 from rannc_backend.config_sources import resolve_config
 from rannc_backend.errors import CommunicationError, LaunchError, RanncError
 from rannc_backend.errors.base import clip, restore, shown
+from rannc_backend.runtime import meeting as meetings
 from rannc_backend.runtime.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.interpreter_exit import InterpreterExit
 from rannc_backend.runtime.launch import Launch, find_launch
-from rannc_backend.runtime.monitor import LinkMonitor, SingleMonitor, join_hub, start_hub
+from rannc_backend.runtime.meeting import Meeting
+from rannc_backend.runtime.monitor import HubAddress, LinkMonitor, SingleMonitor, join_hub, start_hub
 from rannc_backend.runtime.shared_memory import place
 from rannc_backend.runtime.start_watch import StartWatch, find_variables
 from rannc_backend.runtime.step_counts import StepCounts
@@ -41,7 +44,8 @@ from rannc_backend.runtime.transport_nccl import NcclCalls, NcclTransport
 from rannc_backend.runtime.transport_staged import StagedTransport
 from rannc_backend.runtime.world import StartOptions, Transport, World
 
-# (host name, CUDA_VISIBLE_DEVICES, number of devices, place: see shared_memory.py); a plain list because it travels as JSON.
+# (host name, CUDA_VISIBLE_DEVICES, number of devices, place: see shared_memory.py, network and addresses: see meeting.py); a plain list
+# because it travels as JSON.
 Seat = list[Any]
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +67,6 @@ _HOLDER = _Holder()
 
 # What a user exports by hand where srun or mpirun starts the ranks and there is no mpi4py.
 _BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL_ADDRESS = "127.0.0.1"
 
 # Lets tests run several ranks on one GPU; see StartOptions.share_devices. No option: it shows that things work, slowly.
 SHARE_VARIABLE = "TEST_RANNC_SHARE_GPU"
@@ -165,6 +168,7 @@ def _make_world(options: StartOptions) -> World:
         return _user_world(options, launch)
     if launch.launcher == "torchrun":
         return _torchrun_world(options, launch)
+    meetings.keep_mpi_inside(os.environ)
     try:
         mpi = load_mpi(launch)
     except LaunchError as error:
@@ -200,33 +204,56 @@ def _mpi_world(options: StartOptions, wire: MpiWire) -> World:
     control = WireControl(wire, rank=wire.rank, size=wire.size, limit_seconds=options.limit_seconds)
     seats = control.allgather(_own_seat(), what="start of all ranks", limit_seconds=options.start_limit_seconds)
     device = _choose_device(options, seats, rank=launch.rank)
-    host, store = _meeting_host(seats), None
-    if launch.rank == 0:
-        # The system chooses the port and rank 0 tells it: no race for a number that was free a moment ago.
-        store = dist.TCPStore(host, 0, launch.size, True, timeout=UNLIMITED, wait_for_workers=False)
+    meeting = _find_meeting(launch, seats, control.allgather)
+    monitor, hub = _join_monitor(launch, seats, meeting, control, options)
+    try:
+        _init_default_group(options, launch, device, _mpi_store(launch, meeting, hub, control))
+    except BaseException as error:
+        # The hooks that tell the others come later, as torch puts its own in their place here.
+        monitor.report_error(error)
+        raise
+    return _finish(options, launch, device, seats, wire.local_rank(), control, monitor)
+
+
+def _mpi_store(launch: Launch, meeting: Meeting, hub: HubAddress, control: WireControl) -> Any:
+    """On one host a file in the job's private folder; else, or where not all ranks see that, a port that the system chooses."""
+    if meeting.is_one_host:
+        found = control.allgather(meetings.identity_of(hub.folder), what="folder of the job")
+        if found[0] and all(identity == found[0] for identity in found):
+            return meetings.store_in(hub.folder, size=launch.size, limit=UNLIMITED)
+    is_master, store = launch.rank == 0, None
+    if is_master:
+        # Rank 0 tells the port: no race for a number that was free a moment ago.
+        store = meetings.store_at(meeting.address, 0, is_master=True, size=launch.size, limit=UNLIMITED)
     port = control.broadcast(None if store is None else store.port, what="store address")
-    if store is None:
-        store = dist.TCPStore(host, port, launch.size, False, timeout=UNLIMITED, wait_for_workers=False)
-    _init_default_group(options, launch, device, store)
-    return _finish(options, launch, device, seats, wire.local_rank(), control)
+    return store or meetings.store_at(meeting.address, port, is_master=False, size=launch.size, limit=UNLIMITED)
 
 
 def _torchrun_world(options: StartOptions, launch: Launch) -> World:
     """torch.distributed for everything, over torchrun's store."""
     limit = datetime.timedelta(seconds=options.start_limit_seconds)
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.size, timeout=limit)))
+        store = meetings.store_of_environment(os.environ, size=launch.size, limit=limit) if launch.rank == 0 else None
+        if store is None:
+            store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.size, timeout=limit)))
     except (RuntimeError, ValueError, OverflowError) as error:  # a port may be no number, or none that fits
         place = shown(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
         raise LaunchError(
             f"rank {launch.rank} cannot meet the others at {place}: {clip(str(error))}",
             cure="see whether all ranks were started and whether MASTER_ADDR and MASTER_PORT are rank 0's.",
         ) from error
-    seats = _gather_seats(store, launch, options.start_limit_seconds)
+    told = _gather_told(store, launch, "seat", _own_seat(), options.start_limit_seconds)
+    seats = [_checked_seat(seat) for seat in told]
     device = _choose_device(options, seats, rank=launch.rank)
+
+    def gather(names: list[str], **_: Any) -> list[Any]:
+        return _gather_told(store, launch, "names", names, options.start_limit_seconds)
+
+    meeting = _find_meeting(launch, seats, gather)
     _init_default_group(options, launch, device, store)
     control = _group_control(options, launch)
-    return _finish(options, launch, device, seats, _number_on_host(seats, launch.rank), control)
+    monitor, _ = _join_monitor(launch, seats, meeting, control, options)
+    return _finish(options, launch, device, seats, _number_on_host(seats, launch.rank), control, monitor)
 
 
 def _user_world(options: StartOptions, launch: Launch) -> World:
@@ -234,14 +261,21 @@ def _user_world(options: StartOptions, launch: Launch) -> World:
     control = _group_control(options, launch)
     seats = control.allgather(_own_seat(), what="start of all ranks", limit_seconds=options.start_limit_seconds)
     device = _choose_device(options, seats, rank=launch.rank)
-    return _finish(options, launch, device, seats, _number_on_host(seats, launch.rank), control)
+    meeting = _find_meeting(launch, seats, control.allgather)
+    monitor, _ = _join_monitor(launch, seats, meeting, control, options)
+    return _finish(options, launch, device, seats, _number_on_host(seats, launch.rank), control, monitor)
 
 
 def _finish(
-    options: StartOptions, launch: Launch, device: torch.device, seats: list[Seat], local_rank: int, control: WireControl
+    options: StartOptions,
+    launch: Launch,
+    device: torch.device,
+    seats: list[Seat],
+    local_rank: int,
+    control: WireControl,
+    monitor: LinkMonitor,
 ) -> World:
-    """Make the parts that stand on torch.distributed and control: the monitor first, so that it sees the rest fail."""
-    monitor = _join_monitor(launch.rank, seats, control, options)
+    """Make the parts that stand on torch.distributed, control and the monitor, which sees them fail."""
     transport = _make_transport(options, launch, device, seats, monitor)
 
     def on_good_end() -> None:
@@ -291,16 +325,37 @@ def _uses_nccl(options: StartOptions, device: torch.device) -> bool:
     return device.type == "cuda" and options.share_devices != "gloo"
 
 
-def _join_monitor(rank: int, seats: Sequence[Seat], control: WireControl, options: StartOptions) -> LinkMonitor:
-    host = _meeting_host(seats)
-    # Open to other hosts only when there are other hosts.
-    bind = _LOCAL_ADDRESS if host == _LOCAL_ADDRESS else ""
+def _find_meeting(launch: Launch, seats: Sequence[Seat], gather: Callable[..., list[Any]]) -> Meeting:
+    """Where the ranks meet; gloo and NCCL are told to listen there alone."""
+    networks = [seat[4] for seat in seats]
+    known: list[list[str]] = [[] for _ in seats]
+    if len(set(networks)) > 1:
+        names = [seats[0][0], *([os.environ["MASTER_ADDR"]] if launch.launcher == "torchrun" else [])]
+        own = [address for name in names for address in meetings.addresses_of_name(name)]
+        known = [meetings.checked_texts(texts) for texts in gather(own, what="addresses of rank 0's host")]
+    meeting = meetings.find_meeting(rank=launch.rank, networks=networks, addresses=[seat[5] for seat in seats], known=known)
+    # Over several hosts, groups that are the user's show that theirs work.
+    if launch.launcher != "user" or meeting.is_one_host:
+        meetings.use_interface(meeting.interface, os.environ)
+    return meeting
+
+
+def _join_monitor(
+    launch: Launch, seats: Sequence[Seat], meeting: Meeting, control: WireControl, options: StartOptions
+) -> tuple[LinkMonitor, HubAddress]:
     # MPICH's mpirun kills the others when one ends, and then reports their end instead of the exit code of the first.
     failed_first = "PMI_RANK" not in os.environ
-    address = start_hub(size=len(seats), bind=bind, failed_first=failed_first) if rank == 0 else None
-    port, token = control.broadcast(address, what="monitor address", limit_seconds=options.start_limit_seconds)
+    # torchrun and users bring a store; the folder is for ours.
+    folder_in = tempfile.gettempdir() if launch.launcher == "mpi" and meeting.is_one_host else ""
+    hub = None
+    if launch.rank == 0:
+        hub = start_hub(size=len(seats), bind=meeting.address, failed_first=failed_first, folder_in=folder_in)
+    told = [hub.port, hub.token, hub.folder] if hub is not None else None
+    port, token, folder = control.broadcast(told, what="monitor address", limit_seconds=options.start_limit_seconds)
+    address = HubAddress(host=meeting.address, port=port, token=token, folder=folder)
     limits = {"limit_seconds": options.start_limit_seconds, "silence_seconds": options.limit_seconds}
-    return join_hub(host, port, token, rank=rank, own_host=seats[rank][0], **limits)
+    monitor = join_hub(address, rank=launch.rank, own_host=seats[launch.rank][0], **limits)
+    return monitor, address
 
 
 def _init_default_group(options: StartOptions, launch: Launch, device: torch.device, store: Any) -> None:
@@ -320,14 +375,14 @@ def _group_control(options: StartOptions, launch: Launch) -> WireControl:
     return WireControl(wire, rank=launch.rank, size=launch.size, limit_seconds=options.limit_seconds)
 
 
-def _gather_seats(store: Any, launch: Launch, limit_seconds: float) -> list[Seat]:
-    """All ranks' seats through a store, which can tell who has not come.
+def _gather_told(store: Any, launch: Launch, what: str, value: Any, limit_seconds: float) -> list[Any]:
+    """What all ranks tell through a store, which can tell who has not come. To be checked: anybody may write into a store.
 
     Raises:
         CommunicationError: naming the ranks that have not started within `limit_seconds`.
     """
-    keys = [f"rannc/seat/{rank}" for rank in range(launch.size)]
-    store.set(keys[launch.rank], json.dumps(_own_seat()))
+    keys = [f"rannc/{what}/{rank}" for rank in range(launch.size)]
+    store.set(keys[launch.rank], json.dumps(value))
     if not poll(lambda: bool(store.check(keys)), limit_seconds):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         names = ", ".join(str(rank) for rank in missing)
@@ -337,21 +392,30 @@ def _gather_seats(store: Any, launch: Launch, limit_seconds: float) -> list[Seat
             peer=missing[0] if missing else None,
             limit_seconds=limit_seconds,
         )
-    return [json.loads(store.get(key)) for key in keys]
+    return [meetings.parsed(store.get(key), key) for key in keys]
+
+
+def _checked_seat(seat: Any) -> Seat:
+    """A seat as another rank tells it.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    if not isinstance(seat, list) or len(seat) != len(_SEAT_TYPES) or any(type(part) is not kind for part, kind in zip(seat, _SEAT_TYPES)):
+        raise LaunchError(f"what a rank tells of itself is {str(seat)[:100]!r}", cure=meetings.STRANGER_CURE)
+    return [*seat[:-1], meetings.checked_addresses(seat[-1])]
 
 
 def _own_seat() -> Seat:
-    return [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count(), place()]
+    visible, addresses = os.environ.get("CUDA_VISIBLE_DEVICES", ""), meetings.chosen_first(meetings.own_addresses(), os.environ)
+    return [socket.gethostname(), visible, torch.cuda.device_count(), place(), meetings.network(), addresses]
+
+
+_SEAT_TYPES = (str, str, int, str, str, list)
 
 
 def _number_on_host(seats: Sequence[Seat], rank: int) -> int:
     return sum(1 for seat in seats[:rank] if seat[0] == seats[rank][0])
-
-
-def _meeting_host(seats: Sequence[Seat]) -> str:
-    """Address at which all ranks reach rank 0."""
-    hosts = {seat[0] for seat in seats}
-    return _LOCAL_ADDRESS if len(hosts) == 1 else str(seats[0][0])
 
 
 def _choose_device(options: StartOptions, seats: Sequence[Seat], *, rank: int) -> torch.device:

@@ -16,7 +16,6 @@ import json
 import logging
 import mmap
 import os
-import secrets
 import select
 import socket
 import subprocess
@@ -25,13 +24,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from rannc_backend.errors import CommunicationError, LaunchError, RankFailedError
-from rannc_backend.runtime import monitor_hub
-from rannc_backend.runtime.monitor_hub import COOKIE_BYTES, PHASE_BYTES
+from rannc_backend.runtime import helper, monitor_hub, monitor_wire
+from rannc_backend.runtime.monitor_hub import PHASE_BYTES
+from rannc_backend.runtime.monitor_wire import COOKIE_BYTES, Lines, WireError
+from rannc_backend.runtime.processes import mark_of
 from rannc_backend.runtime.world import RankState
 
 _LOG = logging.getLogger(__name__)
@@ -43,6 +45,9 @@ _FLUSH_SECONDS = 0.5
 _SURVEY_SECONDS = 2.0
 _LAST_MESSAGE_SECONDS = 1.0
 _LOOK_SECONDS = 10.0
+# Ranks join as soon as they have the address.
+_JOIN_SECONDS = 30.0
+_JOIN_AGAIN_SECONDS = 0.05
 _NEVER = sys.maxsize
 _MOST_CAUSE_LINES = 8
 _MOST_CAUSE_CHARACTERS = 1000
@@ -242,7 +247,7 @@ class LinkMonitor:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
-        unread = b""
+        lines = Lines(monitor_wire.MOST_SURVEY_BYTES)
         next_beat = time.monotonic()
         while True:
             now = time.monotonic()
@@ -261,20 +266,23 @@ class LinkMonitor:
             if data == b"":
                 self._lost_hub()
                 return
-            *lines, unread = (unread + (data or b"")).split(b"\n")
-            for line in lines:
-                self._take(json.loads(line))
+            try:
+                for message in lines.feed(data or b""):
+                    self._take(message)
+            except WireError:
+                self._lost_hub()
+                return
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "end":
-            self.exit_code = self.exit_code or message["code"]
+            self.exit_code = self.exit_code or monitor_wire.required(message, "code")[0]
             reported = self._reported
             self._ended.set()
             # A rank that has failed by itself is on its way out, and may run what the user wants run at exit.
             self._end_soon(_LAST_WORDS_SECONDS if reported else 0.0)
         elif kind == "left":
-            rank, num_calls = message["rank"], message["num_calls"]
+            rank, num_calls = monitor_wire.required(message, "rank", "num_calls")
             if rank == self.rank:
                 return
             self._left[rank] = num_calls
@@ -284,7 +292,7 @@ class LinkMonitor:
             elif rank in self._waiting_for:
                 self._watch_wait(rank)
         elif kind == "states":
-            self._last_states = [RankState(**state) for state in message["states"]]
+            self._last_states = [_state_of(state) for state in monitor_wire.required(message, "states")[0]]
             self._states.set()
         elif kind == "bye":
             self._bye.set()
@@ -367,57 +375,91 @@ def clip(text: str) -> str:
     return "\n".join(lines[:_MOST_CAUSE_LINES])
 
 
-def start_hub(*, size: int, bind: str, failed_first: bool) -> tuple[int, str]:
+def _state_of(state: Any) -> RankState:
+    """One rank's state, as the hub tells it."""
+    if not isinstance(state, dict):
+        raise WireError("a state that is no object")
+    monitor_wire.check(state, monitor_wire.STATE_MEMBERS)
+    monitor_wire.required(state, *monitor_wire.STATE_MEMBERS)
+    return RankState(**state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubAddress:
+    """Where the job's monitor process is, and what a rank must have.
+
+    Attributes:
+        folder: a folder of mode 0700 on its host, which it removes at the end of the job; "" if there is none.
+    """
+
+    host: str
+    port: int
+    token: str
+    folder: str = ""
+
+
+def start_hub(*, size: int, bind: str, failed_first: bool, folder_in: str = "") -> HubAddress:
     """Start the job's monitor process on this host.
 
     Args:
         bind, failed_first: as in `monitor_hub.Hub`.
-
-    Returns:
-        Its port, and the token that a rank must show.
+        folder_in: where to make the job's private folder; "" for none.
     """
-    token = secrets.token_hex(16)
+    token = monitor_wire.new_token()
     # A session of its own: neither the terminal's Ctrl-C nor the launcher's kill of the process group reaches it.
     hub = subprocess.Popen(
-        [sys.executable, "-I", "-S", monitor_hub.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
+        helper.command_of("monitor_hub"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
     )
     assert hub.stdin is not None and hub.stdout is not None
-    options = {"size": size, "token": token, "bind": bind, "failed_first": failed_first}
+    options = {"size": size, "token": token, "bind": bind, "failed_first": failed_first, "folder_in": folder_in}
     hub.stdin.write(json.dumps(options) + "\n")
     hub.stdin.close()
-    answer = hub.stdout.readline().strip()
+    answer = hub.stdout.readline()
     hub.stdout.close()
     hub.returncode = 0  # nobody waits for it: it outlives this process
-    if not answer.isdecimal():
+    if not answer:
         raise LaunchError("the job's monitor process did not start", cure=f"see whether {sys.executable} -I -S works.")
-    return int(answer), token
+    port, folder = json.loads(answer)
+    return HubAddress(host=bind, port=port, token=token, folder=folder)
 
 
-def join_hub(
-    host: str, port: int, token: str, *, rank: int, own_host: str, limit_seconds: float, silence_seconds: float = 600.0
-) -> LinkMonitor:
+def join_hub(address: HubAddress, *, rank: int, own_host: str, limit_seconds: float, silence_seconds: float = 600.0) -> LinkMonitor:
     """Connect this rank to the job's monitor process, within ``limit_seconds``; ``silence_seconds``: see `LinkMonitor`.
 
     Raises:
-        CommunicationError: it cannot be reached.
+        CommunicationError: it cannot be reached, or is not the monitor of this job.
     """
-    memory, descriptor = _make_phase_memory(token)
+    memory, descriptor = _make_phase_memory(address.token)
+    own = mark_of(os.getpid())
+    hello = {"type": "hello", "host": own_host, "pid": own.pid, "start_ticks": own.start_ticks, "space": own.space, "memory": descriptor}
     try:
-        connection = socket.create_connection((host, port), timeout=limit_seconds)
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = {"token": token, "rank": rank, "host": own_host, "pid": os.getpid(), "memory": descriptor}
+        connection = _connect(address, rank=rank, limit_seconds=limit_seconds)
         connection.sendall(json.dumps(hello).encode() + b"\n")
-    except OSError as error:
-        raise CommunicationError(f"no connection to the job's monitor at {host}:{port}: {error}", rank=rank) from error
+        connection.settimeout(None)
+    except (OSError, WireError) as error:
+        where = f"{address.host}:{address.port}"
+        raise CommunicationError(f"no connection to the job's monitor at {where}: {error}", rank=rank) from error
     monitor = LinkMonitor(connection, memory, rank=rank, limit_seconds=silence_seconds)
     monitor.phase("start")
     monitor.run()
     return monitor
+
+
+def _connect(address: HubAddress, *, rank: int, limit_seconds: float) -> socket.socket:
+    """A connection after the handshake. The monitor drops the oldest strangers when there is a crowd: then once more."""
+    until = time.monotonic() + min(limit_seconds, _JOIN_SECONDS)
+    while True:
+        left_seconds = max(0.001, until - time.monotonic())
+        connection = socket.create_connection((address.host, address.port), timeout=left_seconds)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            monitor_wire.shake_hands(connection, address.token, rank=rank, limit_seconds=left_seconds)
+            return connection
+        except (OSError, WireError) as error:
+            connection.close()
+            if not isinstance(error, ConnectionError) or time.monotonic() > until:
+                raise
+            time.sleep(_JOIN_AGAIN_SECONDS)
 
 
 def _make_phase_memory(token: str) -> tuple[mmap.mmap, int]:
@@ -428,5 +470,5 @@ def _make_phase_memory(token: str) -> tuple[mmap.mmap, int]:
         memory = mmap.mmap(descriptor, PHASE_BYTES)
     except (AttributeError, OSError):
         memory, descriptor = mmap.mmap(-1, PHASE_BYTES), -1
-    memory[:COOKIE_BYTES] = token.encode()[:COOKIE_BYTES]
+    memory[:COOKIE_BYTES] = monitor_wire.cookie_of(token)
     return memory, descriptor

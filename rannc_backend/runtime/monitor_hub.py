@@ -1,12 +1,12 @@
 """The job's monitor process: hears every rank, and when one fails says so once and ends the others.
 
 In: one TCP connection per rank, lines of JSON. Out: one block of text on stderr, and "end" to every rank.
-It is a process of its own, started by rank 0 as a plain script (`python -I -S monitor_hub.py`, standard library only),
-because mpirun kills the surviving ranks within a millisecond of a killed one: nobody inside would be left to speak.
+It is a process of its own, started by rank 0 with the standard library only (see `helper`), because mpirun kills the surviving ranks
+within a millisecond of a killed one: nobody inside would be left to speak. Who may talk to it: `monitor_door` and `monitor_wire`.
 
 Terms: a *report* is one rank's account of a failure; the *root* is the report that explains the others; *silent* is a
 rank whose heartbeats have stopped; a rank's *phase memory* is a shared memory file that it writes its phase into and
-that outlives it here, on the same host.
+that outlives it here, on the same host; the *folder* is a private one for files of the job, which goes with the job.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import selectors
+import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from rannc_backend.runtime.monitor_door import Door, Stranger
+from rannc_backend.runtime.monitor_wire import COOKIE_BYTES, Lines, WireError, cookie_of, required
+from rannc_backend.runtime.processes import ProcessMark, send_signal, space_of_numbers, wait_until_gone
+
 PHASE_BYTES = 512
-COOKIE_BYTES = 16
 # Time in which reports that explain a first one may still come in, by how likely they are to do so.
 _ROOT_WINDOW_SECONDS = 0.05
 _SECONDARY_WINDOW_SECONDS = 0.3
@@ -32,6 +38,10 @@ _LEAD_SECONDS = 0.25
 _ALONE_SECONDS = 60.0
 _SILENT_SECONDS = 3.0
 _NUM_OTHERS_SHOWN = 8
+# Of what a rank has not taken yet; one that is frozen takes nothing.
+_MOST_UNSENT_BYTES = 2**24
+# A rank that has closed its connection still uses the folder while it takes its groups down.
+_FOLDER_SECONDS = 10.0
 # Lower explains higher: a rank that died or raised explains one that missed it, and both explain a broken connection.
 _WEIGHTS = {"left": 1, "communication": 2}
 SIGNS_OF_KILL = "ended without a word: killed (SIGKILL, or out of memory), crashed, or its host is gone"
@@ -64,8 +74,10 @@ class Seat:
     rank: int
     host: str = "?"
     pid: int = 0
+    process: ProcessMark | None = None
     connection: socket.socket | None = None
-    unread: bytes = b""
+    lines: Lines = field(default_factory=Lines)
+    unsent: bytearray = field(default_factory=bytearray)
     memory: mmap.mmap | None = None
     phase: str = "before its first phase"
     num_calls: int = 0
@@ -136,13 +148,13 @@ class Hub:
     """Accepts the ranks' connections, keeps a seat for each, and decides.
 
     Args:
-        token: what a connection must show.
-        bind: address to listen on; "" for all.
+        token: what a connection must show to have.
+        bind: address to listen on.
         failed_first: let the failed rank end before the others, for launchers that name the first one to end.
     """
 
     def __init__(self, *, size: int, token: str, bind: str, failed_first: bool) -> None:
-        self._token = token
+        self._cookie = cookie_of(token)
         self._failed_first = failed_first
         self._seats = [Seat(rank=rank) for rank in range(size)]
         self._reports: list[Report] = []
@@ -150,26 +162,24 @@ class Hub:
         self._said_bye = False
         self._host = socket.gethostname()
         self._oom_kills_before = _oom_kills()
+        self._space = space_of_numbers()
         self._selector = selectors.DefaultSelector()
-        self._server = socket.create_server((bind, 0), backlog=max(size, 128))
-        self._server.setblocking(False)
-        self._selector.register(self._server, selectors.EVENT_READ, None)
-        self._num_strangers = 0
+        self._door = Door(self._selector, token=token, bind=bind, num_ranks=size, admit=self._admit)
 
     @property
     def port(self) -> int:
-        return int(self._server.getsockname()[1])
+        return self._door.port
+
+    @property
+    def local_processes(self) -> list[ProcessMark]:
+        """The ranks' processes that can be seen from here."""
+        return [seat.process for seat in self._seats if seat.process is not None]
 
     def run(self) -> None:
         """Serve until all ranks have gone."""
         alone_until = time.monotonic() + _ALONE_SECONDS
         while True:
-            timeout = 1.0 if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
-            for key, _ in self._selector.select(timeout):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+            self._serve(1.0 if self._decide_at is None else max(0.0, self._decide_at - time.monotonic()))
             some_connected = any(seat.connection for seat in self._seats)
             # Nobody left to hear from, because the launcher has killed the others: nothing to wait for either.
             if self._decide_at is not None and (not some_connected or time.monotonic() >= self._decide_at):
@@ -178,33 +188,40 @@ class Hub:
             if not some_connected and (any(seat.pid for seat in self._seats) or time.monotonic() > alone_until):
                 return
 
-    def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        # Until its hello has been checked, a connection may not make us wait.
-        connection.settimeout(5.0)
-        try:
-            hello = _read_hello(connection)
-        except (OSError, ValueError):
-            hello = {}
-        seat = self._seat_of(hello)
-        if seat is None:
-            connection.close()
-            return
-        connection.setblocking(False)
-        seat.connection, seat.host, seat.pid = connection, hello["host"], hello["pid"]
+    def _serve(self, timeout_seconds: float) -> None:
+        """Do what there is to do, ranks first."""
+        events = self._selector.select(self._door.wait_seconds(timeout_seconds))
+        for key, mask in sorted(events, key=lambda event: not isinstance(event[0].data, Seat)):
+            if isinstance(key.data, Seat):
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if mask & selectors.EVENT_READ and key.data.connection is not None:
+                    self._read(key.data.connection, key.data)
+            elif isinstance(key.data, Stranger):
+                self._door.read(key.data)
+            else:
+                self._door.accept()
+        self._door.sweep()
+
+    def _admit(self, connection: socket.socket, rank: int, messages: list[dict[str, Any]], lines: Lines) -> bool:
+        """Give a connection that has shown the token its seat; False if there is none for it."""
+        hello, *more = messages
+        host, pid, start_ticks, space, memory = required(hello, "host", "pid", "start_ticks", "space", "memory")
+        if hello["type"] != "hello" or not 0 < pid < 2**31 or not 0 <= rank < len(self._seats) or self._seats[rank].pid:
+            return False
+        seat = self._seats[rank]
+        seat.connection, seat.lines, seat.host, seat.pid = connection, lines, host, pid
         seat.last_heard = time.monotonic()
-        if seat.host == self._host:
-            seat.memory = _open_memory(hello["pid"], hello["memory"], self._token)
+        process = ProcessMark(pid=pid, start_ticks=start_ticks, space=space)
+        # A process that cannot be seen from here, or is not the one that it says, is neither read nor ended from here.
+        if process.is_living:
+            seat.process, seat.memory = process, _open_memory(pid, memory, self._cookie)
         self._selector.register(connection, selectors.EVENT_READ, seat)
         for other in self._seats:
             if other.left:
                 self._send(seat, {"type": "left", "rank": other.rank, "num_calls": other.num_calls})
-
-    def _seat_of(self, hello: dict[str, Any]) -> Seat | None:
-        rank = hello.get("rank")
-        if hello.get("token") != self._token or not isinstance(rank, int) or not 0 <= rank < len(self._seats):
-            return None
-        return self._seats[rank] if self._seats[rank].pid == 0 else None
+        self._take_all(seat, more)
+        return True
 
     def _read(self, connection: socket.socket, seat: Seat) -> None:
         try:
@@ -214,17 +231,32 @@ class Hub:
         except OSError:
             data = b""
         if not data:
-            self._selector.unregister(connection)
-            connection.close()
-            seat.connection = None
-            reported = any(report.rank == seat.rank for report in self._reports)
-            if not (self._said_bye and seat.left) and not reported:
-                self._add(Report(rank=seat.rank, kind="died", cause=SIGNS_OF_KILL, phase=seat.current_phase()))
+            self._lose(seat, SIGNS_OF_KILL)
             return
         seat.last_heard = time.monotonic()
-        *lines, seat.unread = (seat.unread + data).split(b"\n")
-        for line in lines:
-            self._take(seat, json.loads(line))
+        try:
+            self._take_all(seat, list(seat.lines.feed(data)))
+        except WireError as error:
+            self._lose(seat, f"it sent what the job's monitor does not understand: {error}")
+
+    def _lose(self, seat: Seat, cause: str) -> None:
+        """A rank's connection has ended."""
+        if seat.connection is None:
+            return
+        self._selector.unregister(seat.connection)
+        seat.connection.close()
+        seat.connection = None
+        reported = any(report.rank == seat.rank for report in self._reports)
+        if not (self._said_bye and seat.left) and not reported:
+            self._add(Report(rank=seat.rank, kind="died", cause=cause, phase=seat.current_phase()))
+
+    def _take_all(self, seat: Seat, messages: list[dict[str, Any]]) -> None:
+        for message in messages:
+            try:
+                self._take(seat, message)
+            except WireError as error:
+                self._lose(seat, f"it sent what the job's monitor does not understand: {error}")
+                return
 
     def _take(self, seat: Seat, message: dict[str, Any]) -> None:
         seat.phase = message.get("phase", seat.phase)
@@ -232,9 +264,12 @@ class Hub:
         kind = message["type"]
         if kind == "fail":
             rank = message.get("rank", seat.rank)
-            phase = message["phase"] if rank == seat.rank else self._seats[rank].current_phase()
-            cause, location, code = message["cause"], message.get("location", ""), message.get("code", 1)
-            self._add(Report(rank=rank, kind=message["kind"], cause=cause, phase=phase, location=location, code=code))
+            what, cause, phase = required(message, "kind", "cause", "phase")
+            if not 0 <= rank < len(self._seats):
+                raise WireError(f"rank {rank}")
+            phase = phase if rank == seat.rank else self._seats[rank].current_phase()
+            location, code = message.get("location", ""), message.get("code", 1)
+            self._add(Report(rank=rank, kind=what, cause=cause, phase=phase, location=location, code=code))
         elif kind == "leave":
             seat.left, seat.note = True, message.get("note", "")
             self._send_all({"type": "left", "rank": seat.rank, "num_calls": seat.num_calls})
@@ -243,6 +278,8 @@ class Hub:
                 self._send_all({"type": "bye"})
         elif kind == "survey":
             self._send(seat, {"type": "states", "states": [self._state(other) for other in self._seats]})
+        elif kind != "beat":
+            raise WireError(f"a message {kind[:40]!r}")
 
     def _state(self, seat: Seat) -> dict[str, Any]:
         return {
@@ -261,6 +298,7 @@ class Hub:
         self._decide_at = at if self._decide_at is None else min(at, self._decide_at)
 
     def _end_job(self) -> None:
+        self._door.close()
         now = time.monotonic()
         silences = {seat.rank: now - seat.last_heard for seat in self._seats if seat.connection and not seat.left}
         silent = {rank: seconds for rank, seconds in silences.items() if seconds > _SILENT_SECONDS}
@@ -286,19 +324,14 @@ class Hub:
     def _wait_for_ends(self, seats: list[Seat]) -> None:
         until = time.monotonic() + _END_SECONDS
         while any(seat.connection for seat in seats) and time.monotonic() < until:
-            for key, _ in self._selector.select(0.05):
-                if isinstance(key.data, Seat):
-                    self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+            self._serve(0.05)
         for seat in seats:
             self._kill(seat)
 
     def _kill(self, seat: Seat) -> None:
-        """End a process that cannot follow "end". Its open connection shows that the pid is still its own."""
-        if seat.connection is not None and seat.host == self._host:
-            try:
-                os.kill(seat.pid, signal.SIGKILL)
-            except OSError:
-                pass
+        """End a process that cannot follow "end": its connection is open, and it is proved to be the one that said hello."""
+        if seat.connection is not None and seat.process is not None:
+            send_signal(seat.process, signal.SIGKILL)
 
     def _send_all(self, message: dict[str, Any]) -> None:
         for seat in self._seats:
@@ -307,36 +340,47 @@ class Hub:
     def _send(self, seat: Seat, message: dict[str, Any]) -> None:
         if seat.connection is None:
             return
+        seat.unsent += json.dumps(message).encode() + b"\n"
+        self._flush(seat)
+
+    def _flush(self, seat: Seat) -> None:
+        """Send what a rank takes now; the rest when it takes more, as a part of a message would spoil the next one."""
+        if seat.connection is None:
+            return
         try:
-            seat.connection.sendall(json.dumps(message).encode() + b"\n")
+            while seat.unsent:
+                del seat.unsent[: seat.connection.send(seat.unsent)]
+        except BlockingIOError:
+            pass
         except OSError:
-            pass  # its end of connection is read, and judged, in its turn
+            seat.unsent.clear()  # its end of connection is read, and judged, in its turn
+        if len(seat.unsent) > _MOST_UNSENT_BYTES:
+            self._lose(seat, f"it has not taken {len(seat.unsent)} bytes of messages: stopped, or its host cannot be reached")
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if seat.unsent else 0)
+        if self._selector.get_key(seat.connection).events != events:
+            self._selector.modify(seat.connection, events, seat)
 
 
-def _read_hello(connection: socket.socket) -> dict[str, Any]:
-    """The first line of a connection. Read by single bytes, so that nothing of the next line is lost."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < 4096:
-        byte = connection.recv(1)
-        if not byte:
-            raise ValueError("connection ended before its hello")
-        line += byte
-    hello = json.loads(line)
-    if not isinstance(hello, dict):
-        raise ValueError("hello is not an object")
-    return hello
-
-
-def _open_memory(pid: int, descriptor: int, token: str) -> mmap.mmap | None:
-    """Map the phase memory of a process of this host; None if it cannot be reached (another container)."""
-    if descriptor < 0:
+def _open_memory(pid: int, descriptor: int, cookie: bytes) -> mmap.mmap | None:
+    """Map the phase memory of a process of this host; None if it cannot be reached (another container), or is something else."""
+    if not 0 <= descriptor < 2**31:
         return None
     try:
-        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-            memory = mmap.mmap(file.fileno(), PHASE_BYTES, access=mmap.ACCESS_READ)
+        # Neither waits for the other end of a pipe, nor takes what is not memory.
+        own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(own)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != PHASE_BYTES:
+            return None
+        memory = mmap.mmap(own, PHASE_BYTES, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None
-    return memory if memory[:COOKIE_BYTES] == token.encode()[:COOKIE_BYTES] else None
+    finally:
+        os.close(own)
+    return memory if memory[:COOKIE_BYTES] == cookie else None
 
 
 def _oom_kills() -> int:
@@ -348,16 +392,30 @@ def _oom_kills() -> int:
         return 0
 
 
+def make_folder(parent: str) -> str:
+    """A new folder that nobody else can read or has made; "" if there can be none."""
+    path = os.path.join(parent, f"rannc_{secrets.token_hex(16)}")
+    try:
+        os.mkdir(path, 0o700)
+    except OSError:
+        return ""
+    return path
+
+
 def main() -> None:
     options = json.loads(sys.stdin.readline())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The launcher's signals are for the ranks; this process ends when they have gone.
         signal.signal(number, signal.SIG_IGN)
+    parent = options.pop("folder_in")
     hub = Hub(**options)
-    sys.stdout.write(f"{hub.port}\n")
+    folder = make_folder(parent) if parent else ""
+    sys.stdout.write(json.dumps([hub.port, folder]) + "\n")
     sys.stdout.close()
-    hub.run()
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        hub.run()
+    finally:
+        if folder:
+            os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # launchers wait until nobody can write any more
+            wait_until_gone(hub.local_processes, _FOLDER_SECONDS)
+            shutil.rmtree(folder, ignore_errors=True)

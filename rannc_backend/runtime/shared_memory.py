@@ -13,11 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import stat
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+
+from rannc_backend.runtime.processes import space_of_numbers
 
 Handle = tuple[int, int, int, int]
 
@@ -25,18 +27,11 @@ NOT_SHARED: Handle = (0, 0, 0, 0)
 # Address space: pages exist from their first use on. Large, so that few file descriptors are needed.
 _CHUNK_BYTES = 2**30
 _KEY_BYTES = 8
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PROCESSES = "/proc/self/ns/pid"
 
 
 def place() -> str:
     """The same for ranks that can share memory; "" where that cannot be."""
-    if not hasattr(os, "memfd_create"):
-        return ""
-    try:
-        return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {os.stat(_PROCESSES).st_ino}"
-    except OSError:
-        return ""
+    return space_of_numbers() if hasattr(os, "memfd_create") else ""
 
 
 class Chunk(mmap.mmap):
@@ -145,11 +140,15 @@ def add_up(parts: Sequence[torch.Tensor], index: int, piece_bytes: int = 2**19) 
 
 def _opened(process: int, descriptor: int, key: int) -> Chunk | None:
     try:
-        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        # Neither waits for the other end of a pipe, nor takes what is not memory.
+        own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        chunk = Chunk(own, os.fstat(own).st_size)
+        status = os.fstat(own)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        chunk = Chunk(own, status.st_size)
     except (OSError, ValueError):
         return None
     finally:

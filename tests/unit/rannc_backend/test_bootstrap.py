@@ -1,7 +1,8 @@
-"""Which device a rank takes, where ranks meet, and how a missing rank of this host is found."""
+"""Which device a rank takes, what others tell of themselves, and how a missing rank of this host is found."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from rannc_backend.errors import CommunicationError, LaunchError
 from rannc_backend.runtime import bootstrap, start_watch
@@ -70,11 +72,6 @@ def test_ranks_on_one_gpu_pass_for_hosts() -> None:
     assert not [name for name in alone if name.startswith("NCCL")]
 
 
-def test_ranks_meet_on_the_loopback_only_when_there_is_one_host() -> None:
-    assert bootstrap._meeting_host([["a", "", 0], ["a", "", 0]]) == "127.0.0.1"
-    assert bootstrap._meeting_host([["a", "", 0], ["b", "", 0]]) == "a"
-
-
 class Store:
     """Of a job in which only rank 0 has come."""
 
@@ -90,8 +87,38 @@ class Store:
 
 def test_ranks_that_do_not_start_are_named() -> None:
     with pytest.raises(CommunicationError, match=r"rank\(s\) 1, 2 have not started .*limit 0.1 s") as caught:
-        bootstrap._gather_seats(Store(), Launch(launcher="torchrun", rank=0, size=3), 0.1)
+        bootstrap._gather_told(Store(), Launch(launcher="torchrun", rank=0, size=3), "seat", bootstrap._own_seat(), 0.1)
     assert caught.value.peer == 1
+
+
+SEAT = ["host", "", 0, "place", "network", [["eth0", "10.0.0.1", "255.255.255.0"]]]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[" * 10_000,
+        "1",
+        "\udcff",
+        "[" + "1," * 100_000 + "1]",
+        json.dumps(SEAT[:-1]),
+        json.dumps([*SEAT[:2], True, *SEAT[3:]]),
+        json.dumps([*SEAT[:-1], [["eth0", "10.0.0.1; rm -rf", "255.255.255.0"]]]),
+        json.dumps([*SEAT[:-1], [["eth0", 1, 1]]]),
+        json.dumps([*SEAT[:-1], [[]]]),
+        json.dumps([*SEAT[:-1], {"a": 1}]),
+    ],
+)
+def test_what_the_store_holds_is_checked(written: str) -> None:
+    """Anybody who reaches a store may write into it."""
+    store, launch = HashStore(), Launch(launcher="torchrun", rank=0, size=2)
+    store.set("rannc/seat/1", written.encode(errors="surrogateescape"))
+    with pytest.raises(LaunchError, match="what a rank") as caught:
+        for seat in bootstrap._gather_told(store, launch, "seat", SEAT, 1.0):
+            bootstrap._checked_seat(seat)
+    assert "store" in str(caught.value)
+    store.set("rannc/seat/1", json.dumps(SEAT))
+    assert [bootstrap._checked_seat(seat) for seat in bootstrap._gather_told(store, launch, "seat", SEAT, 1.0)] == [SEAT, SEAT]
 
 
 def test_importing_the_runtime_starts_nothing() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rannc_backend.runtime import monitor_hub
+from rannc_backend.runtime import monitor_hub, monitor_wire
 from rannc_backend.runtime.monitor_hub import Hub, Report, Seat, choose_root, read_phase, verdict_text, write_phase
+from rannc_backend.runtime.processes import ProcessMark, mark_of
 
-TOKEN = "0123456789abcdef0123456789abcdef"
+TOKEN = monitor_wire.new_token()
 
 
 def report(rank: int, kind: str) -> Report:
@@ -76,11 +81,14 @@ def test_phase_memory(text: str) -> None:
 class Rank:
     """A rank as the hub sees it: a socket."""
 
-    def __init__(self, port: int, rank: int, token: str = TOKEN, pid: int = 4000000) -> None:
+    def __init__(self, port: int, rank: int, token: str = TOKEN, hello: bytes | None = None, marked: ProcessMark | None = None) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
-        self.socket.settimeout(5)
         self.reader = self.socket.makefile("r")
-        self.send({"token": token, "rank": rank, "host": "elsewhere", "pid": pid, "memory": -1})
+        monitor_wire.shake_hands(self.socket, token, rank=rank, limit_seconds=5)
+        self.socket.settimeout(5)
+        mark = marked or ProcessMark(pid=4000000, start_ticks=1, space="elsewhere")
+        members = {"host": "elsewhere", "pid": mark.pid, "start_ticks": mark.start_ticks, "space": mark.space, "memory": -1}
+        self.socket.sendall(json.dumps({"type": "hello", **members}).encode() + b"\n" if hello is None else hello)
 
     def send(self, message: dict[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -185,25 +193,113 @@ def test_survey(job: Job) -> None:
     assert 0.05 < states[1]["silent_seconds"] < 3
 
 
-@pytest.mark.parametrize("hello", ["token", "rank", "twice"])
-def test_strangers_are_turned_away(job: Job, hello: str) -> None:
-    stranger = Rank(job.hub.port, 9 if hello == "rank" else 0, token="no" if hello == "token" else TOKEN)
-    assert stranger.socket.recv(1) == b""
-    stranger.close()
+@pytest.mark.parametrize("rank", [0, 9])
+def test_a_seat_that_is_taken_or_not_there_is_given_to_nobody(job: Job, rank: int) -> None:
+    second = Rank(job.hub.port, rank)
+    assert second.socket.recv(1) == b""
+    second.close()
     job.ranks[0].send({"type": "survey"})
     job.ranks[0].expect("states")
+
+
+def test_who_does_not_have_the_token_is_turned_away(job: Job) -> None:
+    with pytest.raises((ConnectionError, monitor_wire.WireError)):
+        Rank(job.hub.port, 0, token="no")
+    job.ranks[0].send({"type": "survey"})
+    job.ranks[0].expect("states")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 4096,
+        b"1",
+        b'{"type": "beat", "phase": 1}',
+        b'{"type": "beat", "num_calls": 1e999}',
+        b'{"type": "beat", "num_calls": true}',
+        b'{"type": "fail", "rank": 7, "kind": "x", "cause": "c", "phase": "p"}',
+        b'{"type": "fail"}',
+        b'{"type": "unknown"}',
+        b'{"phase": "p"}',
+        b"\xff",
+        b'{"type": "beat", "more": 1}',
+        b"x" * (monitor_wire.MOST_MESSAGE_BYTES + 1),
+    ],
+)
+def test_what_a_rank_says_is_checked_too(job: Job, line: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    job.ranks[1].socket.sendall(line + b"\n")
+    job.ranks[0].expect("end")
+    text = capfd.readouterr().err
+    assert "because of rank 1 of 3" in text and "it sent what the job's monitor does not understand" in text, text
+
+
+def test_a_rank_that_takes_nothing_keeps_nobody_waiting(job: Job) -> None:
+    """Its messages are kept, whole, until it takes them."""
+    for _ in range(3000):
+        job.ranks[1].send({"type": "survey"})
+    begin = time.monotonic()
+    job.ranks[0].send({"type": "survey"})
+    job.ranks[0].expect("states")
+    assert time.monotonic() - begin < 3
+    for _ in range(3000):
+        job.ranks[1].expect("states")
+
+
+def marked_child() -> tuple[subprocess.Popen[bytes], ProcessMark]:
+    child = subprocess.Popen(["sleep", "60"])
+    return child, mark_of(child.pid)
+
+
+@pytest.mark.parametrize("proof", ["right", "start_ticks", "space"])
+def test_only_a_process_that_is_proved_to_be_a_rank_is_ended(proof: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not follow "end": killed with its own mark; left alone where time of start or numbering are another's."""
+    monkeypatch.setattr(monitor_hub, "_END_SECONDS", 0.2)
+    child, mark = marked_child()
+    try:
+        if proof == "start_ticks":
+            mark = dataclasses.replace(mark, start_ticks=mark.start_ticks - 1)
+        if proof == "space":
+            mark = dataclasses.replace(mark, space=f"{mark.space}1")
+        hub = Hub(size=1, token=TOKEN, bind="127.0.0.1", failed_first=False)
+        thread = threading.Thread(target=hub.run, daemon=True)
+        thread.start()
+        rank = Rank(hub.port, 0, marked=mark)
+        rank.send({"type": "fail", "kind": "exception", "cause": "c", "phase": "p"})
+        thread.join(10)
+        assert not thread.is_alive()
+        if proof == "right":
+            assert child.wait(5) == -signal.SIGKILL
+        else:
+            assert child.poll() is None
+        rank.close()
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_phase_memory_of_this_process_can_be_read() -> None:
     if not hasattr(os, "memfd_create"):
         return
+    cookie = monitor_wire.cookie_of(TOKEN)
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, monitor_hub.PHASE_BYTES)
     own = mmap.mmap(descriptor, monitor_hub.PHASE_BYTES)
-    own[: monitor_hub.COOKIE_BYTES] = TOKEN.encode()[: monitor_hub.COOKIE_BYTES]
-    memory = monitor_hub._open_memory(os.getpid(), descriptor, TOKEN)
+    assert monitor_hub._open_memory(os.getpid(), descriptor, cookie) is None, "without the cookie it is some other file"
+    own[: monitor_wire.COOKIE_BYTES] = cookie
+    memory = monitor_hub._open_memory(os.getpid(), descriptor, cookie)
     assert memory is not None
     write_phase(own, "step 9")
     os.close(descriptor)
     assert read_phase(memory) == "step 9"
-    assert monitor_hub._open_memory(os.getpid(), 999_999, TOKEN) is None
+    reader, writer = os.pipe()
+    for other in (999_999, -1, 2**40, reader, writer):
+        assert monitor_hub._open_memory(os.getpid(), other, cookie) is None
+    os.close(reader)
+    os.close(writer)
+
+
+def test_the_folder_is_private_and_has_a_name_that_nobody_can_take_first(tmp_path: Path) -> None:
+    first, second = (Path(monitor_hub.make_folder(str(tmp_path))) for _ in range(2))
+    assert first != second and all(folder.stat().st_mode & 0o777 == 0o700 for folder in (first, second))
+    assert len(first.name) >= len("rannc_") + 32
+    assert monitor_hub.make_folder(str(tmp_path / "nowhere")) == ""
