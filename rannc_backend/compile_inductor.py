@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.runtime.runtime_utils import default_cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
-from rannc_backend.compile_cache import remove_broken_library
+from rannc_backend.compile_cache import remove_broken_library, require_own
 from rannc_backend.compile_cuda_graphs import recorder_of
 from rannc_backend.compile_joint import clean_tracing
 
@@ -110,8 +113,16 @@ def _restride(node: fx.Node, stride: Sequence[Any]) -> None:
         node.meta["val"] = value.as_strided(value.size(), stride)
 
 
+def _require_own_cache() -> None:
+    """The default's name can be guessed, and the folder made by another user; one that the user names is the user's choice."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if chosen is None or os.path.abspath(chosen) == os.path.abspath(default_cache_dir()):
+        require_own(Path(default_cache_dir()))
+
+
 @contextlib.contextmanager
 def _compiling(fake_mode: FakeTensorMode) -> Iterator[None]:
+    _require_own_cache()
     with (
         clean_tracing(fake_mode),
         torch.no_grad(),

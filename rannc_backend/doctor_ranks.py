@@ -25,6 +25,7 @@ _MOST_ABORT_SECONDS = 20.0
 _SLOW_BYTES_PER_SECOND = 1e8
 _BYTES_PER_GB = 1e9  # as links are measured
 _TAIL_LINES = 6
+_POLL_SECONDS = 0.02
 # Left by a launcher that this process runs under; its ranks are not ours.
 _LAUNCHED = re.compile(
     r"^(PMI_|PMIX_|HYDI_|MPI_LOCAL|OMPI_COMM_WORLD_|OMPI_UNIVERSE|SLURM_(PROCID|STEP_|LOCALID|NODEID)|TORCHELASTIC_|GROUP_|LOCAL_|ROLE_)"
@@ -161,13 +162,12 @@ def run_job(task: str, command: Sequence[str], environ: Mapping[str, str], *, li
                 env=dict(environ),
                 start_new_session=True,
             )
-            code: int | None = None
+            in_time = False
             try:
-                code = process.wait(limit_seconds)
-            except subprocess.TimeoutExpired:
-                pass
+                in_time = has_ended(process, limit_seconds)
             finally:
-                _end_group(process)
+                ended_with = _end_group(process)
+            code = ended_with if in_time else None
             end = time.time()
             output.seek(0)
             text = output.read(2**20).decode("utf-8", errors="replace")
@@ -175,9 +175,25 @@ def run_job(task: str, command: Sequence[str], environ: Mapping[str, str], *, li
     return JobResult(code=code, seconds=end - started, end_time=end, output=text, answer=answer)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def has_ended(process: subprocess.Popen[bytes], limit_seconds: float) -> bool:
+    """Whether a process ends within the limit. It is not waited for yet: until then no other can have its number, or its group's."""
+    if not hasattr(os, "waitid"):  # macOS
+        try:
+            return process.wait(limit_seconds) is not None
+        except subprocess.TimeoutExpired:
+            return False
+    until = time.monotonic() + limit_seconds
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> int:
+    """End all processes of a group that may have ended by itself, and give the first one's exit code."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    process.wait()
+    return process.wait()

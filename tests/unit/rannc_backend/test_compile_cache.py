@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 import struct
 import subprocess
 import sys
@@ -14,8 +16,9 @@ from torch import fx
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.runtime_utils import cache_dir
 
-from rannc_backend import compile_inductor
+from rannc_backend import compile_cache, compile_inductor
 from rannc_backend.compile_cache import is_cut_off, remove_broken_library
+from rannc_backend.errors import ConfigurationFileError
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"
 
@@ -102,6 +105,34 @@ def test_each_attempt_has_the_whole_graph(tmp_path: Path, monkeypatch: pytest.Mo
         compile_inductor._compile(traced, **arguments)
     assert len(graphs) == 3 and len(set(graphs)) == 1 and "relu" in graphs[0] and not list(tmp_path.iterdir())
     assert compile_inductor._compile(traced, **arguments) == "compiled"
+
+
+def test_code_is_not_taken_from_a_folder_that_others_may_have_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's default in the temporary folder has a name that anybody knows."""
+    own = tmp_path / "torchinductor_me"
+    compile_cache.require_own(own)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    for mode in (0o700, 0o755, 0o775):
+        own.chmod(mode)
+        compile_cache.require_own(own)
+    own.chmod(0o777)
+    with pytest.raises(ConfigurationFileError, match=r"anybody can write into it .*\n.*TORCHINDUCTOR_CACHE_DIR"):
+        compile_cache.require_own(own)
+    own.chmod(0o700)
+    monkeypatch.setattr(compile_inductor, "default_cache_dir", lambda: str(own))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(compile_cache.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigurationFileError, match=f"belongs to another user .number {os.getuid()}"):
+        compile_inductor._require_own_cache()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "chosen"))
+    compile_inductor._require_own_cache()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
+    with pytest.raises(ConfigurationFileError, match="another user"):
+        compile_inductor._require_own_cache()
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationFileError, match="cannot be Inductor's cache"):
+        compile_cache.require_own(tmp_path / "file" / "inside")
 
 
 @pytest.mark.full

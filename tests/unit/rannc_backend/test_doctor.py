@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rannc_backend import cli_doctor, doctor
+from rannc_backend import cli_doctor, doctor, doctor_ranks
 from rannc_backend.cli import main
 from rannc_backend.doctor import Devices, Finding
 from rannc_backend.doctor_ranks import (
@@ -226,3 +228,14 @@ def test_the_table_is_for_narrow_terminals_too() -> None:
     console = Console(width=60, record=True, file=open(os.devnull, "w", encoding="utf-8"))
     cli_doctor.print_findings(FOUND, console)
     assert "set OMP_NUM_THREADS [x]." in console.export_text()
+
+
+def test_the_number_of_an_ended_job_is_kept_until_its_group_is_ended() -> None:
+    """Else another process could have it by then, and be ended in its place."""
+    process = subprocess.Popen(["sh", "-c", "exit 5"], start_new_session=True)
+    assert doctor_ranks.has_ended(process, 10.0)
+    assert process.returncode is None and Path(f"/proc/{process.pid}").exists()
+    assert doctor_ranks._end_group(process) == 5 and not Path(f"/proc/{process.pid}").exists()
+    running = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    assert not doctor_ranks.has_ended(running, 0.1)
+    assert doctor_ranks._end_group(running) == -signal.SIGKILL
