@@ -74,6 +74,7 @@ def test_a_job_of_one_host_is_not_disturbed_and_listens_on_the_loopback_only(tmp
     assert answers[0]["interfaces"] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.full
 def test_under_torchrun_only_its_own_store_listens_elsewhere(tmp_path: Path) -> None:
     job = run_job(tmp_path, 2, "door_worker", str(tmp_path), "1,1", launcher="torchrun")
     assert_ok(job, 2)

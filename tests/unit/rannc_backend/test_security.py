@@ -47,7 +47,8 @@ def test_a_sentence_has_its_tests(sentence: str, tests: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", ["", "somewhere", "`test_security.py::test_none`", "`test_none.py::test_x`", "`test_security.py::test_there_are_sentences` and"]
+    "tests",
+    ["", "somewhere", "`test_security.py::test_none`", "`test_none.py::test_x`", "`test_security.py::test_there_are_sentences` and"],
 )
 def test_a_sentence_without_a_test_is_found(tests: str) -> None:
     assert missing_tests(tests)
