@@ -11,7 +11,7 @@ import os
 import sys
 import types
 
-_MODULES = ("monitor_hub",)
+_MODULES = ("monitor_hub", "start_watch")
 
 
 def command_of(name: str, *arguments: str) -> list[str]:

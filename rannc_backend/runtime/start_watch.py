@@ -1,13 +1,14 @@
 """Watches the other ranks of this host from the moment in which this one looks the backend up until the job stands.
 
 In: the environment of a rank. Out: nothing, or, when another rank of this host has ended before the job stood, or the limit of the
-start has passed: one message, and the end of this rank. A process of its own, standard library only (`python -I -S start_watch.py`),
+start has passed: one message, and the end of this rank. A process of its own, with the standard library only (see `helper`),
 because MPI_Init holds the interpreter's lock for as long as it waits, and no rank can hear of another before MPI stands.
 
 Terms: the *launcher process* is the nearest ancestor whose environment has no rank (mpirun's local daemon, torchrun's agent); its
 children with a rank are the ranks of this host. A rank ends *in order* without an error and with exit code 0: the others go on
 then, as they may be about to end too, until they wait for it. They know by its watch, which stays until they have ended. A rank is
 *missing* at the limit if it lives and is stopped, or neither waits, which the name of its watch says, nor has met the job's monitor.
+Watches find each other in /proc, by their arguments and their owner: there is no name that another user could take before them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+
+from rannc_backend.runtime import helper
+from rannc_backend.runtime.processes import age_seconds, is_ours, mark_of, parent_of, send_signal, status_of
 
 # Rank, number of ranks on this host and in all, by launcher. Where the second is not there, only the limit is watched.
 VARIABLES = (
@@ -45,6 +49,10 @@ _END_SECONDS = 3.0
 _WAITS, _STANDS, _MISSES_SOME, _ENDS, _ENDS_BADLY = b"w", b"s", b"m", b"e", b"x"
 # Names of the watch's process, which other watches look for: 15 bytes at most.
 _NAME, _NAME_WAITS = "rannc-watch", "rannc-waits"
+_NAME_WANTS, _NAME_SPEAKS = "rannc-wants", "rannc-speaks"
+_SCRIPT = os.path.basename(helper.__file__)
+# In which watches that come to the same end at the same time see that of each other.
+_WORD_SECONDS = 0.05
 # What a rank that has met the job's monitor has open; see `monitor`.
 _STANDS_BY = "/memfd:rannc-phase"
 
@@ -65,9 +73,11 @@ class StartWatch:
 
     def begin(self, environ: Mapping[str, str]) -> None:
         """Start the watch, where the environment tells of other ranks on this host. Once per process."""
-        if find_variables(environ) is None or self._pid == os.getpid() or not os.path.isdir("/proc/self"):
+        found = find_variables(environ)
+        if found is None or self._pid == os.getpid() or not os.path.isdir("/proc/self"):
             return
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+        launcher = mark_of(launcher_of(os.getpid(), found[0]))
+        command = helper.command_of("start_watch", str(os.getpid()), environ[found[0]], f"{launcher.pid}:{launcher.start_ticks}")
         self._watch, self._pid = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL), os.getpid()
         atexit.register(self._at_exit)
 
@@ -132,29 +142,6 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(item.split("=", 1) for item in items if "=" in item)
 
 
-def _status_of(pid: int) -> list[bytes]:
-    """Fields of a process's status, from the third on; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may hold anything; the fields after it do not.
-            return file.read().rsplit(b")", 1)[1].split()
-    except (OSError, IndexError):
-        return []
-
-
-def parent_of(pid: int) -> int:
-    """Parent of a process; 0 if it is gone."""
-    fields = _status_of(pid)
-    return int(fields[1]) if fields else 0
-
-
-def age_seconds(pid: int) -> float:
-    """How long ago a process was started; 0 if it is gone."""
-    fields = _status_of(pid)
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else float("inf")
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-
-
 def launcher_of(pid: int, rank_name: str) -> int:
     """The launcher process above a rank; 0 if there is none to be seen."""
     parent = parent_of(pid)
@@ -170,14 +157,33 @@ def ranks_below(launcher: int, rank_name: str) -> dict[int, int]:
     return {int(text): child for child, text in texts.items() if text.isdecimal()}
 
 
+def watches_of(launcher: str) -> dict[int, int]:
+    """Process numbers of the watches that run here as this user, by rank; ``launcher``: as their arguments name it."""
+    found = {}
+    for name in os.listdir("/proc"):
+        script, *arguments = (_arguments_of(name) if name.isdecimal() else [])[3:] or [""]
+        # Anybody can give a process such arguments, but not make it one of this user.
+        if os.path.basename(script) == _SCRIPT and arguments[:1] + arguments[3:] == ["start_watch", launcher] and is_ours(int(name)):
+            found[int(arguments[2]) if arguments[2].isdecimal() else -1] = int(name)
+    return found
+
+
+def _arguments_of(name: str) -> list[str]:
+    try:
+        with open(f"/proc/{name}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def missing_ranks(launcher: int, rank_name: str) -> dict[int, tuple[int, str]]:
     """Ranks below a launcher (0: unknown) that live and have not come to the start: process number, and what they do."""
     ranks = ranks_below(launcher, rank_name) if launcher else {}
     names = {int(name): _name_of(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
-    waiting = {parent_of(process) for process, name in names.items() if name == _NAME_WAITS}
+    waiting = {parent_of(process) for process, name in names.items() if name in (_NAME_WAITS, _NAME_WANTS, _NAME_SPEAKS)}
     missing = {}
     for rank, process in ranks.items():
-        if _status_of(process)[:1] in ([b"T"], [b"t"]):
+        if status_of(process)[:1] in ([b"T"], [b"t"]):
             missing[rank] = process, "is stopped"
         elif process not in waiting and not _has_met_the_monitor(process):
             missing[rank] = process, "has not called a compiled model"
@@ -210,22 +216,20 @@ def _has_met_the_monitor(pid: int) -> bool:
 class _Watch:
     """What the process of a watch does, for process `pid`."""
 
-    def __init__(self, pid: int, rank_name: str, num_local_ranks: int, num_ranks: int) -> None:
+    def __init__(self, pid: int, launcher: str, rank_name: str, num_local_ranks: int, num_ranks: int) -> None:
         self._pid, self._rank_name, self._num_local_ranks = pid, rank_name, num_local_ranks
-        self._launcher = launcher_of(pid, rank_name)
+        self._launcher, self._launcher_text, self._own_rank = launcher_of(pid, rank_name), launcher, -1
+        # Its child now, and so the process that is meant; one that has the number later is another one.
+        self._process = mark_of(pid if os.getppid() == pid else 0)
         self._living: dict[int, int] = {}
         self._seen = set[int]()
         self._num_ranks, self._waits, self._misses_some = num_ranks, False, False
         self._unread = b""
         self._limit_seconds, self._end_at = 0.0, float("inf")
-        self._mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def run(self) -> None:
         """Until told to stop, or until this rank or another has ended, or the limit has passed."""
-        own_rank = int(os.environ[self._rank_name])
-        if self._launcher:
-            with contextlib.suppress(OSError):  # taken by what has gone in a moment: then this end is not known as one in order
-                self._mark.bind(self._address(own_rank))
+        own_rank = self._own_rank = int(os.environ[self._rank_name])
         missed_before = False
         while self._hears():
             self._look(own_rank)
@@ -286,11 +290,7 @@ class _Watch:
     def _forgiven(self) -> set[int]:
         """Ranks of this host that have ended, in order, and that this one does not wait for."""
         gone = set() if self._waits else set(range(self._num_ranks)) - self._living.keys()
-        return {rank for rank in gone if self._has_mark(rank)}
-
-    def _has_mark(self, rank: int) -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-            return probe.connect_ex(self._address(rank)) == 0
+        return gone & watches_of(self._launcher_text).keys() if gone else gone
 
     def _misses(self) -> bool:
         """Whether a rank of this host has ended, not in order or while this one waits."""
@@ -301,9 +301,18 @@ class _Watch:
             return False
         return bool(self._seen - self._living.keys() - forgiven) or age_seconds(self._pid) > _ALL_STARTED_SECONDS
 
-    def _address(self, rank: int) -> str:
-        """The names are the host's, and go with the process that has them."""
-        return f"\0rannc-start-{self._launcher}-{rank}"
+    def _takes_the_word(self) -> bool:
+        """Whether this watch tells what has happened: the first that wants to, or the lowest of those that do at the same time."""
+        if not self._launcher:
+            return True
+        set_name(_NAME_WANTS)
+        time.sleep(_WORD_SECONDS)
+        names = {rank: _name_of(process) for rank, process in watches_of(self._launcher_text).items()}
+        wanting = [rank for rank, name in names.items() if name == _NAME_WANTS]
+        if _NAME_SPEAKS in names.values() or min(wanting, default=self._own_rank) != self._own_rank:
+            return False
+        set_name(_NAME_SPEAKS)
+        return True
 
     def _missing(self) -> dict[int, tuple[int, str]]:
         return missing_ranks(self._launcher, self._rank_name)
@@ -330,21 +339,17 @@ class _Watch:
 
     def _end(self, message: str, missing: Mapping[int, tuple[int, str]]) -> None:
         """Say it once, and end this rank and those that are ``missing``."""
-        lock = socket.socket(socket.AF_UNIX)
         # The watches of all ranks come to the same end: one speaks, and the others let it, as launchers end all when one rank has ended.
-        try:
-            lock.bind(f"\0rannc-start-{self._launcher or self._pid}")
-        except OSError:
-            time.sleep(2 * _POLL_SECONDS)
-        else:
+        if self._takes_the_word():
             os.write(2, message.encode())
             for rank, (pid, _) in missing.items():
                 self._kill(rank, pid)
+        else:
+            time.sleep(2 * _POLL_SECONDS)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not environment_of(self._pid):
                 break
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+            send_signal(self._process, number)
             limit = time.monotonic() + _TERM_SECONDS
             while environment_of(self._pid) and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS / 4)
@@ -382,8 +387,4 @@ def main() -> None:
     set_name(_NAME)
     found = find_variables(os.environ)
     if found is not None:
-        _Watch(int(sys.argv[1]), *found).run()
-
-
-if __name__ == "__main__":
-    main()
+        _Watch(int(sys.argv[2]), sys.argv[4], *found).run()

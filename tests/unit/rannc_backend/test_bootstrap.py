@@ -274,3 +274,39 @@ def test_no_watch_without_a_launcher() -> None:
         assert watch._watch is None
         with watch:
             pass
+
+
+def test_watches_are_known_by_their_arguments_and_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name in the host's list of sockets, which another user could take first: processes, which only this user can have."""
+    script = "import time; print(flush=True); time.sleep(30)"
+    launcher = f"4000000:{os.getpid()}"
+    arguments = [
+        ["helper.py", "start_watch", "10", "0", launcher],
+        ["/a/helper.py", "start_watch", "11", "1", launcher],
+        ["helper.py", "start_watch", "12", "2", "4000000:0"],
+        ["helper.py", "monitor_hub", "13", "3", launcher],
+        ["other.py", "start_watch", "14", "4", launcher],
+        ["helper.py", "start_watch", launcher],
+    ]
+    # "-" reads the program from the standard input, and takes the place of an option here.
+    processes = [subprocess.Popen([sys.executable, "-I", "-", *given], stdin=-1, stdout=-1, text=True) for given in arguments]
+    try:
+        for process in processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(script)
+            process.stdin.close()
+            process.stdout.readline()
+        assert start_watch.watches_of(launcher) == {0: processes[0].pid, 1: processes[1].pid}
+        monkeypatch.setattr(start_watch, "is_ours", lambda pid: pid == processes[1].pid)
+        assert start_watch.watches_of(launcher) == {1: processes[1].pid}
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_there_are_no_names_of_sockets() -> None:
+    """What has a name on the host can be taken, or found, by other users."""
+    product = Path(start_watch.__file__).parents[1]
+    found = [path.name for path in product.rglob("*.py") if "AF_UNIX" in path.read_text() or 'bind(f"\\0' in path.read_text()]
+    assert not found
