@@ -255,7 +255,7 @@ def test_a_stopped_rank_and_one_that_has_not_come_are_missing() -> None:
         ranks = start_watch.ranks_below(parent.pid, "RANK")
         os.kill(ranks[2], signal.SIGSTOP)
         until = time.monotonic() + 10
-        while start_watch._status_of(ranks[2])[0] != b"T" and time.monotonic() < until:
+        while start_watch.status_of(ranks[2])[0] != b"T" and time.monotonic() < until:
             time.sleep(0.01)
         missing = start_watch.missing_ranks(parent.pid, "RANK")
         assert {rank: pid for rank, (pid, _) in missing.items()} == ranks
