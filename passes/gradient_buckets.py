@@ -311,7 +311,7 @@ def _undone(node: fx.Node, look: Tensor, source: Tensor) -> Tensor | None:
     if node.target in _SAME_ELEMENTS and all(isinstance(size, int) for size in source.shape):
         try:
             return look.view(source.shape)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # of torch's kernels, and of its shape functions
             return None
     return None
 

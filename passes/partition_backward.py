@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
+from rannc_backend.passes.any_layout import take_any_layout
+
 
 def deliver(sink: Callable[[int, Tensor], None], position: int, gradient: Tensor) -> None:
     """Hand one parameter gradient to the sink; the graph calls this."""
@@ -62,8 +64,12 @@ class _BoxedCodeGen(CodeGen):
 
 
 def boxed(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """The graph as a function of one list of its inputs; the list is empty afterwards."""
+    """The graph as a function of one list of its inputs; the list is empty afterwards.
+
+    Operators run one by one, and lay their results out as they like.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
+    take_any_layout(graph)
     graph.set_codegen(_BoxedCodeGen())
     return fx.GraphModule(graph_module, graph).forward

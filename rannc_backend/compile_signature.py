@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from rannc_backend.passes.any_layout import take_any_layout
 from rannc_backend.passes.split_stages import StageGraph, rows_dimension
 
 LONG_LIVED_KINDS = frozenset({"parameter", "buffer", "replicated", "rng_seed", "global_rows", "prologue"})
@@ -89,9 +90,7 @@ class StageSignature:
         return fresh
 
     def lifted(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Copy of the stage's graph with its constants as placeholders behind the others, and views as reshapes.
-
-        A view of a transposed value may be impossible once a boundary value has become contiguous.
+        """Copy of the stage's graph with its constants as placeholders behind the others; boundary values have become contiguous.
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -105,8 +104,7 @@ class StageSignature:
                 graph.output(fx.map_arg(node.args[0], copies.__getitem__))
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-                if node.target is torch.ops.aten.view.default:
-                    copies[node].target = torch.ops.aten.reshape.default
+        take_any_layout(graph)
         return fx.GraphModule(graph_module, graph)
 
 

@@ -148,7 +148,7 @@ class CompiledStage:
                     values.append(by_input[position])
                 with listening(sink):
                     results = functions.backward(values)
-                by_input.update(zip(functions.returned, results, strict=True))
+                by_input.update(zip(functions.returned, map(_plain, results), strict=True))
                 for position in functions.borrowed:
                     by_input[position] = by_input[position].clone()
             for position in self.grad_inputs:
@@ -191,7 +191,7 @@ class CompiledStage:
         """The outputs by position, from what was returned and what was written."""
         returned = iter(results)
         distinct = [given[index] if index in given else next(returned) for index in range(functions.num_outputs)]
-        outputs = {position: distinct[index] for position, index in enumerate(functions.output_index)}
+        outputs = {position: _plain(distinct[index]) for position, index in enumerate(functions.output_index)}
         for position in destinations:
             _move(outputs, position, destinations)
         return list(outputs.values())
@@ -220,6 +220,13 @@ def _gradient_copies(functions: StageFunctions, signature: StageSignature) -> Co
     on_host = all(signature.values[position].device.type == "cpu" for position in copied)
     launches = sum(copied.values()) if on_host else functions.num_gradient_calls
     return CopyReport(bytes_copied, sum(bytes_of.values()) - bytes_copied, launches)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """A result as messages need it. An operator may lay it out in another way than its trace said, or only mark a conjugate as such."""
+    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        return value
+    return value.resolve_conj().resolve_neg().contiguous()
 
 
 def _move(values: dict[int, Tensor], position: int, destinations: Mapping[int, Tensor]) -> None:
