@@ -3,7 +3,7 @@
 In: a functional ATen graph with `meta["val"]`. Out: the same computation in which
 - tensor constants are gone where an operator can make them (`aten.full`),
 - no operator does nothing but name other strides for the same elements,
-- operators that stand for in-place ones (`aten.copy`, random fills) are differentiable,
+- operators that stand for in-place ones (`aten.copy`, random fills, writing a slice) are differentiable, for complex numbers too,
 - there are no assertions, and nothing is computed that no output needs.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.pipeline import GraphPass
+from rannc_backend.passes.tracing import inline, trace_function
 
 aten = torch.ops.aten
 
@@ -100,10 +101,42 @@ class DifferentiableFills(GraphPass):
         return graph_module
 
 
+@dataclass(frozen=True, slots=True)
+class ComplexScatters(GraphPass):
+    """Write slices of complex tensors as pairs of real numbers: torch knows the derivative of `aten.slice_scatter` for those only.
+
+    A model that writes `out[:, :k] = z` does not have this operator, whose in-place spelling has a derivative: it stands for that.
+    """
+
+    name: ClassVar[str] = "complex_scatters"
+    provides: ClassVar[frozenset[str]] = frozenset({"differentiable"})
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        for node in list(graph_module.graph.nodes):
+            if node.target in _SCATTERS and node.meta["val"].is_complex():
+                inline(node, trace_function(functools.partial(_scatter_pairs, node.target), node.args, node.kwargs))
+        return graph_module
+
+
+_SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default)
 _RANDOM_FILLS = (aten.normal_functional.default, aten.bernoulli.p, aten.bernoulli.Tensor)
 
 #: In this order; `run_passes(graph_module, CANONICALIZE)`.
-CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), EraseRestriding(), FoldConstants(), DifferentiableFills())
+CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), EraseRestriding(), FoldConstants(), DifferentiableFills(), ComplexScatters())
+
+
+def _scatter_pairs(operator: Any, value: torch.Tensor, source: torch.Tensor, *places: Any, **named: Any) -> torch.Tensor:
+    """`operator` on real and imaginary parts, which are the last dimension then."""
+    options = {argument.name: default for argument, default in zip(operator._schema.arguments[2:], places)} | named
+    for name, given in options.items():
+        if name.startswith("dim") and given < 0:
+            options[name] = given + value.dim()
+    if operator is aten.diagonal_scatter.default:
+        options = {"dim1": 0, "dim2": 1, **options}
+        pairs = torch.view_as_real(source).transpose(-1, -2)
+    else:
+        pairs = torch.view_as_real(source)
+    return torch.view_as_complex(operator(torch.view_as_real(value), pairs, **options).contiguous())
 
 
 def _name(target: object) -> str:

@@ -167,7 +167,7 @@ def _functionalized(forward: Callable[..., tuple[Any, ...]], mutated: list[int])
 
     def run(*tensors: torch.Tensor) -> tuple[Any, ...]:
         exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
-        with exclude, FunctionalTensorMode(), _WithoutMatrixChecks():
+        with exclude, FunctionalTensorMode(), _PlainOperators():
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
             outputs = forward(*wrapped)
             mutated.clear()
@@ -184,14 +184,24 @@ def _functionalized(forward: Callable[..., tuple[Any, ...]], mutated: list[int])
     return run
 
 
-class _WithoutMatrixChecks(TorchDispatchMode):
-    """Leaves out the checks of `torch.linalg` that a matrix can be inverted: from torch 2.13 on they are effects, which order a graph.
+class _PlainOperators(TorchDispatchMode):
+    """Leaves out what a graph whose values travel between ranks cannot have.
 
-    As with other assertions on data, stages do without; the result is not finite.
+    The checks of `torch.linalg` that a matrix can be inverted: from torch 2.13 on they are effects, which order a graph. As with other
+    assertions on data, stages do without; the result is not finite. And conjugates and negatives that are only marked as such: what is
+    sent is the memory, without the mark.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return None if func is torch.ops.aten._linalg_check_errors.default else func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._linalg_check_errors.default:
+            return None
+        return _UNMARKED.get(func, func)(*args, **(kwargs or {}))
+
+
+_UNMARKED = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
 
 
 def _unwrapped(value: Any) -> Any:

@@ -46,7 +46,7 @@ def exchange(world: World, entries: Sequence[Any], sources: Sequence[int], taker
 
 def _send(world: World, tensors: Sequence[torch.Tensor], takers: Sequence[int]) -> None:
     for tensor in tensors:
-        data = tensor.detach().to(world.device).contiguous()
+        data = tensor.detach().to(world.device).resolve_conj().resolve_neg().contiguous()
         for work in [world.transport.isend(data, taker, STATE_CHANNEL) for taker in takers]:
             work.wait()
 

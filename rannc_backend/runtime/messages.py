@@ -30,6 +30,8 @@ def slice_rows(tensors: Sequence[torch.Tensor], values: Sequence[Value], start: 
 
 def make_message(rows: RowsTensors) -> torch.Tensor:
     """One contiguous tensor with all of ``rows``."""
+    # What travels is memory, without the marks of conjugates and negatives that torch has not computed yet.
+    rows = [tensor.resolve_conj().resolve_neg() for tensor in rows]
     if len(rows) == 1:
         return rows[0].contiguous()
     return pack_message(rows)

@@ -313,6 +313,7 @@ class GroupTransport(Memory):
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
         assert channel in self._tags, f"channel {channel!r} was not prepared"
         assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"
+        assert not tensor.is_conj() and not tensor.is_neg(), f"message {channel!r} is marked as conjugate or negative"
 
 
 class GroupPending:

@@ -8,7 +8,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rannc_backend.passes.canonicalize import CANONICALIZE, DifferentiableFills, EraseAssertions, EraseRestriding, FoldConstants
+from rannc_backend.passes.canonicalize import (
+    CANONICALIZE,
+    ComplexScatters,
+    DifferentiableFills,
+    EraseAssertions,
+    EraseRestriding,
+    FoldConstants,
+)
 from rannc_backend.passes.pipeline import count_ops, run_passes
 
 aten = torch.ops.aten
@@ -124,7 +131,7 @@ def test_nothing_to_do():
     graph = traced(lambda x: x.relu() + 1, x)
     _, reports = run_passes(graph, CANONICALIZE)
     assert all(not report.op_count_change for report in reports)
-    assert [type(item) for item in CANONICALIZE] == [EraseAssertions, EraseRestriding, FoldConstants, DifferentiableFills]
+    assert [type(item) for item in CANONICALIZE] == [EraseAssertions, EraseRestriding, FoldConstants, DifferentiableFills, ComplexScatters]
 
 
 def test_other_strides_of_single_elements_are_nothing():
