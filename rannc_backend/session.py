@@ -33,6 +33,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.log import setup_logging
 from rannc_backend.measured import report_of
 from rannc_backend.narrator import log_narrator
+from rannc_backend.notices import Deployed, Notices
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
 from rannc_backend.partition.projection import project_plan
 from rannc_backend.planning import plan_analysis
@@ -100,6 +101,7 @@ class Session:
     buffer_stages: dict[str, frozenset[int]] = field(default_factory=dict)  # that read a buffer, or make its new value, in some graph
     changing_buffers: set[str] = field(default_factory=set)
     trace: EventTrace | None = None
+    notices: Notices = field(default_factory=Notices)
     compiled: weakref.WeakSet[Callable[..., Any]] = field(default_factory=weakref.WeakSet)  # what Dynamo calls for this model
 
     @without_anomaly_detection
@@ -153,6 +155,8 @@ class Session:
             runtime.trace = self.trace
         self.runtimes[key] = runtime
         self._report_outputs(analysis, rows)
+        if self.world.rank == 0:
+            self.notices.say(Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config))
         return self.runtimes[key], moved
 
     def _dry_run(self, analysis: GraphAnalysis, rows: list[int]) -> NoReturn:

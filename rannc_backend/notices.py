@@ -1,0 +1,127 @@
+"""Says, once for a model and on rank 0, where its numbers are not those of one process: the exceptions of docs/semantics.md.
+
+In: an analysed graph, its cut, the plan. Out: a line of the log per exception that applies, with what it means and the option that avoids
+it. Whether one applies is read off the graph and the plan, never off the names or classes of modules. Terms: a *slice* is a micro-batch
+on one replica.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rannc_backend.analysis import GraphAnalysis
+from rannc_backend.config import Config
+from rannc_backend.ir.plan import Plan
+from rannc_backend.passes.layouts import Layout, Several, SliceStatistic
+
+logger = logging.getLogger(__name__)
+
+_NARROW_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """A graph as it runs: ``stage_of`` by node of the row-wise graph."""
+
+    analysis: GraphAnalysis
+    stage_of: Mapping[str, int]
+    plan: Plan
+    config: Config
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step with enough rows."""
+        return self.config.pipeline_num or self.plan.num_micro_batches
+
+    def slices(self, stage: int) -> str:
+        """Into how many parts this stage takes a batch apart, in words; "" where it sees the whole batch."""
+        num_replicas = len(self.plan.stages[stage].ranks)
+        numbers = ((self.num_micro_batches, "micro-batches"), (num_replicas, "replicas"))
+        parts = [f"{number} {what}" for number, what in numbers if number > 1]
+        return " on ".join(parts)
+
+
+@dataclass(slots=True)
+class Notices:
+    """What has been said about one model."""
+
+    said: set[str] = field(default_factory=set)
+
+    def say(self, deployed: Deployed) -> None:
+        """Say what applies to this graph and has not been said. To be called on rank 0."""
+        for kind, text_of in EXCEPTIONS.items():
+            text = "" if kind in self.said else text_of(deployed)
+            if text:
+                self.said.add(kind)
+                logger.info("%s", text)
+
+
+def _statistics(deployed: Deployed) -> str:
+    layouts = deployed.analysis.split.layouts
+    names = [name for name, layout in layouts.items() if _is_statistic(layout) and name in deployed.stage_of]
+    found = next((slices for name in names if (slices := deployed.slices(deployed.stage_of[name]))), "")
+    return found and (
+        f"batch normalisation in training mode uses the statistics of each slice of the batch ({found}), as it does in gradient "
+        "accumulation and in DDP, not those of the whole batch, and its running statistics advance once per micro-batch; "
+        "pipeline_num=1 with replica_num=1 gives the statistics of the whole batch"
+    )
+
+
+def _is_statistic(layout: Layout) -> bool:
+    return isinstance(layout, Several) and any(isinstance(element, SliceStatistic) for element in layout.elements)
+
+
+def _random_numbers(deployed: Deployed) -> str:
+    if "rng_seed" not in deployed.analysis.input_kinds:
+        return ""
+    return (
+        "dropout and other random operators draw numbers that depend on the seed, the operator and the row alone, not on stages, "
+        "replicas or micro-batches; they are not the numbers that plain torch draws: to compare the two, switch them off (p=0, or "
+        "evaluation mode)"
+    )
+
+
+def _narrow_sums(deployed: Deployed) -> str:
+    trained = deployed.analysis.trained_parameters
+    names = {spec.fqn: spec.name for spec in deployed.analysis.captured.inputs if spec.name in trained}
+    for index, stage in enumerate(deployed.plan.stages):
+        slices = deployed.slices(index)
+        dtypes = {_dtype(deployed.analysis, names[name]) for name in stage.parameters if name in names}
+        found = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if torch.finfo(dtype).bits <= _NARROW_BITS)
+        if slices and found:
+            return (
+                f"gradients of parameters in {' and '.join(found)} are added up over slices of the batch ({slices}) in that type, and each "
+                "addition rounds; parameters in float32 under torch.autocast, or pipeline_num=1 with replica_num=1, avoid it"
+            )
+    return ""
+
+
+def _dtype(analysis: GraphAnalysis, name: str) -> torch.dtype:
+    return analysis.node(name).meta["val"].dtype
+
+
+def _mean_over_ranks(deployed: Deployed) -> str:
+    outputs = deployed.analysis.split.user_outputs
+    outside = any(output.kind == "rows" and output.name in deployed.analysis.needs_grad for output in outputs)
+    inside = any(output.kind == "scalar" for output in outputs)
+    num_ranks = len({rank for stage in deployed.plan.stages for rank in stage.ranks})
+    if not outside or inside or num_ranks == 1 or not deployed.config.gather_inputs:
+        return ""
+    what = "mean" if deployed.config.mean_gradients else "sum"
+    return (
+        f"the loss is computed outside of the compiled model: gradients are the {what} over ranks of each rank's own, as in DDP, which is "
+        "not the gradient of the mean over all rows where ranks have different numbers of rows; compute the loss in forward to have that"
+    )
+
+
+EXCEPTIONS: Mapping[str, Callable[[Deployed], str]] = {
+    "statistics": _statistics,
+    "random numbers": _random_numbers,
+    "narrow sums": _narrow_sums,
+    "mean over ranks": _mean_over_ranks,
+}
+"""By kind: the sentence about a graph, "" where the exception does not apply. A row of docs/semantics.md, section 7, each."""
