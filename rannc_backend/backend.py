@@ -35,6 +35,7 @@ from rannc_backend import capture  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
 from rannc_backend.capture_compilation import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
+from rannc_backend.capture_errors import own_errors_only  # noqa: E402
 from rannc_backend.capture_in_place import trace_modules_of_torch  # noqa: E402
 from rannc_backend.capture_soft_labels import trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import arrive, gated, note_compilation, refuse_wrappers  # noqa: E402
@@ -83,24 +84,31 @@ def _compile(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, object] | None, mode: str | None
 ) -> Callable[..., Sequence[Any]]:
     try:
-        if mode not in (None, "default"):
-            raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
-        resolution = _resolution(options)
-        config = resolution.config
-        # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
-        world = bootstrap.start(bootstrap.options_of(config))
-        world.monitor.phase("capture")
-        _check_device(graph_module, example_inputs, world)
-        with log_narrator(verbose=config.verbose).step("capture") as details:
-            captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
-            details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-        refuse_sharded(captured.root_module)
-        session = REGISTRY.session_of(captured.root_module, config)
-        say_options(resolution)
-        _check_number(session)
-        runtime, moved = session.runtime_for(captured, int(example_inputs[_batch_position(captured)].shape[0]))
+        with own_errors_only():
+            return _compile_or_refuse(graph_module, example_inputs, options, mode)
     except RanncError as error:
         return _raising(error)
+
+
+def _compile_or_refuse(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, object] | None, mode: str | None
+) -> Callable[..., Sequence[Any]]:
+    if mode not in (None, "default"):
+        raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
+    resolution = _resolution(options)
+    config = resolution.config
+    # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
+    world = bootstrap.start(bootstrap.options_of(config))
+    world.monitor.phase("capture")
+    _check_device(graph_module, example_inputs, world)
+    with log_narrator(verbose=config.verbose).step("capture") as details:
+        captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
+        details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+    refuse_sharded(captured.root_module)
+    session = REGISTRY.session_of(captured.root_module, config)
+    say_options(resolution)
+    _check_number(session)
+    runtime, moved = session.runtime_for(captured, int(example_inputs[_batch_position(captured)].shape[0]))
     if moved:
         renew_guards(captured, graph_module, example_inputs)
     return _bind(session, runtime, captured)

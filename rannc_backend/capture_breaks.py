@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from rannc_backend.capture_dynamo import DynamoCall, RestartReason, break_reasons_since, library_log_methods
+from rannc_backend.capture_dynamo import DynamoCall, RestartReason, break_reasons_since, latest_break, library_log_methods
 from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, user_location
 
 _LOGGING = "logging.Logger method not supported"
@@ -42,8 +42,9 @@ def refuse_resumed_frame(call: DynamoCall) -> None:
     if not call.is_resumed and not call.skipped_functions:
         return
     known = break_reasons_since(None)
+    reason, stack = latest_break()
     where = call.skipped_functions[0] if call.skipped_functions else f"{call.code.co_filename}:{call.code.co_firstlineno}"
-    raise graph_break_error(known[-1] if known else "Dynamo could not trace the whole function", where)
+    raise graph_break_error(reason or (known[-1] if known else "Dynamo could not trace the whole function"), user_location(stack) or where)
 
 
 def refuse_graph_break(graph_module: fx.GraphModule, restart: RestartReason | None) -> None:
@@ -51,7 +52,9 @@ def refuse_graph_break(graph_module: fx.GraphModule, restart: RestartReason | No
     reason = _break_of(graph_module)
     if reason is not None:
         location = user_location("".join(traceback.format_list(list(reason.user_stack))))
-        raise graph_break_error(_reasons(graph_module, restart)[-1], location)
+        text, stack = latest_break()
+        texts = _reasons(graph_module, restart)
+        raise graph_break_error(texts[-1], user_location(stack) if texts[-1] == text else location)
 
 
 def _break_of(graph_module: fx.GraphModule) -> Any | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from torch._guards import CompileContext
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from rannc_backend.errors import LaunchError
+from rannc_backend.errors import LaunchError, is_of_user, user_location
 
 _RESUME_PREFIX = "torch_dynamo_resume_in"
 
@@ -254,10 +255,15 @@ def is_storage_offset(source: Any) -> bool:
     return getattr(getattr(source, "prop", None), "name", "") == "STORAGE_OFFSET"
 
 
-def is_argument(source: Any) -> bool:
-    """Whether a source starts at an argument of the traced function (not at a closure or a global)."""
+def is_argument(source: Any, code: CodeType) -> bool:
+    """Whether a source starts at an argument of the function `code` (not at a closure or a global).
+
+    An argument that an inner function or a generator of the model uses is in a cell, as a closure is.
+    """
     root = source_chain(source)[0]
-    return bool(getattr(root, "is_input", False)) and not getattr(root, "is_derefed_cell_contents", False)
+    if not getattr(root, "is_input", False):
+        return False
+    return not getattr(root, "is_derefed_cell_contents", False) or getattr(root, "local_name", "") in code.co_cellvars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,13 +290,31 @@ def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
             SizeCondition(
                 text=str(guard.expr),
                 symbols=frozenset(expression.free_symbols),
-                location=guard.sloc.maybe_user_loc or "",
+                location=_full_place(guard.sloc.maybe_user_loc or "", call.output_graph.graph),
                 # Operators run in _dynamo/utils.py; elsewhere in Dynamo it is a branch that asks.
                 is_branch="_dynamo" in parts and parts[-1] != "utils.py",
                 is_general=_holds_from_two(expression),
             )
         )
     return tuple(found)
+
+
+def _full_place(short: str, graph: fx.Graph) -> str:
+    """`/me/model.py:12, in forward: if x.size(0) > 2:` for torch's `if x.size(0) > 2:  # e/model.py:12 in forward`: paths are cut there.
+
+    Of a line of torch's own, the user's line of an operator in it; "" if none is known.
+    """
+    text, _, place = short.rpartition("  # ")
+    path, _, rest = place.partition(".py:")
+    if not rest:
+        return short
+    files = (str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values()))
+    file = next((file for file in files if file.endswith(f"{path}.py")), f"{path}.py")
+    line, _, function = rest.partition(" in ")
+    if is_of_user(file):
+        return f"{file}:{line}, in {function}" + (f": {text.strip()}" if text else "")
+    traces = (str(node.meta.get("stack_trace") or "") for node in graph.nodes)
+    return user_location(next((trace for trace in traces if f'{path}.py", line {line}, in {function}' in trace), ""))
 
 
 def make_equal(call: DynamoCall, symbols: Iterable[Any]) -> Any:
@@ -349,6 +373,17 @@ def break_reasons_since(restart: RestartReason | None) -> tuple[str, ...]:
 
 def _break_counts() -> dict[str, int]:
     return {str(reason): count for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
+
+
+def latest_break() -> tuple[str, str]:
+    """Text of the last statement that Dynamo could not trace, and the user's lines down to it as a traceback; "" and "" if none.
+
+    After a break from which it cannot resume, Dynamo goes back to a statement before it and only says "step_unsupported".
+    """
+    for reason in reversed(torch._dynamo.utils.graph_break_reasons):
+        if reason.graph_break and "step_unsupported" not in reason.reason:
+            return reason.reason, "".join(traceback.format_list(list(reason.user_stack)))
+    return "", ""
 
 
 @contextlib.contextmanager

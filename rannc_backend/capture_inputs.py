@@ -82,8 +82,7 @@ def find_tensor_inputs(
     ):
         for name, tensor in named:
             names.setdefault(id(tensor), (kind, []))[1].append(name)
-    found = tuple(_classify(position, node, value, names, scope) for position, node, value in tensors)
-    _check_names(root, found)
+    found = tuple(_classify(position, node, value, names, call) for position, node, value in tensors)
     _check_devices(found)
     return root, found
 
@@ -94,20 +93,12 @@ def placeholder_name(tensor_input: TensorInput) -> str:
     return f"{prefix}_{re.sub(r'[^0-9a-zA-Z]+', '_', tensor_input.label).strip('_')}"
 
 
-def dotted_path(source: str, root: str) -> str:
-    """`h.0.weight` from `L['self']._modules['h']._modules['0']._parameters['weight']` below `L['self']`."""
-    rest = source.removeprefix(root)
-    rest = re.sub(r"\._(?:modules|parameters|buffers)\[", "[", rest)
-    rest = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", rest)
-    return rest.strip(".")
-
-
 def _classify(
     position: int,
     node: fx.Node,
     value: torch.Tensor,
     names: dict[int, tuple[str, list[str]]],
-    scope: dict[str, dict[str, Any]],
+    call: DynamoCall,
 ) -> TensorInput:
     source = source_of(node)
     text = source_name(source)
@@ -122,8 +113,8 @@ def _classify(
                 f"the parameter {text} does not belong to the model",
                 cure="register it in the nn.Module that is compiled (self.name = nn.Parameter(...)).",
             )
-        owned = any(isinstance(source_value(part, scope), nn.Module) for part in source_chain(source)[:-1])
-        if owned or not is_argument(source):
+        owned = any(isinstance(source_value(part, call.scope), nn.Module) for part in source_chain(source)[:-1])
+        if owned or not is_argument(source, call.code):
             kind = "constant"
     return TensorInput(position=position, node=node, tensor=value, kind=kind, aliases=tuple(aliases), source=text)
 
@@ -167,23 +158,6 @@ def _bind_to_root(root: nn.Module, tensors: Iterable[tuple[int, fx.Node, torch.T
 def _unwrapped(module: nn.Module) -> nn.Module:
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
-
-
-def _check_names(root: nn.Module, inputs: Iterable[TensorInput]) -> None:
-    """Dynamo's own name of a parameter must lead to the same tensor as the name that was found by identity."""
-    for item in inputs:
-        marker = "._modules["
-        if not item.aliases or marker not in item.source:
-            continue
-        path = dotted_path(item.source[item.source.index(marker) :], "")
-        if path in item.aliases:
-            continue
-        owner, _, leaf = path.rpartition(".")
-        try:
-            other = getattr(root.get_submodule(owner), leaf)
-        except AttributeError:
-            continue
-        assert other is item.tensor, f"{item.source} is not {item.aliases[0]}"
 
 
 def _check_devices(inputs: Iterable[TensorInput]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from rannc_backend.analysis import GraphAnalysis, mixed_batch_error
 from rannc_backend.capture import GraphInput
+from rannc_backend.capture_errors import own_errors_only
 from rannc_backend.compile_cuda_graphs import GraphRecorder, recording
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
 from rannc_backend.compile_watched import DisplayedStage, VerifiedStage
@@ -313,7 +314,7 @@ class Deployer:
 
         def make(kind: str, rows: RowTable) -> Executor:
             start, stop = rows.interval(index, self.world.rank, 0)
-            with recording(self._recorder(index, rows)):
+            with own_errors_only(), recording(self._recorder(index, rows)):
                 stage = self._watched(analysis, cut, kind, stop - start)
             return Executor(
                 world=self.world,
@@ -387,6 +388,7 @@ class Deployer:
             )
 
     def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], Program]:
+        @own_errors_only()
         def make(kind: str, phase: Any, num_micro_batches: int) -> Program:
             schedule: Any = "1f1b" if kind == "loss" else "fill_drain"
             num_stages = len(cut.graphs)

@@ -11,6 +11,8 @@ All classes derive from `RanncError` (a RuntimeError). Those caused by what the 
 from rannc_backend.errors.base import (
     RanncError,
     UserInputError,
+    is_of_user,
+    located,
     rebuild_error,
     user_location,
 )
@@ -26,7 +28,9 @@ from rannc_backend.errors.models import (
     BatchMixedError,
     DataDependentControlFlowError,
     GraphBreakError,
+    InternalError,
     ModelDevicesError,
+    ModelError,
     NoBatchDimensionError,
     OutputNotAvailableError,
     PlainCallError,
@@ -90,8 +94,10 @@ __all__ = [
     "FactoryError",
     "GraphBreakError",
     "InfeasiblePlanError",
+    "InternalError",
     "LaunchError",
     "ModelDevicesError",
+    "ModelError",
     "NoBatchDimensionError",
     "OptionValueError",
     "OutOfStepError",
@@ -118,6 +124,8 @@ __all__ = [
     "ValueNotMadeError",
     "WrappedModelError",
     "failure_of_rank",
+    "is_of_user",
+    "located",
     "rebuild_error",
     "user_location",
 ]

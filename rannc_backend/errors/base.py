@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Callable, Sequence
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]torch[/\\]|<frozen |<string>")
+_PACKAGES = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class RanncError(RuntimeError):
@@ -22,16 +25,20 @@ class RanncError(RuntimeError):
         self.problem = problem
         self.cure = cure
         self.location = location
-        lines = [problem]
-        if location:
-            lines.append(f"  at {location}")
-        if cure:
-            lines.append(f"  What to change: {cure}")
-        super().__init__("\n".join(lines))
+        super().__init__(_text(problem, cure, location))
 
     def __reduce__(self) -> tuple[Callable[..., RanncError], tuple[type[RanncError], str, dict[str, object]]]:
         # Subclasses take keyword arguments of their own, so the default way (cls(*args)) could not rebuild them.
         return restore, (type(self), str(self), dict(self.__dict__))
+
+
+def _text(problem: str, cure: str, location: str) -> str:
+    lines = [problem]
+    if location:
+        lines.append(f"  at {location}")
+    if cure:
+        lines.append(f"  What to change: {cure}")
+    return "\n".join(lines)
 
 
 class UserInputError(RanncError, ValueError):
@@ -52,6 +59,15 @@ def error_about(cls: type[RanncError], file: str, problem: str, *, cure: str = "
     return restore(cls, str(plain), {**plain.__dict__, "file": file, "key": ""})
 
 
+def located(error: RanncError, location: str) -> RanncError:
+    """The same error, with its cause, at a place in the user's source."""
+    members = {**error.__dict__, "location": location}
+    other = restore(type(error), _text(error.problem, error.cure, location), members)
+    if error.__cause__ is not None:
+        other.__cause__ = error.__cause__
+    return other.with_traceback(error.__traceback__)
+
+
 def rebuild_error(class_name: str, text: str) -> RanncError:
     """The error of another rank, from its class name and text: same class, same words."""
     return restore(class_named(class_name) or RanncError, text, {"problem": text, "cure": "", "location": ""})
@@ -68,14 +84,21 @@ def class_named(name: str) -> type[RanncError] | None:
     return None
 
 
+def is_of_user(filename: str) -> bool:
+    """Whether a file of Python code is the user's or a model library's: neither torch's nor Python's own."""
+    if _LIBRARY.search(filename):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or _PACKAGES.search(filename) is not None
+
+
 def user_location(stack_trace: str | None) -> str:
-    """Innermost frame outside of torch in a traceback text, as "model.py:12, in forward"; "" if there is none.
+    """Innermost frame outside of torch and of Python's own library in a traceback text, as "model.py:12, in forward"; "" if there is none.
 
     Args:
         stack_trace: text as in fx `node.meta["stack_trace"]` or `traceback.format_list`.
     """
     frames = list(_FRAME.finditer(stack_trace or ""))
-    own = [frame for frame in frames if not _LIBRARY.search(frame["file"])]
+    own = [frame for frame in frames if is_of_user(frame["file"])]
     if not own:
         return ""
     frame = own[-1]

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from rannc_backend.errors.base import RanncError, UserInputError, ranks_text, shorten
 
 
-class UnsupportedModelError(UserInputError):
+class ModelError(UserInputError):
+    """Base of the refusals of a model, or of the inputs that it is called with; `location` is the line that caused it."""
+
+
+class UnsupportedModelError(ModelError):
     """The model does something for which the exactness of the results could not be kept."""
 
 
-class ModelDevicesError(UserInputError):
+class ModelDevicesError(ModelError):
     """Parameters or buffers lie on more than one device."""
 
     def __init__(self, names_by_device: dict[str, Sequence[str]]) -> None:
@@ -23,7 +27,7 @@ class ModelDevicesError(UserInputError):
         )
 
 
-class NoBatchDimensionError(UserInputError):
+class NoBatchDimensionError(ModelError):
     """No tensor argument of the compiled model has a batch dimension."""
 
     def __init__(self, shapes: dict[str, Sequence[int]]) -> None:
@@ -35,7 +39,7 @@ class NoBatchDimensionError(UserInputError):
         )
 
 
-class BatchMixedError(UserInputError):
+class BatchMixedError(ModelError):
     """An operator mixes samples of the batch, so that micro-batches would give another result."""
 
     def __init__(self, operator: str, *, reason: str, location: str = "", cure: str = "") -> None:
@@ -59,7 +63,7 @@ class TooFewSamplesError(UserInputError):
         )
 
 
-class GraphBreakError(UserInputError):
+class GraphBreakError(ModelError):
     """Dynamo could not capture the model as one graph."""
 
     def __init__(self, reason: str, *, location: str = "", cure: str = "") -> None:
@@ -82,7 +86,7 @@ class DataDependentControlFlowError(GraphBreakError):
         )
 
 
-class TraceError(UserInputError):
+class TraceError(ModelError):
     """Torch or this backend fails on an operator of the model while it is traced."""
 
     def __init__(self, reason: str, *, location: str = "", cure: str = "") -> None:
@@ -90,8 +94,21 @@ class TraceError(UserInputError):
         super().__init__(
             f"the model cannot be traced: {reason}",
             location=location,
-            cure=cure or "see whether the plain model runs with these inputs; if it does, write the line in another way, or take it out "
-            "of the compiled model.",
+            cure=cure or 'see whether torch.compile(model, backend="eager", fullgraph=True) runs with these inputs; if it does, write the '
+            "line in another way, or take it out of the compiled model.",
+        )
+
+
+class InternalError(ModelError):
+    """This backend, not torch and not the model, fails while it traces, plans or compiles a model."""
+
+    def __init__(self, reason: str, *, location: str = "") -> None:
+        self.reason = reason
+        super().__init__(
+            f"an error in rannc_backend itself: {reason}",
+            location=location,
+            cure="please report it, with the traceback above and the model's code or name; until then write the line in another way, or "
+            "take it out of the compiled model.",
         )
 
 

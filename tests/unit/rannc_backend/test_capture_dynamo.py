@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 
 from rannc_backend import capture, capture_dynamo
 from rannc_backend.capture_again import renew_guards, trace_again
-from rannc_backend.capture_inputs import dotted_path
 from rannc_backend.capture_trace import rows_hint
 from tests.unit.rannc_backend.capture_harness import Recorder, fresh_dynamo, trace_settings
 
@@ -55,6 +55,14 @@ def test_find_dynamo_call():
     assert call.code is step.__code__ and not call.is_resumed and call.skipped_functions == ()
 
 
+def dotted_path(source, root):
+    """`h.0.weight` from `L['self']._modules['h']._modules['0']._parameters['weight']` below `L['self']`."""
+    rest = source.removeprefix(root)
+    rest = re.sub(r"\._(?:modules|parameters|buffers)\[", "[", rest)
+    rest = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", rest)
+    return rest.strip(".")
+
+
 def test_scope_and_sources():
     class Model(nn.Module):
         def __init__(self):
@@ -72,7 +80,7 @@ def test_scope_and_sources():
             source = capture_dynamo.source_of(node)
             chain = [capture_dynamo.source_value(part, call.scope) for part in capture_dynamo.source_chain(source)]
             path = dotted_path(capture_dynamo.source_name(source), "L['self']")
-            found[path] = (chain, capture_dynamo.is_argument(source))
+            found[path] = (chain, capture_dynamo.is_argument(source, call.code))
         return found
 
     found = inspected(model, x, probe=probe)
@@ -88,10 +96,22 @@ def test_closures_are_no_arguments():
         lambda x: x * table,
         torch.randn(4, 3),
         probe=lambda call, graph, _: [
-            capture_dynamo.is_argument(capture_dynamo.source_of(node)) for node in graph.graph.find_nodes(op="placeholder")
+            capture_dynamo.is_argument(capture_dynamo.source_of(node), call.code) for node in graph.graph.find_nodes(op="placeholder")
         ],
     )
     assert sorted(names) == [False, True]
+
+
+def test_arguments_of_inner_functions_are_arguments():
+    def model(x, y):
+        scaled = [part * y for part in (x, x + 1)]
+        return sum(value @ (lambda: x)().T for value in scaled)
+
+    def probe(call, graph, _):
+        nodes = graph.graph.find_nodes(op="placeholder")
+        return [capture_dynamo.is_argument(capture_dynamo.source_of(node), call.code) for node in nodes]
+
+    assert inspected(model, torch.randn(4, 3), torch.randn(4, 3), probe=probe) == [True, True]
 
 
 def shape_of_input(call, graph_module, example_inputs):

@@ -27,8 +27,10 @@ from rannc_backend.errors import (
     FactoryError,
     GraphBreakError,
     InfeasiblePlanError,
+    InternalError,
     LaunchError,
     ModelDevicesError,
+    ModelError,
     NoBatchDimensionError,
     OptionValueError,
     OutOfStepError,
@@ -103,6 +105,7 @@ EXAMPLES = [
     (RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"), ["rank 0, stage 0, micro-batch 0", "signal 9"]),
     (OutputNotAvailableError("logits"), ["'logits'", '"outputs": "all"']),
     (ReleasedParameterError("wte.weight", owners=(0, 3), use="norm"), ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict"]),
+    (InternalError("KeyError: 'x'", location="m.py:3, in forward"), ["in rannc_backend itself", "KeyError: 'x'", "m.py:3", "report"]),
     (TraceError("TorchRuntimeError: shapes differ", location="m.py:3, in forward"), ["cannot be traced", "shapes differ", "m.py:3"]),
     (PlainCallError(", because of force_eager"), ["plain model", "force_eager", "set_stance"]),
     (WrappedModelError("DistributedDataParallel"), ["DistributedDataParallel", "compile the plain model"]),
@@ -135,7 +138,7 @@ def test_errors_travel_between_processes(error: RanncError, words: list[str]) ->
 
 def test_every_error_class_has_an_example() -> None:
     classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, RanncError)}
-    assert classes - {RanncError, UserInputError} == {type(error) for error, _ in EXAMPLES}
+    assert classes - {RanncError, UserInputError, ModelError} == {type(error) for error, _ in EXAMPLES}
 
 
 @pytest.mark.parametrize(("name", "cls"), [("ValueError", ValueError), ("KeyError", KeyError), ("UserInputError", UserInputError)])
