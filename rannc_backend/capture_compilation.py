@@ -13,6 +13,7 @@ torch.compile; and which DDP calls its module (seen on torch 2.11.0 and 2.13.0; 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 import weakref
@@ -32,6 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rannc_backend.capture_breaks import graph_break_error
 from rannc_backend.errors import WrappedModelError, user_location
+
+logger = logging.getLogger(__name__)
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 _FARTHEST = 20  # frames between Dynamo's `_compile` and what it calls
@@ -132,7 +135,13 @@ class GivenUpModels:
 
     def _recompiles(self) -> str:
         """Dynamo asks what there is to know of a compilation, before it looks at its limits: they are lifted for this one."""
-        if find_compilation(self._is_ours) is not None:
+        try:
+            compilation = find_compilation(self._is_ours)
+        except Exception:
+            # Whatever this torch looks like, it may be another backend's compilation, which is not for us to end.
+            logger.debug("it is not known whose compilation this is", exc_info=True)
+            compilation = None
+        if compilation is not None:
             undo = contextlib.ExitStack()
             undo.enter_context(dynamo_config.patch(**dict.fromkeys(_LIMITS, sys.maxsize)))
             # At the latest with the compilation: its context lives no longer.
