@@ -8,13 +8,14 @@ VENV ?= .venv
 RANKS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FAULTS_ARGS ?=
 PYTEST_ARGS ?=
 
 # One thread per rank: with several ranks on a few cores more threads only wait for each other.
 RUN := source scripts/mpi_environment.sh; export PATH="$(abspath $(VENV))/bin:$$PATH" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1};
 READY := $(VENV)/.ready
 
-.PHONY: help environment demo test test-full test-gpu bench bench-gpu lint docs clean
+.PHONY: help environment demo test test-full test-faults test-gpu bench bench-gpu lint docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +35,9 @@ test: $(READY) ## all tests but those for GPUs and the full matrix
 
 test-full: $(READY) ## all tests, with the whole matrix of models, stages, replicas and micro-batches
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null
+
+test-faults: $(READY) ## plant faults in copies of the package: the tests must notice (FAULTS_ARGS="--only rows", "--tenth COMMIT", "--help")
+	@$(RUN) CUDA_VISIBLE_DEVICES= python -m tests.planted_faults $(FAULTS_ARGS) </dev/null
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	@$(RUN) python -m pytest tests/gpu -m "full or not full" $(PYTEST_ARGS) </dev/null

@@ -144,9 +144,7 @@ class Executor:
             case "parameter":
                 return self.tensors[slot.name]
             case "buffer":
-                tensor = self.tensors[slot.name]
-                # Saved values may alias the argument, and the update below writes the buffer in place.
-                return tensor.clone() if slot.name in self.updated_buffers else tensor
+                return self._buffer(slot.name, micro_batch, state)
             case "batch" | "boundary":
                 return state.inbox.pop((slot.name, micro_batch))
             case "replicated":
@@ -158,6 +156,17 @@ class Executor:
                 return torch.full((), start, dtype=torch.int64, device=self.world.device)
             case _:
                 return state.scalars[slot.name]
+
+    def _buffer(self, name: str, micro_batch: int, state: StepState) -> torch.Tensor:
+        key = (name, micro_batch)
+        if key in state.buffers_read:
+            return state.buffers_read[key]
+        tensor = self.tensors[name]
+        # Saved values may alias the argument, and the update after the forward writes the buffer in place.
+        tensor = tensor.clone() if name in self.updated_buffers else tensor
+        if state.training:
+            state.buffers_read[key] = tensor
+        return tensor
 
     def _keep_output(
         self, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: StepState

@@ -255,7 +255,9 @@ class GraphRuntime:
             state.record.stop(complete=eager)
         # What an eager backward is made of has been used by now; saved values of a deferred one may share memory with outputs.
         shared = () if eager else [value for spec, value in zip(self.outputs, outputs, strict=True) if spec.differentiable]
-        return outputs, TrainingStep(state, eager, VersionCheck.of(self, state, shared))
+        # Buffers matter to a step that is run again, which an eager backward alone may be.
+        buffers = state.buffers_read if eager else {}
+        return outputs, TrainingStep(state, eager, VersionCheck.of(self, state, shared, buffers))
 
     def _run_eager(self, state: StepState, seed: Number) -> None:
         state.pending = self.buckets.pending()
@@ -351,7 +353,7 @@ class GraphRuntime:
         self.counter.loss_gradient = if_within(gradient, *bounds, otherwise=self.counter.loss_gradient)
 
     def _again(self, step: TrainingStep) -> StepState:
-        """The step before its forward, to be run once more; running statistics are not advanced again."""
+        """The step before its forward, to be run once more; it reads the buffers that were read, and does not advance them again."""
         refuse_changes(step.changed_by_rank)
         state = step.state
         if state.record is not None:
@@ -363,6 +365,7 @@ class GraphRuntime:
             scalars=state.scalars,
             training=True,
             apply_buffer_updates=False,
+            buffers_read=state.buffers_read,
         )
 
     def _run_deferred(

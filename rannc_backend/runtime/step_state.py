@@ -40,6 +40,8 @@ class StepState:
     tangents: dict[str, torch.Tensor] = field(default_factory=dict)  # gradient of each row output, this rank's rows
     keep_saved: bool = False
     record: StepRecord | None = None  # in steps that are measured
+    # By (slot, micro-batch): what forwards have read, before they gave the buffer a new value. A step that runs again reads it again.
+    buffers_read: dict[ValueKey, torch.Tensor] = field(default_factory=dict)
 
     values: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # made here, not yet sent everywhere
     readers: dict[ValueKey, int] = field(default_factory=dict)

@@ -6,7 +6,7 @@ outside autograd, so autograd's own check does not see them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,18 @@ class VersionCheck:
     entries: tuple[tuple[str, torch.Tensor, int], ...]
 
     @classmethod
-    def of(cls, runtime: GraphRuntime, state: StepState, outputs: Sequence[torch.Tensor]) -> VersionCheck:
-        """Versions of the step's inputs, this rank's parameters and the outputs given to the user."""
+    def of(
+        cls,
+        runtime: GraphRuntime,
+        state: StepState,
+        outputs: Sequence[torch.Tensor],
+        buffers: Mapping[tuple[str, int], torch.Tensor],
+    ) -> VersionCheck:
+        """Versions of the step's inputs, this rank's parameters, the outputs given to the user and the buffers that were read."""
         tensors = [(f"input {name}", tensor) for name, tensor in state.inputs.items()]
         tensors += [(f"parameter {name}", tensor) for name, tensor in runtime.buckets.parameters.items()]
         tensors += [("an output", output.detach()) for output in outputs]
+        tensors += [(f"buffer {name}", tensor) for (name, micro_batch), tensor in buffers.items() if micro_batch == 0]
         return cls(tuple((name, tensor, tensor._version) for name, tensor in tensors))
 
     def changed(self) -> str:

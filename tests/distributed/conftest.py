@@ -52,7 +52,8 @@ def shares_of(cases: list[Case]) -> list[list[Case]]:
 class Runs:
     """Outcomes of this session; all cases are begun when the first is asked for."""
 
-    def __init__(self, items: list[pytest.Item], directory: Path, templates: Templates) -> None:
+    def __init__(self, items: list[pytest.Item], directory: Path, templates: Templates, *, stop_at_failure: bool) -> None:
+        self._stop_at_failure = stop_at_failure
         self._cases: dict[str, Case] = {}
         for item in items:
             for case in cases_of(item):
@@ -74,7 +75,7 @@ class Runs:
         for name in {name for case in share for name in case.needs}:
             # Begun before this share.
             self._futures[name].result()
-        return run_cases(share, directory, self._templates, self._stop)
+        return run_cases(share, directory, self._templates, self._stop, stop_at_failure=self._stop_at_failure)
 
     def end(self) -> None:
         """End what still runs."""
@@ -93,7 +94,9 @@ def templates() -> Iterator[Templates]:
 @pytest.fixture(scope="session")
 def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, templates: Templates) -> Iterator[Runs]:
     """Gives a case's outcome; runs all cases at the first call."""
-    runs = Runs(request.session.items, tmp_path_factory.mktemp("distributed"), templates)
+    # With -x the cases after one that failed would be run for nothing.
+    stop_at_failure = request.config.getoption("maxfail") == 1
+    runs = Runs(request.session.items, tmp_path_factory.mktemp("distributed"), templates, stop_at_failure=stop_at_failure)
     yield runs
     runs.end()
 

@@ -124,11 +124,18 @@ def run_script(
 
 
 def run_cases(
-    cases: Iterable[Case], directory: Path, templates: Templates, stop: threading.Event | None = None
+    cases: Iterable[Case],
+    directory: Path,
+    templates: Templates,
+    stop: threading.Event | None = None,
+    *,
+    stop_at_failure: bool = False,
 ) -> dict[str, Outcome]:
     """Run all cases, one group of ranks for those that can share one; once `stop` is set, what runs is ended and the rest left out.
 
-    `templates`: of the processes that ranks are forked from.
+    Args:
+        templates: of the processes that ranks are forked from.
+        stop_at_failure: the first case that fails is the last one; those after it fail with its words.
     """
     stop = stop or threading.Event()
     ordered = sorted(cases, key=lambda case: case.group)
@@ -148,6 +155,10 @@ def run_cases(
             assert done, "a group of ranks ended without a result for any case"
             outcomes |= done
             waiting = [case for case in waiting if case.name not in done]
+            failed = [text for outcome in done.values() for text in outcome.failures]
+            if stop_at_failure and failed:
+                outcomes |= {case.name: Outcome(failures=("not run, as one before has failed:", *failed), results=()) for case in waiting}
+                break
             num_deaths = num_deaths + 1 if len(done) == 1 else 0
     return outcomes
 

@@ -1,0 +1,131 @@
+"""Where faults are drawn, how many per file, and which tests must notice them: a file's own unit tests, then cases over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.planted_faults.drawing import draw
+from tests.planted_faults.fault import Fault
+from tests.planted_faults.tree import repository_file
+
+SEED = 20261123
+
+
+def unit(*names: str) -> tuple[str, ...]:
+    """Files of tests/unit/rannc_backend."""
+    return tuple(f"tests/unit/rannc_backend/test_{name}.py" for name in names)
+
+
+def passes(*names: str) -> tuple[str, ...]:
+    """Files of tests/unit/passes."""
+    return tuple(f"tests/unit/passes/test_{name}.py" for name in names)
+
+
+def point(*names: str) -> tuple[str, ...]:
+    """Single points of the contract over ranks."""
+    return tuple(f"tests/distributed/test_contract.py::test_point[{name}]" for name in names)
+
+
+def equal(*names: str) -> tuple[str, ...]:
+    """Cases of the contract that equal one process."""
+    return tuple(f"tests/distributed/test_contract.py::test_equals_one_process[{name}]" for name in names)
+
+
+def trained(*names: str) -> tuple[str, ...]:
+    """Cases of the matrix of models and plans."""
+    return tuple(f"tests/distributed/test_equality.py::test_equals_one_process[{name}]" for name in names)
+
+
+def buffers(*names: str) -> tuple[str, ...]:
+    """Buffers that a model changes."""
+    return tuple(f"tests/distributed/test_buffers.py::test_buffers_that_a_model_changes[{name}]" for name in names)
+
+
+def noticed(*names: str) -> tuple[str, ...]:
+    """Cases that were written because a planted fault went unnoticed."""
+    return tuple(f"tests/distributed/test_noticed.py::test_noticed[{name}]" for name in names)
+
+
+# Two ranks, one group of processes.
+STEP = (
+    *equal("no_batch_dimension", "dict_output", "frozen", "unused_parameter", "nonlinear_loss", "small_buckets"),
+    *point("retain_graph", "incoming_gradient", "accumulate", "forward_twice", "forward_without_backward", "rows_differentiated"),
+    *point("input_gradients", "modes", "sizes_change", "rank_0_feeds"),
+)
+_OPTIMIZERS = "tests/distributed/test_optimizers.py::test_optimizers_beside_a_compiled_model"
+CLIPPING = (
+    "tests/unit/rannc_backend/test_clipping.py",
+    *(f"{_OPTIMIZERS}[{name}]" for name in ("total_norm", "total_norm-replicas")),
+    "tests/distributed/test_conformance.py::test_conforms[clipping-tied_embedding-r2-p2-a1]",
+)
+SCALER = (
+    "tests/distributed/test_precision.py::test_an_infinity_in_one_stage_skips_the_step_on_all_ranks[scaler]",
+    "tests/distributed/test_precision.py::test_precision[scales_differ]",
+    "tests/distributed/test_precision.py::test_precision[another_model]",
+)
+CHECKPOINTS = (
+    "tests/distributed/test_checkpoints.py::test_saved_and_loaded",
+    *(f"tests/distributed/test_checkpoints.py::test_checkpoint[checkpoint-{name}-mlp_loss-2]" for name in ("failures", "meta")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """Files of one part of the product, each with the number of faults that are drawn from it, and their tests."""
+
+    name: str
+    files: dict[str, int]
+    tests: tuple[str, ...]
+
+
+AREAS = (
+    Area(name="executor", files={"runtime/executor.py": 3, "runtime/graph_runtime.py": 4, "runtime/user_outputs.py": 1}, tests=STEP),
+    Area(
+        name="messages",
+        files={"runtime/messages.py": 2, "runtime/send_buffers.py": 2},
+        tests=(*unit("exchange", "send_buffers"), *trained("long_skip_loss-r2-s1-1-m3"), *equal("skip_over_replicas")),
+    ),
+    Area(name="rows", files={"runtime/rows.py": 2}, tests=unit("rows")),
+    Area(name="buckets", files={"runtime/buckets.py": 3}, tests=(*unit("buckets"), *equal("small_buckets"))),
+    Area(name="buckets in graphs", files={"passes/gradient_buckets.py": 2}, tests=passes("gradient_buckets")),
+    Area(name="clipping", files={"runtime/clipping.py": 3}, tests=CLIPPING),
+    Area(name="scaler", files={"runtime/grad_scaler.py": 1, "runtime/tangents.py": 2}, tests=(*unit("tangents"), *SCALER)),
+    Area(
+        name="checkpoints",
+        files={"checkpoint/optimizer_state.py": 1, "checkpoint/model_state.py": 1, "checkpoint/reader.py": 1, "checkpoint/loading.py": 2},
+        tests=(*unit("checkpoint_state", "checkpoint_reader"), *CHECKPOINTS),
+    ),
+    Area(
+        name="saving",
+        files={"checkpoint/saving.py": 1, "checkpoint/directory.py": 1, "checkpoint/tensor_storage.py": 1},
+        tests=(*unit("checkpoint_reader", "checkpoint_crash"), *CHECKPOINTS),
+    ),
+    Area(
+        name="reductions",
+        files={"runtime/scalars.py": 2, "runtime/shared_sums.py": 1},
+        tests=(*unit("scalars", "shared_sums"), *equal("nonlinear_loss")),
+    ),
+    Area(name="sums", files={"passes/split_reductions.py": 2}, tests=passes("split_reductions", "rowwise_graphs")),
+    Area(name="randomness", files={"passes/randomness.py": 4}, tests=passes("randomness")),
+    Area(
+        name="schedules",
+        files={"schedule/orders.py": 1, "schedule/lowering.py": 2, "schedule/simulator.py": 1, "schedule/verify.py": 2},
+        tests=unit("schedule_lowering", "schedule_verify", "schedule_simulator", "progress"),
+    ),
+    Area(
+        name="planner",
+        files={"partition/stage_search.py": 2, "partition/search_problem.py": 1, "partition/line_cuts.py": 1, "cost/transfer.py": 1},
+        tests=unit("stage_search", "planner", "cost", "blocks_line"),
+    ),
+    Area(name="blocks", files={"partition/coarsening.py": 1, "partition/pins.py": 1}, tests=unit("blocks", "planner_names", "blocks_line")),
+    Area(name="configuration", files={"config_sources.py": 2, "toml_lines.py": 1}, tests=unit("config_sources", "config")),
+)
+
+
+def drawn(seed: int = SEED, times: int = 1) -> list[Fault]:
+    """The faults drawn from the present source; `times` as many as an area asks for."""
+    found: list[Fault] = []
+    for area in AREAS:
+        for path, count in area.files.items():
+            found += draw(path, repository_file(path).read_text(encoding="utf-8"), seed, times * count, area.tests)
+    return found

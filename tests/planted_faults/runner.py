@@ -1,0 +1,175 @@
+"""Runs faults in copies of the package, some at a time, and keeps what came of each.
+
+In: faults, the tests beside each. Out: a `Verdict` for each, also in a file, so that a run that was ended goes on where it was. The tests
+must pass where no fault is planted: they are run once without any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from tests.planted_faults.fault import Fault, StaleFault
+from tests.planted_faults.tree import FAILED, INTERRUPTED, Run, Tree, digest
+
+KINDS = ("caught", "uncaught", "equivalent", "stale", "error")
+RUN_LIMIT_SECONDS = 240.0
+BASELINE_LIMIT_SECONDS = 1800.0
+_DISTRIBUTED = "tests/distributed/"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a fault: `kind` is one of `KINDS`, `detail` the test that caught it, or why there is no answer."""
+
+    name: str
+    kind: str
+    detail: str
+    seconds: float
+
+    def line(self) -> str:
+        """For the log."""
+        return f"{self.kind:10} {self.seconds:6.1f} s  {self.name}  {self.detail}"
+
+
+@dataclass(slots=True)
+class State:
+    """Verdicts of earlier runs by key, in a file of one JSON line each; None keeps nothing."""
+
+    path: Path | None
+    known: dict[str, Verdict] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+                self.known[entry["key"]] = Verdict(**entry["verdict"])
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was being written when the run was ended
+
+    def note(self, key: str, verdict: Verdict) -> None:
+        """Keep a verdict."""
+        self.known[key] = verdict
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"key": key, "verdict": asdict(verdict)}) + "\n")
+
+
+def key_of(fault: Fault, source: str) -> str:
+    """Of one fault under one state of the source and the tests."""
+    return hashlib.sha256("\0".join((source, fault.path, str(fault.start), fault.change, *fault.tests)).encode()).hexdigest()
+
+
+def stages_of(tests: Sequence[str]) -> list[list[str]]:
+    """What one pytest runs: first what needs no ranks, as it is cheap."""
+    parts = ([t for t in tests if not t.startswith(_DISTRIBUTED)], [t for t in tests if t.startswith(_DISTRIBUTED)])
+    return [part for part in parts if part]
+
+
+def failing_tests(tree: Tree, stage: Sequence[str]) -> dict[str, str]:
+    """Those tests that do not pass as the source is, with why."""
+    run = tree.pytest(stage, BASELINE_LIMIT_SECONDS)
+    if run.code == 0:
+        return {}
+    named = re.findall(r"^(?:FAILED|ERROR:?) (?:not found: )?(\S+?\.py(?:::\S+)?)", run.output, re.MULTILINE)
+    named = [re.sub(r"^.*?(?=tests/)", "", name) for name in named]
+    found: dict[str, str] = {}
+    for test in stage:
+        if any(name == test or name.startswith((f"{test}::", f"{test}[")) for name in named) or run.code != FAILED:
+            found[test] = f"does not pass without the fault (exit code {run.code}): {_tail(run.output)}"
+    return found
+
+
+def judge(tree: Tree, *, fault: Fault) -> Verdict:
+    """Plant it, run its tests, take it out again."""
+    try:
+        tree.plant(fault)
+    except StaleFault as stale:
+        return Verdict(fault.name, "stale", str(stale), 0.0)
+    seconds = 0.0
+    try:
+        for stage in stages_of(fault.tests):
+            run = tree.pytest(["-x", *stage], RUN_LIMIT_SECONDS)
+            seconds += run.seconds
+            if run.code in (FAILED, INTERRUPTED, None):
+                return Verdict(fault.name, "caught", _what_failed(run), seconds)
+            if run.code != 0:
+                return Verdict(fault.name, "error", f"pytest ended with {run.code}: {_tail(run.output)}", seconds)
+    finally:
+        tree.restore(fault.path)
+    return Verdict(fault.name, "uncaught", fault.change, seconds)
+
+
+def run_faults(faults: Sequence[Fault], *, workers: int, state: State, baseline: bool = True) -> Iterator[Verdict]:
+    """Verdicts as they come, those that are known already first."""
+    source = digest()
+    keys = {fault.name: key_of(fault, source) for fault in faults}
+    assert len(keys) == len(faults), "two faults have one name"
+    open_faults = []
+    for fault in faults:
+        known = state.known.get(keys[fault.name])
+        if known is not None and known.kind != "error":
+            yield Verdict(fault.name, known.kind, f"{known.detail} (known)", 0.0)
+        else:
+            open_faults.append(fault)
+    if not open_faults:
+        return
+    with tempfile.TemporaryDirectory(prefix="planted-faults-") as folder, ThreadPoolExecutor(workers) as pool:
+        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+        for number in range(workers):
+            trees.put(Tree(Path(folder) / str(number)))
+
+        wrong: dict[str, str] = {}
+        if baseline:
+            stages = stages_of(sorted({test for fault in open_faults for test in fault.tests}))
+            for found in pool.map(lambda stage: _lent(trees, lambda tree: failing_tests(tree, stage)), stages):
+                wrong |= found
+        futures = []
+        for fault in open_faults:
+            bad = [f"{test} {wrong[test]}" for test in fault.tests if test in wrong]
+            if bad:
+                yield Verdict(fault.name, "error", bad[0], 0.0)
+            else:
+                futures.append(pool.submit(_lent, trees, partial(judge, fault=fault)))
+        try:
+            for future in as_completed(futures):
+                verdict = future.result()
+                state.note(keys[verdict.name], verdict)
+                yield verdict
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+T = TypeVar("T")
+
+
+def _lent(trees: queue.SimpleQueue[Tree], use: Callable[[Tree], T]) -> T:
+    """What comes of using one of the trees."""
+    tree = trees.get()
+    try:
+        return use(tree)
+    finally:
+        trees.put(tree)
+
+
+def _what_failed(run: Run) -> str:
+    if run.code is None:
+        return f"by the limit of {RUN_LIMIT_SECONDS:.0f} s"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.output, re.MULTILINE)
+    return f"by {found[1] if found else _tail(run.output)}"
+
+
+def _tail(output: str) -> str:
+    return " / ".join(output.strip().splitlines()[-3:])[-400:]
