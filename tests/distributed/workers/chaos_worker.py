@@ -1,8 +1,8 @@
 """One rank of a training job to which things happen: chaos_worker.py DIRECTORY LAST_STEP REPLICAS [STEP RANK HOW].
 
-Trains to step LAST_STEP from the latest checkpoint in DIRECTORY, or from the beginning; saves one every few steps. In step STEP it happens to rank
-RANK. Every rank appends "step loss" to DIRECTORY/rank<r>.txt, and writes the time to DIRECTORY/stamp before it happens. A rank that gets SIGUSR1
-asks for an end in order, as schedulers do before they take a machine away: all save and end with code 0 at the next step.
+Trains to step LAST_STEP from the latest checkpoint in DIRECTORY, or from the beginning; saves one every few steps. In step STEP it happens
+to rank RANK. Every rank appends "step loss" to DIRECTORY/rank<r>.txt, and writes the time to DIRECTORY/stamp before it happens. A rank
+that gets SIGUSR1 asks for an end in order, as schedulers do before they take a machine away: all save and end with code 0 after the step.
 """
 
 from __future__ import annotations

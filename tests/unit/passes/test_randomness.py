@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rannc_backend.passes.batch_axis import is_random
 from rannc_backend.passes.layouts import Constant, Rows
 from rannc_backend.passes.pipeline import PassError
-from rannc_backend.passes.randomness import element_keys, mix, operator_key, random_bits, row_keys
+from rannc_backend.passes.randomness import RANDOM_OPERATORS, attention, element_keys, mix, operator_key, random_bits, row_keys
 from tests.choice import mostly
 from tests.unit.passes.batch_tracing import Traced, trace
 from tests.unit.passes.slice_runner import relative_error, run_in_slices, split_traced
@@ -191,3 +191,86 @@ def test_python_ints_and_tensors_mix_alike() -> None:
     assert mix(123456789) == mix(torch.tensor(123456789)).item()
     constant = random_bits(torch.tensor(5), element_keys(6, CPU), Constant(), [2, 3], operator_key(0))
     assert constant.shape == (2, 3)
+
+
+# --- what the operators make of the numbers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "added", "causal", "causal_and_added"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("num_key_heads", [1, 4])
+def test_attention_with_dropout_is_attention_with_its_mask(mask: str, scale: float | None, num_key_heads: int) -> None:
+    """Written out here once more; without any weight dropped it is torch's own attention, only larger by what dropout keeps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = normal(2, 4, 3, 8), normal(2, num_key_heads, 5, 8), normal(2, num_key_heads, 5, 8)
+    numbers = torch.randint(2**32, (2, 4, 3, 5), generator=generator)
+    given = normal(2, 1, 3, 5) if "added" in mask else torch.rand(2, 1, 3, 5, generator=generator) < 0.7 if mask == "bool" else None
+    if mask == "bool":
+        given[..., 0] = True  # no row without any
+    causal = "causal" in mask
+    arguments = {"query": query, "key": key, "value": value, "scale": scale, "is_causal": causal, "dropout_p": 0.25, "attn_bias": given}
+    allowed = torch.ones(3, 5, dtype=torch.bool).tril() if causal else torch.ones(3, 5, dtype=torch.bool)
+    bias = torch.zeros(2, 1, 3, 5, dtype=torch.float64).masked_fill(~allowed, float("-inf"))
+    if given is not None:
+        bias = bias.masked_fill(~given, float("-inf")) if mask == "bool" else bias + given
+    repeated = [tensor.repeat_interleave(4 // num_key_heads, 1) for tensor in (key, value)]
+    (kept,) = attention(lambda draw=0: torch.zeros_like(numbers), torch.float64, arguments)
+    torch.testing.assert_close(kept * 0.75, F.scaled_dot_product_attention(query, *repeated, attn_mask=bias, scale=scale))
+    (dropped,) = attention(lambda draw=0: numbers, torch.float64, arguments)
+    factor = 8**-0.5 if scale is None else scale
+    weights = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", query, repeated[0]) * factor + bias, -1)
+    torch.testing.assert_close(dropped, (weights * (numbers < 0.75 * 2**32) / 0.75) @ repeated[1])
+    (none,) = attention(lambda draw=0: torch.full_like(numbers, 2**32 - 1), torch.float64, arguments)
+    assert not none.any()
+
+
+_MANY = torch.randint(2**32, (2, 200_000), generator=torch.Generator().manual_seed(5))
+_EDGES = torch.tensor([[0, 2**32 - 1, 2**31], [2**32 - 1, 0, 2**31]])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "mean", "deviation", "low", "high"),
+    [
+        ("rand", {}, 0.5, 12**-0.5, 0.0, 1.0),
+        ("uniform", {"from": 2.0, "to": 5.0}, 3.5, 3 * 12**-0.5, 2.0, 5.0),
+        ("randn", {}, 0.0, 1.0, -7.0, 7.0),
+        ("normal_functional", {"mean": 2.0, "std": 5.0}, 2.0, 5.0, -33.0, 37.0),
+        ("exponential", {"lambd": 4.0}, 0.25, 0.25, 0.0, 5.0),
+        ("randint", {"low": 3, "high": 9}, 5.5, (35 / 12) ** 0.5, 3, 8),
+        ("randint", {"high": 2}, 0.5, 0.5, 0, 1),
+        ("bernoulli", {"self": None, "p": 0.3}, 0.3, 0.21**0.5, 0.0, 1.0),
+    ],
+)  # fmt: skip
+def test_drawn_values_have_their_distribution(
+    name: str, arguments: dict[str, Any], mean: float, deviation: float, low: float, high: float
+) -> None:
+    dtype = torch.int64 if name == "randint" else torch.float64
+    values = RANDOM_OPERATORS[name](lambda draw=0: _MANY[draw], dtype, arguments)
+    assert values.dtype == dtype and abs(values.double().mean() - mean) < 5 * deviation / 200_000**0.5
+    assert values.double().std() == pytest.approx(deviation, rel=0.02)
+    edges = RANDOM_OPERATORS[name](lambda draw=0: _EDGES[draw], dtype, arguments)
+    for found in (values, edges):
+        assert found.isfinite().all() and low <= found.min() and found.max() <= high
+    if name in ("rand", "uniform"):
+        assert edges.max() < high and edges.min() == low
+    if name == "randint":
+        assert set(values.unique().tolist()) == set(range(int(low), int(high) + 1))
+
+
+def test_bernoulli_of_a_tensor_takes_each_chance_by_itself() -> None:
+    chances = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=torch.float64)
+    numbers = torch.tensor([[0, 2**30 - 1, 2**31 - 1, 2**32 - 1], [0, 2**30, 2**31, 2**32 - 1]])
+    values = [RANDOM_OPERATORS["bernoulli"](lambda draw=0, row=row: row, torch.float32, {"self": chances}).tolist() for row in numbers]
+    assert values == [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+
+
+def test_dropout_of_everything_and_its_mask() -> None:
+    x = torch.ones(4, dtype=torch.float64)
+    numbers = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1])
+    for drop, kept, scale in ((0.5, [True, True, False, False], 2.0), (1.0, [False] * 4, 0.0), (0.75, [True, False, False, False], 4.0)):
+        value, mask = RANDOM_OPERATORS["native_dropout"](lambda draw=0: numbers, torch.float64, {"input": x, "p": drop})
+        assert mask.tolist() == kept and value.tolist() == [scale * flag for flag in kept]

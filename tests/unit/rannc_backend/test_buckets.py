@@ -228,3 +228,41 @@ def test_ranks_that_wait_for_sums_in_their_order_all_get_there(data: st.DataObje
         assert ready, f"nobody can go on: {waits}"
         for rank in ready[0][0]:
             waits[rank].pop(0)
+
+
+def test_absent_gradients_of_a_shared_parameter_are_zero_in_a_buffer_that_was_used_before() -> None:
+    buckets, _ = make({"own": STAGE, "tied": (0, 1, 2)})
+    step(buckets, 3.0)
+    for parameter in buckets.parameters.values():
+        parameter.grad = None
+    pending = buckets.pending()
+    pending.arm()
+    give(pending, "own", torch.ones(4))
+    pending.finish()
+    buckets.publish(pending, 1.0, keep=False)
+    assert torch.equal(buckets.parameters["tied"].grad, torch.zeros(4)), "of the step before"
+    assert torch.equal(buckets.parameters["own"].grad, torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_hooks_change_the_whole_gradient_once_and_see_its_sum(keep: bool) -> None:
+    buckets, _ = make({"a": (0,), "b": (0,)})
+    seen: list[torch.Tensor] = []
+    told: list[torch.Tensor] = []
+    changed = buckets.parameters["a"]
+    changed.register_hook(lambda gradient: seen.append(gradient.clone()))
+    changed.register_hook(lambda gradient: gradient * 10)
+    changed.register_post_accumulate_grad_hook(lambda parameter: told.append(parameter.grad.clone()))
+    assert buckets.has_hooks()
+    for number in (1.0, 2.0):
+        pending = buckets.pending()
+        pending.arm()
+        for name in buckets.parameters:
+            give(pending, name, torch.full((4,), number))
+        pending.finish()
+        for _ in range(2 if keep else 1):
+            buckets.publish(pending, 0.5, keep=keep)
+    times = 2 if keep else 1
+    assert [gradient[0].item() for gradient in seen] == [0.5] * times + [1.0] * times
+    assert changed.grad.tolist() == [15.0 * times] * 4 and buckets.parameters["b"].grad.tolist() == [1.5 * times] * 4
+    assert told[-1].tolist() == changed.grad.tolist() and len(told) == 2 * times

@@ -259,3 +259,27 @@ def test_generators_come_back() -> None:
 def test_states_that_are_none(states: dict[str, object]) -> None:
     with pytest.raises(CheckpointFileError, match="random generator"):
         random_state.restore(states, CPU)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps plain values beside tensors, as optimizers of others do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["history"] = (*state.get("history", ()), number)
+
+
+def test_plain_states_of_a_parameter_come_back_to_it(tmp_path: Path) -> None:
+    one, two = model(), model()
+    saved, loaded = (Counting(net.parameters(), lr=0.1, momentum=0.9) for net in (one, two))
+    for _ in range(3):
+        step(one, saved)
+    load_optimizer(save_optimizer(tmp_path, one, saved), two, loaded)
+    for mine, theirs in zip(two.parameters(), one.parameters(), strict=True):
+        state, expected = loaded.state[mine], saved.state[theirs]
+        assert state["count"] == 3 and state["history"] == expected["history"] and state.keys() == expected.keys()
+        assert torch.equal(state["momentum_buffer"], expected["momentum_buffer"])

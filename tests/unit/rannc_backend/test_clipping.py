@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ class Table:
     """Two ranks: parameter `own` is here, `tied` is on both and the other answers for it, `far` is there alone."""
 
     def __init__(self, norm_type: float, others: tuple[float, ...] = OTHERS) -> None:
-        self.module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(3, dtype=torch.float32)) for name in ("own", "tied", "far")})
+        self.module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(3)) for name in ("own", "tied", "far")})
         self.module["own"].grad = torch.tensor([3.0, -4.0, 0.5])
         self.module["tied"].grad = torch.tensor(OTHERS)
         self.names = {id(parameter): name for name, parameter in self.module.items()}
@@ -51,7 +52,7 @@ class Table:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clipping, "agree", lambda *_: [])
-    monkeypatch.setattr(clipping, "exchanging", lambda _: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(clipping, "exchanging", lambda _: contextlib.nullcontext())
 
 
 def whole(norm_type: float, *more: float) -> float:

@@ -217,3 +217,11 @@ def test_any_text_is_a_configuration_or_an_error_of_ours(tmp_path_factory: pytes
         assert str(folder) in str(error)
     else:
         assert isinstance(found.config, Config)
+
+
+@pytest.mark.parametrize("variable", ["RANNC_PIPLINE_NUM", "RANNC_pipeline_num", "RANNC_", "RANNC_CONF_DIRECTORY"])
+def test_a_variable_of_ours_that_is_no_option_is_refused(variable: str) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        resolve(None, {variable: "4"})
+    assert repr(variable) in str(caught.value) and "environment" in str(caught.value)
+    assert resolve(None, {variable.replace("RANNC_", "OTHER_"): "4"}).config == resolve(None, {}).config

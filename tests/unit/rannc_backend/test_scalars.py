@@ -55,3 +55,39 @@ def test_totals_keep_shape_and_dtype_and_count_absent_sums_as_zero() -> None:
     totals = total_over_ranks({"a": torch.tensor([1.0, 2.0])}, specs, None, torch.device("cpu"))
     assert torch.equal(totals["a"], torch.tensor([1.0, 2.0])) and totals["b"].dtype == torch.int64
     assert int(totals["b"]) == 0
+
+
+def test_shares_are_added_in_float64_whatever_the_dtype_of_the_total() -> None:
+    """A share of one beside a share of 2**24, which float32 cannot tell apart, is counted on every rank."""
+
+    def other_rank(tensor: torch.Tensor) -> None:
+        tensor += 1
+
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        specs = (SumSpec(name="a", dtype=dtype, shape=()), SumSpec(name="b", dtype=dtype, shape=(2,)))
+        sums = {"a": torch.tensor(2.0**24 + 1, dtype=F64)}
+        totals = total_over_ranks(sums, specs, other_rank, torch.device("cpu"))
+        assert totals["a"].item() == 2**24 + 2 and totals["b"].tolist() == [1, 1]
+        assert all(total.dtype == dtype for total in totals.values())
+
+
+def test_seeds_have_the_dtype_and_shape_of_their_partial_and_unused_ones_are_zero() -> None:
+    specs = (SumSpec(name="used", dtype=torch.float32, shape=(3,)), SumSpec(name="unused", dtype=F64, shape=()))
+    counts = SumSpec(name="count", dtype=torch.int64, shape=())
+    graphs = ScalarGraphs(
+        prologue=None,
+        prologue_inputs=(),
+        prologue_sums=(),
+        epilogue=lambda used, count: ((used * used).sum() / count, used[1]),
+        epilogue_inputs=("used", "count"),
+        partials=(*specs, counts),
+        linear=False,
+    )
+    totals = {"used": torch.tensor([1.0, 2.0, 3.0]), "unused": torch.tensor(5.0, dtype=F64), "count": torch.tensor(4)}
+    seeds = graphs.seeds(totals, [2.0, 10.0], torch.device("cpu"))
+    assert seeds["used"].tolist() == [1.0, 12.0, 3.0] and seeds["used"].dtype == torch.float32
+    assert seeds["unused"].item() == 0 and seeds["unused"].dtype == F64 and seeds["count"].item() == 0
+    assert not any(seed.requires_grad for seed in seeds.values())
+    # None of the totals was changed, or asked for a gradient.
+    assert totals["used"].tolist() == [1.0, 2.0, 3.0] and not totals["used"].requires_grad
+    assert [value.item() for value in graphs.scalars(totals)] == [3.5, 2.0]
