@@ -101,6 +101,8 @@ def _compile_or_refuse(
     world = bootstrap.start(bootstrap.options_of(config))
     world.monitor.phase("capture")
     _check_device(graph_module, example_inputs, world)
+    # Something else may have started the job, without these options: load_checkpoint, barrier.
+    world.limit_waits(config.step_timeout_seconds)
     with log_narrator(verbose=config.verbose).step("capture") as details:
         captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")

@@ -71,6 +71,9 @@ class SingleControl:
     def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
         return
 
+    def limit_waits(self, seconds: float) -> None:
+        return
+
     def tell_failure(self, error: BaseException) -> None:
         return
 
@@ -91,6 +94,9 @@ class WireControl:
     def attach(self, monitor: Monitor) -> None:
         """From now on count operations with `monitor`, and ask it who is missing."""
         self._monitor = monitor
+
+    def limit_waits(self, seconds: float) -> None:
+        self._limit_seconds = seconds
 
     def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None, kind: str = "") -> list[Any]:
         payload = _encode(value)

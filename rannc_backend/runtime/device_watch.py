@@ -67,6 +67,10 @@ class DeviceWatch:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def limit_waits(self, seconds: float) -> None:
+        """From now on the time after which a message that does not move is reported."""
+        self._limit_seconds = seconds
+
     def add(self, is_done: Callable[[], bool], peers: tuple[int, ...], what: str) -> None:
         """Watch one more message."""
         queued = _Queued(is_done, peers, what, self._reporter.current_phase())

@@ -125,6 +125,9 @@ class SingleTransport(Memory):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"))
 
+    def limit_waits(self, seconds: float) -> None:
+        return
+
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         return
 
@@ -218,6 +221,9 @@ class GroupTransport(Memory):
         self._reductions: dict[Ranks, Any] = {}
         self._answers: dict[Ranks, Any] = {}
         self._sums = SharedSums(rank=rank, places=places, plain=self.allreduce) if places else None
+
+    def limit_waits(self, seconds: float) -> None:
+        self.limit_seconds = seconds
 
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         for channel in [*channels, *(route.channel for route in routes)]:

@@ -188,6 +188,10 @@ class NcclTransport:
         self._asked: dict[str, tuple[Route, bool]] = {}  # what the routes were made from
         self._reductions: dict[Ranks, _Link] = {}
 
+    def limit_waits(self, seconds: float) -> None:
+        self.limit_seconds = seconds
+        self._watch.limit_waits(seconds)
+
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         for channel in channels:
             # Anybody may send to anybody, but most talk to rank 0, and a connection of every pair would cost memory.

@@ -74,7 +74,7 @@ class Control(Protocol):
     """Small JSON values between all ranks. Every rank must call the same operations in the same order.
 
     Each operation raises CommunicationError, naming the ranks that are missing, after `limit_seconds` (None: the
-    limit of StartOptions), and when ranks call different operations. `what` is for that message.
+    limit of StartOptions or of `limit_waits`), and when ranks call different operations. `what` is for that message.
     """
 
     rank: int
@@ -90,6 +90,10 @@ class Control(Protocol):
 
     def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
         """Returns when every rank has called it."""
+        ...
+
+    def limit_waits(self, seconds: float) -> None:
+        """From now on the limit of operations for which none is given."""
         ...
 
     def tell_failure(self, error: BaseException) -> None:
@@ -123,6 +127,10 @@ class BucketSums(Protocol):
 
 class Transport(Protocol):
     """Tensors between ranks. Channels and groups are made by `prepare` before their first use."""
+
+    def limit_waits(self, seconds: float) -> None:
+        """From now on the limit of waits for which none is given."""
+        ...
 
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
         """Make channels and groups of ranks that do not exist yet. All ranks call it with the same arguments.
@@ -224,3 +232,8 @@ class World:
     monitor: Monitor
     runs_behind: bool = False
     counts: StepCounts = field(default_factory=StepCounts)
+
+    def limit_waits(self, seconds: float) -> None:
+        """From now on the longest wait where none is given: what started the job may have known no options."""
+        self.control.limit_waits(seconds)
+        self.transport.limit_waits(seconds)
