@@ -351,8 +351,13 @@ def resumed(context: Context) -> None:
             other.train(1)
         loaded = rannc_backend.load_checkpoint(saved, other.compiled, other.optimizer)
         find.that(loaded.step == 3, f"step {loaded.step}")
+        early = len(other.optimizer.state)
+        find.that(when == "after" or not early, f"before the plan is known this rank holds the state of {early} parameters")
         actual = other.train(2)
         find.that(actual == expected, f"loaded {when} the first call: {actual} on this rank, without an interruption {expected}")
+        kept = {name for name, p in other.model.named_parameters() if p in other.optimizer.state}
+        own = {name for name, p in other.model.named_parameters() if rannc_backend.is_held(p)}
+        find.that(kept == own, f"loaded {when} the first call: state of {sorted(kept)}, and this rank holds {sorted(own)}")
         find.that(other.counted() == after, f"loaded {when} the first call: counts {other.counted()}, without an interruption {after}")
         again = rannc_backend.save_checkpoint(path, other.compiled, other.optimizer)
         one, two = CheckpointReader(path / "step-00000100"), CheckpointReader(again)

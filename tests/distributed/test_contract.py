@@ -28,6 +28,8 @@ EQUAL = (
     _case("fourteen_padded_replicas", "padded", "2,2", 4, rows=(4, 4, 4, 2)),
     _case("very_uneven", "mlp_loss", "1,2,1", 3, rows=(1, 9, 2, 1)),
     _case("more_micro_batches_than_rows", "mlp_loss", "1,1", 8, rows=(2, 1)),
+    # A rank of one row has its share of what is counted before the step.
+    _case("one_row_padded", "padded", "1,1", 2, rows=(1, 4)),
     _case("loss_outside_uneven", "mlp", "1,2", 2, rows=(1, 5, 2)),
     _case("loss_outside_uneven_four", "mlp", "1,1,2", 2, rows=(1, 5, 2, 3)),
     _case("tied_over_four", "tied_embedding", "1,1,1,1", 3),

@@ -48,9 +48,10 @@ def noticed(*names: str) -> tuple[str, ...]:
 
 # Two ranks, one group of processes.
 STEP = (
-    *equal("no_batch_dimension", "dict_output", "frozen", "unused_parameter", "nonlinear_loss", "small_buckets"),
+    *equal("no_batch_dimension", "dict_output", "frozen", "unused_parameter", "nonlinear_loss", "small_buckets", "one_row_padded"),
     *point("retain_graph", "incoming_gradient", "accumulate", "forward_twice", "forward_without_backward", "rows_differentiated"),
     *point("input_gradients", "modes", "sizes_change", "rank_0_feeds"),
+    *equal("written_into_messages"),
 )
 _OPTIMIZERS = "tests/distributed/test_optimizers.py::test_optimizers_beside_a_compiled_model"
 CLIPPING = (
@@ -93,7 +94,7 @@ AREAS = (
     Area(
         name="checkpoints",
         files={"checkpoint/optimizer_state.py": 1, "checkpoint/model_state.py": 1, "checkpoint/reader.py": 1, "checkpoint/loading.py": 2},
-        tests=(*unit("checkpoint_state", "checkpoint_reader"), *CHECKPOINTS),
+        tests=(*unit("checkpoint_state", "checkpoint_reader"), *CHECKPOINTS, *noticed("resumed")),
     ),
     Area(
         name="saving",
@@ -105,7 +106,7 @@ AREAS = (
         files={"runtime/scalars.py": 2, "runtime/shared_sums.py": 1},
         tests=(*unit("scalars", "shared_sums"), *equal("nonlinear_loss")),
     ),
-    Area(name="sums", files={"passes/split_reductions.py": 2}, tests=passes("split_reductions", "rowwise_graphs")),
+    Area(name="sums", files={"passes/split_reductions.py": 2}, tests=(*passes("split_reductions", "rowwise_graphs"), *equal("nonlinear_loss"))),
     Area(name="randomness", files={"passes/randomness.py": 4}, tests=passes("randomness")),
     Area(
         name="schedules",

@@ -28,6 +28,8 @@ BESIDE = ("tests", "docs", "examples", "scripts", "pyproject.toml", "README.md",
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*_cache")
 # A .pyc is taken for that of its source if size and second of the last change agree, and a fault may keep the size.
 _FIRST_SECOND = 1_000_000_000
+# Of one test without ranks, which have limits of their own: one that hangs has noticed something.
+TEST_LIMIT_SECONDS = 100
 # Exit codes of pytest: some tests failed; it could not go on, as with an import that fails.
 FAILED, INTERRUPTED = 1, 2
 
@@ -94,7 +96,7 @@ class Tree:
 
     def pytest(self, arguments: Sequence[str], limit_seconds: float) -> Run:
         """Run tests of this copy; what they started is ended with them."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=line", "-rfE"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=line", "-rfE", f"--timeout={TEST_LIMIT_SECONDS}"]
         if all("::" in argument for argument in arguments if argument.startswith("tests/")):
             command += ["-m", ""]  # named one by one, also those of `make test-full`
         environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

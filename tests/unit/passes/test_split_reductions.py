@@ -276,3 +276,11 @@ def test_frozen_parameters_alone_are_replicated() -> None:
     graph = traced_step(STEPS["penalty_alone"][0])
     assert [item.kind for item in split_traced(graph).user_outputs] == ["scalar", "rows"]
     assert [item.kind for item in split_traced(graph, frozen=graph.parameters).user_outputs] == ["replicated", "rows"]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, linear) in STEPS.items() if not linear])
+def test_a_loss_that_is_not_linear_stays_so_where_every_input_is_trained(name: str) -> None:
+    """An eager backward of such a loss would have another gradient, without a word."""
+    graph = traced_step(STEPS[name][0])
+    trained = [batch for batch in graph.batch if graph.values[batch].is_floating_point()]
+    assert not split_traced(graph, gradient_batch=trained).linear

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rannc_backend.checkpoint.directory import checkpoints_in, find_checkpoint, read_manifest
-from rannc_backend.checkpoint.manifest import Manifest, to_bytes
+from rannc_backend.checkpoint.manifest import FileRecord, Manifest, to_bytes
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.checkpoint.tensor_storage import SafetensorsReader, read_tensors
 from rannc_backend.errors import (
@@ -247,4 +248,18 @@ def test_files_outside_are_not_read(tmp_path: Path, file: str) -> None:
     manifest["files"]["index.json"] = {"num_bytes": len(index), "crc32": zlib.crc32(index)}
     (path / "checkpoint.json").write_bytes(to_bytes(Manifest.model_validate(manifest).sealed()))
     with pytest.raises(CheckpointFileError, match="index.json"):
+        CheckpointReader(path)
+
+
+@pytest.mark.parametrize("count", [40, 10**15])
+def test_a_tensor_that_is_larger_than_its_file_is_refused_before_memory_is_made(tmp_path: Path, count: int) -> None:
+    """The description is whole and vouched for, as one that somebody else has made may be."""
+    path = save(tmp_path, [tensors(a=(7,))])
+    assert (path / "model-00000-00000.safetensors").stat().st_size < 4 * 40
+    manifest = CheckpointReader(path).manifest
+    edit(path / "index.json", '"shape":[7]', f'"shape":[{count}]')
+    content = (path / "index.json").read_bytes()
+    files = dict(manifest.files) | {"index.json": FileRecord(num_bytes=len(content), crc32=zlib.crc32(content))}
+    (path / "checkpoint.json").write_bytes(to_bytes(manifest.model_copy(update={"files": files}).sealed()))
+    with pytest.raises(CheckpointFileError, match="larger than its file"):
         CheckpointReader(path)

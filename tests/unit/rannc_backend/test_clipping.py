@@ -100,6 +100,8 @@ def test_a_rank_without_gradients_answers_in_the_same_dtype() -> None:
     table = Table(2.0)
     for parameter in table.module.values():
         parameter.grad = None
+    assert clip_gradients([], [table], 1.0).dtype == torch.float32
+    table.module.double()
     norm = clip_gradients([], [table], 1.0)
-    assert norm.dtype == torch.float32 and float(norm) == pytest.approx(math.sqrt(sum(value**2 for value in OTHERS)))
+    assert norm.dtype == torch.float64 and float(norm) == pytest.approx(math.sqrt(sum(value**2 for value in OTHERS)))
     assert clip_gradients([], [], 1.0).item() == 0.0

@@ -68,3 +68,26 @@ def test_without_gathering_rank_zero_has_the_batch_and_everyone_gets_the_outputs
     assert table.global_rows == 5
     assert table.owned_rows(INPUT, 0) == (0, 5) and table.owned_rows(OUTPUT, 1) == (0, 5)
     assert table.interval(INPUT, 1, 0) == (0, 0) and table.interval(OUTPUT, 1, 0) == (0, 3)
+
+
+@given(row_tables())
+def test_pieces_are_the_rows_that_both_have_in_rank_order(table: RowTable) -> None:
+    endpoints = [INPUT, *range(len(table.stage_ranks)), OUTPUT]
+    for m in range(table.num_micro_batches):
+        for source in endpoints:
+            for target in endpoints:
+                for rank in table.ranks(source):
+                    own = set(range(*table.interval(source, rank, m)))
+                    common = {peer: own & set(range(*table.interval(target, peer, m))) for peer in table.ranks(target)}
+                    expected = [(peer, min(rows), max(rows) + 1) for peer, rows in common.items() if rows]
+                    assert [(piece.peer, piece.start, piece.stop) for piece in table.pieces(source, target, rank, m)] == expected
+
+
+def test_pieces_of_a_hand_made_step() -> None:
+    """Two replicas feed three; rank 1 has no row of its own."""
+    table = RowTable(local_rows=(4, 0, 3, 0, 0), num_micro_batches=2, stage_ranks=((0, 1), (2, 3, 4)))
+    assert table.micro_batches == ((0, 4), (4, 7))
+    assert [(p.peer, p.start, p.stop) for p in table.pieces(0, 1, 0, 0)] == [(2, 0, 2)]
+    assert [(p.peer, p.start, p.stop) for p in table.pieces(0, 1, 1, 0)] == [(3, 2, 3), (4, 3, 4)]
+    assert [(p.peer, p.start, p.stop) for p in table.pieces(1, 0, 3, 1)] == [(0, 5, 6)]
+    assert table.pieces(INPUT, 0, 1, 0) == () and [(p.peer, p.start, p.stop) for p in table.pieces(INPUT, 0, 2, 1)] == [(0, 4, 6), (1, 6, 7)]

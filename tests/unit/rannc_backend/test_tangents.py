@@ -34,12 +34,18 @@ def test_ratios(number: float, other: float, expected: float) -> None:
     assert [float(result) for result in results] == [expected] * 3
 
 
-@pytest.mark.parametrize(("number", "expected"), [(2.0, 2.0), (0.0, 1.0), (-3.0, -3.0), (math.inf, 1.0), (math.nan, 1.0), (1e9, 1.0)])
+@pytest.mark.parametrize(("number", "expected"), [(2.0, 2.0), (0.0, 1.0), (-3.0, -3.0), (math.inf, 1.0), (math.nan, 1.0), (1e9, 1.0), (2.0**24, 1.0), (-(2.0**-24), 1.0)])
 def test_the_next_seed(number: float, expected: float) -> None:
     assert if_within(number, 2.0**-24, 2.0**24, otherwise=1.0) == expected
     for before in (1.0, device_number(1.0)):
         chosen = if_within(device_number(number), 2.0**-24, 2.0**24, otherwise=before)
         assert isinstance(chosen, torch.Tensor) and chosen.item() == expected
+
+
+def test_an_infinite_or_absent_gradient_is_no_seed_even_where_any_number_is() -> None:
+    for number, expected in ((math.inf, 4.0), (-math.inf, 4.0), (0.0, 4.0), (1e300, 1e300), (-1e-300, -1e-300)):
+        assert if_within(number, 0.0, math.inf, otherwise=4.0) == expected
+        assert float(if_within(device_number(number), 0.0, math.inf, otherwise=4.0)) == expected
 
 
 def test_means_stay_on_the_device() -> None:
