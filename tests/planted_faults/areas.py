@@ -106,7 +106,11 @@ AREAS = (
         files={"runtime/scalars.py": 2, "runtime/shared_sums.py": 1},
         tests=(*unit("scalars", "shared_sums"), *equal("nonlinear_loss")),
     ),
-    Area(name="sums", files={"passes/split_reductions.py": 2}, tests=(*passes("split_reductions", "rowwise_graphs"), *equal("nonlinear_loss"))),
+    Area(
+        name="sums",
+        files={"passes/split_reductions.py": 2},
+        tests=(*passes("split_reductions", "rowwise_graphs"), *equal("nonlinear_loss")),
+    ),
     Area(name="randomness", files={"passes/randomness.py": 4}, tests=passes("randomness")),
     Area(
         name="schedules",

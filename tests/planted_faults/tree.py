@@ -96,7 +96,7 @@ class Tree:
 
     def pytest(self, arguments: Sequence[str], limit_seconds: float) -> Run:
         """Run tests of this copy; what they started is ended with them."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=line", "-rfE", f"--timeout={TEST_LIMIT_SECONDS}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", f"--timeout={TEST_LIMIT_SECONDS}"]
         if all("::" in argument for argument in arguments if argument.startswith("tests/")):
             command += ["-m", ""]  # named one by one, also those of `make test-full`
         environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from rannc_backend.ir.action import INPUT, OUTPUT, ActionKind, format_programs, parse_programs
 from rannc_backend.schedule.edges import PHASES, EdgeSpec, active_channels
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import SCHEDULES, build_order, fill_drain, in_flight_bounds, one_f_one_b, select_phase
+from rannc_backend.schedule.orders import SCHEDULES, Order, build_order, fill_drain, in_flight_bounds, one_f_one_b, select_phase
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program
 
@@ -163,3 +164,10 @@ def test_golden_programs(schedule, num_stages, num_micro_batches, phase):
     golden = GOLDEN / f"schedule_{schedule}_{num_stages}x{num_micro_batches}_{phase}.txt"
     assert format_programs(programs) == golden.read_text()
     assert parse_programs(golden.read_text()) == programs
+
+
+@pytest.mark.parametrize("make", [fill_drain, one_f_one_b])
+def test_counts_that_are_none_are_refused_in_their_order(make: Callable[[int, int], Order]) -> None:
+    for num_stages, num_micro_batches in ((0, 3), (2, 0), (-1, 5)):
+        with pytest.raises(ValueError, match=f"got {num_stages} and {num_micro_batches}$"):
+            make(num_stages, num_micro_batches)
