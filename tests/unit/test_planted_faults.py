@@ -114,7 +114,12 @@ def test_names_are_unique_and_tests_are_there() -> None:
 
 @pytest.mark.parametrize(
     ("find", "replacement", "words"),
-    [("not there", "x", "0 times"), ("amount", "x", "times"), ("LIMIT = 3", "LIMIT = 3", "changes nothing"), ("LIMIT = 3", "LIMIT = (", "no Python")],
+    [
+        ("not there", "x", "0 times"),
+        ("amount", "x", "times"),
+        ("LIMIT = 3", "LIMIT = 3", "changes nothing"),
+        ("LIMIT = 3", "LIMIT = (", "no Python"),
+    ],
 )
 def test_a_fault_that_does_not_fit_is_stale(find: str, replacement: str, words: str) -> None:
     with pytest.raises(StaleFault, match=words):

@@ -90,4 +90,5 @@ def test_pieces_of_a_hand_made_step() -> None:
     assert [(p.peer, p.start, p.stop) for p in table.pieces(0, 1, 0, 0)] == [(2, 0, 2)]
     assert [(p.peer, p.start, p.stop) for p in table.pieces(0, 1, 1, 0)] == [(3, 2, 3), (4, 3, 4)]
     assert [(p.peer, p.start, p.stop) for p in table.pieces(1, 0, 3, 1)] == [(0, 5, 6)]
-    assert table.pieces(INPUT, 0, 1, 0) == () and [(p.peer, p.start, p.stop) for p in table.pieces(INPUT, 0, 2, 1)] == [(0, 4, 6), (1, 6, 7)]
+    assert table.pieces(INPUT, 0, 1, 0) == ()
+    assert [(p.peer, p.start, p.stop) for p in table.pieces(INPUT, 0, 2, 1)] == [(0, 4, 6), (1, 6, 7)]
