@@ -22,7 +22,8 @@ CASES = (
     _case("rerun", "1,1", "rerun", rows=(4, 4)),
     _case("rerun_reads_buffers", "1,1", "rerun_reads_buffers"),
     _case("seeds", "1,1", "seeds", dtype="float32", num_micro_batches=2),
-    _case("one_value_twice", "1,1", "one_value_twice", num_micro_batches=2),
+    # Rows of several micro-batches: of one the two outputs would be one tensor.
+    _case("one_value_twice", "1,1", "one_value_twice", num_micro_batches=3),
     _case("replicated_outputs", "1,1", "replicated_outputs", num_micro_batches=2),
     _case("replicated_inputs", "1,1", "replicated_inputs"),
     _case("resumed", "1,1", "resumed", rows=(4, 4)),
