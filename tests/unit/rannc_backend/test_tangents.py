@@ -34,7 +34,10 @@ def test_ratios(number: float, other: float, expected: float) -> None:
     assert [float(result) for result in results] == [expected] * 3
 
 
-@pytest.mark.parametrize(("number", "expected"), [(2.0, 2.0), (0.0, 1.0), (-3.0, -3.0), (math.inf, 1.0), (math.nan, 1.0), (1e9, 1.0), (2.0**24, 1.0)])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(2.0, 2.0), (0.0, 1.0), (-3.0, -3.0), (math.inf, 1.0), (math.nan, 1.0), (1e9, 1.0), (2.0**24, 1.0), (2.0**-24, 1.0)],
+)
 def test_the_next_seed(number: float, expected: float) -> None:
     assert if_within(number, 2.0**-24, 2.0**24, otherwise=1.0) == expected
     for before in (1.0, device_number(1.0)):
