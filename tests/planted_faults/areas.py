@@ -84,7 +84,7 @@ AREAS = (
     Area(
         name="messages",
         files={"runtime/messages.py": 2, "runtime/send_buffers.py": 2},
-        tests=(*unit("exchange", "send_buffers"), *trained("long_skip_loss-r2-s1-1-m3"), *equal("skip_over_replicas")),
+        tests=(*unit("exchange", "send_buffers"), *point("input_gradients_replicas"), *equal("skip_over_replicas")),
     ),
     Area(name="rows", files={"runtime/rows.py": 2}, tests=unit("rows")),
     Area(name="buckets", files={"runtime/buckets.py": 3}, tests=(*unit("buckets"), *equal("small_buckets"))),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,13 @@ def test_names_are_unique_and_tests_are_there() -> None:
         text = (ROOT / path).read_text(encoding="utf-8")
         assert f"def {function.partition('[')[0]}" in text, test
     assert all(len(reason) > 20 for reason in REASONS.values())
+
+
+def test_every_test_beside_a_fault_is_collected() -> None:
+    tests = sorted({test for fault in [*CHOSEN, *drawn()] for test in fault.tests})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,18 @@ def test_a_buffer_is_free_when_its_send_is_done() -> None:
     assert buffers.num_buffers == {ROUTE: 0}, "what a failed program has left on its way is not used again"
 
 
+def test_only_the_buffers_of_the_micro_batch_that_was_sent_are_free() -> None:
+    buffers = SendBuffers(torch.device("cpu"))
+
+    def lend(micro_batch: int, peer: int = 1) -> int:
+        return buffers.destinations(ROUTE, micro_batch, peer, (WIDE, NARROW), 4, {"wide": 0})[0].data_ptr()
+
+    sent, under_way = {lend(0), lend(0, peer=2)}, {lend(1), lend(2)}
+    buffers.done(ROUTE, 0)
+    assert {lend(3), lend(4)} == sent, "both messages of the micro-batch"
+    assert lend(5) not in sent | under_way
+
+
 class Transport:
     """Sends that are under way until they are waited for: their memory must be as it was until then."""
 
