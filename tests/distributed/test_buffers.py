@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 
@@ -35,6 +36,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("buffers-")) for case in CASES])
+ONLY_IN_FULL = ("normalized-training_first", "averaging-evaluation_first", "replaced-one_process")
+
+
+@pytest.mark.parametrize("case", cases(CASES, "buffers", ONLY_IN_FULL))
 def test_buffers_that_a_model_changes(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.gate_checks import FAILURES, FALLBACKS
 from tests.distributed.harness.case import Case
@@ -50,6 +51,14 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("gate-")) for case in CASES])
+# The same point once more: with replicas in place of stages, after a call in place of before it.
+ONLY_IN_FULL = (
+    *("models_come_and_go-one_process", "models_stay", "fallback-replicas", "steps_of_owners-replicas", "wrapped-Accelerator-call"),
+    *(f"skips-{what}-2" for what in ("backward", "zero_grad", "step", "rate")),
+    *(f"wrapped-{kind}-{rest}" for kind in ("FullyShardedDataParallel", "fully_shard") for rest in ("call-2", "wrap-1,1")),
+)
+
+
+@pytest.mark.parametrize("case", cases(CASES, "gate", ONLY_IN_FULL))
 def test_the_gate(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.memory_checks import NUM_LARGE_LAYERS
@@ -50,14 +51,7 @@ TOUCHED = (
 )
 
 
-def _parameters(cases: tuple[Case, ...]) -> list[Any]:
-    return [
-        pytest.param(case, id=case.name.removeprefix("memory-"), marks=[pytest.mark.full] if case.name == "memory-touch_four" else [])
-        for case in cases
-    ]
-
-
-@pytest.mark.parametrize("case", _parameters(LARGE))
+@pytest.mark.parametrize("case", cases(LARGE, "memory", ("large-1,1,1,1",)))
 def test_memory_of_the_process_falls(case: Case, outcome_of: OutcomeOf) -> None:
     outcome = outcome_of(case)
     outcome.raise_if_failed()
@@ -68,11 +62,11 @@ def test_memory_of_the_process_falls(case: Case, outcome_of: OutcomeOf) -> None:
         assert result["measured"]["first backward"] < 2 * total / case.num_stages * 1.2 + total / 10, result
 
 
-@pytest.mark.parametrize("case", _parameters(OTHER))
+@pytest.mark.parametrize("case", cases(OTHER, "memory"))
 def test_state_and_clipping(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 
 
-@pytest.mark.parametrize("case", _parameters(TOUCHED))
+@pytest.mark.parametrize("case", cases(TOUCHED, "memory", ("touch_four",)))
 def test_touching_what_is_not_here_never_crashes(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

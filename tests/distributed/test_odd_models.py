@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 
@@ -17,14 +18,7 @@ CASES = (
 )
 
 
-# Replicas add little to what one process and two stages show.
-FULL = ("odd-models-replicas",)
-
-
-def _param(case: Case) -> object:
-    return pytest.param(case, id=case.name.removeprefix("odd-"), marks=[pytest.mark.full] if case.name in FULL else [])
-
-
-@pytest.mark.parametrize("case", [_param(case) for case in CASES])
+# Replicas add little to what one process and two stages show, and models of a library, which take minutes, to small ones of their kinds.
+@pytest.mark.parametrize("case", cases(CASES, "odd", ("models-replicas", "notices-replicas", "library")))
 def test_odd(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

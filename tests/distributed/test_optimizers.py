@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.optimizer_checks import COUPLED
@@ -47,6 +48,6 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("optimizers-")) for case in CASES])
+@pytest.mark.parametrize("case", cases(CASES, "optimizers", ("coupled-sam-replicas", "state-lora-before-True", "coupled-sam_in_two_steps")))
 def test_optimizers_beside_a_compiled_model(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
