@@ -6,8 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.odd_models import MODELS, batch, worst_error
+from rannc_backend.capture_model import capture_model
+from tests.odd_models import LENGTH, MODELS, WIDTH, Conjugates, batch, worst_error
+from tests.unit.stage_models import capture
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -25,3 +28,31 @@ def test_one_process(name: str) -> None:
     expected.backward()
     assert abs(float(loss - expected)) <= 1e-12 * abs(float(expected))
     assert worst_error(model, alone) <= 1e-12
+
+
+def test_no_value_is_only_marked_as_a_conjugate() -> None:
+    graph = capture_model(Conjugates().double(), [batch(4)], {}).graph_module.graph
+    values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert any(value.is_complex() for value in values)
+    assert not any(value.is_conj() or value.is_neg() for value in values)
+
+
+def test_results_of_a_stage_are_contiguous_however_operators_lay_them_out() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+    torch._dynamo.reset()
+    model, x = Norm().double(), batch(6)
+    rowwise = capture(model, lambda m, x: (m(x),), [x], ["rows"])
+    (stage,) = rowwise.compile(rowwise.cut(1))
+    values = {**rowwise.parameters, **rowwise.buffers, rowwise.batch_names[0]: x}
+    outputs, saved = stage.forward([values[item.name] for item in stage.inputs])
+    gradients = stage.backward(saved, [torch.ones(6, LENGTH, WIDTH, dtype=x.dtype) for _ in stage.grad_outputs], stage.scratch_gradients())
+    assert all(value.is_contiguous() for value in (*outputs, *gradients))
+    rows = next(value for value, output in zip(outputs, stage.outputs, strict=True) if output.kind == "rows")
+    torch.testing.assert_close(rows, model(x), rtol=1e-12, atol=1e-12)
