@@ -117,12 +117,10 @@ AREAS = (
         files={"schedule/orders.py": 1, "schedule/lowering.py": 2, "schedule/simulator.py": 1, "schedule/verify.py": 2},
         tests=unit("schedule_lowering", "schedule_verify", "schedule_simulator", "progress"),
     ),
-    Area(
-        name="planner",
-        files={"partition/stage_search.py": 2, "partition/search_problem.py": 1, "partition/line_cuts.py": 1, "cost/transfer.py": 1},
-        tests=unit("stage_search", "planner", "cost", "blocks_line"),
-    ),
-    Area(name="blocks", files={"partition/coarsening.py": 1, "partition/pins.py": 1}, tests=unit("blocks", "planner_names", "blocks_line")),
+    Area(name="planner", files={"partition/stage_search.py": 2, "partition/search_problem.py": 1}, tests=unit("stage_search")),
+    Area(name="planner: cuts", files={"partition/line_cuts.py": 1, "partition/coarsening.py": 1}, tests=unit("blocks_line")),
+    Area(name="planner: pins", files={"partition/pins.py": 1}, tests=unit("blocks_line", "planner_names", "blocks")),
+    Area(name="planner: costs", files={"cost/transfer.py": 1}, tests=unit("cost")),
     Area(name="configuration", files={"config_sources.py": 2, "toml_lines.py": 1}, tests=unit("config_sources", "config")),
 )
 

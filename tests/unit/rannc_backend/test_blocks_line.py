@@ -15,7 +15,7 @@ from rannc_backend.errors import StagePinError, UnknownModuleError
 from rannc_backend.partition.atom_graph import AtomGraph, contract, reorder
 from rannc_backend.partition.blocks import BlockLine, choose_blocks
 from rannc_backend.partition.coarsening import coarsen, line_order
-from rannc_backend.partition.line_cuts import crossing_bytes
+from rannc_backend.partition.line_cuts import crossing_bytes, cut_line
 from rannc_backend.partition.pins import StagePins, find_pins
 from tests.unit.rannc_backend.atom_graphs import graph_of, layers, line_cuts, random_graphs, slowest_stage, towers
 
@@ -288,3 +288,19 @@ def test_a_tower_pinned_to_a_later_stage_comes_later_in_the_line() -> None:
     names = [graph.modules[atoms[0]] for atoms in line.atoms]
     assert names.index("left") > max(place for place, name in enumerate(names) if name == "right")
     assert stages_exist(line)
+
+
+def test_the_price_of_a_line_is_its_imbalance_and_its_cuts() -> None:
+    """The cut before the first atom is none: one block costs the square of its share alone."""
+    graph = graph_of([1.0, 3.0, 2.0, 2.0], [(0, [1], 10.0), (1, [2], 40.0), (2, [3], 10.0)], modules=["a.x", "a.x", "b", "b"])
+    assert cut_line(graph, (), max_blocks=1, good_bytes=10.0) == ([0, 4], 1.0)
+    bounds, price = cut_line(graph, (), max_blocks=2, good_bytes=10.0)
+    # Blocks of 6 and 2 seconds, their mean being 4, cut within a module; in the middle four times as much crosses as crosses a good cut.
+    assert bounds == [0, 3, 4] and price == pytest.approx(1.5**2 + 0.5**2 + 0.5 * 1.0 + 0.1 * 1.0)
+    bounds, price = cut_line(graph, (2,), max_blocks=2, good_bytes=10.0)
+    assert bounds == [0, 2, 4] and price == pytest.approx(1.0 + 1.0 + 0.5 * 4.0)
+    bounds, price = cut_line(graph, (1,), max_blocks=2, good_bytes=10.0)
+    assert bounds == [0, 1, 4] and price == pytest.approx(0.25**2 + 1.75**2 + 0.5 * 1.0 + 0.1 * 1.0)
+    every, price = cut_line(graph, (), max_blocks=4, good_bytes=10.0)
+    assert every == [0, 1, 2, 3, 4]
+    assert price == pytest.approx(0.5**2 + 1.5**2 + 1 + 1 + 0.5 * (1 + 4 + 1) + 0.1 * 2)

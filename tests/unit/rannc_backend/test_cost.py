@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import sympy
@@ -15,7 +17,7 @@ from rannc_backend.cost.expressions import evaluate
 from rannc_backend.cost.memory import num_in_flight, saved_values
 from rannc_backend.cost.roofline import operator_seconds
 from rannc_backend.cost.tensor_sizes import value_bytes
-from rannc_backend.cost.transfer import allreduce_seconds, message_seconds
+from rannc_backend.cost.transfer import allreduce_seconds, allreduce_terms, message_seconds, ring_terms, shared_allreduce_terms
 from rannc_backend.ir.block_graph import OperatorCost
 from rannc_backend.partition.staged_nodes import find_staged_nodes
 from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
@@ -197,6 +199,33 @@ def test_transfers() -> None:
     assert allreduce_seconds(link, 400, 1) == 0
     assert allreduce_seconds(link, 0, 4) == 0
     assert allreduce_seconds(link, 400, 4) == 6 * (0.5 + 1)
+
+
+def _two_nodes() -> Cluster:
+    near = Link(latency_seconds=1.0, bytes_per_second=1000.0)
+    far = Link(latency_seconds=5.0, bytes_per_second=10.0)
+    return replace(local_cpu(8, memory_bytes=1), devices_per_node=4, intra_node=near, inter_node=far)
+
+
+def test_terms_of_an_all_reduce_follow_from_where_its_ranks_are() -> None:
+    cluster = _two_nodes()
+    near, far = cluster.intra_node, cluster.inter_node
+    assert allreduce_terms(cluster, (2,)) == (0.0, 0.0)
+    # 2 (n - 1) steps, each with 1 / n of the bytes.
+    assert allreduce_terms(cluster, (0, 1, 2)) == ring_terms(near, 3) == (4.0, pytest.approx(4 / 3 / 1000))
+    assert allreduce_terms(cluster, (4, 7)) == ring_terms(near, 2)
+    assert allreduce_terms(cluster, (3, 4)) == ring_terms(far, 2) == (10.0, pytest.approx(0.1))
+    # Uneven over the nodes: one ring over the slow link. Even: half a ring within, one between for half of the bytes, half a ring within.
+    assert allreduce_terms(cluster, (0, 1, 4)) == ring_terms(far, 3)
+    assert allreduce_terms(cluster, (0, 1, 4, 5)) == (2.0 + 10.0, pytest.approx(1 / 1000 + 1 / 10 / 2))
+
+
+def test_what_another_stage_reads_too_is_reduced_over_twice_as_many_ranks() -> None:
+    cluster = _two_nodes()
+    for ranks in ((0,), (0, 1), (0, 1, 2, 3)):
+        assert shared_allreduce_terms(cluster, ranks) == ring_terms(cluster.intra_node, 2 * len(ranks))
+    for ranks in ((3, 4), (0, 1, 4, 5)):
+        assert shared_allreduce_terms(cluster, ranks) == ring_terms(cluster.inter_node, 2 * len(ranks))
 
 
 def test_groups_within_a_node_use_its_links() -> None:
