@@ -80,7 +80,11 @@ class Area:
 
 
 AREAS = (
-    Area(name="executor", files={"runtime/executor.py": 3, "runtime/graph_runtime.py": 4, "runtime/user_outputs.py": 1}, tests=STEP),
+    Area(
+        name="executor",
+        files={"runtime/executor.py": 3, "runtime/graph_runtime.py": 4, "runtime/user_outputs.py": 1},
+        tests=(*unit("send_buffers"), *STEP),
+    ),
     Area(
         name="messages",
         files={"runtime/messages.py": 2, "runtime/send_buffers.py": 2},
