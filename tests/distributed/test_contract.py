@@ -122,6 +122,8 @@ OTHER = (
     _case("loss_only", "mlp_loss", "1,1", 3, check="loss_only", options={"outputs": "loss"}),
     _case("loss_only_padded", "padded", "1,2,1", 2, check="loss_only", options={"outputs": "loss"}),
     _case("rank_0_feeds", "mlp_loss", "1,1", 2, check="rank_0_feeds", options={"gather_inputs": False}),
+    # What is counted before the step is counted on rank 0's rows alone.
+    _case("rank_0_feeds_padded", "padded", "1,1", 2, check="rank_0_feeds", options={"gather_inputs": False}),
     _case("nested_inputs", "dataclass_output", "1,1", 2, check="nested_inputs"),
     _case("compiled_in_place", "mlp_loss", "1,1", 2, check="compiled_in_place"),
     _case("compiled_in_place_container", "mlp", "1,1", 2, check="compiled_in_place"),

@@ -50,7 +50,7 @@ def noticed(*names: str) -> tuple[str, ...]:
 STEP = (
     *equal("no_batch_dimension", "dict_output", "frozen", "unused_parameter", "nonlinear_loss", "small_buckets", "one_row_padded"),
     *point("retain_graph", "incoming_gradient", "accumulate", "forward_twice", "forward_without_backward", "rows_differentiated"),
-    *point("input_gradients", "modes", "sizes_change", "rank_0_feeds"),
+    *point("input_gradients", "modes", "sizes_change", "rank_0_feeds", "rank_0_feeds_padded"),
     *equal("written_into_messages"),
 )
 _OPTIMIZERS = "tests/distributed/test_optimizers.py::test_optimizers_beside_a_compiled_model"
