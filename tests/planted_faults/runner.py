@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.planted_faults.fault import Fault, StaleFault
-from tests.planted_faults.tree import FAILED, INTERRUPTED, Run, Tree, digest
+from tests.planted_faults.tree import FAILED, INTERRUPTED, TEST_LIMIT_SECONDS, Run, Tree, digest
 
 KINDS = ("caught", "uncaught", "equivalent", "stale", "error")
 RUN_LIMIT_SECONDS = 240.0
@@ -178,7 +178,11 @@ def _lent(trees: queue.SimpleQueue[Tree], use: Callable[[Tree], T]) -> T:
 
 
 def _what_failed(run: Run) -> str:
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.output, re.MULTILINE)
+    # Of cases that share their ranks, the first one may tell of the failure of another.
+    patterns = (r"not run, as (\S+) has failed", r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$")
+    found = next((match for pattern in patterns if (match := re.search(pattern, run.output, re.MULTILINE))), None)
+    if found is None and "Timeout" in run.output:
+        return f"by a test that did not end within {TEST_LIMIT_SECONDS} s"
     return f"by {found[1] if found else _tail(run.output)}"
 
 

@@ -96,10 +96,12 @@ class Tree:
 
     def pytest(self, arguments: Sequence[str], limit_seconds: float) -> Run:
         """Run tests of this copy; what they started is ended with them."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", f"--timeout={TEST_LIMIT_SECONDS}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
+        # By a thread that ends the process: a wait in C++ hears of no signal.
+        command += [f"--timeout={TEST_LIMIT_SECONDS}", "--timeout-method=thread"]
         if all("::" in argument for argument in arguments if argument.startswith("tests/")):
             command += ["-m", ""]  # named one by one, also those of `make test-full`
-        environment = os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"PYTHONPATH": str(self.folder), "COLUMNS": "300", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         begin = time.monotonic()
         with subprocess.Popen(
             [*command, *arguments],

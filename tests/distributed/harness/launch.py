@@ -155,9 +155,10 @@ def run_cases(
             assert done, "a group of ranks ended without a result for any case"
             outcomes |= done
             waiting = [case for case in waiting if case.name not in done]
-            failed = [text for outcome in done.values() for text in outcome.failures]
-            if stop_at_failure and failed:
-                outcomes |= {case.name: Outcome(failures=("not run, as one before has failed:", *failed), results=()) for case in waiting}
+            failed = next((name for name, outcome in done.items() if outcome.failures), None)
+            if stop_at_failure and failed is not None:
+                words = (f"not run, as {failed} has failed:", *done[failed].failures)
+                outcomes |= {case.name: Outcome(failures=words, results=()) for case in waiting}
                 break
             num_deaths = num_deaths + 1 if len(done) == 1 else 0
     return outcomes
