@@ -190,7 +190,7 @@ class Session:
             if self.world.rank == 0:
                 try:
                     text = (
-                        self._loaded_text()
+                        self._loaded_text(analysis)
                         if cluster is None
                         else self._plan_here(analysis, batch_rows, cluster, progress, profiled=profiled).to_json()
                     )
@@ -213,9 +213,9 @@ class Session:
             logger.info("%s", plan.summary())
         return plan
 
-    def _loaded_text(self) -> str:
+    def _loaded_text(self, analysis: GraphAnalysis) -> str:
         text = read_plan_text(self.config.deployment_file, named_by=_DEPLOYMENT)
-        check_options(Plan.from_json(text), self.config)
+        check_options(Plan.from_json(text), self.config, exact_schedules(analysis.split, analysis.needs_grad))
         logger.info("plan loaded from %s", self.config.deployment_file)
         return text
 

@@ -64,11 +64,14 @@ def check_plan(
     return stage_of
 
 
-def check_options(plan: Plan, config: Config) -> None:
-    """That a loaded plan is what the options ask for; raises `PlanError`."""
+def check_options(plan: Plan, config: Config, possible_schedules: Sequence[ScheduleName]) -> None:
+    """That a loaded plan is what the options ask for; raises `PlanError`.
+
+    ``possible_schedules``: of the graph; one that is not among them was not given to who saved the plan either.
+    """
     asked: tuple[tuple[str, object, object], ...] = (
         ("partition_num", config.partition_num, plan.num_stages),
-        ("schedule", "" if config.schedule == "auto" else config.schedule, plan.schedule),
+        ("schedule", config.schedule if config.schedule in possible_schedules else "", plan.schedule),
         ("pipeline_num", config.pipeline_num, plan.num_micro_batches),
         ("stage_replicas", config.stage_replicas, ",".join(map(str, plan.stage_replicas))),
     )

@@ -76,7 +76,8 @@ def memory_falls(context: Context) -> dict[str, Any]:
     owned = [p for p in model.parameters() if p.grad is not None]
     own_bytes = sum(p.numel() * p.element_size() for p in owned)
     findings.that(own_bytes <= share * 1.3, f"this rank owns {own_bytes} of {total} bytes, over {num_stages} stages")
-    findings.that(measured["built"] >= total, f"before the first step the process held {measured['built']} bytes")
+    # A process that has run other cases has some memory to give again.
+    findings.that(measured["built"] >= total - SLACK_BYTES, f"before the first step the process held {measured['built']} bytes")
     # Parameters and gradients; then AdamW's two moments as well.
     for moment, copies in (("first backward", 2), ("step", 4)):
         allowed = copies * own_bytes * 1.05 + SLACK_BYTES

@@ -85,7 +85,10 @@ class Context:
         backend = os.environ.get(BACKEND_VARIABLE, "rannc")
         if backend != "rannc":
             return {"backend": backend}
-        return {"backend": "rannc", "options": self.case.compile_options() | options}
+        found = self.case.compile_options() | options
+        if options.get("load_deployment"):
+            del found["schedule"]  # the file's
+        return {"backend": "rannc", "options": found}
 
     def compare_gradients(
         self,

@@ -77,7 +77,7 @@ def accept(data: Any, **options: object) -> tuple[Plan, dict[str, int]]:
     _, model = network()
     plan = Plan.from_json(data if isinstance(data, str) else json.dumps(data))
     config = Config(**options)  # type: ignore[arg-type]
-    check_options(plan, config)
+    check_options(plan, config, exact_schedules(model.split, model.needs_grad))
     stage_of = check_plan(
         plan,
         model.split,
