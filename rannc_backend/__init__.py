@@ -101,8 +101,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if "1" in (os.environ.get("TORCHDYNAMO_DISABLE"), os.environ.get("TORCH_COMPILE_DISABLE")):
-        importlib.import_module(f"{__name__}.disabled_compile").warn_if_disabled(os.environ, stacklevel=2)
+    importlib.import_module(f"{__name__}.disabled_compile").warn_if_disabled(os.environ, stacklevel=2)
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)

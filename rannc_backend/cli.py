@@ -50,7 +50,7 @@ app.command("simulate")(cli_show.simulate)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     for name in disabling_variables(os.environ):
-        Console(stderr=True, soft_wrap=True).print(f"rannc: warning: {name} switches torch.compile off", style="yellow", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"rannc: warning: {name}=1 switches torch.compile off", style="yellow", highlight=False)
     try:
         with _rare_collections():
             app(args=None if arguments is None else list(arguments))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rannc_backend.errors import LaunchError
 from rannc_backend.runtime.launch import Launch, find_launch
@@ -22,16 +22,23 @@ _FARTHEST = 60  # frames between torch.compile and the import of the backend, mo
 
 
 def disabling_variables(environ: Mapping[str, str]) -> list[str]:
-    """Which variables switch torch.compile off, as NAME=value."""
-    return [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name) == "1"]
+    """Names of the variables that switch torch.compile off: each is 1."""
+    return [name for name in _VARIABLES if environ.get(name) == "1"]
+
+
+def shown_variables(names: Sequence[str]) -> str:
+    """In words, with their value."""
+    return " and ".join(f"{name}=1" for name in names)
 
 
 def warn_if_disabled(environ: Mapping[str, str], *, stacklevel: int = 1) -> None:
     """Warn on rank 0 where a variable switches torch.compile off."""
     found = disabling_variables(environ)
     if found and _launch(environ).rank == 0:
-        names = " ".join(name.partition("=")[0] for name in found)
-        text = f"{' and '.join(found)}: torch.compile does nothing, and models run without the backend, each rank by itself; unset {names}"
+        text = (
+            f"{shown_variables(found)}: torch.compile does nothing, and models run without the backend, each rank by itself; "
+            f"unset {' '.join(found)}"
+        )
         warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
 
 
@@ -55,12 +62,12 @@ def say_if_unused(environ: Mapping[str, str], is_used: Callable[[], bool]) -> No
     launch = _launch(environ)
     if launch.size == 1 or launch.rank != 0:
         return
-    reasons = disabling_variables(environ) or ["a model that was never called, or torch.compile(..., disable=True)"]
+    reason = shown_variables(disabling_variables(environ)) or "a model that was never called, or torch.compile(..., disable=True)"
 
     def at_exit() -> None:
         # Logging has ended, or never begun. Python leaves the error of an end that is none in `last_type`.
         if not is_used() and not hasattr(sys, "last_type"):
-            sys.stderr.write(f"[rannc] warning: no call of a model came to the backend in this job: {' and '.join(reasons)}\n")
+            sys.stderr.write(f"[rannc] warning: no call of a model came to the backend in this job: {reason}\n")
 
     atexit.register(at_exit)
 
@@ -70,4 +77,3 @@ def _launch(environ: Mapping[str, str]) -> Launch:
         return find_launch(environ)
     except LaunchError:
         return Launch(launcher="single", rank=0, size=1)
-

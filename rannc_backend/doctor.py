@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from rannc_backend.config_sources import configuration_directory, resolve
-from rannc_backend.disabled_compile import disabling_variables
+from rannc_backend.disabled_compile import disabling_variables, shown_variables
 from rannc_backend.errors import BYTES_PER_GB, RanncError
 from rannc_backend.log import LOGGING_FILE
 from rannc_backend.log_file import logging_file
@@ -165,8 +165,8 @@ def check_compile(environ: Mapping[str, str]) -> Finding:
     """Whether torch.compile is switched on, and torch knows the backend by its name."""
     found = disabling_variables(environ)
     if found:
-        cure = f"unset {', '.join(name.partition('=')[0] for name in found)}: models run without the backend, each rank by itself."
-        return Finding(name="torch.compile", status="problem", text=f"switched off by {' and '.join(found)}", cure=cure)
+        cure = f"unset {' '.join(found)}: models run without the backend, each rank by itself."
+        return Finding(name="torch.compile", status="problem", text=f"switched off by {shown_variables(found)}", cure=cure)
     names = [entry.name for entry in entry_points(group="torch_dynamo_backends")]
     if "rannc" not in names:
         cure = "install the package, pip install ., in the environment that runs the script."

@@ -17,13 +17,13 @@ from torch import nn
 
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.optimizer_probe import parameters_of
 from rannc_backend.runtime.optimizer_states import (
     StateDict,
     load_state,
     move_state,
     owners_of,
     owners_of_names,
-    parameters_of,
     raw_optimizer_states,
     whole_state,
 )
@@ -59,7 +59,6 @@ class GlobalState:
         # The object's own attributes, not the class's: other optimizers stay as they are.
         optimizer.state_dict = state_dict  # type: ignore[method-assign,assignment]
         optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign,assignment]
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
         registry.optimizers[optimizer] = self
         registry.followers.setdefault(root, []).append(self)
         session = registry.of(root)
@@ -76,11 +75,6 @@ class GlobalState:
         root = self.root()
         session = None if root is None else self.registry.of(root)
         return None if session is None else session.table
-
-    def _before_step(self) -> None:
-        table = self._table()
-        if table is not None:
-            table.require_reduced_gradients("optimizer.step()")
 
     def own_state(self) -> StateDict:
         """This rank's part, as torch has it."""

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.only_in_full import ONLY_IN_FULL
+
 settings.register_profile("rannc", derandomize=True, deadline=None, database=None)
 settings.load_profile("rannc")
 
@@ -46,6 +48,14 @@ class FilesTogether(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
         return "cases" if Path(path).name in self._with_cases else path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest leaves out what is marked so."""
+    for item in items:
+        if item.nodeid in ONLY_IN_FULL:
+            item.add_marker(pytest.mark.full)
 
 
 # Not the group marks of pytest-xdist: version 3.8 does not see them under pytest 9.2.

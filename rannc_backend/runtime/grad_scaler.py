@@ -17,6 +17,7 @@ import torch
 
 from rannc_backend.errors import RanksDifferError
 from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.optimizer_probe import parameters_of
 from rannc_backend.runtime.parameters import ParameterTable, is_spread
 from rannc_backend.runtime.torch_internals import UnscaleGrads, replace_unscale_grads
 from rannc_backend.runtime.world import World
@@ -33,8 +34,7 @@ def unscale_over_ranks(world: World, tables: Callable[[], Sequence[ParameterTabl
             scaler: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
         ) -> dict[torch.device, torch.Tensor]:
             found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            return _of_all_ranks(found, inv_scale, world) if is_spread(parameters, tables()) else found
+            return _of_all_ranks(found, inv_scale, world) if is_spread(parameters_of(optimizer), tables()) else found
 
         return unscale
 

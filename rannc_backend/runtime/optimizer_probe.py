@@ -29,6 +29,11 @@ Place = tuple[int, int]
 """Number of a group, and of a parameter in it."""
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters of all groups, in the order in which torch numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def couples_parameters(optimizer: torch.optim.Optimizer) -> bool | None:
     """Whether the update of a parameter depends on others; None where copies of the optimizer cannot be stepped.
 
@@ -37,7 +42,7 @@ def couples_parameters(optimizer: torch.optim.Optimizer) -> bool | None:
     Raises:
         AssertionError: a parameter has changed all the same: a step of the copy reached it, by a closure for one.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     versions = [parameter._version for parameter in parameters]
     found = _compared(optimizer)
     assert versions == [parameter._version for parameter in parameters], "a copy of the optimizer has changed its parameters"

@@ -20,7 +20,7 @@ import torch
 from rannc_backend.errors import PartialStateError, UserInputError
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.exchange_values import exchange
-from rannc_backend.runtime.optimizer_probe import optimizers_of
+from rannc_backend.runtime.optimizer_probe import optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable, Ranks
 from rannc_backend.runtime.torch_internals import replace_optimizer_states
 from rannc_backend.runtime.world import World
@@ -29,7 +29,6 @@ StateDict = dict[str, Any]
 Load = Callable[[StateDict], None]
 
 _RAW: ContextVar[bool] = ContextVar("rannc_raw_optimizer_states", default=False)
-_SAVE_CURE = "save what optimizer.state_dict() gives rank 0 when all ranks call it, and load that on all ranks."
 
 
 @contextmanager
@@ -45,11 +44,6 @@ def raw_optimizer_states() -> Iterator[None]:
 def is_empty(state: StateDict | None) -> bool:
     """Whether a rank passes no state of its own: what ranks other than 0 get from ``state_dict()``."""
     return not state or not (state.get("state") or state.get("param_groups"))
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """By index."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def owners_of(optimizer: torch.optim.Optimizer, tables: Sequence[ParameterTable], everyone: Ranks) -> list[Ranks]:
@@ -98,11 +92,7 @@ def load_state(world: World, state: StateDict | None, owners: Sequence[Ranks], t
             )
         missing = answers[giver][1][rank]
         if missing:
-            raise PartialStateError(
-                f"the optimizer state of rank {giver} has entries for {missing[0]} of {len(owners)} parameters, and none of those of "
-                f"rank {rank}: it is the part of one rank",
-                cure=_SAVE_CURE,
-            )
+            raise _partial("the optimizer", giver, missing[0], len(owners), rank)
     lacking = [tuple(rank for rank in ranks if sizes[rank] is None) for ranks in owners]
     without = tuple(rank for rank, size in enumerate(sizes) if size is None)
     given: list[Any] = [entries.get(index) for index in range(len(owners))]
@@ -130,6 +120,14 @@ def _ranks_without(entries: Mapping[Any, Any], owners: Sequence[Ranks], trained:
         none = bool(entries) and bool(needed) and not any(index in entries for index in needed)
         found.append([len(entries)] if none else [])
     return found
+
+
+def _partial(optimizer: str, rank: int, num_entries: int, num_parameters: int, served: int) -> PartialStateError:
+    return PartialStateError(
+        f"the state that rank {rank} gave {optimizer} has entries for {num_entries} of {num_parameters} parameters, and none of those "
+        f"that rank {served} needs: it is the part of one rank",
+        cure="save what optimizer.state_dict() gives rank 0 when all ranks call it, and load that on all ranks.",
+    )
 
 
 class OptimizerStates:
@@ -208,11 +206,7 @@ class OptimizerStates:
             missing = _ranks_without(dict.fromkeys(indices), ranks, [p.requires_grad for p in parameters], len(everyone))
             for served in everyone:
                 if missing[served] and (served == rank or (rank == 0 and (identity, served) in waiting)):
-                    raise PartialStateError(
-                        f"{type(optimizer).__name__} of rank {rank} was given a state with entries for {len(indices)} of {len(parameters)} "
-                        f"parameters, and none of those that rank {served} needs: it is the part of one rank",
-                        cure=_SAVE_CURE,
-                    )
+                    raise _partial(type(optimizer).__name__, rank, len(indices), len(parameters), served)
 
     def parameters_moved(self, table: ParameterTable, before: Mapping[str, Ranks] | None) -> None:
         """As `session.Follower`: for all optimizers that nothing else looks after. Collective."""

@@ -21,7 +21,7 @@ from rannc_backend.errors import (
     ShardingOptimizerError,
     UnsynchronizedGradientError,
 )
-from rannc_backend.runtime.optimizer_probe import couples_parameters, optimizers_of
+from rannc_backend.runtime.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
 from rannc_backend.runtime.torch_internals import replace_zero_grad
@@ -139,7 +139,7 @@ class OptimizerWatch:
         """Once: refuse it, or one that stands around it, if it couples parameters of which this rank lacks some."""
         if optimizer in self._tried or not self._checks():
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         lacks = any(table.lacks(parameter) for table in known.tables for parameter in parameters)
         for each in optimizers_of(parameters) if lacks else ():
             self._is_trying = True

@@ -9,6 +9,7 @@ number counts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -95,6 +96,11 @@ def status_of(pid: int) -> list[bytes]:
         return []
 
 
+def all_processes() -> list[int]:
+    """Numbers of all processes that are to be seen here."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
 def parent_of(pid: int) -> int:
     """Parent of a process; 0 if it is gone."""
     fields = status_of(pid)
@@ -106,6 +112,36 @@ def age_seconds(pid: int) -> float:
     fields = status_of(pid)
     started = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK") if fields else float("inf")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Environment with which a process was started; empty if it is gone or another user's."""
+    items = _text_of(pid, "environ").split("\0")
+    return dict(item.split("=", 1) for item in items if "=" in item)
+
+
+def arguments_of(pid: int) -> list[str]:
+    """What a process was started with, or says that it was; empty if it is gone."""
+    return _text_of(pid, "cmdline").split("\0")[:-1]
+
+
+def name_of(pid: int) -> str:
+    """The name that a process of this user has given itself; "" if it is gone or another user's."""
+    return _text_of(pid, "comm").strip() if is_ours(pid) else ""
+
+
+def set_name(name: str) -> None:
+    """Give this process a name that others see, of 15 bytes at most."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write(name)
+
+
+def _text_of(pid: int, what: str) -> str:
+    try:
+        with open(f"/proc/{pid}/{what}", "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def is_ours(pid: int) -> bool:

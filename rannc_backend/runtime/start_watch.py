@@ -25,7 +25,19 @@ import time
 from collections.abc import Callable, Mapping
 
 from rannc_backend.runtime import helper
-from rannc_backend.runtime.processes import age_seconds, is_ours, mark_of, parent_of, send_signal, status_of
+from rannc_backend.runtime.processes import (
+    age_seconds,
+    all_processes,
+    arguments_of,
+    environment_of,
+    is_ours,
+    mark_of,
+    name_of,
+    parent_of,
+    send_signal,
+    set_name,
+    status_of,
+)
 
 # Rank, number of ranks on this host and in all, by launcher. Where the second is not there, only the limit is watched.
 VARIABLES = (
@@ -132,16 +144,6 @@ def find_variables(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     return None
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    """Environment with which a process was started; empty if it is gone or another user's."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            items = file.read().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(item.split("=", 1) for item in items if "=" in item)
-
-
 def launcher_of(pid: int, rank_name: str) -> int:
     """The launcher process above a rank; 0 if there is none to be seen."""
     parent = parent_of(pid)
@@ -152,7 +154,7 @@ def launcher_of(pid: int, rank_name: str) -> int:
 
 def ranks_below(launcher: int, rank_name: str) -> dict[int, int]:
     """Ranks of the launcher's living children, with their process numbers."""
-    children = [int(name) for name in os.listdir("/proc") if name.isdecimal() and parent_of(int(name)) == launcher]
+    children = [process for process in all_processes() if parent_of(process) == launcher]
     texts = {child: environment_of(child).get(rank_name, "") for child in children}
     return {int(text): child for child, text in texts.items() if text.isdecimal()}
 
@@ -160,27 +162,18 @@ def ranks_below(launcher: int, rank_name: str) -> dict[int, int]:
 def watches_of(launcher: str) -> dict[int, int]:
     """Process numbers of the watches that run here as this user, by rank; ``launcher``: as their arguments name it."""
     found = {}
-    for name in os.listdir("/proc"):
-        script, *arguments = (_arguments_of(name) if name.isdecimal() else [])[3:] or [""]
+    for process in all_processes():
+        script, *arguments = arguments_of(process)[3:] or [""]
         # Anybody can give a process such arguments, but not make it one of this user.
-        if os.path.basename(script) == _SCRIPT and arguments[:1] + arguments[3:] == ["start_watch", launcher] and is_ours(int(name)):
-            found[int(arguments[2]) if arguments[2].isdecimal() else -1] = int(name)
+        if os.path.basename(script) == _SCRIPT and arguments[:1] + arguments[3:] == ["start_watch", launcher] and is_ours(process):
+            found[int(arguments[2]) if arguments[2].isdecimal() else -1] = process
     return found
-
-
-def _arguments_of(name: str) -> list[str]:
-    try:
-        with open(f"/proc/{name}/cmdline", "rb") as file:
-            return file.read().decode(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []
 
 
 def missing_ranks(launcher: int, rank_name: str) -> dict[int, tuple[int, str]]:
     """Ranks below a launcher (0: unknown) that live and have not come to the start: process number, and what they do."""
     ranks = ranks_below(launcher, rank_name) if launcher else {}
-    names = {int(name): _name_of(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
-    waiting = {parent_of(process) for process, name in names.items() if name in (_NAME_WAITS, _NAME_WANTS, _NAME_SPEAKS)}
+    waiting = {parent_of(process) for process in all_processes() if name_of(process) in (_NAME_WAITS, _NAME_WANTS, _NAME_SPEAKS)}
     missing = {}
     for rank, process in ranks.items():
         if status_of(process)[:1] in ([b"T"], [b"t"]):
@@ -193,14 +186,6 @@ def missing_ranks(launcher: int, rank_name: str) -> dict[int, tuple[int, str]]:
 def missing_text(missing: Mapping[int, tuple[int, str]]) -> str:
     """As "rank 1 is stopped, rank 3 has not called a compiled model"."""
     return ", ".join(f"rank {rank} {missing[rank][1]}" for rank in sorted(missing))
-
-
-def _name_of(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip() if os.fstat(file.fileno()).st_uid == os.geteuid() else ""
-    except OSError:
-        return ""
 
 
 def _has_met_the_monitor(pid: int) -> bool:
@@ -307,7 +292,7 @@ class _Watch:
             return True
         set_name(_NAME_WANTS)
         time.sleep(_WORD_SECONDS)
-        names = {rank: _name_of(process) for rank, process in watches_of(self._launcher_text).items()}
+        names = {rank: name_of(process) for rank, process in watches_of(self._launcher_text).items()}
         wanting = [rank for rank, name in names.items() if name == _NAME_WANTS]
         if _NAME_SPEAKS in names.values() or min(wanting, default=self._own_rank) != self._own_rank:
             return False
@@ -358,13 +343,9 @@ class _Watch:
 
     def _kill(self, rank: int, pid: int) -> None:
         """End a process that is stopped or busy, if it still is that rank of this job."""
-        with contextlib.suppress(OSError):
-            held = os.pidfd_open(pid)
-            try:
-                if environment_of(pid).get(self._rank_name) == str(rank) and launcher_of(pid, self._rank_name) == self._launcher:
-                    signal.pidfd_send_signal(held, signal.SIGKILL)
-            finally:
-                os.close(held)
+        mark = mark_of(pid)
+        if environment_of(pid).get(self._rank_name) == str(rank) and launcher_of(pid, self._rank_name) == self._launcher:
+            send_signal(mark, signal.SIGKILL)
 
 
 def _block(names: str, cause: str) -> str:
@@ -373,12 +354,6 @@ def _block(names: str, cause: str) -> str:
         "[rannc]   in     before its first call of a compiled model\n"
         f"[rannc]   cause  {cause}\n"
     )
-
-
-def set_name(name: str) -> None:
-    """Give this process a name that others see in /proc."""
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as file:
-        file.write(name)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import choice
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 from tests.distributed.test_equality import check_ownership
@@ -154,26 +155,19 @@ RANDOM = (
 
 
 # The same point in a second shape: minutes together.
-ONLY_IN_FULL = {
-    "contract-" + name
-    for name in (
-        "fourteen_padded_replicas", "tied_over_replicas", "batch_norm_four_stages", "lora_over_four", "accumulate_outside",
-        "retain_graph_outside", "modes_outside", "modes_tied", "eval_first_outside", "loss_only_padded", "rows_differentiated_several",
-        "incoming_gradient_nonlinear", "random-1-2-1-m4", "sum_over_ranks", "incoming_gradient_outside", "forward_without_backward_outside",
-        "sizes_change_outside", "sizes_change_padded", "forward_twice_outside", "rows_differentiated_padded", "random-2-2",
-        "loss_outside_uneven_four", "dict_output_four", "no_batch_dimension_four", "nonlinear_loss_four", "small_buckets_four",
-        "input_gradients_replicas_four", "gradient_through_the_input_four", "eval_batch_norm_four", "eval_dropout_four",
-    )
-}  # fmt: skip
+ONLY_IN_FULL = (
+    "fourteen_padded_replicas", "tied_over_replicas", "batch_norm_four_stages", "lora_over_four", "accumulate_outside",
+    "retain_graph_outside", "modes_outside", "modes_tied", "eval_first_outside", "loss_only_padded", "rows_differentiated_several",
+    "incoming_gradient_nonlinear", "random-1-2-1-m4", "sum_over_ranks", "incoming_gradient_outside", "forward_without_backward_outside",
+    "sizes_change_outside", "sizes_change_padded", "forward_twice_outside", "rows_differentiated_padded", "random-2-2",
+    "loss_outside_uneven_four", "dict_output_four", "no_batch_dimension_four", "nonlinear_loss_four", "small_buckets_four",
+    "input_gradients_replicas_four", "gradient_through_the_input_four", "eval_batch_norm_four", "eval_dropout_four",
+)  # fmt: skip
+PARAMETERS = choice.cases((*EQUAL, *OTHER, *RANDOM), "contract", ONLY_IN_FULL)
 
 
-def _parameters(cases: tuple[Case, ...]) -> list[Any]:
-    return [
-        pytest.param(
-            case, id=case.name.removeprefix("contract-"), marks=[pytest.mark.full] if case.name in ONLY_IN_FULL else []
-        )
-        for case in cases
-    ]
+def _parameters(chosen: tuple[Case, ...]) -> list[Any]:
+    return [parameter for parameter in PARAMETERS if parameter.values[0] in chosen]
 
 
 @pytest.mark.parametrize("case", _parameters(EQUAL))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.only_in_full import ONLY_IN_FULL
 from tests.planted_faults import runner, tenths
 from tests.planted_faults.__main__ import counts_line, with_equivalents
 from tests.planted_faults.areas import AREAS, SEED, drawn
@@ -114,8 +115,9 @@ def test_names_are_unique_and_tests_are_there() -> None:
     assert all(len(reason) > 20 for reason in REASONS.values())
 
 
-def test_every_test_beside_a_fault_is_collected() -> None:
-    tests = sorted({test for fault in [*CHOSEN, *drawn()] for test in fault.tests})
+def test_every_test_that_a_list_names_is_collected() -> None:
+    """Beside faults, and among those that run in full only."""
+    tests = sorted({test for fault in [*CHOSEN, *drawn()] for test in fault.tests} | ONLY_IN_FULL)
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
