@@ -54,7 +54,7 @@ def check_solution(problem: SearchProblem, solution) -> None:
     assert plans_step_seconds(pricer, *arrays, solution.placement)[0] == solution.step_seconds
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(problem=problems())
 def test_the_search_equals_brute_force(problem: SearchProblem) -> None:
     check_optimal(problem)
