@@ -6,6 +6,7 @@ In: command line, environment, plan files. Out: text on stdout. Our own errors e
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,9 +35,8 @@ _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 app = typer.Typer(
     name="rannc",
-    help="Show the options, plans and programs of the torch.compile backend 'rannc'.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 app.command("config")(config)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Console(stderr=True, soft_wrap=True).print(f"rannc: warning: {name}=1 switches torch.compile off", style="yellow", highlight=False)
     try:
         with _rare_collections():
-            app(args=None if arguments is None else list(arguments))
+            app(args=None if arguments is None else list(arguments), prog_name="rannc")
     except RanncError as error:
         Console(stderr=True, soft_wrap=True).print(f"rannc: {error}", style="red", markup=False, highlight=False)
         sys.exit(EXIT_USER_ERROR)
@@ -70,12 +70,27 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    is_asked: Annotated[bool, typer.Option("--version", help="Print versions and end.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Show the options, plans and programs of the torch.compile backend 'rannc'."""
+
+
 @app.command()
 def version() -> None:
     """Print the version of rannc-backend and of torch."""
-    from importlib.metadata import version as version_of
-
-    typer.echo(f"rannc-backend {rannc_backend.__version__} (torch {version_of('torch')})")
+    try:
+        torch_version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch_version = "not installed"
+    typer.echo(f"rannc-backend {rannc_backend.__version__} (torch {torch_version})")
 
 
 @app.command()

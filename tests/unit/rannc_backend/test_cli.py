@@ -17,6 +17,12 @@ from rannc_backend.cli_config import configuration_markdown
 from rannc_backend.config import Config
 from rannc_backend.ir.action import parse_programs
 from rannc_backend.ir.plan import Alternative, BlockPlan, ClusterAssumption, Plan, RowCost, StageCost, StagePlan
+from rannc_backend.torch_version import NEWEST, OLDEST
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,6 +41,33 @@ def test_a_command_looks_for_cycles_rarely_and_leaves_the_collector_as_it_was() 
         seen.append(gc.get_threshold())
     assert run("version", "--wrong") == 2
     assert seen[0][0] > before[0] and gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("argument", ["--version", "version"])
+def test_versions(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argument) == 0
+    assert re.fullmatch(rf"rannc-backend {re.escape(rannc_backend.__version__)} \(torch \S+\)\n", capsys.readouterr().out)
+
+
+def test_shells_complete_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"_RANNC_COMPLETE": "complete_bash", "COMP_WORDS": "rannc doc", "COMP_CWORD": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["rannc"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.split() == ["doctor"]
+
+
+def test_metadata() -> None:
+    """What an index shows, and type checkers need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Typing :: Typed" in project["classifiers"] and (ROOT / "rannc_backend" / "py.typed").exists()
+    (torch_range,) = [each for each in project["dependencies"] if each.startswith("torch")]
+    newest, oldest = (f"{numbers[0]}.{numbers[1]}" for numbers in ((NEWEST[0], NEWEST[1] + 1), OLDEST))
+    assert torch_range == f"torch>={oldest},<{newest}"
+    assert torch_range in (ROOT / "requirements-gpu.txt").read_text(encoding="utf-8").splitlines()
+    assert f"${{TORCH:-{torch_range}}}" in (ROOT / "scripts" / "make_environment.sh").read_text(encoding="utf-8")
 
 
 def plan() -> Plan:
