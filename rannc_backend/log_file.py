@@ -6,7 +6,6 @@ Terms. A *sink* is where lines go. A *logger* is one of RaNNC's (log_names.py) o
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rannc_backend.errors import ConfigurationFileError
+from rannc_backend.errors.base import did_you_mean, nearest
 from rannc_backend.log_names import MODULES, ROOT_LOGGER, python_loggers
 from rannc_backend.log_pattern import DEFAULT_PATTERN, TRACE, PatternError, PatternFormatter
 from rannc_backend.toml_lines import TomlFile
@@ -203,6 +203,4 @@ def _wrong(file: TomlFile, key: str, index: int, problem: str, cure: str) -> Con
 
 def _choice(name: str, names: Iterable[str]) -> str:
     choices = sorted(names)
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}There are: {', '.join(choices)}." if choices else "there is none yet: add one."
+    return f"{did_you_mean(nearest(name, choices))}There are: {', '.join(choices)}." if choices else "there is none yet: add one."

@@ -6,7 +6,6 @@ them, on "meta" where the factory does not name another device. This runs the us
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import FactoryError
+from rannc_backend.errors.base import did_you_mean, nearest
 from rannc_backend.user_files import UserFile, kind_of, require_file
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -106,9 +106,9 @@ def _function_of(module: ModuleType, name: str, place: str) -> Callable[[], obje
     if factory is not None:
         raise FactoryError(f"{name} in {place} is no function but a {type(factory).__name__}", cure=f"give a function: {_FORM}.")
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    near = difflib.get_close_matches(name, functions, n=3)
-    known = ", ".join(near or sorted(functions)[:10]) or "none"
-    raise FactoryError(f"{place} has no function {name!r}", cure=f"its functions: {known}.")
+    near = nearest(name, functions)
+    known = did_you_mean(near) or f"its functions: {', '.join(sorted(functions)[:10]) or 'none'}."
+    raise FactoryError(f"{place} has no function {name!r}", cure=known.strip())
 
 
 def _checked(result: object, name: str) -> Example:

@@ -7,7 +7,6 @@ the share of a peak that is reached. A file is data from anywhere: nothing in it
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from rannc_backend.cost.cluster import Cluster, Device, Link
 from rannc_backend.errors import ClusterFileError
-from rannc_backend.errors.base import error_about
+from rannc_backend.errors.base import did_you_mean, error_about, nearest
 from rannc_backend.ir.plan import SIGNIFICANT_DIGITS, DeviceKind
 from rannc_backend.user_files import UserFile, kind_of, read_text
 
@@ -237,8 +236,7 @@ def _shipped() -> Any:
 
 def _read(path: str) -> str:
     looks_like_name = os.sep not in path and not path.endswith(".toml")
-    near = difflib.get_close_matches(path, shipped_clusters(), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near and looks_like_name else ""
+    hint = did_you_mean(nearest(path, shipped_clusters())) if looks_like_name else ""
     cure = f"{hint}Shipped are {', '.join(shipped_clusters())}; {LOCAL} is measured; or give the path of a TOML file."
     file = UserFile(
         path=path, what="cluster", named_by="option cluster", error=partial(error_about, ClusterFileError, path), cure=cure

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]torch[/\\]|<frozen |<string>")
@@ -123,6 +124,17 @@ def shown(value: object) -> str:
         return clip(repr(value))
     except (ValueError, RecursionError):  # an integer of thousands of digits, or thousands of lists in lists
         return f"(a very long {type(value).__name__})"
+
+
+def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
+    """The names that a misspelt one may have meant, the best first, at most three; cases do not count."""
+    folded = {each.lower(): each for each in names}
+    return [folded[each] for each in difflib.get_close_matches(name.lower(), list(folded), n=3, cutoff=cutoff)]
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    """As "did you mean 'a' or 'b'? ", from what `nearest` gives; "" for none."""
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def clip(text: str, most: int = 120) -> str:

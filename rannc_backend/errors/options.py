@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from rannc_backend.errors.base import UserInputError, shown
+from rannc_backend.errors.base import UserInputError, did_you_mean, nearest, shown
 
 
 class UnknownOptionError(UserInputError):
     """An option or a RANNC_ environment variable that does not exist."""
 
     def __init__(self, name: str, *, valid: Iterable[str], source: str) -> None:
-        choices = sorted(valid)
+        near = nearest(name, sorted(valid))
         self.name = name
-        folded = {choice.lower(): choice for choice in choices}
-        near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
-        self.nearest = folded[near[0]] if near else None
-        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
-        super().__init__(
-            f"unknown option {name!r} (from {source})",
-            cure=f"{hint}Valid names are: {', '.join(choices)}.",
-        )
+        self.nearest = near[0] if near else None
+        super().__init__(f"unknown option {shown(name)} (from {source})", cure=f"{did_you_mean(near)}`rannc config` prints every option.")
 
 
 class OptionValueError(UserInputError):
@@ -48,14 +41,12 @@ class UnknownModuleError(UserInputError):
     """An option names a module that has no operator in the model's graph."""
 
     def __init__(self, name: str, *, valid: Iterable[str], option: str) -> None:
-        choices = sorted(valid)
+        near = nearest(name, sorted(valid), cutoff=0.0)
         self.name = name
-        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.0)
         self.nearest = near[0] if near else None
-        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
         super().__init__(
             f"option {option!r} names {name!r}, but no module of that name computes anything from the batch",
-            cure=f"{hint}Names are as model.named_modules() gives them.",
+            cure=f"{did_you_mean(near)}Names are as model.named_modules() gives them.",
         )
 
 

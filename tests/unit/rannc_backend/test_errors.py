@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from rannc_backend import errors
+from rannc_backend.config import Config
 from rannc_backend.errors import (
     BatchMixedError,
     BlocksFileError,
@@ -169,6 +170,12 @@ def test_nearest_option(name: str, nearest: str | None) -> None:
     error = UnknownOptionError(name, valid=["pipeline_num", "outputs"], source="options")
     assert error.nearest == nearest
     assert ("did you mean" in str(error)) == (nearest is not None)
+
+
+def test_a_misspelt_option_is_answered_by_three_names_at_most() -> None:
+    text = str(UnknownOptionError("stage_pin", valid=Config.model_fields, source="options"))
+    named = [name for name in Config.model_fields if f"'{name}'" in text]
+    assert "stage_pins" in named and len(named) <= 3 and len(text) < 200, text
 
 
 def test_ranks_differ_blames_the_few() -> None:
