@@ -9,6 +9,7 @@ from __future__ import annotations
 _BY_FILE = {
     "tests/distributed/test_bootstrap.py": (
         "test_mpirun[3]",
+        "test_a_group_of_the_user",
     ),
     "tests/distributed/test_buffers.py": (
         "test_buffers_that_a_model_changes[counting-training_first]",
@@ -34,6 +35,9 @@ _BY_FILE = {
         "test_equals_one_process[one_row_padded]",
         "test_equals_one_process[rows_not_kept]",
         "test_equals_one_process[several_outputs]",
+        "test_point[shared_sums_tied]",
+        "test_equals_one_process[fill_drain]",
+        "test_point[first_batch_of_one]",
     ),
     "tests/distributed/test_deployments.py": (
         "test_memory_is_predicted_not_too_low_and_not_much_too_high[deployment-memory]",
@@ -41,6 +45,7 @@ _BY_FILE = {
         "test_measured_steps_are_written_and_change_nothing[deployment-measured-replicas]",
         "test_measured_steps_are_written_and_change_nothing[deployment-measured-fill_drain]",
         "test_measured_steps_are_written_and_change_nothing[deployment-measured-1f1b]",
+        "test_measured_steps_are_written_and_change_nothing[deployment-measured-inductor]",
     ),
     "tests/distributed/test_equality.py": (
         "test_equals_one_process[llama-r2-s1-1-m3]",
@@ -53,6 +58,7 @@ _BY_FILE = {
         "test_equals_one_process[dataclass_output-r4-s3-1-m3]",
         "test_equals_one_process[unused_parameter-r4-s1-1-1-1-m2]",
         "test_equals_one_process[channels_last-r4-s3-1-m2]",
+        "test_equals_one_process[resnet-r2-s1-1-m3]",
     ),
     "tests/distributed/test_examples.py": (
         "test_example_in_process[train_bert-resumed]",
@@ -62,6 +68,7 @@ _BY_FILE = {
     "tests/distributed/test_failures.py": (
         "test_job_ends_soon_and_says_why[segfault-backward]",
         "test_job_ends_soon_and_says_why[kill-before]",
+        "test_job_ends_soon_and_says_why[exception-capture]",
     ),
     "tests/distributed/test_failures_runtime.py": (
         "test_the_start_has_a_limit[loop-before_call-mpirun-rank 1 has not called a compiled model]",
@@ -76,9 +83,11 @@ _BY_FILE = {
         "test_a_thread_that_fails",
         "test_a_reported_failure",
         "test_rank_0_of_4_fails[kill-ended without a word]",
+        "test_a_rank_that_ended_in_order_is_named_once_the_others_wait",
     ),
     "tests/distributed/test_harness.py": (
         "test_a_planted_fault_in_the_runtime_fails_the_comparison[planted-swapped_values]",
+        "test_a_planted_fault_in_the_runtime_fails_the_comparison[planted-dropped_gradient]",
     ),
     "tests/distributed/test_memory.py": (
         "test_state_and_clipping[clipping_tied]",
@@ -89,20 +98,32 @@ _BY_FILE = {
         "test_optimizers_beside_a_compiled_model[state-tied_embedding-before-False]",
         "test_optimizers_beside_a_compiled_model[state-mlp_loss-after-False]",
         "test_optimizers_beside_a_compiled_model[total_norm-replicas]",
+        "test_optimizers_beside_a_compiled_model[state-tied_embedding-after-True]",
     ),
     "tests/unit/kernels/test_triton.py": (
         "test_compiled_kernels_are_lean[newest-sm_90]",
         "test_kernels_give_what_their_references_give[3.6-every-8]",
         "test_the_scaling_kernel_gives_what_its_reference_gives[3.6]",
+        "test_kernels_give_what_their_references_give[3.7-every-2]",
     ),
     "tests/unit/passes/test_split_reductions.py": (
         "test_model_families_are_the_same_in_slices[gpt2_masked]",
     ),
+    "tests/unit/rannc_backend/test_block_partitions.py": (
+        "test_peak_is_never_under_estimated_and_not_by_much_over[filters-2-0.25]",
+        "test_peak_is_never_under_estimated_and_not_by_much_over[chain-3-1.0]",
+    ),
     "tests/unit/rannc_backend/test_blocks.py": (
         "test_blocks_cover_the_staged_nodes_in_order[gpt2-10]",
+        "test_blocks_cover_the_staged_nodes_in_order[gpt2-160]",
     ),
     "tests/unit/rannc_backend/test_blocks_structures.py": (
         "test_twice_as_many_layers_have_no_more_structures[gpt2]",
+        "test_one_structure_is_enough_for_layers_that_are_whole_blocks[gpt2]",
+        "test_blocks_of_one_structure_cost_the_same[gpt2-11]",
+        "test_blocks_of_one_structure_cost_the_same[gpt2-30]",
+        "test_blocks_of_one_structure_cost_the_same[gpt2-160]",
+        "test_models_are_not_cut_worse_than_their_line_as_it_is[gpt2]",
     ),
     "tests/unit/rannc_backend/test_capture_model.py": (
         "test_a_model_on_meta_gives_the_graph_of_a_real_call_on_the_cpu[resnet]",
@@ -110,6 +131,7 @@ _BY_FILE = {
     "tests/unit/rannc_backend/test_capture_models.py": (
         "test_evaluation_without_gradients_and_a_first_batch_of_one",
         "test_outputs_and_gradients_equal_the_models[hf_gpt2_mask-True]",
+        "test_outputs_and_gradients_equal_the_models[hf_t5-True]",
     ),
     "tests/unit/rannc_backend/test_checkpoint_crash.py": (
         "test_killed_for_real",
@@ -122,6 +144,8 @@ _BY_FILE = {
         "test_stages_equal_the_uncut_model[perceptron-4]",
         "test_stages_equal_the_uncut_model[tied-2]",
         "test_stages_equal_the_uncut_model[convolutions-2]",
+        "test_saved_bytes_are_what_is_saved",
+        "test_less_budget_saves_less",
     ),
     "tests/unit/rannc_backend/test_monitor.py": (
         "test_hooks_leave_the_users_handlers_alone",
@@ -132,11 +156,13 @@ _BY_FILE = {
     "tests/unit/rannc_backend/test_planner.py": (
         "test_plans_are_whole_and_can_be_cut[gpt2-1-{}]",
         "test_activations_are_estimated_near_what_the_compiled_stage_saves[gpt2-3-1.4]",
+        "test_plans_are_whole_and_can_be_cut[gpt2-4-{'partition_num': 4}]",
     ),
     "tests/unit/rannc_backend/test_planning.py": (
         "test_a_model_on_meta_is_planned[gpt2]",
         "test_the_plan_of_a_real_model_is_that_of_its_shapes[True]",
         "test_rules_trace_no_block_and_choose_much_the_same",
+        "test_experts_that_sort_the_tokens_of_a_batch_are_refused_with_what_helps",
     ),
     "tests/unit/rannc_backend/test_projection.py": (
         "test_gpt2_evaluates_without_labels_under_its_training_plan",
