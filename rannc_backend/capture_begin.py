@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture_batch import may_be_batch
 from rannc_backend.capture_compilation import find_compilation, refuse_wrapped
 from rannc_backend.capture_dynamo import RestartReason, symbolic_trace
+from rannc_backend.rare_collections import begin_rare_collections
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +52,15 @@ def begin_symbolically(
             compilation = find_compilation(is_ours)
             if compilation is None:
                 return
+            # The context lives as long as the compilation, also where its exception is kept: settings go back however it ends.
+            context = CompileContext.get()
+            weakref.finalize(context, begin_rare_collections())
             if before is not None:
                 before()
             refuse_wrapped(compilation)
             batches = _batches(compilation.variables)
             if batches:
-                context = CompileContext.get()
                 reason = symbolic_trace(batches)
-                # The context lives as long as the compilation, also where its exception is kept: settings go back however it ends.
                 reason.restore = weakref.finalize(context, reason.restore)
                 setattr(context, _ATTRIBUTE, reason)
         except BackendCompilerFailed:

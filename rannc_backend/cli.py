@@ -5,12 +5,10 @@ In: command line, environment, plan files. Out: text on stdout. Our own errors e
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -26,12 +24,12 @@ from rannc_backend.deployment_file import read_plan
 from rannc_backend.disabled_compile import disabling_variables
 from rannc_backend.errors import OptionValueError, RanncError
 from rannc_backend.ir.action import INPUT, format_programs
+from rannc_backend.rare_collections import rare_collections
 from rannc_backend.schedule.edges import EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order
 
 EXIT_USER_ERROR = 2
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 app = typer.Typer(
     name="rannc",
@@ -52,22 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in disabling_variables(os.environ):
         Console(stderr=True, soft_wrap=True).print(f"rannc: warning: {name}=1 switches torch.compile off", style="yellow", highlight=False)
     try:
-        with _rare_collections():
+        with rare_collections():
             app(args=None if arguments is None else list(arguments), prog_name="rannc")
     except RanncError as error:
         Console(stderr=True, soft_wrap=True).print(f"rannc: {error}", style="red", markup=False, highlight=False)
         sys.exit(EXIT_USER_ERROR)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Look for cycles rarely: a command makes many objects, all at once, and keeps them until it ends."""
-    before = gc.get_threshold()
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _print_version(is_asked: bool) -> None:

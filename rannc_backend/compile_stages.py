@@ -28,6 +28,7 @@ from rannc_backend.compile_variants import Variants, with_hint
 from rannc_backend.kernels.gradient_writes import listening
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.passes.split_stages import StageGraph, StageInput, StageOutput
+from rannc_backend.rare_collections import rare_collections
 
 logger = logging.getLogger(__name__)
 
@@ -299,6 +300,7 @@ def compile_stage(
         logger.debug("stage %d has the structure of an earlier one", stage.index)
         return CompiledStage(stage, signature, cache.functions[key])
 
+    @rare_collections()
     def build(rows: int | None) -> StageFunctions:
         if rows is None:
             return StageBuilder(stage, signature, fake_mode, compiler, activation_budget, places).build(training)

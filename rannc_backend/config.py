@@ -122,7 +122,8 @@ class Config(BaseModel):
         "", description="Directory of what is measured once and remembered; empty: rannc in $XDG_CACHE_HOME or ~/.cache."
     )
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
-        "auto", description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: inductor."
+        "auto",
+        description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: eager where a model on CPUs is small.",
     )
     cuda_graphs: Literal["off", "auto", "on"] = Field(
         "off",

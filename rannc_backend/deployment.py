@@ -369,7 +369,7 @@ class Deployer:
         graph = cut.graphs[self.stage_index]
         stored, stored_gradients = stored_names(cut.edges, graph.index, [slot.name for slot in graph.outputs])
         needs_grad = analysis.needs_grad - (graph.outputs_for_the_user_alone if kind == "loss" else frozenset())
-        compiler = "inductor" if self.config.stage_compiler == "auto" else self.config.stage_compiler
+        compiler = self.plan.stage_compiler
         with log_narrator(verbose=self.config.verbose).step("compile") as details:
             details += [f"stage {graph.index}", kind, compiler]
             return compile_stage(

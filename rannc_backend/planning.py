@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from rannc_backend.analysis import GraphAnalysis, analyze
 from rannc_backend.block_partitions import partition_blocks
 from rannc_backend.capture_example import convert_model, convert_values, tensors_in
 from rannc_backend.capture_model import capture_model
+from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.pricing import BUDGETS, NoPartitions, Partitions, priced_budgets
-from rannc_backend.cost.profile import stage_compiler
+from rannc_backend.cost.small_models import SMALL_MEMORY_SHARE, quick, settled, stage_compiler
+from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import Narrator
 from rannc_backend.partition.blocks import block_graph
@@ -79,7 +83,19 @@ def analyze_model(
 
 
 def plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, *, profiler: LeadingProfiler | None = None) -> Plan:
-    """Plan an analysed graph; see `plan_model` and `plan_prepared`."""
+    """Plan an analysed graph; see `plan_model` and `plan_prepared`. Small models on CPUs by the quick prices, where memory is ample."""
+    kind = question.cluster.device.kind
+    config = settled_for(analysis, question.config, question.cluster)
+    by_rules = None if profiler is not None else quick(config, kind, num_elements(analysis))
+    if by_rules is not None:
+        with suppress(InfeasiblePlanError):
+            plan = _plan_analysis(analysis, replace(question, config=by_rules), None)
+            if max(stage.predicted.peak_bytes for stage in plan.stages) <= SMALL_MEMORY_SHARE * plan.memory_limit_bytes:
+                return plan
+    return _plan_analysis(analysis, replace(question, config=config), profiler)
+
+
+def _plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, profiler: LeadingProfiler | None) -> Plan:
     model = prepare(analysis, question)
     traced = None
     config = question.config
@@ -93,9 +109,19 @@ def plan_analysis(analysis: GraphAnalysis, question: PlanningQuestion, *, profil
     return plan_prepared(model, question, profiler=profiler, whole_stages=traced)
 
 
+def settled_for(analysis: GraphAnalysis, config: Config, cluster: Cluster) -> Config:
+    """The options with the compiler of stages that this model gets on these devices."""
+    return settled(config, cluster.device.kind, num_elements(analysis))
+
+
+def num_elements(analysis: GraphAnalysis) -> int:
+    """Elements of all parameters that the graph reads."""
+    return sum(analysis.node(spec.name).meta["val"].numel() for spec in analysis.captured.inputs if spec.kind == "parameter")
+
+
 def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableModel:
     """Blocks, balanced for these devices and rows, and what each distinct one computes and keeps at every activation budget."""
-    captured, config = analysis.captured, question.config
+    captured, config = analysis.captured, settled_for(analysis, question.config, question.cluster)
     with question.narrator.step("blocks") as details:
         graph = block_graph(
             analysis.split,

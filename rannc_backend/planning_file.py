@@ -21,6 +21,7 @@ from rannc_backend.cost.formula import Formula
 from rannc_backend.cost.pricing import BlockPartition, Partitions
 from rannc_backend.errors import BlocksFileError
 from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.ir.plan import DeviceKind
 from rannc_backend.ir.size import Size
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.user_files import UserFile
@@ -97,6 +98,11 @@ class PlannableModel:
     def searched_schedules(self, config: Config) -> tuple[ScheduleName, ...]:
         """Those that a plan may choose from under these options."""
         return tuple(name for name in self.schedules if name == config.schedule) or self.schedules
+
+    def settled(self, config: Config, kind: DeviceKind) -> Config:
+        """The options with the compiler of stages that the blocks were made for, where that is left open and GPUs do not want another."""
+        made_for = "inductor" if kind == "cuda" else dict(self.options)["stage_compiler"]
+        return config.model_copy(update={"stage_compiler": made_for}) if config.stage_compiler == "auto" else config
 
     def check_options(self, config: Config) -> None:
         """Raise BlocksFileError if the blocks were made under options that are other ones now."""

@@ -50,7 +50,7 @@ def plan_prepared(
         BlocksFileError: the blocks were made under other options.
         InfeasiblePlanError: nothing fits; says the smallest memory or number of devices that would do.
     """
-    config = question.config
+    config = model.settled(question.config, question.cluster.device.kind)
     model.check_options(config)
     pricing = Pricing(
         graph=model.graph,

@@ -16,7 +16,8 @@ from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.measured_pricing import MeasuredPricer
 from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer, Partitions
-from rannc_backend.cost.profile import BlockProfile, Job, Point, Profile, Setting, StageProfile, stage_compiler
+from rannc_backend.cost.profile import BlockProfile, Job, Point, Profile, Setting, StageProfile
+from rannc_backend.cost.small_models import stage_compiler
 from rannc_backend.deployment_file import write_text
 from rannc_backend.errors import ProfileError
 from rannc_backend.ir.block_graph import BlockGraph

@@ -28,7 +28,8 @@ from rannc_backend.compile_gradients import ScratchGradients
 from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.profile import Job, Point, Setting, stage_compiler
+from rannc_backend.cost.profile import Job, Point, Setting
+from rannc_backend.cost.small_models import stage_compiler
 from rannc_backend.errors import BYTES_PER_GB
 from rannc_backend.passes.split_stages import StageGraph, split_stages
 from rannc_backend.progress import Progress

@@ -26,6 +26,7 @@ from rannc_backend.compile_stages import CompileCache
 from rannc_backend.config import Config, check_same_options
 from rannc_backend.config_sources import FileOnce
 from rannc_backend.cost.cluster import Cluster
+from rannc_backend.cost.small_models import why_eager
 from rannc_backend.deployment import Deployer, StageCut, cut_stages
 from rannc_backend.deployment_file import read_plan_text, write_text
 from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, UserInputError, rebuild_error
@@ -36,7 +37,7 @@ from rannc_backend.narrator import log_narrator
 from rannc_backend.notices import Deployed, Notices
 from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
 from rannc_backend.partition.projection import project_plan
-from rannc_backend.planning import plan_analysis
+from rannc_backend.planning import num_elements, plan_analysis, settled_for
 from rannc_backend.planning_search import PlanningQuestion
 from rannc_backend.profiling import answer_leader, leading, make_bench, measures
 from rannc_backend.progress import Progress, planning_progress
@@ -185,7 +186,7 @@ class Session:
             profiled = cluster is not None and not dry and measures(self.config, self.world)
             if profiled and self.world.rank != 0:
                 assert cluster is not None
-                bench = make_bench(analysis, self.config, cluster, self.world.device)
+                bench = make_bench(analysis, settled_for(analysis, self.config, cluster), cluster, self.world.device)
                 answer_leader(bench, self.world, limit_seconds=self.config.compile_timeout_seconds)
             if self.world.rank == 0:
                 try:
@@ -211,6 +212,8 @@ class Session:
         trace_artifact("rannc_plan", "json", lambda: text)
         if self.world.rank == 0 and not dry:
             logger.info("%s", plan.summary())
+            if self.config.stage_compiler == "auto" and plan.stage_compiler == "eager":
+                logger.info("%s", why_eager(num_elements(analysis)))
         return plan
 
     def _loaded_text(self, analysis: GraphAnalysis) -> str:
@@ -235,9 +238,10 @@ class Session:
     def _plan_here(
         self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress, *, profiled: bool
     ) -> Plan:
-        bench = make_bench(analysis, self.config, cluster, self.world.device) if profiled else None
+        config = settled_for(analysis, self.config, cluster)
+        bench = make_bench(analysis, config, cluster, self.world.device) if profiled else None
         question = PlanningQuestion(
-            config=self.config,
+            config=config,
             cluster=cluster,
             # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
             batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),

@@ -16,19 +16,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rannc_backend.config import Config
 from rannc_backend.errors import ProfileError
+from rannc_backend.ir.plan import StageCompiler
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=2**62)]
-
-
-StageCompiler = Literal["eager", "inductor"]
-
-
-def stage_compiler(config: Config) -> StageCompiler:
-    """The compiler of stages that the options ask for."""
-    return "inductor" if config.stage_compiler == "auto" else config.stage_compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

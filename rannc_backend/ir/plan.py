@@ -51,6 +51,7 @@ Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Text = Annotated[str, Field(max_length=4096)]
 Schedule = Literal["1f1b", "fill_drain"]
 DeviceKind = Literal["cpu", "cuda"]
+StageCompiler = Literal["eager", "inductor"]
 NameSet = Annotated[tuple[Name, ...], AfterValidator(_sorted_unique)]
 
 
@@ -228,6 +229,7 @@ class Plan(_Record):
     batch_rows: PositiveCount
     num_micro_batches: PositiveCount
     schedule: Schedule
+    stage_compiler: StageCompiler = "inductor"  # plans of before the choice was there say nothing
     memory_limit_bytes: Count
     blocks: tuple[BlockPlan, ...]
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]

@@ -73,6 +73,7 @@ def check_options(plan: Plan, config: Config, possible_schedules: Sequence[Sched
         ("partition_num", config.partition_num, plan.num_stages),
         ("schedule", config.schedule if config.schedule in possible_schedules else "", plan.schedule),
         ("pipeline_num", config.pipeline_num, plan.num_micro_batches),
+        ("stage_compiler", "" if config.stage_compiler == "auto" else config.stage_compiler, plan.stage_compiler),
         ("stage_replicas", config.stage_replicas, ",".join(map(str, plan.stage_replicas))),
     )
     if config.replica_num and set(plan.stage_replicas) != {config.replica_num}:

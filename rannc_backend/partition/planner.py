@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from rannc_backend.config import Config
 from rannc_backend.cost.cluster import Cluster
 from rannc_backend.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
+from rannc_backend.cost.small_models import stage_compiler
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCost, StagePlan
+from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCompiler, StageCost, StagePlan
 from rannc_backend.partition.equal_split import even_shares
 from rannc_backend.partition.explanations import alternatives, binding, what_if
 from rannc_backend.partition.plan_parts import block_plans, describe_stage, longest_compute, priced, stage_plans
@@ -66,7 +67,7 @@ def plan_blocks(
     pricer = AnalyticPricer(device=cluster.device) if pricer is None else pricer
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
-        return _plan_without_blocks(request, fingerprint, model_name)
+        return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
     choice = _choose(request, progress, whole_stages, always=config.stage_memory == "traced")
     chosen, equal = choice.solution, choice.equal
     _warn_of_idle_ranks(request, chosen)
@@ -85,6 +86,7 @@ def plan_blocks(
         batch_rows=batch_rows,
         num_micro_batches=chosen.num_micro_batches,
         schedule=chosen.schedule,
+        stage_compiler=stage_compiler(config),
         memory_limit_bytes=int(request.memory_bytes),
         blocks=block_plans(graph, batch_rows),
         stages=choice.stages,
@@ -187,7 +189,7 @@ def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:
         )  # fmt: skip
 
 
-def _plan_without_blocks(request: PlanRequest, fingerprint: str, model_name: str) -> Plan:
+def _plan_without_blocks(request: PlanRequest, compiler: StageCompiler, fingerprint: str, model_name: str) -> Plan:
     """A model that computes nothing from its batch: one stage without nodes on all ranks."""
     nothing = StageCost(**{name: 0 for name in StageCost.model_fields})
     stage = describe_stage(
@@ -210,6 +212,7 @@ def _plan_without_blocks(request: PlanRequest, fingerprint: str, model_name: str
         batch_rows=request.batch_rows,
         num_micro_batches=1,
         schedule=request.schedules[0],
+        stage_compiler=compiler,
         memory_limit_bytes=int(request.memory_bytes),
         blocks=(),
         stages=(stage,),

@@ -137,6 +137,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
     yield from texts("replicas", replicas_text(a.stage_replicas), replicas_text(b.stage_replicas))
     yield from counts("micro-batches", a.num_micro_batches, b.num_micro_batches)
     yield from texts("schedule", a.schedule, b.schedule)
+    yield from texts("stage compiler", a.stage_compiler, b.stage_compiler)
     yield from _amount("memory limit", a.memory_limit_bytes, b.memory_limit_bytes, size_text)
     peaks = [max(stage.predicted.peak_bytes for stage in plan.stages) for plan in (a, b)]
     yield from _amount("peak memory", *peaks, size_text)

@@ -141,6 +141,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
         ("step", seconds_text(step), proof_text(plan)),
         ("stages", str(plan.num_stages), f"{replicas_text(plan.stage_replicas)} ranks{f', {idle} idle' if idle else ''}"),
         ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')}, {plan.schedule}"),
+        ("stages run by", plan.stage_compiler, ""),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks"),
         ("peak memory", size_text(most), f"{percent_text(most / limit)} of the limit" if limit else "no limit"),
     ]

@@ -65,7 +65,7 @@ def shape_text(plan: Plan) -> str:
     return (
         f"{count_text(plan.num_stages, 'stage')} on {count_text(plan.world_size, 'rank')}{idle}, "
         f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {count_text(plan.batch_rows, 'row')} in all, "
-        f"schedule {plan.schedule}"
+        f"schedule {plan.schedule}, stages {plan.stage_compiler}"
     )
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import rannc_backend
-from rannc_backend.cli import _rare_collections, main
+from rannc_backend.cli import main
 from rannc_backend.cli_config import configuration_markdown
 from rannc_backend.config import Config
 from rannc_backend.ir.action import parse_programs
 from rannc_backend.ir.plan import Alternative, BlockPlan, ClusterAssumption, Plan, RowCost, StageCost, StagePlan
+from rannc_backend.rare_collections import rare_collections
 from rannc_backend.torch_version import NEWEST, OLDEST
 
 if sys.version_info >= (3, 11):
@@ -37,7 +38,7 @@ def run(*arguments: str) -> int:
 def test_a_command_looks_for_cycles_rarely_and_leaves_the_collector_as_it_was() -> None:
     seen: list[tuple[int, int, int]] = []
     before = gc.get_threshold()
-    with _rare_collections():
+    with rare_collections():
         seen.append(gc.get_threshold())
     assert run("version", "--wrong") == 2
     assert seen[0][0] > before[0] and gc.get_threshold() == before

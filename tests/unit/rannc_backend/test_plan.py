@@ -302,7 +302,7 @@ def test_texts_that_are_no_plans(text: str, message: str) -> None:
 
 def test_missing_parts_are_named() -> None:
     data = json.loads(make_plan().to_json())
-    for key in data:
+    for key in data.keys() - {"stage_compiler"}:  # which plans of before do not have
         less = copy.copy(data)
         del less[key]
         with pytest.raises(PlanError, match=key if key != "schema_version" else "schema version None"):
