@@ -28,7 +28,8 @@ _HEAD = f"""# Options
 Each option is a key of `torch.compile(model, backend="rannc", options={{...}})`, an environment variable `RANNC_<NAME IN CAPITALS>`,
 and a line `name = value` of the file `{CONFIG_FILE}` in `RANNC_CONF_DIR` (`~/.pyrannc` without it).
 The later wins: default, file, environment, `options`. A name that does not exist and a value out of range are errors that name the
-file and line, or the variable. Every rank reads its own file, and ranks with different values are an error.
+file and line, or the variable. Every rank reads its own file, and ranks with different values are an error, but for paths and
+what is logged, which are a rank's own (`cache_dir` on a disk of its host, say).
 `rannc config` prints the values in force and where they come from; `rannc config --json` prints them for programs.
 [Logging](logging.md) has a file of its own.
 

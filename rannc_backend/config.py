@@ -22,7 +22,9 @@ ITEMS_DISAGREE = "items_disagree"
 _PROFILED_STEPS = 5
 # Three years: what clocks and sockets can be told to wait.
 _LONGEST_SECONDS = 1e8
-_PATH = {"accepts": "a path, at least 1 character"}
+# Of a rank alone: a path on a disk of its host, or what its own log says. Nothing that ranks do together depends on it.
+_OWN = {"own": True}
+_OWN_PATH = {"accepts": "a path, at least 1 character", **_OWN}
 
 
 # More is no number of ranks, and a number of thousands of digits is none for int().
@@ -100,7 +102,7 @@ class Config(BaseModel):
     graph_profile_file: str = Field(
         "rannc_graph_profiles.json",
         min_length=1,
-        json_schema_extra=_PATH,
+        json_schema_extra=_OWN_PATH,
         description="File of save_graph_profile and load_graph_profile.",
     )
     profile_by_acc: bool = Field(
@@ -119,7 +121,9 @@ class Config(BaseModel):
         description="Cluster to plan for; local: the one at hand, measured once and remembered.",
     )
     cache_dir: str = Field(
-        "", description="Directory of what is measured once and remembered; empty: rannc in $XDG_CACHE_HOME or ~/.cache."
+        "",
+        json_schema_extra=_OWN,
+        description="Directory of what is measured once and remembered; empty: rannc in $XDG_CACHE_HOME or ~/.cache.",
     )
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
         "auto",
@@ -176,7 +180,7 @@ class Config(BaseModel):
     deployment_file: str = Field(
         "rannc_deployment.json",
         min_length=1,
-        json_schema_extra=_PATH,
+        json_schema_extra=_OWN_PATH,
         description="File of save_deployment and load_deployment.",
     )
     partitioning_dry_run_np: int = Field(
@@ -185,24 +189,26 @@ class Config(BaseModel):
     report_steps: int = Field(
         5, ge=0, description="Training steps that are measured and logged beside what was predicted, after two to warm up; 0: none."
     )
-    run_file: str = Field("", description="File to which rank 0 writes what the measured steps took, as JSON; empty: none.")
+    run_file: str = Field(
+        "", json_schema_extra=_OWN, description="File to which rank 0 writes what the measured steps took, as JSON; empty: none."
+    )
     print_program: bool = Field(False, description="Log the program of each rank as text before the first step.")
     profiling: bool = Field(False, description=f"True: at least {_PROFILED_STEPS} steps are measured and logged, as report_steps does.")
     trace_events: bool = Field(False, description="Write what every rank did, and when, to event_trace_file.")
     event_trace_file: str = Field(
         "rannc_event_trace.json",
         min_length=1,
-        json_schema_extra=_PATH,
+        json_schema_extra=_OWN_PATH,
         description="File of trace_events, for Perfetto or chrome://tracing.",
     )
     dump_graph: bool = Field(False, description="Rank 0 writes the captured graph and every stage's graph as text files.")
     dump_graph_prefix: str = Field(
-        "rannc_graph", min_length=1, json_schema_extra=_PATH, description="What the paths of the files of dump_graph begin with."
+        "rannc_graph", min_length=1, json_schema_extra=_OWN_PATH, description="What the paths of the files of dump_graph begin with."
     )
     validate_comm: bool = Field(False, description="Send a checksum with every message and check it where it arrives. Slow.")
     display_comm_value: bool = Field(False, description="Log what is sent and received, on every rank: shape, least, mean, largest. Slow.")
     display_act_value: bool = Field(False, description="Log the outputs of every stage's forward, as display_comm_value does. Slow.")
-    show_config_items: bool = Field(False, description="Log every item with its value and source at start.")
+    show_config_items: bool = Field(False, json_schema_extra=_OWN, description="Log every item with its value and source at start.")
     verbose: bool = Field(False, description="Log what was captured, split, priced, searched and compiled: a line each, with its seconds.")
 
     @property
@@ -285,7 +291,7 @@ def environment_name(item: str) -> str:
 def accepted_values(item: str) -> str:
     """What an item accepts, in words: "an integer, at least 0"."""
     field = Config.model_fields[item]
-    if isinstance(field.json_schema_extra, dict):
+    if isinstance(field.json_schema_extra, dict) and "accepts" in field.json_schema_extra:
         return str(field.json_schema_extra["accepts"])
     annotation = field.annotation
     if get_origin(annotation) is Literal:
@@ -307,13 +313,23 @@ def accepted_values(item: str) -> str:
     return ", ".join(words)
 
 
+def is_own(item: str) -> bool:
+    """Whether an item may have another value on each rank: a path, or what is logged."""
+    extra = Config.model_fields[item].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("own"))
+
+
 def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
     """Raise RanksDifferError for the first item whose value is not the same on all ranks.
+
+    Items that are a rank's own affair (`is_own`) may differ; where rank 0 alone uses one, its value counts.
 
     Args:
         options_by_rank: `Config.model_dump()` of each rank, in rank order.
     """
     for item in Config.model_fields:
+        if is_own(item):
+            continue
         values = [repr(options[item]) for options in options_by_rank]
         if len(set(values)) > 1:
             raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)

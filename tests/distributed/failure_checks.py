@@ -285,9 +285,9 @@ def ranks_differ(context: Context) -> None:
 
 
 def inputs_disagree(context: Context) -> None:
-    """Inputs with different numbers of rows on one rank, after a good step."""
+    """Inputs with different numbers of rows on one rank, after a good step; options that are a rank's own differ."""
     model = context.model()
-    compiled = context.compile(model)
+    compiled = context.compile(model, cache_dir=f"of_rank_{context.rank}")
     good = context.local(context.batch())
     context.entry.loss_of(context.entry.call(compiled, good), good).backward()
     bad = good | {"target": good["target"][:-1]}

@@ -232,6 +232,20 @@ def test_ranks_must_agree() -> None:
     assert caught.value.odd_ranks == (2,)
 
 
+OWN = {"cache_dir", "deployment_file", "graph_profile_file", "dump_graph_prefix", "event_trace_file", "run_file", "show_config_items"}
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_ranks_may_differ_in_what_is_their_own(item: str) -> None:
+    """Paths on disks of their hosts; everything else decides what ranks do together."""
+    other = {**Config().model_dump(), item: OTHER_VALUES[item][0]}
+    if item in OWN:
+        check_same_options([Config().model_dump(), other])
+    else:
+        with pytest.raises(RanksDifferError, match=repr(item)):
+            check_same_options([Config().model_dump(), other])
+
+
 @pytest.mark.parametrize(("value", "budget"), [("auto", None), (0, 0.0), (1, 1.0), (0.25, 0.25), ("0.5", 0.5)])
 def test_recompute_is_a_word_or_a_number(value: object, budget: float | None) -> None:
     assert resolve_config({"recompute": value}, {}).fixed_recompute == budget
