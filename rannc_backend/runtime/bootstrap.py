@@ -31,6 +31,7 @@ from rannc_backend.runtime.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
+from rannc_backend.runtime.host_threads import mask_of, own_mask, take_share
 from rannc_backend.runtime.interpreter_exit import InterpreterExit
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.meeting import Meeting
@@ -44,8 +45,8 @@ from rannc_backend.runtime.transport_nccl import NcclCalls, NcclTransport
 from rannc_backend.runtime.transport_staged import StagedTransport
 from rannc_backend.runtime.world import StartOptions, Transport, World
 
-# (host name, CUDA_VISIBLE_DEVICES, number of devices, place: see shared_memory.py, network and addresses: see meeting.py); a plain list
-# because it travels as JSON.
+# (host name, CUDA_VISIBLE_DEVICES, number of devices, place: see shared_memory.py, network and addresses: see meeting.py, CPUs: see
+# host_threads.py); a plain list because it travels as JSON.
 Seat = list[Any]
 
 _LOG = logging.getLogger(__name__)
@@ -276,6 +277,7 @@ def _finish(
     monitor: LinkMonitor,
 ) -> World:
     """Make the parts that stand on torch.distributed, control and the monitor, which sees them fail."""
+    _share_cores(launch, seats)
     transport = _make_transport(options, launch, device, seats, monitor)
 
     def on_good_end() -> None:
@@ -298,6 +300,13 @@ def _finish(
         runs_behind=device.type == "cuda",
         counts=_HOLDER.counts,
     )
+
+
+def _share_cores(launch: Launch, seats: Sequence[Seat]) -> None:
+    own = seats[launch.rank]
+    words = take_share([mask_of(seat[6]) for seat in seats if seat[0] == own[0]], mask_of(own[6]), os.environ)
+    if words and launch.rank == 0:
+        _LOG.info("%s", words)
 
 
 def _make_transport(options: StartOptions, launch: Launch, device: torch.device, seats: Sequence[Seat], monitor: LinkMonitor) -> Transport:
@@ -403,15 +412,15 @@ def _checked_seat(seat: Any) -> Seat:
     """
     if not isinstance(seat, list) or len(seat) != len(_SEAT_TYPES) or any(type(part) is not kind for part, kind in zip(seat, _SEAT_TYPES)):
         raise LaunchError(f"what a rank tells of itself is {str(seat)[:100]!r}", cure=meetings.STRANGER_CURE)
-    return [*seat[:-1], meetings.checked_addresses(seat[-1])]
+    return [*seat[:5], meetings.checked_addresses(seat[5]), seat[6]]
 
 
 def _own_seat() -> Seat:
     visible, addresses = os.environ.get("CUDA_VISIBLE_DEVICES", ""), meetings.chosen_first(meetings.own_addresses(), os.environ)
-    return [socket.gethostname(), visible, torch.cuda.device_count(), place(), meetings.network(), addresses]
+    return [socket.gethostname(), visible, torch.cuda.device_count(), place(), meetings.network(), addresses, own_mask()]
 
 
-_SEAT_TYPES = (str, str, int, str, str, list)
+_SEAT_TYPES = (str, str, int, str, str, list, str)
 
 
 def _number_on_host(seats: Sequence[Seat], rank: int) -> int:

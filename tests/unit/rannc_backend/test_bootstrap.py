@@ -91,7 +91,7 @@ def test_ranks_that_do_not_start_are_named() -> None:
     assert caught.value.peer == 1
 
 
-SEAT = ["host", "", 0, "place", "network", [["eth0", "10.0.0.1", "255.255.255.0"]]]
+SEAT = ["host", "", 0, "place", "network", [["eth0", "10.0.0.1", "255.255.255.0"]], "ff"]
 
 
 @pytest.mark.parametrize(
