@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
@@ -28,6 +30,7 @@ from torch._subclasses import FakeTensorMode
 from rannc_backend.compile_cache import remove_broken_library, require_own
 from rannc_backend.compile_cuda_graphs import recorder_of
 from rannc_backend.compile_joint import clean_tracing
+from rannc_backend.compile_once import compiled_once, digest_of
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -88,15 +91,23 @@ def _compile(graph_module: fx.GraphModule, *, num_visible: int, is_backward: boo
     # Inductor may choose the strides of the others.
     output.meta["user_visible_output_idxs"] = list(range(num_visible))
     fakes = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    for _ in range(_MOST_BROKEN_LIBRARIES):
-        try:
-            return compile_fx_inner(
-                _copy(graph_module), fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference
-            )
-        except (InductorError, ImportError) as error:  # bare where the graph was in the cache
-            if not remove_broken_library(error):
-                raise
-    raise AssertionError(f"{_MOST_BROKEN_LIBRARIES} libraries in Inductor's cache were broken")
+    with _once(graph_module, f"{num_visible} {is_backward} {is_inference}"):
+        for _ in range(_MOST_BROKEN_LIBRARIES):
+            try:
+                return compile_fx_inner(
+                    _copy(graph_module), fakes, static_input_idxs=(), is_backward=is_backward, is_inference=is_inference
+                )
+            except (InductorError, ImportError) as error:  # bare where the graph was in the cache
+                if not remove_broken_library(error):
+                    raise
+        raise AssertionError(f"{_MOST_BROKEN_LIBRARIES} libraries in Inductor's cache were broken")
+
+
+def _once(graph_module: fx.GraphModule, what: str) -> AbstractContextManager[None]:
+    """Waits for another rank of this host that compiles the same; where nothing is cached, that would be for nothing."""
+    if inductor_config.force_disable_caches or not inductor_config.fx_graph_cache:
+        return contextlib.nullcontext()
+    return compiled_once(Path(cache_dir()), digest_of(graph_module, what))
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:

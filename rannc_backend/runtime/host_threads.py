@@ -29,7 +29,8 @@ class Share:
 
     Attributes:
         num_threads: for operators; whole cores, at least 1.
-        num_compilers: processes that compile; logical CPUs, at least 1.
+        num_compilers: processes that compile; logical CPUs, at least 2 where there are: with 1, Inductor compiles one kernel after the
+            other within the rank, and ranks that wait for its graph leave theirs.
         num_ranks: that run on these cores.
     """
 
@@ -69,7 +70,7 @@ def share_of(masks: Sequence[int], own: int, *, num_cores: int, quota_cpus: floa
     whole = shared * num_cores / len(cpus)
     return Share(
         num_threads=max(1, int(whole + 1e-9)),
-        num_compilers=max(1, min(_MOST_COMPILERS, int(shared + 1e-9))),
+        num_compilers=max(min(2, len(cpus)), min(_MOST_COMPILERS, int(shared + 1e-9))),
         num_ranks=max(1, sum(1 for mask in masks if mask & own)),
     )
 
