@@ -44,3 +44,9 @@ def test_different_operations_do_not_hang_under_torchrun(tmp_path: Path) -> None
 
 def test_one_process_starts_nothing(tmp_path: Path) -> None:
     assert_ok(run_job(tmp_path, 1, "single_worker"), 1)
+
+
+@pytest.mark.full
+def test_ranks_of_a_host_compile_equal_graphs_once(tmp_path: Path) -> None:
+    job = run_job(tmp_path, 2, "runtime_worker", "equal_graphs", limit_seconds=300)
+    assert job.code == 0 and job.output.count("ok ") == 2, job.output[-3000:]

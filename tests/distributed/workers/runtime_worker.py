@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -341,6 +342,26 @@ def reported() -> None:
         sys.stderr.write(f"FAULT_AT {time.time()}\n")
         world.monitor.fail(ValueError("reported, not raised"))
     world.control.barrier()
+
+
+@check
+def equal_graphs() -> None:
+    """Two replicas under Inductor with an empty cache: each graph is compiled once, and the other rank finds it."""
+    from torch import nn
+
+    world = start()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = world.control.broadcast(tempfile.mkdtemp() if world.rank == 0 else None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    expected = model(x).square().mean()
+    compiled = torch.compile(model, backend="rannc", options={"stage_compiler": "inductor", "stage_replicas": "2"})
+    loss = compiled(x[world.rank * 4 : world.rank * 4 + 4]).square().mean()
+    loss.backward()
+    found = torch._dynamo.utils.counters["inductor"]
+    counts = world.control.allgather([found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], float(loss)])
+    assert sum(each[0] for each in counts) == 2 and sum(each[1] for each in counts) == 2, counts
+    assert abs(sum(each[2] for each in counts) / 2 - float(expected)) < 1e-12, counts
 
 
 def main() -> None:
