@@ -8,6 +8,8 @@ What the user did wrong is raised when the compiled model is called, as one of `
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,7 @@ bootstrap.watch_others()
 say_if_unused(os.environ, lambda: bootstrap.started() is not None)
 
 from rannc_backend import capture  # noqa: E402
+from rannc_backend.calibration import cache_directory  # noqa: E402
 from rannc_backend.capture_again import renew_guards  # noqa: E402
 from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
 from rannc_backend.capture_compilation import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
@@ -41,6 +44,8 @@ from rannc_backend.capture_soft_labels import trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import arrive, gated, note_compilation, refuse_wrappers  # noqa: E402
 from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
+from rannc_backend.first_call import FirstCall, memory_of  # noqa: E402
+from rannc_backend.log import setup_logging  # noqa: E402
 from rannc_backend.narrator import log_narrator  # noqa: E402
 from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
 from rannc_backend.runtime.autograd import call_training  # noqa: E402
@@ -51,6 +56,8 @@ from rannc_backend.startup import say_options  # noqa: E402
 
 REGISTRY = SessionRegistry()
 """The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
+
+_FIRST_CALL = FirstCall()
 
 # Before the first trace, which is when these have to be known.
 capture.skip_library_loggers()
@@ -100,6 +107,7 @@ def _compile_or_refuse(
     # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
     world = bootstrap.start(bootstrap.options_of(config))
     world.monitor.phase("capture")
+    _FIRST_CALL.attach(world.monitor.current_phase, memory_of(cache_directory(config), graph_module, world.size, config))
     _check_device(graph_module, example_inputs, world)
     # Something else may have started the job, without these options: load_checkpoint, barrier.
     world.limit_waits(config.step_timeout_seconds)
@@ -120,18 +128,25 @@ def _is_rannc(backend: object) -> bool:
     return backend is rannc
 
 
-trace_modules_of_torch(_is_rannc, gated)
+trace_modules_of_torch(_is_rannc, functools.partial(gated, on_failure=_FIRST_CALL.cancel))
 refuse_wrappers(REGISTRY.has_spread)
 _GIVEN_UP = GivenUpModels(_is_rannc)
 
 
 def _before_compilation() -> None:
     _GIVEN_UP.watch()
+    if bootstrap.leads():
+        # Options of the log that are wrong are told where all options are.
+        with contextlib.suppress(RanncError):
+            setup_logging(0, os.environ)
+        _FIRST_CALL.begin()
     restore_classes(REGISTRY.absent_tensors())
 
 
 def _after_compilation() -> None:
     note_compilation()
+    if not _FIRST_CALL.is_attached:
+        _FIRST_CALL.cancel()
     refuse_again(REGISTRY.absent_tensors())
 
 
@@ -198,6 +213,7 @@ def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGra
             results = current.infer(tensors)
         # Only after success: a failure is told with the phase in which it happened.
         session.world.monitor.phase("between steps")
+        _FIRST_CALL.done()
         return results
 
     session.compiled.add(call)

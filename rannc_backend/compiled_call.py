@@ -69,8 +69,8 @@ def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], Non
     return register_module_module_registration_hook(registered).remove
 
 
-def gated(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled`` behind the gate; Dynamo sees through it as through what it made itself."""
+def gated(compiled: Callable[..., Any], on_failure: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    """``compiled`` behind the gate; Dynamo sees through it as through what it made itself. ``on_failure``: told of calls that raise."""
 
     has_no_operator = False
 
@@ -89,6 +89,7 @@ def gated(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 _refuse_plain_call()
             return result
         except Exception as error:
+            on_failure()
             counts.note_failure(f"call {counts.num_calls}", error)
             world = bootstrap.started()
             if world is not None:

@@ -154,6 +154,14 @@ def _with_sharing(options: StartOptions, environ: MutableMapping[str, str]) -> S
     return replace(options, share_devices=choice)
 
 
+def leads() -> bool:
+    """Whether this is rank 0, or alone, as far as the launcher tells; asked before anything has started."""
+    try:
+        return _find_launch().rank == 0
+    except LaunchError:
+        return False
+
+
 def _find_launch() -> Launch:
     if dist.is_available() and dist.is_initialized():
         return Launch(launcher="user", rank=dist.get_rank(), size=dist.get_world_size())

@@ -66,6 +66,9 @@ class SingleMonitor:
     def phase(self, text: str) -> None:
         self.text = text
 
+    def current_phase(self) -> str:
+        return self.text
+
     def begin_call(self) -> None:
         return
 

@@ -187,6 +187,10 @@ class Monitor(Protocol):
         """Note what this rank is doing, as "step 12, stage 1, micro-batch 3, forward". Costs less than a microsecond."""
         ...
 
+    def current_phase(self) -> str:
+        """The text of this rank's last `phase`."""
+        ...
+
     def begin_call(self) -> None:
         """Count one more call that needs all ranks. Raises RankFailedError when a needed rank has already left."""
         ...
