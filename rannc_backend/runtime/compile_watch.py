@@ -78,7 +78,7 @@ class CompileWatch:
 
     def _who_does_what(self, states: Sequence[RankState], seconds: float) -> list[str]:
         if not states:
-            return [f"{COMPILING}{self._what}; the first time takes long, later runs find most of it in Inductor's cache"]
+            return [f"{COMPILING}{self._what}"]
         lines = [f"rank {state.rank}: {state.phase}" for state in states[:_MOST_LINES]]
         return lines + ([f"and {len(states) - _MOST_LINES} ranks more"] if len(states) > _MOST_LINES else [])
 
