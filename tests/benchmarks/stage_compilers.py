@@ -1,8 +1,8 @@
 """When compiling the stages pays on CPUs: `python tests/benchmarks/stage_compilers.py [--sizes small,middle,large] [--rounds 7]`.
 
 In: nothing. GPT-2s of three sizes (random weights, 8 rows of 128 tokens), one process, one thread. Out: JSON, for each size: seconds of the
-first call with eager stages and with Inductor (an empty cache), the step's median seconds with both, alternating round by round, and after how
-many steps, and how many hours of training, Inductor has given back what it took. The rule in rannc_backend/cost/small_models.py is
+first call with eager stages and with Inductor (an empty cache), the step's median seconds with both, alternating round by round, and after
+how many steps, and how many hours of training, Inductor has given back what it took. The rule in rannc_backend/cost/small_models.py is
 taken from this. Each size runs in a process of its own.
 """
 
