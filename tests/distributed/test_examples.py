@@ -52,6 +52,17 @@ def test_example(
         assert accuracy and float(accuracy[1]) > 0.4, output[-3000:]
 
 
+@pytest.mark.full
+def test_the_first_look_equals_one_process(tmp_path: Path) -> None:
+    """The README's: losses of the planner's plan, of a pipeline of two stages and of one process, and the plan's file."""
+    code, output, _ = run_script(EXAMPLES / "hello_gpt2.py", (), world=2, directory=tmp_path, limit_seconds=LIMIT_SECONDS)
+    assert code == 0, output[-6000:]
+    found = {name: [float(loss) for loss in losses.split()] for name, losses in re.findall(r"(?m)^(\w+ \w+|planned) +([\d. ]+)$", output)}
+    assert sorted(found) == ["one process", "planned", "two stages"], output[-3000:]
+    assert all(len(losses) == 3 and losses == pytest.approx(found["one process"], rel=1e-5) for losses in found.values()), found
+    assert (tmp_path / "plan.json").is_file()
+
+
 def _case(name: str, world: int, *flags: str, check: str = "example") -> Case:
     parameters = {"script": name.split("-")[0], "flags": flags}
     return Case(name=f"example-{name}", world=world, check=check, parameters=parameters, limit_seconds=300.0)
