@@ -140,13 +140,12 @@ class PlanRequest:
             work_floor=costs.work_floor,
         )
 
-    def searched_cluster(self) -> Cluster:
-        """The cluster as the search sees it.
+    def searched(self, cluster: Cluster) -> Cluster:
+        """A cluster as the search sees it.
 
         Where the number of stages is given, messages cost no latency: there are as many of them in every plan, so they would
         only drown the balance of the stages of a small model.
         """
-        cluster = self.cluster
         if self.num_stages is None and self.stage_replicas is None:
             return cluster
         return replace(

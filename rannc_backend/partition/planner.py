@@ -19,23 +19,22 @@ from rannc_backend.cost.small_models import stage_compiler
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import SCHEMA_VERSION, Plan, RowCost, StageCompiler, StageCost, StagePlan
-from rannc_backend.partition.equal_split import even_shares
-from rannc_backend.partition.explanations import alternatives, binding, what_if
-from rannc_backend.partition.plan_parts import block_plans, describe_stage, longest_compute, priced, stage_plans
+from rannc_backend.partition.explanations import alternatives
+from rannc_backend.partition.plan_parts import block_plans, describe_stage, priced, stage_plans
 from rannc_backend.partition.plan_request import PlanRequest, size_text
-from rannc_backend.partition.search_problem import Pricer, SearchProblem, Solution
-from rannc_backend.partition.stage_search import TOLERANCE, SearchResult, StageSearch
+from rannc_backend.partition.search_problem import SearchProblem, Solution
+from rannc_backend.partition.settling import settle
+from rannc_backend.partition.stage_search import SearchResult, StageSearch
+from rannc_backend.partition.what_binds import binding, what_if
 from rannc_backend.progress import Progress
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.side_by_side import side_by_side
 
 logger = logging.getLogger(__name__)
 
-_UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 _MOST_SEARCHES = 4  # with less and less memory, where whole stages need more than their blocks say
 _ROUNDED_UP = 1 + 1e-6
 _NEAR = 0.5  # of the limit
-_AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
 def plan_blocks(
@@ -75,7 +74,7 @@ def plan_blocks(
     if progress is None or not progress.cancelled():
         others, changes = side_by_side(
             lambda: alternatives(request, choice.search, choice.problem, chosen, equal),
-            lambda: what_if(request, choice.problem, chosen),
+            lambda: what_if(request, choice.problem, chosen, choice.result),
         )
     return Plan(
         schema_version=SCHEMA_VERSION,
@@ -121,12 +120,12 @@ def _choose(request: PlanRequest, progress: Progress | None, whole_stages: Whole
     problem = request.problem(costs)
     least = math.inf
     for _ in range(_MOST_SEARCHES):
-        search = StageSearch(replace(problem, cluster=request.searched_cluster()), progress=progress)
+        search = StageSearch(replace(problem, cluster=request.searched(problem.cluster)), progress=progress)
         result = search.run()
         if result.solution is None:
             break
         equal = None if search.equal is None else priced(problem, search.equal)
-        solution = _settle(problem, result.solution, equal)
+        solution = settle(problem, result.solution, equal)
         stages = stage_plans(request.graph, costs, problem, solution)
         ended = progress is not None and progress.cancelled()
         if whole_stages is not None and not ended and (always or _fullest(stages) > _NEAR * request.memory_bytes):
@@ -147,37 +146,6 @@ def _choose(request: PlanRequest, progress: Progress | None, whole_stages: Whole
 
 def _fullest(stages: Sequence[StagePlan]) -> int:
     return max(stage.predicted.peak_bytes for stage in stages)
-
-
-def _settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> Solution:
-    """The plan to take: what was found, priced with latency; of equally fast ones that with the preferred schedule.
-
-    Where the search left latency out, another schedule or number of micro-batches may be faster with it, and so may an equal split.
-    Where the number of stages is given, even shares of the computing are taken in place of a plan that is far from them: with few
-    micro-batches stages only cost messages, and nobody who asks for stages wants one of them to do all the work.
-    """
-    without_latency = problem.num_stages is not None or problem.stage_replicas is not None
-    numbers = problem.micro_batches if without_latency else (found.num_micro_batches,)
-    best: Solution | None = None
-    for schedule in problem.schedules:
-        for number in numbers:
-            other = priced(problem, replace(found, num_micro_batches=number), schedule=schedule)
-            if other is not None and (best is None or other.step_seconds < best.step_seconds * (1 - TOLERANCE)):
-                best = other
-    assert best is not None, "latency does not change what fits"
-    if equal is not None and equal.step_seconds < best.step_seconds * (1 - TOLERANCE):
-        best = equal
-    if not without_latency or best.num_stages == 1:
-        return best
-    even = even_shares(Pricer(problem, best.num_micro_batches, best.schedule), best)
-    if even is None:
-        return best
-    # With one micro-batch every cut takes equally long: then the even one, which also shares out the memory.
-    as_fast = even.step_seconds <= best.step_seconds * (1 + _AS_FAST)
-    unevenness = longest_compute(problem, best) / max(longest_compute(problem, even), 1e-30)
-    if unevenness <= (1 if as_fast else _UNEVEN):
-        return best
-    return even if equal is None or even.step_seconds <= equal.step_seconds else equal
 
 
 def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:

@@ -90,11 +90,6 @@ def search(
     return StageSearch(problem, effort, progress).run()
 
 
-def search_shortly(problem: SearchProblem, start: Solution) -> Solution | None:
-    """A good plan without proof; None if nothing fits. `start`: a plan of another problem with the same blocks, which may fit here."""
-    return StageSearch(problem).run_shortly(start)
-
-
 @dataclass(slots=True, eq=False)
 class StageSearch:
     """One search, which can be asked afterwards for the best plans of other shapes."""
@@ -114,7 +109,10 @@ class StageSearch:
     log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
 
     def run_shortly(self, start: Solution) -> Solution | None:
-        """See `search_shortly`: the better of `start` and the equal splits, improved, and what narrow walks near it find."""
+        """A good plan without proof: the better of `start` and the equal splits, improved, and what narrow walks near it find.
+
+        `start`: a plan of another problem with the same blocks, which may fit here. None if nothing fits.
+        """
         self._try_again(start)
         self._try_equal_splits(self._candidates())
         if self.best is None:

@@ -204,6 +204,16 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "return num_micro_batches if schedule ==", "return 1 if schedule ==",
             unit("cost", "planner"),
         ),
+        (
+            "what-binds-is-what-gains-least", "partition/what_binds.py",
+            "key=lambda change: -gains[change]", "key=lambda change: gains[change]",
+            unit("what_binds"),
+        ),
+        (
+            "links-made-faster-one-way-only", "partition/what_binds.py",
+            "intra_node=replace(cluster.intra_node, bytes_per_second=2 * cluster.intra_node.bytes_per_second),", "",
+            unit("what_binds"),
+        ),
         # configuration
         (
             "options-before-environment", "config_sources.py",

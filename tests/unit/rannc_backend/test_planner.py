@@ -145,7 +145,7 @@ def test_one_process_gets_one_stage_and_one_micro_batch_unless_memory_forces_mor
     tight = make_plan("gpt2", 1, rows=64, mem_limit_gb=0.5 * need / 0.9)
     assert tight.num_stages == 1 and tight.num_micro_batches > 1
     assert tight.stages[0].predicted.peak_bytes <= 0.5 * need * BYTES_PER_GB
-    assert tight.binding.startswith("memory")
+    assert "twice the memory by" in tight.binding and "twice the memory by nothing" not in tight.binding
     assert plan.stages[0].predicted.transfer_seconds == plan.stages[0].predicted.allreduce_seconds == 0
 
 
@@ -282,7 +282,7 @@ def test_memory_decides_how_much_is_recomputed() -> None:
     assert min(stage.recompute for stage in tight.stages) < 1.0
     assert tight.predicted_step_seconds > roomy.predicted_step_seconds
     assert max(stage.predicted.peak_bytes for stage in tight.stages) <= 0.6 * need * BYTES_PER_GB
-    assert tight.what_if[0].predicted_step_seconds == pytest.approx(roomy.predicted_step_seconds, rel=1e-3)
+    assert tight.what_if[1].predicted_step_seconds == pytest.approx(roomy.predicted_step_seconds, rel=1e-3)
 
 
 # All that a stage receives counts as kept: too much for a small stage that keeps none of it, never too little.

@@ -18,7 +18,7 @@ from rannc_backend.partition.quick_bounds import quick_bounds
 from rannc_backend.partition.search_problem import Pricer, SearchProblem, WorkFloor, plans_step_seconds
 from rannc_backend.partition.stage_bounds import Cell, Shapes
 from rannc_backend.partition.stage_moves import honours
-from rannc_backend.partition.stage_search import Effort, StageSearch, search, search_shortly
+from rannc_backend.partition.stage_search import Effort, StageSearch, search
 from rannc_backend.progress import Cancellation
 from tests.unit.rannc_backend.block_lines import random_line
 from tests.unit.rannc_backend.made_up_clusters import local_cpu
@@ -199,10 +199,10 @@ def test_an_interrupted_search_gives_the_best_so_far_and_proves_little() -> None
 def test_a_plan_of_another_problem_is_begun_from_only_where_it_fits() -> None:
     problem = layered_problem(12, 6, 60.0)
     best = search(problem)
-    assert search_shortly(problem, best.solution).step_seconds <= best.solution.step_seconds * (1 + 1e-9)
+    assert StageSearch(problem).run_shortly(best.solution).step_seconds <= best.solution.step_seconds * (1 + 1e-9)
     smaller = replace(problem, cluster=replace(problem.cluster, num_devices=1))
-    assert sum(search_shortly(smaller, best.solution).replicas) == 1
-    assert search_shortly(replace(problem, memory_bytes=0.01), best.solution) is None
+    assert sum(StageSearch(smaller).run_shortly(best.solution).replicas) == 1
+    assert StageSearch(replace(problem, memory_bytes=0.01)).run_shortly(best.solution) is None
 
 
 def heavy_head(weight: float) -> SearchProblem:
