@@ -4,12 +4,13 @@ In: marks (`meter.HostClock`, `meter.DeviceClock`), begun all-reduces, steps of 
 
 Terms. A *track* is a row of the picture: step, compute, send, receive, reduction. A *slice* is a named interval on a track. A *flight*
 is something under way beside the actions: a message from its post to its wait, an all-reduce; flights of one track may overlap.
+An *arrow* leads from the send of a message to the wait that receives it; each of the two ranks knows its own end.
 The oldest steps are forgotten when there are more than `most_marks` marks.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rannc_backend.ir.action import Action, ActionKind, Program
+from rannc_backend.ir.action import SEND_KINDS, WAIT_KINDS, Action, ActionKind, Program
 from rannc_backend.runtime.buckets import GradientBuckets, Ranks, StartReduce, Waitable
 from rannc_backend.runtime.clock_offsets import ClockOffsets
 from rannc_backend.runtime.meter import DeviceClock, HostClock, StepRecord
+from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.world import World
 
 MOST_MARKS = 100_000
@@ -50,8 +52,19 @@ _POSTS = frozenset(_FLIGHTS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arrow:
+    """One end of a message from one rank to another, or to itself. ``message`` is the same text at both ends, and no other's."""
+
+    message: str
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A named interval: ``begin`` and ``end`` in seconds. ``flight``: it may overlap others of its track."""
+    """A named interval: ``begin`` and ``end`` in seconds. ``flight``: it may overlap others of its track.
+
+    ``arrows``: those that begin with the slice, or that end with it.
+    """
 
     name: str
     track: str
@@ -60,6 +73,7 @@ class Slice:
     step: int
     micro_batch: int = -1
     flight: bool = False
+    arrows: tuple[Arrow, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,6 +81,8 @@ class _TracedStep:
     number: int
     kind: str
     record: StepRecord
+    rows: RowTable
+    place: int  # among the steps of all models, the same on all ranks
 
 
 @dataclass(slots=True)
@@ -102,7 +118,7 @@ class EventTrace:
     def __post_init__(self) -> None:
         self._clock = DeviceClock() if self.world.device.type == "cuda" else HostClock()
 
-    def begin(self, record: StepRecord | None, number: int, kind: str, num_rows: int, num_micro_batches: int) -> StepRecord:
+    def begin(self, record: StepRecord | None, number: int, kind: str, rows: RowTable) -> StepRecord:
         """A step begins, on all ranks: its record, a new one where the meter has none. Collective."""
         self._forget()
         self._num_steps += 1
@@ -110,12 +126,12 @@ class EventTrace:
         if self.world.size > 1 and (self._num_steps & (self._num_steps - 1) == 0 or self._num_steps % 256 == 0):
             self.offsets.measure(self.world)
         if record is None:
-            record = StepRecord(num_rows=num_rows, num_micro_batches=num_micro_batches, mark=self._clock.mark)
+            record = StepRecord(num_rows=rows.global_rows, num_micro_batches=rows.num_micro_batches, mark=self._clock.mark)
             record.start()
         if self._anchor is None:
             self._anchor = self._clock.anchor()
             self.watch_optimizers()
-        self._steps.append(_TracedStep(number, kind, record))
+        self._steps.append(_TracedStep(number, kind, record, rows, self._num_steps))
         return record
 
     def _forget(self) -> None:
@@ -180,7 +196,7 @@ class EventTrace:
             while singles and singles[0].step < step.number:
                 yield _single_slice(singles.popleft(), seconds)
             seconds.move_on(step.record.spans[0][0])
-            yield from _step_slices(step, seconds)
+            yield from _step_slices(step, seconds, self.world.rank)
         for single in singles:
             yield _single_slice(single, seconds)
 
@@ -224,7 +240,7 @@ def _single_slice(single: _Single, seconds: _Seconds) -> Slice:
     )
 
 
-def _step_slices(step: _TracedStep, seconds: _Seconds) -> Iterator[Slice]:
+def _step_slices(step: _TracedStep, seconds: _Seconds, rank: int) -> Iterator[Slice]:
     programs = [(program, [seconds.of(mark) for mark in list(marks)]) for program, marks in list(step.record.programs)]
     last = max((times[-1] for _, times in programs if times), default=0.0)
     for span in step.record.spans:
@@ -232,14 +248,40 @@ def _step_slices(step: _TracedStep, seconds: _Seconds) -> Iterator[Slice]:
         # A step that failed, or that has no backward, has no end of its own.
         end = seconds.of(span[1]) if len(span) > 1 else max(begin, last)
         yield Slice(name=f"{step.kind} {step.number}", track="step", begin=begin, end=end, step=step.number)
+    arrows = _Arrows(step, rank)
     for program, times in programs:
-        yield from _program_slices(program, times, step.number)
+        yield from _program_slices(program, times, step.number, arrows)
 
 
-def _program_slices(program: Program, times: Sequence[float], number: int) -> Iterator[Slice]:
+class _Arrows:
+    """Names the messages of one step's actions, as both ends do."""
+
+    def __init__(self, step: _TracedStep, rank: int) -> None:
+        self._step, self._rank = step, rank
+        self._seen: Counter[str] = Counter()  # a step that runs again sends again
+
+    def of(self, action: Action) -> tuple[Arrow, ...]:
+        """One for each rank that the action sends to, or has received from: none where it has no rows."""
+        begins = action.kind in SEND_KINDS
+        if not begins and action.kind not in WAIT_KINDS:
+            return ()
+        found = []
+        for piece in self._step.rows.pieces(action.stage, action.peer, self._rank, action.micro_batch):
+            ends = (self._rank, piece.peer) if begins else (piece.peer, self._rank)
+            name = f"step {self._step.place}, {action.channel}, micro-batch {action.micro_batch}, rank {ends[0]} to {ends[1]}"
+            key = f"{'to' if begins else 'from'} {name}"
+            found.append(Arrow(message=f"{name}, run {self._seen[key]}", begins=begins))
+            self._seen[key] += 1
+        return tuple(found)
+
+
+def _program_slices(program: Program, times: Sequence[float], number: int, arrows: _Arrows) -> Iterator[Slice]:
     posted: dict[tuple[ActionKind, str, int], float] = {}
     for action, begin, end in zip(program, times, times[1:], strict=False):
-        yield _action_slice(action, begin, end, number)
+        track = _TRACK_OF.get(action.kind, "compute")
+        yield Slice(
+            name=str(action), track=track, begin=begin, end=end, step=number, micro_batch=action.micro_batch, arrows=arrows.of(action)
+        )
         if action.kind in _POSTS:
             posted[action.kind, str(action.channel), action.micro_batch] = end
         elif action.kind in _FLIGHTS:
@@ -253,8 +295,3 @@ def _program_slices(program: Program, times: Sequence[float], number: int) -> It
                 micro_batch=action.micro_batch,
                 flight=True,
             )
-
-
-def _action_slice(action: Action, begin: float, end: float, step: int) -> Slice:
-    track = _TRACK_OF.get(action.kind, "compute")
-    return Slice(name=str(action), track=track, begin=begin, end=end, step=step, micro_batch=action.micro_batch)

@@ -161,7 +161,7 @@ class GraphRuntime:
             scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
         self.counter.number += 1
         if self.trace is not None:
-            record = self.trace.begin(record, self.counter.number, kind, rows.global_rows, rows.num_micro_batches)
+            record = self.trace.begin(record, self.counter.number, kind, rows)
         return StepState(
             number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training, record=record
         )

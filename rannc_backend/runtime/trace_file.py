@@ -1,23 +1,26 @@
 """The event trace as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: one part per rank, then all ranks in one.
 
 In: `EventTrace`s. Out: JSON of the Trace Event Format: a process per rank, a thread per track, "X" events for slices, "b" and "e" for
-flights; microseconds of rank 0's clock. A part is such a file itself, so that what ranks wrote before a job failed can be opened.
+flights, "s" and "f" for the two ends of an arrow; microseconds of rank 0's clock. A part is such a file itself, so that what ranks wrote
+before a job failed can be opened.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rannc_backend.runtime.event_trace import TRACKS, EventTrace, Slice
+from rannc_backend.runtime.event_trace import TRACKS, Arrow, EventTrace, Slice
 from rannc_backend.runtime.monitor import LinkMonitor
 from rannc_backend.runtime.world import World
 from rannc_backend.user_files import UserFile, names_in, read_text, require_writable, write_text
@@ -28,6 +31,8 @@ _TRACKS_OF_A_RANK = 100
 _END_LIMIT_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 _MOST_PART_BYTES = 2**32
+_ARROW = "message"  # the category of arrows, and of nothing else
+_ROUNDING_MICROSECONDS = 0.001
 _FIRST, _LAST = '"traceEvents":[\n', "\n]}\n"
 
 
@@ -77,16 +82,23 @@ def write_part(trace: EventTrace) -> None:
 
 
 def merge(trace: EventTrace, ranks: Sequence[int]) -> None:
-    """On rank 0: one file of the parts of ``ranks``, which are removed."""
+    """On rank 0: one file of the parts of ``ranks``, which are removed. Arrows with one end forgotten or not there are left out."""
     lines: list[str] = []
     details: list[dict[str, Any]] = []
     for rank in ranks:
         head, _, rest = read_text(trace_file(part_path(trace.file, rank)), _MOST_PART_BYTES).partition(_FIRST)
         details += json.loads(f"{head.rstrip().rstrip(',')}}}")["otherData"]["ranks"]
         lines += rest.removesuffix(_LAST).split(",\n")
-    _write(Path(trace.file), lines, details)
+    _write(Path(trace.file), _without_half_arrows(lines), details)
     for rank in ranks:
         part_path(trace.file, rank).unlink(missing_ok=True)
+
+
+def _without_half_arrows(lines: Sequence[str]) -> list[str]:
+    mark = f'"cat":"{_ARROW}"'
+    identities = [json.loads(line)["id"] if mark in line else "" for line in lines]
+    num_ends = Counter(identities)
+    return [line for line, identity in zip(lines, identities, strict=True) if not identity or num_ends[identity] == 2]
 
 
 def remove_parts(file: str) -> None:
@@ -148,9 +160,19 @@ def _slice_events(trace: EventTrace, item: Slice, number: int) -> list[dict[str,
     event = {"name": item.name, "cat": item.track, "pid": trace.world.rank, "tid": _track_id(trace.world.rank, item.track), "ts": begin}
     event["args"] = {"step": item.step} | ({"micro_batch": item.micro_batch} if item.micro_batch >= 0 else {})
     if not item.flight:
-        return [event | {"ph": "X", "dur": round(max(0.0, end - begin), 3)}]
+        arrows = [event | _arrow(arrow, begin, end) for arrow in item.arrows]
+        return [event | {"ph": "X", "dur": round(max(0.0, end - begin), 3)}, *arrows]
     own = {"cat": f"{item.track} under way", "id": f"{trace.world.rank}-{number}"}
     return [event | own | {"ph": "b"}, event | own | {"ph": "e", "ts": max(begin, end)}]
+
+
+def _arrow(arrow: Arrow, begin: float, end: float) -> dict[str, Any]:
+    """Its end in a slice: a viewer ties it to the slice that is there at its time. Identities are hexadecimal, as Perfetto reads them."""
+    identity = hashlib.blake2b(arrow.message.encode(), digest_size=8).hexdigest()
+    own = {"name": _ARROW, "cat": _ARROW, "id": f"0x{identity}"}
+    if arrow.begins:
+        return own | {"ph": "s"}
+    return own | {"ph": "f", "bp": "e", "ts": max(begin, round(end - _ROUNDING_MICROSECONDS, 3))}
 
 
 def _write(path: Path, lines: Sequence[str], details: Sequence[dict[str, Any]]) -> None:

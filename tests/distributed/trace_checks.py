@@ -6,6 +6,7 @@ In: a context. Out: findings. Every function is collective: all ranks make the s
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 import rannc_backend
 from rannc_backend.backend import REGISTRY
+from rannc_backend.ir.action import Action
 from tests.distributed.harness.context import Context
-from tests.trace_format import findings
+from tests.trace_format import arrows, findings
 
 
 def every_rank_is_traced(context: Context) -> None:
@@ -65,6 +67,7 @@ def _compare(context: Context, trace: Any, programs_by_rank: list[list[list[str]
             context.findings.that(own in possible, f"rank {rank} did {own} in step {step}")
             optimizers = [e["name"] for e in slices[rank, step] if e["name"].startswith("optimizer")]
             context.findings.that(optimizers == ["optimizer step (SGD)"] * (step < 4), f"rank {rank}, step {step}: {optimizers}")
+    _compare_arrows(context, trace)
     error = sum(details["clock_error_microseconds"] for details in trace["otherData"]["ranks"])
     for (rank, step), events in slices.items():
         for event in events:
@@ -76,3 +79,19 @@ def _compare(context: Context, trace: Any, programs_by_rank: list[list[list[str]
     reductions = [e for e in trace["traceEvents"] if e["ph"] == "b" and e["cat"] == "reduction under way"]
     replicas = max(int(number) for number in context.case.replicas.split(","))
     context.findings.that(bool(reductions) == (replicas > 1), f"{len(reductions)} all-reduces with {replicas} replicas")
+
+
+def _compare_arrows(context: Context, trace: Any) -> None:
+    """Every wait of a rank that gets rows has an arrow, and each one comes from the send that it waits for, in the same step."""
+    found = arrows(trace)
+    for sent, received in found:
+        counterpart = str(Action.parse(received["name"]).counterpart)
+        right = (sent["name"], sent["args"]["step"]) == (counterpart, received["args"]["step"])
+        context.findings.that(right, f"an arrow from {sent} to {received}")
+        context.findings.that(sent["ts"] <= received["ts"] + received["dur"], f"an arrow back in time, from {sent} to {received}")
+    waits = [event for event in trace["traceEvents"] if event["ph"] == "X" and re.match(r"[\dIO]+W[FB]", event["name"])]
+    reached = {(event["pid"], event["ts"], event["name"]) for _, event in found}
+    missing = [event for event in waits if (event["pid"], event["ts"], event["name"]) not in reached]
+    # In this model every rank of a stage has rows of every micro-batch; what belongs to the batch's owners may have none.
+    missing = [event for event in missing if "I" not in event["name"] and "O" not in event["name"]]
+    context.findings.that(bool(found) and not missing, f"{len(found)} arrows; none leads to {missing[:3]}")

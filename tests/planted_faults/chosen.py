@@ -197,6 +197,13 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "last_end + costs.allreduce / costs.num_buckets", "last_end",
             unit("schedule_simulator"),
         ),
+        # event trace
+        (
+            "arrow-from-the-rank-that-receives", "runtime/event_trace.py",
+            "if begins else (piece.peer, self._rank)", "if begins else (self._rank, piece.peer)",
+            unit("event_trace_arrows"),
+        ),
+        ("arrows-of-a-second-run", "runtime/event_trace.py", "self._seen[key] += 1", "pass", unit("event_trace_arrows")),
         # planner
         ("ring-of-one-step-too-many", "cost/transfer.py", "2 * (num_ranks - 1)", "2 * num_ranks", unit("cost")),
         (

@@ -20,6 +20,7 @@ from rannc_backend.ir.action import parse_programs
 from rannc_backend.runtime import bootstrap, trace_file
 from rannc_backend.runtime.clock_offsets import ClockOffsets, Offset, offset_of
 from rannc_backend.runtime.event_trace import EventTrace
+from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.trace_file import begin_trace, merge, part_path, write_at_exit, write_part
 from rannc_backend.runtime.world import World
@@ -41,12 +42,17 @@ def traces() -> Iterator[list[EventTrace]]:
         trace.close()
 
 
+def rows_of(size: int) -> RowTable:
+    """Stage 0 on all ranks, stage 1 on rank 0."""
+    return RowTable(local_rows=(1,) * size, num_micro_batches=1, stage_ranks=(tuple(range(size)), (0,)))
+
+
 def run(trace: EventTrace, num_steps: int, num_marks: int = len(PROGRAM) + 1) -> None:
     """Steps as the executor runs them; the last may break off early."""
     for number in range(1, num_steps + 1):
         # Clocks are measured over a real control plane in the distributed tests.
         own, trace.world = trace.world, replace(trace.world, size=1)
-        record = trace.begin(None, number, "training step", 4, 1)
+        record = trace.begin(None, number, "training step", rows_of(own.size))
         trace.world = own
         marks = record.marks_of(PROGRAM)
         marks += [record.mark() for _ in range(num_marks if number == num_steps else len(PROGRAM) + 1)]
