@@ -32,10 +32,11 @@ _SMALLEST_PART = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """The micro-batch in its rectangle; `x` is the middle."""
+    """The micro-batch in its rectangle; `x` is the middle, `kind` what the rectangle is."""
 
     x: float
     text: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def _row(stage: StageSimulation, y: float, start: float, end: float, number_widt
 
     boxes = [(span.kind, place(span.start), place(span.end)) for span in spans]
     numbers = tuple(
-        Number(x=round((left + right) / 2, 1), text=str(span.micro_batch))
+        Number(x=round((left + right) / 2, 1), text=str(span.micro_batch), kind=kind)
         for span, (kind, left, right) in zip(spans, boxes, strict=True)
         if kind != "allreduce" and right - left >= number_width
     )

@@ -5,6 +5,7 @@ In: a `Plan`. Out: the text of the page. What the template gets are plain number
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -22,6 +23,7 @@ from rannc_backend.report.tables import (
     shape_text,
     sorted_alternatives,
 )
+from rannc_backend.report.terms import meaning
 from rannc_backend.report.words import (
     change_text,
     count_text,
@@ -30,7 +32,6 @@ from rannc_backend.report.words import (
     printable,
     ranges_text,
     rate_text,
-    replicas_text,
     seconds_text,
     size_text,
     stages_text,
@@ -49,7 +50,7 @@ _MEMORY_NAMES = ("weights", "gradients", "optimizer state", "activations", "buff
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A piece of a bar: a CSS class, percent of the bar's length, what a pointer shows."""
+    """A piece of a bar: a CSS class, which says its colour and its pattern, percent of the bar's length, what a pointer shows."""
 
     kind: str
     percent: float
@@ -71,7 +72,7 @@ class StageView:
     memory: str
     memory_share: str
     memory_bar: tuple[Segment, ...]
-    memory_facts: str
+    memory_facts: tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ def plan_page(plan: Plan, simulation: PlanSimulation | None = None) -> str:
     environment = Environment(
         loader=DictLoader(sources), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.globals |= {"meaning": meaning, "number": itertools.count(1).__next__}
     style = Markup((folder / "plan.css").read_text(encoding="utf-8"))  # our own file
     return environment.get_template("plan.html").render(style=style, **_context(plan, simulation))
 
@@ -106,7 +108,7 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
         "title": printable(plan.model_name) or "model",
         "shape": shape_text(plan),
         "tiles": _tiles(plan),
-        "binding": printable(plan.binding),
+        **dict(zip(("binding", "gains", "slowest"), _binding(plan), strict=True)),
         "drawings": () if simulation is None else timeline_drawings(simulation),
         "hues": [hue(stage.index) for stage in plan.stages],
         "ranks": [_ranks_label(stage) for stage in plan.stages],
@@ -126,28 +128,36 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
     }
 
 
+def _binding(plan: Plan) -> tuple[str, str, str]:
+    """What binds, what would gain how much, and what is slowest; "" for what a plan of an earlier version does not say."""
+    before, found, slowest = printable(plan.binding).rpartition("; slowest: ")
+    name, colon, gains = before.partition(": ") if found else (slowest, "", "")
+    return (name, gains, slowest if found else "")
+
+
 def hue(stage: int) -> float:
     """Colour of a stage, degrees."""
     return round((_FIRST_HUE + stage * _HUE_STEP) % 360, 1)
 
 
-def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
-    """Name, value and a remark of the figures on top."""
+def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Name, value and a remark of the figures on top, and the term that explains the remark, if one does."""
     most = max(stage.predicted.peak_bytes for stage in plan.stages)
     limit = plan.memory_limit_bytes
     idle = plan.world_size - sum(plan.stage_replicas)
     step = plan.predicted_step_seconds
     tiles = [
-        ("step", seconds_text(step), proof_text(plan)),
-        ("stages", str(plan.num_stages), f"{replicas_text(plan.stage_replicas)} ranks{f', {idle} idle' if idle else ''}"),
-        ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')}, {plan.schedule}"),
-        ("stages run by", plan.stage_compiler, ""),
-        ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks"),
-        ("peak memory", size_text(most), f"{percent_text(most / limit)} of the limit" if limit else "no limit"),
+        ("step", seconds_text(step), proof_text(plan), "proof"),
+        ("stages", str(plan.num_stages), f"{stages_text(plan.stage_replicas)}{f', {idle} idle' if idle else ''}", ""),
+        ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')} in all", ""),
+        ("schedule", plan.schedule, "", ""),
+        ("stages run by", plan.stage_compiler, "", ""),
+        ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
+        ("peak memory", size_text(most), f"{percent_text(most / limit)} of the limit" if limit else "no limit", ""),
     ]
     if plan.equal_split_seconds is not None and step > 0:
         speedup = plan.equal_split_seconds / step
-        tiles.append(("against equal stages", f"{speedup:.2f} x", f"they take {seconds_text(plan.equal_split_seconds)}"))
+        tiles.append(("against equal stages", f"{speedup:.2f} x", f"they take {seconds_text(plan.equal_split_seconds)}", ""))
     return tiles
 
 
@@ -203,7 +213,7 @@ def _stage_views(plan: Plan) -> list[StageView]:
                     Segment(kind=part, percent=round(100 * value / scale, 2), title=f"{name} {size_text(value)}")
                     for part, name, value in sizes
                 ),
-                memory_facts=", ".join(f"{name} {size_text(value)}" for _, name, value in sizes if value),
+                memory_facts=tuple((name, size_text(value)) for _, name, value in sizes if value),
             )
         )
     return views
@@ -270,15 +280,16 @@ def _alternatives(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _what_if(plan: Plan) -> list[dict[str, str]]:
-    rows = []
+def _what_if(plan: Plan) -> list[dict[str, Any]]:
+    rows, step = [], plan.predicted_step_seconds
     for item in plan.what_if:
         seconds = item.predicted_step_seconds
-        change = "no plan fits" if seconds is None else change_text(plan.predicted_step_seconds, seconds)
+        change = "no plan fits" if seconds is None else change_text(step, seconds)
         rows.append(
             {
                 "change": printable(item.change),
                 "effect": change,
+                "percent": 0.0 if seconds is None or not step else round(100 * min(abs(seconds / step - 1), 1.0), 1),
                 "tone": "same" if change == "same" else "better" if change.startswith("-") else "worse",
                 "plan": "" if seconds is None else f"{seconds_text(seconds)} with {stages_text(item.stage_replicas)}",
             }

@@ -35,6 +35,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
+        self.tips: list[str] = []
+        self._is_tip = False
         self.feed(text)
         self.close()
 
@@ -42,6 +44,7 @@ class Page(HTMLParser):
         names = [name for name, _ in attrs]
         assert len(set(names)) == len(names), f"<{tag}> has an attribute twice"
         self.tags.append((tag, dict(attrs)))
+        self._is_tip = ("class", "tip") in attrs
         if tag not in VOID:
             self.open.append(tag)
 
@@ -51,9 +54,11 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
         self.open.pop()
+        self._is_tip = False
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        """Tooltips apart: they are shown for a pointer or a key only."""
+        (self.tips if self._is_tip else self.texts).append(data)
 
     @property
     def text(self) -> str:
@@ -80,7 +85,7 @@ def test_the_page_holds_every_figure() -> None:
     plan = sample_plan(recompute=[0.5, 1, 1, 1], idle_ranks=1)
     text = plan_page(plan)
     page = checked(text)
-    assert text.startswith("<!doctype html>") and "url(" not in text and "@import" not in text
+    assert text.startswith("<!doctype html>") and not re.search(r"url\((?!#p-)", text) and "@import" not in text
     for stage in plan.stages:
         cost = stage.predicted
         assert f"forward {seconds_text(cost.forward_seconds)} backward {seconds_text(cost.backward_seconds)}" in page.text
@@ -110,9 +115,9 @@ def test_the_timeline_is_drawn_with_every_stage_and_number() -> None:
     assert labels == [f"stage {index}" for index in range(4)]
     groups = svg.findall(".//s:g", names)
     for group in groups:
-        numbers = [int(item.text or "") for item in group.findall("s:text[@class='number']", names)]
-        assert sorted(numbers) == sorted([*range(8), *range(8)])
         for kind in ("forward", "backward"):
+            numbers = [int(item.text or "") for item in group.findall(f"s:text[@class='number on-{kind}']", names)]
+            assert sorted(numbers) == [*range(8)]
             (path,) = group.findall(f"s:path[@class='{kind}']", names)
             assert path.get("d", "").count("M") == 8
     width = float(svg.get("viewBox", "").split()[2])
@@ -173,6 +178,14 @@ def test_a_plan_for_a_thousand_ranks_stays_tame() -> None:
         assert sum(item.get("class") == "label" for item in svg.iter()) == MOST_ROWS
     assert f"{64 - MOST_ROWS} more stages" in page.text and f"{64 - SHOWN_STAGES} more stages" in page.text
     assert text.count('<span class="chip">') == 2 * 64
+
+
+def test_what_binds_is_the_headline() -> None:
+    gains = "links: twice the link speed would shorten the step by 12 %, one more device by 2.0 %; slowest: transfers of stage 1 (a; b)"
+    text = re.sub(r"\s+", " ", plan_page(replaced(sample_plan(), binding=gains)))
+    assert '<p class="headline">links</p> <p>twice the link speed would shorten the step by 12 %, one more device by 2.0 %</p>' in text
+    assert "Slowest: transfers of stage 1 (a; b)." in text
+    assert 'class="headline"' not in plan_page(replaced(sample_plan(), binding="compute of stage 0: of an older version"))
 
 
 def test_numbers_without_room_are_shown_in_parts_of_the_step() -> None:
