@@ -33,7 +33,7 @@ test: $(READY) ## all tests but those for GPUs and the full matrix
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest tests/distributed tests/unit tests/test_architecture.py -n 2 --no-loadscope-reorder \
 	$(PYTEST_ARGS) </dev/null
 
-test-full: $(READY) ## all tests, with the whole matrix of models, stages, replicas and micro-batches
+test-full: $(READY) ## all tests, with the whole matrix of models and plans, and the page in a browser (chromium, chromium-driver)
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null
 
 test-faults: $(READY) ## plant faults in copies of the package: the tests must notice (FAULTS_ARGS="--only rows", "--tenth COMMIT", "--help")

@@ -221,6 +221,9 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "intra_node=replace(cluster.intra_node, bytes_per_second=2 * cluster.intra_node.bytes_per_second),", "",
             unit("what_binds"),
         ),
+        # page
+        ("tooltip-of-the-shortest-term", "report/terms.py", "range(len(words), 0, -1)", "range(1, len(words) + 1)", unit("page_terms")),
+        ("terms-not-reached-by-key", "report/page.py", '"meaning": meaning, ', '"meaning": str, ', unit("page_terms")),
         # configuration
         (
             "options-before-environment", "config_sources.py",
