@@ -19,13 +19,14 @@ from pathlib import Path
 
 from torch import fx
 
+from rannc_backend.user_files import LOCKABLE_FILE
+
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 600.0
 """For a process that compiles the same; after that this one compiles too."""
 _PERIOD_SECONDS = 0.02
 _LOCKS = "rannc_locks"
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
 
 
 def digest_of(graph_module: fx.GraphModule, what: str) -> str:
@@ -56,7 +57,7 @@ def compiled_once(cache: Path, digest: str, *, wait_seconds: float = WAIT_SECOND
 def _open(folder: Path, digest: str) -> int | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(folder / digest, _FLAGS, 0o600)
+        return os.open(folder / digest, LOCKABLE_FILE, 0o600)
     except OSError as error:
         logger.debug("no lock in %s: %s", folder, error.strerror)
         return None

@@ -27,7 +27,10 @@ _KINDS = (
 )
 _READING, _WRITING = "cannot read the", "cannot write the"
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+"""Flags of `os.open` for a file that must not be there yet."""
+LOCKABLE_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | getattr(os, "O_NOFOLLOW", 0)
+"""Flags for a file that several processes lock; never a link, and never waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ def write_text(file: UserFile, text: str | Iterable[str]) -> None:
     temporary = os.path.join(os.path.dirname(target), f".rannc-{secrets.token_hex(8)}.tmp")
     try:
         with _told(file, _WRITING):
-            with os.fdopen(os.open(temporary, _WRITE, 0o666), "wb") as opened:
+            with os.fdopen(os.open(temporary, NEW_FILE, 0o666), "wb") as opened:
                 for piece in (text,) if isinstance(text, str) else text:
                     opened.write(piece.encode("utf-8", errors="backslashreplace"))
                 with suppress(FileNotFoundError):

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from rannc_backend.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
 from rannc_backend.errors import CheckpointFileError, CheckpointNotFoundError, RanncError
-from rannc_backend.user_files import UserFile, kind_of, names_in, read_bytes
+from rannc_backend.user_files import NEW_FILE, UserFile, kind_of, names_in, read_bytes
 
 _NAME = re.compile(r"step-(?P<step>[0-9]{8,})(?:-(?P<attempt>[0-9]+))?")
 _TEMPORARY = re.compile(r"\.step-[0-9-]+\.tmp-[0-9a-f]+")
@@ -71,7 +71,7 @@ class Disk:
 
 def _create(path: Path) -> int:
     """A new file with the mode that the user's umask gives; never one that is there, nor one that a link leads to."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return os.open(path, NEW_FILE, 0o666)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

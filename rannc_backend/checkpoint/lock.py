@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rannc_backend.errors import CheckpointWriteError
-from rannc_backend.user_files import UserFile, make_directory
+from rannc_backend.user_files import LOCKABLE_FILE, UserFile, make_directory
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ _CURE = "give a directory that all ranks can reach, with room enough."
 
 def _lock(path: Path) -> int:
     """Open and lock the directory's lock file; gives its descriptor, which holds the lock."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(path / LOCK_FILE, flags, 0o666)
+    descriptor = os.open(path / LOCK_FILE, LOCKABLE_FILE, 0o666)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
