@@ -282,6 +282,7 @@ OWN_FILES = {
     "checkpoint/reader.py",  # safetensors, looked at before
     "checkpoint/saving.py",
     "compile_cache.py",  # libraries of Inductor's cache
+    "compile_once.py",  # locks in Inductor's cache
     "cost/cluster_file.py",  # shipped descriptions
     "doctor.py",
     "doctor_job.py",  # a folder of its own
