@@ -224,7 +224,26 @@ CHOSEN: tuple[Fault, ...] = tuple(
         # page
         ("tooltip-of-the-shortest-term", "report/terms.py", "range(len(words), 0, -1)", "range(1, len(words) + 1)", unit("page_terms")),
         ("terms-not-reached-by-key", "report/page.py", '"meaning": meaning, ', '"meaning": str, ', unit("page_terms")),
+        # first call
+        (
+            "stages-compiled-against-the-plan", "deployment.py",
+            "compiler = self.plan.stage_compiler", 'compiler = "inductor"',
+            unit("small_models"),
+        ),
+        ("small-models-on-gpus-too", "cost/small_models.py", 'kind == "cpu" and ', "", unit("small_models")),
+        ("graphs-compiled-by-all-at-once", "compile_once.py", "fcntl.LOCK_EX |", "fcntl.LOCK_SH |", unit("compile_once")),
+        (
+            "cores-not-shared", "runtime/host_threads.py",
+            "mask >> cpu & 1 for mask in masks", "mask >> cpu & 1 for mask in masks[:1]",
+            unit("host_threads"),
+        ),
+        (
+            "threads-of-the-user-changed", "runtime/host_threads.py",
+            "any(name in environ for name in _CHOSEN_BY) or", "",
+            unit("host_threads"),
+        ),
         # configuration
+        ("any-option-may-differ", "config.py", 'bool(extra.get("own"))', "True", unit("config")),
         (
             "options-before-environment", "config_sources.py",
             '(options or {}).items()', '{k: v for k, v in (options or {}).items() if k not in values}.items()',
