@@ -1,6 +1,6 @@
 """`rannc doctor`: whether training can run here, and what to mend.
 
-In: this host. Out: a table, or JSON; exit code 1 where there is a problem. Starts two ranks itself, unless told not to.
+In: this host. Out: a table, or JSON; exit code 1 where there is a problem. Starts ranks itself, unless told not to.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import rannc_backend
-from rannc_backend.doctor import Finding, find_devices, host_findings
-from rannc_backend.doctor_ranks import launch_command, rank_environment, rank_findings, run_job
+from rannc_backend.doctor.findings import Finding
+from rannc_backend.doctor.host import find_devices, host_findings
+from rannc_backend.doctor.ranks import launch_command, rank_environment, rank_findings, run_job
 
 EXIT_PROBLEM = 1
 _PIPED_COLUMNS = 140
@@ -30,11 +31,12 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    ranks: Annotated[bool, typer.Option("--ranks/--no-ranks", help="Start two ranks: messages, all-reduce, abort.")] = True,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="Most seconds for each of the two jobs of two ranks.")] = 120.0,
+    ranks: Annotated[bool, typer.Option("--ranks/--no-ranks", help="Start ranks: connections, messages, abort, a training step.")] = True,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Most seconds for each of the three jobs of ranks.")] = 120.0,
+    launch: Annotated[str, typer.Option("--launch", help="How to start ranks, as 'mpirun -np 2 -hosts a,b' or 'srun -N 2 -n 2'.")] = "",
 ) -> None:
     """Look at versions, devices, environment, memory and limits, try two ranks, and say what is wrong and how to mend it."""
-    findings = list(_shown(_all_findings(os.environ, ranks=ranks, limit_seconds=limit), quiet=as_json))
+    findings = list(_shown(_all_findings(os.environ, ranks=ranks, limit_seconds=limit, launch=launch), quiet=as_json))
     if as_json:
         typer.echo(json.dumps(findings_json(findings), indent=2))
     else:
@@ -69,11 +71,15 @@ def print_findings(findings: Sequence[Finding], console: Console | None = None) 
     console.print("training can run here." if not problems else f"{problems} problem{'s' if problems > 1 else ''} to mend.")
 
 
-def _all_findings(environ: Mapping[str, str], *, ranks: bool, limit_seconds: float) -> Iterator[Finding]:
-    yield from host_findings(environ)
-    if ranks:
-        command = launch_command(shutil.which("mpirun", path=environ.get("PATH")))
-        child = rank_environment(environ, num_devices=len(find_devices().names))
+def _all_findings(environ: Mapping[str, str], *, ranks: bool, limit_seconds: float, launch: str = "") -> Iterator[Finding]:
+    command = launch_command(shutil.which("mpirun", path=environ.get("PATH")), launch)
+    found = []
+    for finding in host_findings(environ):
+        found.append(finding)
+        yield finding
+    # Without torch there is no rank.
+    if ranks and not any(finding.name == "torch" and finding.status == "problem" for finding in found):
+        child = rank_environment(environ, num_devices=2 if launch else len(find_devices().names))
         yield from rank_findings(lambda task: run_job(task, command, child, limit_seconds=limit_seconds))
 
 

@@ -271,3 +271,11 @@ def store_of_environment(environ: Mapping[str, str], *, size: int, limit: Any) -
             with contextlib.suppress(OSError):
                 return store_at(address, int(port), is_master=True, size=size, limit=limit)
     return None
+
+
+def store_of_agent(environ: Mapping[str, str], *, rank: int, size: int, limit: Any) -> Any | None:
+    """The store that torchrun has made; None where there is none, as one made here would take the port that the job's own needs."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=limit)))
+    return store

@@ -10,7 +10,7 @@ import pytest
 
 from rannc_backend.cli import main
 from rannc_backend.disabled_compile import disabling_variables, warn_if_disabled
-from rannc_backend.doctor import check_compile
+from rannc_backend.doctor.host import check_compile
 
 _SCRIPT = """
 import sys, torch

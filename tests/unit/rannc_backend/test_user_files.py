@@ -284,9 +284,10 @@ OWN_FILES = {
     "compile_cache.py",  # libraries of Inductor's cache
     "compile_once.py",  # locks in Inductor's cache
     "cost/cluster_file.py",  # shipped descriptions
-    "doctor.py",
-    "doctor_job.py",  # a folder of its own
-    "doctor_ranks.py",
+    "doctor/findings.py",
+    "doctor/host.py",
+    "doctor/job.py",  # a folder of its own
+    "doctor/ranks.py",
     "report/page.py",  # shipped templates
     "side_by_side.py",  # pipes
     "stage_values.py",  # torch.load and safetensors, looked at before

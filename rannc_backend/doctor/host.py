@@ -1,52 +1,39 @@
 """`rannc doctor` on this host, without starting a rank: versions, devices, environment, memory, limits.
 
 In: versions, numbers and texts of the system, each passed in, so that tests can fake them. Out: a `Finding` for each check: what was
-found, whether it is good, and how to mend it. `host_findings` reads the system and makes them all. With ranks: doctor_ranks.py.
+found, whether it is good, and how to mend it. `host_findings` reads the system and makes them all. With ranks: ranks.py.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
 
 from rannc_backend.config_sources import configuration_directory, resolve
 from rannc_backend.disabled_compile import disabling_variables, shown_variables
+from rannc_backend.doctor.findings import Finding, package_version, read_text
+from rannc_backend.doctor.gpus import find_gpu_use
+from rannc_backend.doctor.mpi import find_mpi
+from rannc_backend.doctor.platforms import check_platform, check_python, check_torch, import_torch
 from rannc_backend.errors import BYTES_PER_GB, RanncError
 from rannc_backend.log import LOGGING_FILE
 from rannc_backend.log_file import logging_file
 from rannc_backend.runtime.launch import find_launch
 from rannc_backend.toml_lines import read_toml
-from rannc_backend.torch_version import NEWEST, OLDEST
 
-Status = Literal["ok", "warning", "problem"]
-_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 10), (3, 13)
 _LEAST_TEMPORARY_BYTES = 2**30
 _LEAST_SHARED_BYTES = 2**28  # NCCL and MPI keep buffers of their ranks there; containers have 64 MB if nobody asks for more
 _LEAST_FILES = 1024  # every rank holds connections to others, and a file for each compiled kernel
 _LEAST_LOCKED_BYTES = 2**30
-_FAMILIES = (("Open MPI", r"open ?mpi|open-mpi|openrte|prrte"), ("Intel MPI", r"intel"), ("MPICH", r"mpich|hydra"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One check. `cure`: what to do about it; "" where there is nothing to do."""
-
-    name: str
-    status: Status
-    text: str
-    cure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +49,14 @@ class Devices:
 def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Every check of this host, in the order in which they are read."""
     devices = find_devices()
-    mpirun = shutil.which("mpirun", path=environ.get("PATH"))
+    yield check_platform(platform.system(), platform.machine())
     yield check_python(sys.version_info[:3])
-    yield check_torch(package_version("torch"))
+    yield check_torch(package_version("torch"), *import_torch())
     yield check_devices(devices, driver_files=[str(path) for path in Path("/dev").glob("nvidia[0-9]*")])
+    yield find_gpu_use(environ, num_devices=len(devices.names))
     yield check_triton(package_version("triton"), num_devices=len(devices.names))
     yield check_nccl(devices)
-    yield check_mpi(mpirun, mpirun_version(said_by([mpirun, "--version"])) if mpirun else "", package_version("mpi4py"), mpi_library())
+    yield from find_mpi(environ)
     yield check_optional("transformers", package_version("transformers"))
     yield check_compile(environ)
     yield check_launch(environ)
@@ -81,30 +69,6 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield check_cores(len(os.sched_getaffinity(0)), quota_cores(), environ.get("OMP_NUM_THREADS"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband=any_entry("/sys/class/infiniband"))
-
-
-def check_python(found: Sequence[int]) -> Finding:
-    """Whether this Python is one that the package runs on."""
-    text = f"{'.'.join(map(str, found))} ({platform.python_implementation()}, {sys.executable})"
-    if not _OLDEST_PYTHON <= tuple(found[:2]) <= _NEWEST_PYTHON:
-        oldest, newest = (".".join(map(str, number)) for number in (_OLDEST_PYTHON, _NEWEST_PYTHON))
-        return Finding(name="Python", status="problem", text=text, cure=f"use Python {oldest} to {newest}.")
-    return Finding(name="Python", status="ok", text=text)
-
-
-def check_torch(found: str | None) -> Finding:
-    """Whether this torch is one that the package runs on."""
-    tried = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-    match = re.match(r"(\d+)\.(\d+)", found or "")
-    if found is None or match is None:
-        return Finding(name="torch", status="problem", text="not installed", cure=f"install torch {tried}.")
-    numbers = (int(match[1]), int(match[2]))
-    if numbers < OLDEST:
-        return Finding(name="torch", status="problem", text=f"{found} is too old", cure=f"install torch {tried}.")
-    if numbers > NEWEST:
-        cure = f"if it fails, use torch {tried}."
-        return Finding(name="torch", status="warning", text=f"{found} is newer than what has been tried", cure=cure)
-    return Finding(name="torch", status="ok", text=found)
 
 
 def check_devices(devices: Devices, *, driver_files: Sequence[str]) -> Finding:
@@ -135,25 +99,6 @@ def check_nccl(devices: Devices) -> Finding:
     if len(devices.names) > 1 and devices.nccl is None:
         return Finding(name="NCCL", status="problem", text="this torch has none", cure="install torch built for CUDA, which brings it.")
     return Finding(name="NCCL", status="ok", text=devices.nccl or "none; messages between CPUs go over gloo")
-
-
-def check_mpi(mpirun: str | None, mpirun_version: str, mpi4py: str | None, library: str) -> Finding:
-    """Whether the launcher and the library that ranks load are of one MPI. `library`: what mpi4py says it is, or why it fails."""
-    if mpirun is None:
-        text = "no mpirun in PATH; ranks can be started with torchrun"
-        return Finding(name="MPI", status="warning", text=text, cure="install an MPI, as with `pip install rannc-backend[mpi]`.")
-    if mpi4py is None:
-        text = f"{mpirun} ({mpirun_version}), but no mpi4py: its ranks cannot find each other"
-        return Finding(name="MPI", status="problem", text=text, cure="install mpi4py, or start ranks with torchrun.")
-    launched, loaded = mpi_family(mpirun_version), mpi_family(library)
-    text = f"{mpirun} ({mpirun_version}), mpi4py {mpi4py} over {library}"
-    if loaded is None:
-        cure = "put the library of this MPI on LD_LIBRARY_PATH, or install one with `pip install rannc-backend[mpi]`."
-        return Finding(name="MPI", status="problem", text=f"{mpirun} ({mpirun_version}); mpi4py {mpi4py} fails: {library}", cure=cure)
-    if launched is not None and launched != loaded:
-        cure = f"put the mpirun of {loaded} first in PATH: with this one every rank believes to be alone."
-        return Finding(name="MPI", status="problem", text=text, cure=cure)
-    return Finding(name="MPI", status="ok", text=text)
 
 
 def check_optional(name: str, found: str | None) -> Finding:
@@ -284,19 +229,11 @@ def check_locked_memory(limit: int, *, has_infiniband: bool) -> Finding:
     return Finding(name="locked memory", status="ok", text=text)
 
 
-def package_version(name: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def find_devices() -> Devices:
     """What torch sees; nothing where there is no torch."""
     try:
         import torch
-    except ImportError:
+    except Exception:  # `check_torch` tells
         return Devices()
     if not torch.cuda.is_available():
         return Devices(cuda=torch.version.cuda)
@@ -307,37 +244,6 @@ def find_devices() -> Devices:
         cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())),
     )
-
-
-def mpi_family(text: str) -> str | None:
-    """Whose MPI a version text is of; None if it says none."""
-    return next((family for family, pattern in _FAMILIES if re.search(pattern, text, re.IGNORECASE)), None)
-
-
-def mpi_library() -> str:
-    """What library mpi4py loads, or why it fails. In a process of its own: a wrong library may end it."""
-    return said_by([sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"]).splitlines()[0]
-
-
-def mpirun_version(said: str) -> str:
-    """ "Open MPI 5.0.11" or "Hydra 5.0.2", from what mpirun --version says; its first line if it is another one."""
-    hydra = re.search(r"HYDRA build details:\s*Version:\s*(\S+)", said)
-    open_mpi = re.search(r"\((Open MPI|OpenRTE|PRRTE)\) (\S+)", said)
-    if hydra is not None:
-        return f"Hydra {hydra[1]}"
-    return f"{open_mpi[1]} {open_mpi[2]}" if open_mpi is not None else said.splitlines()[0]
-
-
-def said_by(command: Sequence[str], limit_seconds: float = 60.0) -> str:
-    """What a command prints, or the last line of its error; never empty. Blanks are single."""
-    try:
-        # In a session of its own: whatever MPI starts there must not get this terminal's signals.
-        result = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, start_new_session=True)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    text = result.stdout.split("\0")[0] if result.returncode == 0 else "".join(result.stderr.strip().splitlines()[-1:])
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    return "\n".join(line for line in lines if line) or f"exit code {result.returncode} and no word"
 
 
 def memory_limit_bytes() -> int | None:
@@ -358,14 +264,6 @@ def quota_cores() -> float | None:
     """Cores that the control group allows; None for all."""
     fields = read_text("/sys/fs/cgroup/cpu.max").split()
     return int(fields[0]) / int(fields[1]) if len(fields) == 2 and fields[0].isdecimal() else None
-
-
-def read_text(path: str) -> str:
-    """A file's text; "" if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def any_entry(path: str) -> bool:
