@@ -23,6 +23,8 @@ import rannc_backend
 from rannc_backend.doctor.findings import Finding
 from rannc_backend.doctor.host import find_devices, host_findings
 from rannc_backend.doctor.ranks import launch_command, rank_environment, rank_findings, run_job
+from rannc_backend.doctor.report import report_file, write_report
+from rannc_backend.user_files import require_writable
 
 EXIT_PROBLEM = 1
 _PIPED_COLUMNS = 140
@@ -33,14 +35,21 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ranks: Annotated[bool, typer.Option("--ranks/--no-ranks", help="Start ranks: connections, messages, abort, a training step.")] = True,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Most seconds for each of the three jobs of ranks.")] = 120.0,
+    report: Annotated[str, typer.Option("--report", help="Write all that a maintainer needs into this file (.json: as JSON).")] = "",
     launch: Annotated[str, typer.Option("--launch", help="How to start ranks, as 'mpirun -np 2 -hosts a,b' or 'srun -N 2 -n 2'.")] = "",
 ) -> None:
     """Look at versions, devices, environment, memory and limits, try two ranks, and say what is wrong and how to mend it."""
+    if report:
+        require_writable(report_file(report))
     findings = list(_shown(_all_findings(os.environ, ranks=ranks, limit_seconds=limit, launch=launch), quiet=as_json))
     if as_json:
         typer.echo(json.dumps(findings_json(findings), indent=2))
     else:
         print_findings(findings)
+    if report:
+        write_report(report, findings, os.environ)
+        told = f"report: {report}; what looks secret is left out, but read it before you send it to anybody."
+        Console(stderr=True, soft_wrap=True).print(told, markup=False, highlight=False)
     raise typer.Exit(exit_code(findings))
 
 

@@ -77,6 +77,13 @@ def read_beginning(file: UserFile, num_bytes: int) -> bytes:
         return opened.read(num_bytes)
 
 
+def read_end(file: UserFile, num_bytes: int) -> bytes:
+    """The last bytes of a file that must be there. Raises what ``file.error`` makes."""
+    with _opened(file) as opened:
+        opened.seek(max(0, os.fstat(opened.fileno()).st_size - num_bytes))
+        return opened.read(num_bytes)
+
+
 def read_text(file: UserFile, most_bytes: int) -> str:
     """As `read_bytes`, of a file that must be UTF-8 text."""
     try:

@@ -254,5 +254,17 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "raise UnknownOptionError(variable, valid=names, source=\"environment\")", "continue",
             unit("config_sources"),
         ),
+        # the doctor
+        ("secret-values-stay", "doctor/redaction.py", "text = text.replace(value, LEFT_OUT)", "pass", unit("doctor_report")),
+        (
+            "wrong-step-passes", "doctor/answers.py",
+            "if not answer[\"difference\"] <= _TOLERANCE:", "if answer[\"difference\"] > _TOLERANCE:",
+            unit("doctor"),
+        ),
+        (
+            "failed-connections-forgotten", "doctor/connections.py",
+            "for each in gather(own)", "for each in gather(own)[:0]",
+            unit("doctor_connections"),
+        ),
     )
 )
