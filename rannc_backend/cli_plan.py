@@ -162,7 +162,7 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     full = DTYPES.get(name, name)
     if full not in DTYPES.values():
         expected = "one of " + ", ".join([*DTYPES, *DTYPES.values()])
-        raise OptionValueError("--dtype", value=name, source="command line", expected=expected)
+        raise OptionValueError("--dtype", value=name, source="command line", expected=expected, choices=[*DTYPES, *DTYPES.values()])
     return getattr(torch, full)
 
 

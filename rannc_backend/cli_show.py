@@ -108,7 +108,7 @@ def _schedule(name: str | None, plan: Plan) -> ScheduleName:
     found = next((known for known in SCHEDULES if known == name), None)
     if found is None:
         expected = f"one of {', '.join(SCHEDULES)}"
-        raise OptionValueError("--schedule", value=name, source="command line", expected=expected)
+        raise OptionValueError("--schedule", value=name, source="command line", expected=expected, choices=SCHEDULES)
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -146,6 +147,14 @@ def accepted_by(item: str) -> str:
     return RETIRED[item].accepts if item in RETIRED else accepted_values(item)
 
 
+def choices_of(item: str) -> list[str]:
+    """The names that an item, retired or not, accepts, if it has a number of them."""
+    annotation: object = RETIRED[item].type if item in RETIRED else Config.model_fields[item].annotation
+    if annotation is bool:
+        return ["true", "false"]
+    return [str(choice) for choice in get_args(annotation) if isinstance(choice, str)]
+
+
 def option_from_text(text: str) -> tuple[str, object]:
     """An item and its value, for `resolve_config`, from "pipeline_num=4" as the command line gives it.
 
@@ -201,4 +210,4 @@ def _checked(values: Mapping[str, object], sources: Mapping[str, str]) -> Config
 
 
 def _bad_value(item: str, value: object, source: str) -> OptionValueError:
-    return OptionValueError(item, value=value, source=source, expected=accepted_by(item))
+    return OptionValueError(item, value=value, source=source, expected=accepted_by(item), choices=choices_of(item))

@@ -48,7 +48,7 @@ def setup_logging(rank: int, environ: Mapping[str, str]) -> None:
     level = LEVELS.get((requested or "info").strip().lower())
     if level is None:
         names = ", ".join(repr(name) for name in LEVELS)
-        raise OptionValueError("log_level", value=requested, source="environment RANNC_LOG_LEVEL", expected=names)
+        raise OptionValueError("log_level", value=requested, source="environment RANNC_LOG_LEVEL", expected=names, choices=LEVELS)
     if any(_is_of_torch(handler) for handler in logger.handlers):
         return  # TORCH_LOGS names the package: its handler and its levels are what was asked for
     directory = configuration_directory(environ)

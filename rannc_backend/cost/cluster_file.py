@@ -265,7 +265,10 @@ def _file_error(file: str, values: Mapping[str, Any], errors: Sequence[Any]) -> 
     first = errors[0]
     key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     if first["type"] == "extra_forbidden":
-        cure = f"leave it out; {_keys_at(first['loc'][:-1])}."
+        keys = _keys_at(first["loc"][:-1])
+        near = did_you_mean(nearest(str(first["loc"][-1]), keys))
+        known = f"the keys here are {', '.join(keys)}" if keys else "a number is plain or { value = ..., source = ... }"
+        cure = f"{near}Leave it out otherwise; {known}." if near else f"leave it out; {known}."
         return ClusterFileError(file, key=key, problem="is not a key of a description", cure=cure)
     if first["type"] == "missing":
         return ClusterFileError(file, key=key, problem="is missing", cure="add it; docs/planning.md lists the keys.")
@@ -281,14 +284,12 @@ def _expected(error: Any) -> str:
     return f"{text[:1].lower()}{text[1:]}"
 
 
-def _keys_at(location: Sequence[Any]) -> str:
+def _keys_at(location: Sequence[Any]) -> list[str]:
     model: Any = _ClusterTable
     for part in location:
         field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
         model = field.annotation if field is not None else None
-    if not hasattr(model, "model_fields"):
-        return "a number is plain or { value = ..., source = ... }"
-    return f"the keys here are {', '.join(model.model_fields)}"
+    return list(getattr(model, "model_fields", ()))
 
 
 def read_cluster(path: Path, num_devices: int) -> Cluster:

@@ -6,6 +6,7 @@ import difflib
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]torch[/\\]|<frozen |<string>")
@@ -14,19 +15,24 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class RanncError(RuntimeError):
-    """Base of all errors of this package.
+    """Base of all errors of this package. Every text is the cause, then the place, then the cure.
 
     Args:
-        problem: what is wrong, with the numbers and names that matter.
-        cure: what the user can change; printed on a line of its own.
-        location: place in the user's source, as `user_location` gives it.
+        problem: the cause: what is wrong, with the numbers and names that matter.
+        cure: what the user can change; printed on a line of its own. "": the class's own.
+        location: the place, as a line of the user's source that `user_location` gives, or a rank; printed on a line of its own.
+        place: a place that stands in the problem already, as a file or the source of an option.
     """
 
-    def __init__(self, problem: str, *, cure: str = "", location: str = "") -> None:
+    default_cure: ClassVar[str] = "report this, with the file that `rannc doctor --report FILE` writes."
+    """What helps where whoever raises the error knows nothing better."""
+
+    def __init__(self, problem: str, *, cure: str = "", location: str = "", place: str = "") -> None:
         self.problem = problem
-        self.cure = cure
+        self.cure = cure or self.default_cure
         self.location = location
-        super().__init__(_text(problem, cure, location))
+        self.place = location or place
+        super().__init__(_text(problem, self.cure, location))
 
     def __reduce__(self) -> tuple[Callable[..., RanncError], tuple[type[RanncError], str, dict[str, object]]]:
         # Subclasses take keyword arguments of their own, so the default way (cls(*args)) could not rebuild them.
@@ -45,6 +51,8 @@ def _text(problem: str, cure: str, location: str) -> str:
 class UserInputError(RanncError, ValueError):
     """Something that the user passed in is wrong: an option, a model, a batch, a plan."""
 
+    default_cure = "see what the documentation of the call says, and give it something else."
+
 
 def restore(cls: type[RanncError], text: str, members: dict[str, object]) -> RanncError:
     """An error of a class with this text and these attributes; its own constructor is passed over."""
@@ -62,7 +70,7 @@ def error_about(cls: type[RanncError], file: str, problem: str, *, cure: str = "
 
 def located(error: RanncError, location: str) -> RanncError:
     """The same error, with its cause, at a place in the user's source."""
-    members = {**error.__dict__, "location": location}
+    members = {**error.__dict__, "location": location, "place": location}
     other = restore(type(error), _text(error.problem, error.cure, location), members)
     if error.__cause__ is not None:
         other.__cause__ = error.__cause__
@@ -71,7 +79,7 @@ def located(error: RanncError, location: str) -> RanncError:
 
 def rebuild_error(class_name: str, text: str) -> RanncError:
     """The error of another rank, from its class name and text: same class, same words."""
-    return restore(class_named(class_name) or RanncError, text, {"problem": text, "cure": "", "location": ""})
+    return restore(class_named(class_name) or RanncError, text, {"problem": text, "cure": "", "location": "", "place": ""})
 
 
 def class_named(name: str) -> type[RanncError] | None:

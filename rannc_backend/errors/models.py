@@ -10,6 +10,8 @@ from rannc_backend.errors.base import RanncError, UserInputError, ranks_text, sh
 class ModelError(UserInputError):
     """Base of the refusals of a model, or of the inputs that it is called with; `location` is the line that caused it."""
 
+    default_cure = "write the line in another way, or take it out of the compiled model."
+
 
 class UnsupportedModelError(ModelError):
     """The model does something for which the exactness of the results could not be kept."""

@@ -14,18 +14,21 @@ class UnknownOptionError(UserInputError):
         near = nearest(name, sorted(valid))
         self.name = name
         self.nearest = near[0] if near else None
-        super().__init__(f"unknown option {shown(name)} (from {source})", cure=f"{did_you_mean(near)}`rannc config` prints every option.")
+        cure = f"{did_you_mean(near)}`rannc config` prints every option."
+        super().__init__(f"unknown option {shown(name)} (from {source})", cure=cure, place=source)
 
 
 class OptionValueError(UserInputError):
-    """An option has a value outside of what it accepts."""
+    """An option has a value outside of what it accepts. `choices`: the names among them, of which the nearest are told."""
 
-    def __init__(self, item: str, *, value: object, source: str, expected: str) -> None:
+    def __init__(self, item: str, *, value: object, source: str, expected: str, choices: Iterable[str] = ()) -> None:
         self.item = item
         self.value = value
+        near = nearest(value.strip(), choices) if isinstance(value, str) else []
         super().__init__(
             f"option {item!r} has the bad value {shown(value)} (from {source})",
-            cure=f"give {item} {expected}.",
+            cure=f"{did_you_mean(near)}{'G' if near else 'g'}ive {item} {expected}.",
+            place=source,
         )
 
 
@@ -34,7 +37,7 @@ class ConfigurationFileError(UserInputError):
 
     def __init__(self, file: str, *, problem: str, cure: str) -> None:
         self.file = file
-        super().__init__(f"{file} {problem}", cure=cure)
+        super().__init__(f"{file} {problem}", cure=cure, place=file)
 
 
 class UnknownModuleError(UserInputError):
@@ -47,8 +50,11 @@ class UnknownModuleError(UserInputError):
         super().__init__(
             f"option {option!r} names {name!r}, but no module of that name computes anything from the batch",
             cure=f"{did_you_mean(near)}Names are as model.named_modules() gives them.",
+            place=f"option {option!r}",
         )
 
 
 class StagePinError(UserInputError):
     """What the options stage_starts, keep_together and stage_pins ask for cannot be had together."""
+
+    default_cure = "change one of these options, or leave it out."

@@ -10,17 +10,25 @@ BYTES_PER_GB = 1024**3
 class FactoryError(UserInputError):
     """The function that makes a model to plan cannot be found, fails, or returns something else."""
 
+    default_cure = "see that the file can be imported by itself, and that the function returns (model, args, kwargs)."
+
 
 class BlocksFileError(UserInputError):
     """A file of blocks to plan with cannot be read, or was made under other options."""
+
+    default_cure = "save the blocks again with `rannc plan --save-blocks`."
 
 
 class PlanError(UserInputError):
     """A plan cannot be read, or does not fit this model, world size or version."""
 
+    default_cure = "plan again, with save_deployment=True, for this model, release and number of ranks."
+
 
 class ProfileError(UserInputError):
     """A file of measured prices cannot be read or is not one, or measuring was asked for where nothing can be measured."""
+
+    default_cure = "name the file of an earlier run (profile_file, run_file), or leave the option out."
 
 
 class ClusterFileError(UserInputError):
@@ -30,7 +38,7 @@ class ClusterFileError(UserInputError):
         self.file = file
         self.key = key
         where = f": {key}" if key else ""
-        super().__init__(f"cluster {clip(file)}{where} {problem}", cure=cure)
+        super().__init__(f"cluster {clip(file)}{where} {problem}", cure=cure, place=f"{clip(file)}{where}")
 
 
 class InfeasiblePlanError(UserInputError):
@@ -42,6 +50,8 @@ class InfeasiblePlanError(UserInputError):
         smallest_num_devices: smallest number of devices with which a plan exists; None if unknown.
         smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is none.
     """
+
+    default_cure = "give more devices or more memory (RANNC_MEM_LIMIT_GB), smaller batches, or fewer wishes (stage_starts, replica_num)."
 
     def __init__(
         self,
@@ -71,9 +81,12 @@ class InfeasiblePlanError(UserInputError):
 class ScheduleError(RanncError):
     """A program of actions could hang, mixes up messages or leaks a buffer. Names the action, as `2F0`."""
 
+    default_cure = "report this with the plan and the programs that print_program=True logs; another schedule or pipeline_num may do."
+
     def __init__(self, problem: str, *, action: str = "", rank: int | None = None) -> None:
         self.action = action
         self.rank = rank
         place = "" if rank is None else f"rank {rank}: "
         subject = f"action {action}: " if action else ""
-        super().__init__(f"{place}{subject}{problem}")
+        # The action is the subject of the sentence.
+        super().__init__(f"{place}{subject}{problem}", place=f"{place}{subject}".removesuffix(": "))

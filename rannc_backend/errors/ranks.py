@@ -53,9 +53,16 @@ class OutOfStepError(RanksDifferError):
 class LaunchError(RanncError):
     """The ranks could not find each other, or the launcher's environment contradicts itself."""
 
+    default_cure = "run `rannc doctor` on the hosts of the job, and start the script with mpirun or torchrun as README.md shows."
+
 
 class CommunicationError(RanncError):
     """A message or a collective did not arrive in time, or its connection broke."""
+
+    default_cure = (
+        "see what the other rank printed before, and whether it still runs; run `rannc doctor --launch ...` over the same hosts; if it "
+        "only needs longer, set step_timeout_seconds (RANNC_STEP_TIMEOUT_SECONDS) to more."
+    )
 
     def __init__(
         self,
@@ -75,15 +82,17 @@ class CommunicationError(RanncError):
         place = _place(rank, stage, micro_batch)
         with_peer = "" if peer is None else f", with rank {peer}"
         limit = "" if limit_seconds is None else f" (limit {limit_seconds:g} s)"
-        super().__init__(f"{place}{with_peer}: {problem}{limit}", cure=cure)
+        super().__init__(f"{problem}{limit}", cure=cure, location=f"{place}{with_peer}")
 
 
 class RankFailedError(RanncError):
     """Another rank has ended, and so this one ends too."""
 
+    default_cure = "mend what that rank says of itself; its last lines are above."
+
     def __init__(self, *, rank: int, cause: str, stage: int | None = None, micro_batch: int | None = None) -> None:
         self.rank = rank
-        super().__init__(f"{_place(rank, stage, micro_batch)} failed: {cause}")
+        super().__init__(f"rank {rank} failed: {cause}", location=_place(rank, stage, micro_batch))
 
 
 def failure_of_rank(rank: int, class_name: str, text: str) -> RanncError:
@@ -92,7 +101,7 @@ def failure_of_rank(rank: int, class_name: str, text: str) -> RanncError:
     Its ``failed_rank`` tells the rank.
     """
     named = f"rank {rank} failed in this call: {text if text.startswith(class_name) else f'{class_name}: {text}'}"
-    members = {"problem": named, "cure": "", "location": "", "failed_rank": rank}
+    members = {"problem": named, "cure": "", "location": "", "place": f"rank {rank}", "failed_rank": rank}
     if (own := class_named(class_name)) is not None:
         return restore(own, named, members)
     cls = getattr(builtins, class_name, None)

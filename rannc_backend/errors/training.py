@@ -55,3 +55,5 @@ class ShardingOptimizerError(UserInputError):
 
 class PartialStateError(UserInputError):
     """The state of an optimizer lacks parameters that the optimizer has state for, or that other ranks own."""
+
+    default_cure = "save and load optimizer states on all ranks, or use save_checkpoint and load_checkpoint."

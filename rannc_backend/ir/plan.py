@@ -309,13 +309,13 @@ def check_against(
     """
     if plan.world_size != world_size:
         raise PlanError(
-            f"the plan is for {plan.world_size} ranks and this run has {world_size}; "
-            f"start {plan.world_size} processes or plan again for {world_size}"
+            f"the plan is for {plan.world_size} ranks and this run has {world_size}",
+            cure=f"start {plan.world_size} processes or plan again for {world_size}.",
         )
     if plan.fingerprint != fingerprint:
         raise PlanError(
-            f"the plan is for another graph: its fingerprint is {plan.fingerprint[:16]}..., the model's is {fingerprint[:16]}...; "
-            "the model, its configuration, train/eval mode or input shapes differ from those that were planned; plan again"
+            f"the plan is for another graph: its fingerprint is {plan.fingerprint[:16]}..., the model's is {fingerprint[:16]}...",
+            cure="plan again: the model, its configuration, train/eval mode or input shapes differ from those that were planned.",
         )
     if parameters is not None:
         placed = {name for stage in plan.stages for name in stage.parameters}
@@ -329,5 +329,6 @@ def check_against(
         if worst.predicted.peak_bytes > device_memory_bytes:
             raise PlanError(
                 f"stage {worst.index} of the plan needs {worst.predicted.peak_bytes} bytes and a device of this run has "
-                f"{device_memory_bytes}; plan again for these devices"
+                f"{device_memory_bytes}",
+                cure="plan again for these devices.",
             )

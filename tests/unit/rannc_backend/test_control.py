@@ -132,7 +132,8 @@ def state(rank: int, num_calls: int, silent_seconds: float = 0.1) -> RankState:
 def test_who_is_behind_is_named_and_who_is_ahead_is_not() -> None:
     error = missing_ranks_error("sizes", rank=0, states=[state(0, 7), state(1, 7), state(2, 6), state(3, 8)], limit_seconds=9)
     assert error.peer == 2
-    assert str(error) == "rank 0, with rank 2: sizes: rank 2 has not arrived (it is in: phase 2) (limit 9 s)"
+    cause, place, cure = str(error).splitlines()
+    assert cause == "sizes: rank 2 has not arrived (it is in: phase 2) (limit 9 s)" and place == "  at rank 0, with rank 2" and cure
 
 
 def test_a_frozen_rank_is_named_first() -> None:

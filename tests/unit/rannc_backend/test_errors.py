@@ -10,6 +10,7 @@ import pytest
 
 from rannc_backend import errors
 from rannc_backend.config import Config
+from rannc_backend.config_sources import choices_of, resolve
 from rannc_backend.errors import (
     BatchMixedError,
     BlocksFileError,
@@ -101,9 +102,12 @@ EXAMPLES = [
     (LaunchError("no launcher found", cure="use mpirun"), ["no launcher", "mpirun"]),
     (
         CommunicationError("no message", rank=1, peer=2, stage=0, micro_batch=3, limit_seconds=600.0),
-        ["rank 1, stage 0, micro-batch 3, with rank 2", "limit 600 s"],
+        ["no message (limit 600 s)", "at rank 1, stage 0, micro-batch 3, with rank 2", "rannc doctor --launch"],
     ),
-    (RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"), ["rank 0, stage 0, micro-batch 0", "signal 9"]),
+    (
+        RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"),
+        ["rank 0 failed: killed by signal 9", "at rank 0, stage 0, micro-batch 0"],
+    ),
     (OutputNotAvailableError("logits"), ["'logits'", '"outputs": "all"']),
     (ReleasedParameterError("wte.weight", owners=(0, 3), use="norm"), ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict"]),
     (InternalError("KeyError: 'x'", location="m.py:3, in forward"), ["in rannc_backend itself", "KeyError: 'x'", "m.py:3", "report"]),
@@ -140,6 +144,43 @@ def test_errors_travel_between_processes(error: RanncError, words: list[str]) ->
 def test_every_error_class_has_an_example() -> None:
     classes = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, RanncError)}
     assert classes - {RanncError, UserInputError, ModelError} == {type(error) for error, _ in EXAMPLES}
+
+
+@pytest.mark.parametrize(("error", "words"), EXAMPLES, ids=IDS)
+def test_cause_place_and_cure_are_said_in_this_order(error: RanncError, words: list[str]) -> None:
+    text = str(error)
+    assert error.problem and error.cure and text.startswith(error.problem) and text.endswith(f"\n  What to change: {error.cure}")
+    assert error.place in text.removesuffix(error.cure)
+    if error.location:
+        assert text == f"{error.problem}\n  at {error.place}\n  What to change: {error.cure}"
+
+
+def test_every_class_knows_a_cure_and_what_it_is_about() -> None:
+    """An error that is raised without a cure says its class's own."""
+    for error, _ in EXAMPLES:
+        cls = type(error)
+        assert cls.default_cure and inspect.getdoc(cls), cls
+        inherited = cls.default_cure in (RanncError.default_cure, UserInputError.default_cure)
+        takes_a_cure = cls.__init__ in (RanncError.__init__, UserInputError.__init__)
+        assert not (inherited and takes_a_cure), f"{cls.__name__} can be raised with no cure but the base's"
+
+
+@pytest.mark.parametrize("item", [item for item in Config.model_fields if len(choices_of(item)) > 1])
+def test_a_misspelt_value_is_answered_by_the_nearest(item: str) -> None:
+    for choice in choices_of(item):
+        misspelt = choice[:1] + choice[2:] if len(choice) > 2 else choice + "x"
+        if misspelt in choices_of(item):
+            continue
+        with pytest.raises(OptionValueError) as caught:
+            resolve(None, {f"RANNC_{item.upper()}": misspelt})
+        text = str(caught.value)
+        assert "did you mean" in text and repr(choice) in text.split("?")[0] and text.split("?")[0].count(" or ") <= 2, text
+
+
+def test_values_without_names_are_answered_by_what_they_accept() -> None:
+    with pytest.raises(OptionValueError, match="at least 0") as caught:
+        resolve(None, {"RANNC_PIPELINE_NUM": "-1"})
+    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "cls"), [("ValueError", ValueError), ("KeyError", KeyError), ("UserInputError", UserInputError)])

@@ -99,7 +99,12 @@ def test_a_phase_is_cheap(link: Link) -> None:
         (ValueError("bad"), "exception", "ValueError: bad", 1),
         (MemoryError("1 TiB"), "exception", "MemoryError: 1 TiB\nWhat to change", 1),
         (KeyboardInterrupt(), "interrupt", "interrupted (Ctrl-C)", 130),
-        (CommunicationError("late", rank=0), "communication", "CommunicationError: rank 0: late", 1),
+        (
+            CommunicationError("late", rank=0, cure="see it."),
+            "communication",
+            "CommunicationError: late\n  at rank 0\n  What to change: see it.",
+            1,
+        ),
         (RankFailedError(rank=1, cause="x"), "communication", "RankFailedError", 1),
     ],
 )
