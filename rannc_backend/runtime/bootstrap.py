@@ -33,6 +33,7 @@ from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.host_threads import mask_of, own_mask, take_share
 from rannc_backend.runtime.interpreter_exit import InterpreterExit
+from rannc_backend.runtime.last_words import EarlyWords
 from rannc_backend.runtime.launch import Launch, find_launch
 from rannc_backend.runtime.meeting import Meeting
 from rannc_backend.runtime.monitor import HubAddress, LinkMonitor, SingleMonitor, join_hub, start_hub
@@ -61,6 +62,7 @@ class _Holder:
         self.exits = InterpreterExit()
         self.watch = StartWatch(lambda: self.exits.code)
         self.counts = StepCounts()
+        self.words = EarlyWords(lambda: self.world is not None, lambda: self.watch.stop())
 
 
 _HOLDER = _Holder()
@@ -93,6 +95,7 @@ def watch_others() -> None:
     """
     if find_variables(os.environ) is not None:
         _HOLDER.exits.watch()
+        _HOLDER.words.install(os.environ)
     _HOLDER.watch.begin(os.environ)
 
 

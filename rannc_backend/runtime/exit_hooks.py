@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from rannc_backend.errors import CommunicationError, RankFailedError
 from rannc_backend.runtime.interpreter_exit import InterpreterExit, exit_code
+from rannc_backend.runtime.last_words import tell_torchrun, trace_text
 from rannc_backend.runtime.monitor import REAL_EXIT, LinkMonitor, call_in_thread
 
 _BLOCKED_SECONDS = 1.0
@@ -95,11 +96,12 @@ class ExitHooks:
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # One message for the whole job: a wait that broke, and Ctrl-C, are told by the monitor's last block.
-        if not isinstance(error, (KeyboardInterrupt, CommunicationError, RankFailedError)):
-            self._before_excepthook(kind, error, trace)
-            sys.stderr.flush()
-        self._monitor.report_error(error.with_traceback(trace))
+        error = error.with_traceback(trace)
+        # One message for the whole job: the monitor tells the cause, and then the traceback. A wait that broke, and Ctrl-C, have none.
+        is_told = not isinstance(error, (KeyboardInterrupt, CommunicationError, RankFailedError))
+        if is_told:
+            tell_torchrun(error, os.environ)
+        self._monitor.report_error(error, trace_text(self._before_excepthook, error) if is_told else "")
         # The process ends in here, so what the user wants run at exit runs here. The name is private but as old as atexit.
         atexit.unregister(self._at_exit)
         atexit._run_exitfuncs()

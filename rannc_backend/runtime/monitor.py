@@ -22,15 +22,12 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from rannc_backend.errors import CommunicationError, LaunchError, RankFailedError
-from rannc_backend.runtime import helper, monitor_hub, monitor_wire
+from rannc_backend.runtime import helper, last_words, monitor_hub, monitor_wire
 from rannc_backend.runtime.monitor_hub import PHASE_BYTES
 from rannc_backend.runtime.monitor_wire import COOKIE_BYTES, Lines, WireError
 from rannc_backend.runtime.processes import mark_of
@@ -51,10 +48,7 @@ _JOIN_AGAIN_SECONDS = 0.05
 _NEVER = sys.maxsize
 _MOST_CAUSE_LINES = 8
 _MOST_CAUSE_CHARACTERS = 1000
-_OUT_OF_MEMORY_CURE = (
-    "\nWhat to change: more micro-batches (RANNC_PIPELINE_NUM), more stages (RANNC_PARTITION_NUM), or a memory limit "
-    "below the device's memory (RANNC_MEM_LIMIT_GB)."
-)
+_MOST_TRACE_BYTES = 24_000
 
 
 class SingleMonitor:
@@ -107,6 +101,7 @@ class LinkMonitor:
         self._num_waits = 0
         self._waiting_for: tuple[int, ...] = ()
         self._reported = False
+        self._untold = ""  # the traceback, if the hub does not come to tell it
         self._ended = threading.Event()
         self._bye = threading.Event()
         self._states = threading.Event()
@@ -204,32 +199,33 @@ class LinkMonitor:
         for end in (self._connection, self._wake, self._woken):
             end.close()
 
-    def report_error(self, error: BaseException) -> None:
-        """Tell the hub that `error` ends this rank. Does not wait."""
-        kind = "exception"
-        code = 1
-        text = f"{type(error).__name__}: {error}"
+    def report_error(self, error: BaseException, trace: str = "") -> None:
+        """Tell the hub that `error` ends this rank. Does not wait. `trace`: what to show of its traceback."""
         if isinstance(error, KeyboardInterrupt):
-            kind, text, code = "interrupt", "interrupted (Ctrl-C)", 130
-        elif isinstance(error, (CommunicationError, RankFailedError)) or getattr(error, "failed_rank", None) is not None:
-            kind = "communication"
-        elif isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-            text = clip(text) + _OUT_OF_MEMORY_CURE
-        location = "" if kind == "interrupt" else _user_frame(error.__traceback__)
-        self.report(kind, text, location=location, code=code)
+            self.report("interrupt", "interrupted (Ctrl-C)", code=130)
+            return
+        is_others = isinstance(error, (CommunicationError, RankFailedError)) or getattr(error, "failed_rank", None) is not None
+        parts = last_words.parts_of(error)
+        self.report("communication" if is_others else "exception", parts.cause, location=parts.place, cure=parts.cure, trace=trace)
 
-    def report(self, kind: str, cause: str, *, location: str = "", code: int = 1, rank: int | None = None) -> None:
+    def report(
+        self, kind: str, cause: str, *, location: str = "", cure: str = "", trace: str = "", code: int = 1, rank: int | None = None
+    ) -> None:
         """Tell the hub of a failure of this rank, or of `rank`. Only the first report of a process counts."""
         if self._reported:
             return
         self._reported = True
         self.exit_code = code
-        message = {"type": "fail", "kind": kind, "cause": clip(cause), "location": location, "code": code}
+        self._untold = trace
+        message = {"type": "fail", "kind": kind, "cause": clip(cause), "location": clip(location), "code": code}
+        message |= {"cure": clip(cure)} if cure else {}
+        message |= {"trace": clip_trace(trace)} if trace else {}
         self._send({**message, **self._place(), "rank": self.rank if rank is None else rank})
 
     def await_end(self) -> NoReturn:
         """Wait until the hub has spoken, then end the process."""
-        self._ended.wait(_VERDICT_SECONDS)
+        if not self._ended.wait(_VERDICT_SECONDS):
+            sys.stderr.write(self._untold)
         end_process(self.exit_code or 1)
 
     @property
@@ -321,7 +317,7 @@ class LinkMonitor:
         if self._bye.is_set() or self._ended.is_set():
             return
         # The hub outlives every rank, so its host, or rank 0's whole job step, has been killed.
-        sys.stderr.write(f"[rannc] rank {self.rank}: the job's monitor has gone, and with it the host of rank 0\n")
+        sys.stderr.write(f"[rannc] rank {self.rank}: the job's monitor has gone, and with it the host of rank 0\n{self._untold}")
         self.exit_code = self.exit_code or 1
         self._ended.set()
         self._end_soon(0.0)
@@ -364,18 +360,19 @@ def _flush() -> None:
 REAL_EXIT = os._exit
 
 
-def _user_frame(trace: TracebackType | None) -> str:
-    """Innermost frame outside of libraries and of this package, as "train.py:12, in main"; "" if there is none."""
-    own = str(Path(__file__).resolve().parents[1])
-    libraries = (own, "site-packages", "dist-packages", "<")
-    frames = [f for f in traceback.extract_tb(trace) if not any(mark in f.filename for mark in libraries)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-
-
 def clip(text: str) -> str:
     """The first lines of a text, for a block that must stay short."""
     lines = text[:_MOST_CAUSE_CHARACTERS].splitlines()
     return "\n".join(lines[:_MOST_CAUSE_LINES])
+
+
+def clip_trace(text: str) -> str:
+    """The end of a traceback, as much as goes into a message."""
+    lines = text.splitlines(keepends=True)
+    most, start = _MOST_TRACE_BYTES, len(lines)
+    while start > 0 and (most := most - len(json.dumps(lines[start - 1]))) >= 0:
+        start -= 1
+    return "".join(lines[start:])
 
 
 def _state_of(state: Any) -> RankState:

@@ -22,6 +22,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ _LEAD_SECONDS = 0.25
 _ALONE_SECONDS = 60.0
 _SILENT_SECONDS = 3.0
 _NUM_OTHERS_SHOWN = 8
+_NUM_TRACES_SHOWN = 2
 # Of what a rank has not taken yet; one that is frozen takes nothing.
 _MOST_UNSENT_BYTES = 2**24
 # A rank that has closed its connection still uses the folder while it takes its groups down.
@@ -45,6 +47,8 @@ _FOLDER_SECONDS = 10.0
 # Lower explains higher: a rank that died or raised explains one that missed it, and both explain a broken connection.
 _WEIGHTS = {"left": 1, "communication": 2}
 SIGNS_OF_KILL = "ended without a word: killed (SIGKILL, or out of memory), crashed, or its host is gone"
+
+_CURE_OF_KILL = "see the kernel's log there (dmesg) and the scheduler's: who ended it, and whether for its memory."
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Report:
             "communication".
         phase: what the failed rank was doing.
         location: place in the user's source; "" if unknown.
+        cure: what to change; "" if unknown.
+        trace: the traceback, or what is to be seen of it.
         code: exit code of the job.
     """
 
@@ -65,6 +71,8 @@ class Report:
     phase: str = ""
     location: str = ""
     code: int = 1
+    cure: str = ""
+    trace: str = ""
 
 
 @dataclass
@@ -105,11 +113,15 @@ def read_phase(memory: mmap.mmap) -> str:
 def choose_root(reports: list[Report], silent: dict[int, float]) -> Report:
     """The report that explains the others: the first of the lowest weight, or a silent rank if only waits failed.
 
+    Where several ranks raise the same, it is that of the lowest.
+
     Args:
         reports: in order of arrival, at least one.
         silent: seconds of silence of the ranks that are silent.
     """
-    root = min(reports, key=lambda report: _WEIGHTS.get(report.kind, 0))
+    first = min(reports, key=lambda report: _WEIGHTS.get(report.kind, 0))
+    same = [report for report in reports if report.kind == "exception" and (report.kind, report.cause) == (first.kind, first.cause)]
+    root = min(same, key=lambda report: report.rank, default=first)
     if root.kind == "communication" and silent:
         rank = min(silent)
         cause = f"no sign of life for {silent[rank]:.0f} s: stopped, swapped out, or its host cannot be reached"
@@ -117,11 +129,12 @@ def choose_root(reports: list[Report], silent: dict[int, float]) -> Report:
     return root
 
 
-def verdict_text(root: Report, seats: list[Seat], *, oom_kills: int) -> str:
-    """The block that ends the job's output.
+def verdict_text(root: Report, seats: list[Seat], *, oom_kills: int, reports: Sequence[Report] = ()) -> str:
+    """The block that ends the job's output: the cause first, then place and cure, what ranks were doing, and tracebacks.
 
     Args:
         oom_kills: processes that the kernel's out-of-memory killer ended on the failed rank's host since the start.
+        reports: of all ranks. Those that failed in another way say so, with their own tracebacks.
     """
     seat = seats[root.rank]
     cause = root.cause
@@ -130,18 +143,30 @@ def verdict_text(root: Report, seats: list[Seat], *, oom_kills: int) -> str:
     if root.kind == "left" and seat.note:
         cause += f"\nBefore, it had: {seat.note}"
     place = f"rank {root.rank} of {len(seats)} (host {seat.host}, pid {seat.pid})"
-    rows = [("in", root.phase or seat.current_phase()), ("cause", cause)]
-    if root.location:
-        rows.append(("at", root.location))
+    rows = [("cause", cause)]
+    rows += [("at", root.location)] if root.location else []
+    cure = root.cure or (_CURE_OF_KILL if root.kind == "died" else "")
+    rows += [("cure", cure)] if cure else []
+    rows += [("in", root.phase or seat.current_phase())]
+    failed = {report.rank: report for report in reversed(reports) if report.kind == "exception" and report.rank != root.rank}
     others = [other for other in seats if other.rank != root.rank]
-    rows += [(f"rank {other.rank}", "left" if other.left else other.current_phase()) for other in others[:_NUM_OTHERS_SHOWN]]
+    for other in others[:_NUM_OTHERS_SHOWN]:
+        report = failed.get(other.rank)
+        text = "left" if other.left else other.current_phase()
+        rows.append((f"rank {other.rank}", text if report is None else _failed_too(report, root)))
     width = max(len(name) for name, _ in rows)
     lines = [f"[rannc] the job has ended because of {place}"]
     for name, text in rows:
         head, *more = text.splitlines() or [""]
         lines.append(f"[rannc]   {name:<{width}}  {head}")
         lines += [f"[rannc]   {'':<{width}}  {line}" for line in more]
-    return "\n".join(lines) + "\n"
+    # A traceback like another one says nothing more.
+    different = [report for report in failed.values() if report.cause != root.cause]
+    return "\n".join(lines) + "\n" + "".join(report.trace for report in (root, *different[:_NUM_TRACES_SHOWN]))
+
+
+def _failed_too(report: Report, root: Report) -> str:
+    return "failed in the same way" if report.cause == root.cause else f"failed, too: {(report.cause.splitlines() or [''])[0]}"
 
 
 class Hub:
@@ -268,8 +293,8 @@ class Hub:
             if not 0 <= rank < len(self._seats):
                 raise WireError(f"rank {rank}")
             phase = phase if rank == seat.rank else self._seats[rank].current_phase()
-            location, code = message.get("location", ""), message.get("code", 1)
-            self._add(Report(rank=rank, kind=what, cause=cause, phase=phase, location=location, code=code))
+            more = {name: message[name] for name in ("location", "code", "cure", "trace") if name in message}
+            self._add(Report(rank=rank, kind=what, cause=cause, phase=phase, **more))
         elif kind == "leave":
             seat.left, seat.note = True, message.get("note", "")
             self._send_all({"type": "left", "rank": seat.rank, "num_calls": seat.num_calls})
@@ -305,7 +330,7 @@ class Hub:
         root = choose_root(self._reports, silent)
         local = self._seats[root.rank].host == self._host
         oom_kills = _oom_kills() - self._oom_kills_before if local else 0
-        text = verdict_text(root, self._seats, oom_kills=oom_kills)
+        text = verdict_text(root, self._seats, oom_kills=oom_kills, reports=self._reports)
         try:
             os.write(2, text.encode())
         except OSError:

@@ -28,7 +28,7 @@ ANSWER_BYTES = _NONCE_BYTES + _RANK.size + _PROOF_BYTES
 PROOF_BYTES = _PROOF_BYTES
 # From the connection to the first message, whatever comes in between.
 HANDSHAKE_SECONDS = 5.0
-# A cause has 1,000 characters, which JSON writes with up to twelve bytes each; a phase has 255 bytes.
+# A cause and a cure have 1,000 characters, which JSON writes with up to twelve bytes each, a traceback 24,000 bytes; a phase has 255 bytes.
 MOST_MESSAGE_BYTES = 65_536
 # What the monitor says of all ranks is one message.
 MOST_SURVEY_BYTES = 2**26
@@ -185,6 +185,8 @@ _MEMBERS: Mapping[str, type] = {
     "kind": str,
     "cause": str,
     "location": str,
+    "cure": str,
+    "trace": str,
     "note": str,
     "code": int,
     "states": list,

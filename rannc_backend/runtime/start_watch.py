@@ -114,6 +114,11 @@ class StartWatch:
         found = find_variables(os.environ)
         return "" if found is None or self._own is None else missing_text(missing_ranks(launcher_of(self._pid, found[0]), found[0]))
 
+    def stop(self) -> None:
+        """This rank has failed and tells it itself: what becomes of the others does not matter to it."""
+        if not self._is_missing_some:
+            self._tell(_STANDS)
+
     def _at_exit(self) -> None:
         if self._is_missing_some:
             self._tell(_ENDS_BADLY)

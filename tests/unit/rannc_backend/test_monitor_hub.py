@@ -55,13 +55,37 @@ def test_verdict() -> None:
     root = Report(rank=1, kind="exception", cause="ValueError: a\nb", phase="step 3, stage 1, micro-batch 2", location="t.py:3, in f")
     assert verdict_text(root, seats, oom_kills=0) == (
         "[rannc] the job has ended because of rank 1 of 3 (host node1, pid 101)\n"
-        "[rannc]   in      step 3, stage 1, micro-batch 2\n"
         "[rannc]   cause   ValueError: a\n"
         "[rannc]           b\n"
         "[rannc]   at      t.py:3, in f\n"
+        "[rannc]   in      step 3, stage 1, micro-batch 2\n"
         "[rannc]   rank 0  step 3, stage 0\n"
         "[rannc]   rank 2  left\n"
     )
+
+
+def failed(rank: int, cause: str) -> Report:
+    return Report(rank=rank, kind="exception", cause=cause, phase="capture", cure=f"mend {cause}", trace=f"trace of {rank}\n")
+
+
+def test_the_same_failure_of_several_ranks_is_told_once_by_the_lowest() -> None:
+    seats = [Seat(rank=rank, host="node", pid=100 + rank, phase="capture") for rank in range(4)]
+    reports = [failed(2, "A: x"), failed(0, "A: x"), failed(3, "B: y")]
+    root = choose_root(reports, {})
+    assert root.rank == 0
+    lines = verdict_text(root, seats, oom_kills=0, reports=reports).splitlines()
+    assert lines[:3] == [
+        "[rannc] the job has ended because of rank 0 of 4 (host node, pid 100)",
+        "[rannc]   cause   A: x",
+        "[rannc]   cure    mend A: x",
+    ]
+    assert lines[4:] == [
+        "[rannc]   rank 1  capture",
+        "[rannc]   rank 2  failed in the same way",
+        "[rannc]   rank 3  failed, too: B: y",
+        "trace of 0",
+        "trace of 3",
+    ]
 
 
 def test_the_out_of_memory_killer_is_told_of_for_the_dead_only() -> None:
