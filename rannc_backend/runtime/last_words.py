@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -41,6 +42,7 @@ _OWN = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (_OWN, "site-packages", "dist-packages", "<")
 # Names of processes: 15 bytes at most.
 _WANTS, _HAS_SAID, _IS_SILENT = "rw", "rs", "rq"
+_DECIDED = re.compile(rf"({_HAS_SAID}|{_IS_SILENT})[0-9a-f]{{12}}")
 _WORD_SECONDS = 0.1
 _STAY_SECONDS = 10.0
 _LOOK_SECONDS = 0.1
@@ -189,7 +191,7 @@ class Word:
         while self._launcher and time.monotonic() < until:
             coming = missing_ranks(self._launcher, self._rank_name).keys() - {self._own_rank}
             names = self._names()
-            if all(names.get(rank, _IS_SILENT + self._digest) == _IS_SILENT + self._digest for rank in coming):
+            if all(_DECIDED.fullmatch(names.get(rank, _IS_SILENT + self._digest)) for rank in coming):
                 return
             time.sleep(_LOOK_SECONDS)
 
