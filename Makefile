@@ -51,8 +51,9 @@ bench-gpu: $(READY) ## kernels, step, backward and profile on a GPU; prints JSON
 lint: $(READY) ## ruff, import contracts and size limits
 	@$(RUN) ruff check . && python -m pytest -q tests/test_architecture.py </dev/null
 
-docs: $(READY) ## write docs/configuration.md from the options in the code
+docs: $(READY) ## write docs/configuration.md and docs/troubleshooting.md from the code
 	@$(RUN) rannc config --markdown >docs/configuration.md
+	@$(RUN) rannc errors --markdown >docs/troubleshooting.md
 
 clean: ## remove the environment and caches
 	@rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -18,6 +18,7 @@ import rannc_backend
 from rannc_backend import cli_plan, cli_show
 from rannc_backend.cli_config import config
 from rannc_backend.cli_doctor import doctor
+from rannc_backend.cli_errors import errors
 from rannc_backend.cli_show import PlanPath
 from rannc_backend.config import environment_name
 from rannc_backend.deployment_file import read_plan
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command("config")(config)
 app.command("doctor")(doctor)
+app.command("errors")(errors)
 app.command("plan")(cli_plan.plan)
 app.command("show")(cli_show.show)
 app.command("diff")(cli_show.diff)

@@ -18,6 +18,7 @@ import os
 import re
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -39,7 +40,7 @@ _OUT_OF_MEMORY_CURE = (
 )
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _OWN = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = (_OWN, "site-packages", "dist-packages", "<")
+_LIBRARIES = (_OWN, "site-packages", "dist-packages", "<", sysconfig.get_path("stdlib"))
 # Names of processes: 15 bytes at most.
 _WANTS, _HAS_SAID, _IS_SILENT = "rw", "rs", "rq"
 _DECIDED = re.compile(rf"({_HAS_SAID}|{_IS_SILENT})[0-9a-f]{{12}}")

@@ -1,0 +1,56 @@
+"""The documents: every page is on the entry page, links lead somewhere, what is generated is up to date, scripts in them are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rannc_backend import errors
+from rannc_backend.cli import main
+from rannc_backend.errors import RanncError, catalogue
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def test_every_page_has_its_line_on_the_entry_page() -> None:
+    lines = [line for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines() if line.startswith(("- [", "| ["))]
+    named = [match[1] for line in lines if (match := re.search(r"\]\(([\w.]+\.md)\)", line))]
+    assert sorted(named) == sorted(page.name for page in PAGES if page.name != "index.md")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_page_of_errors_is_what_the_code_says() -> None:
+    assert (DOCS / "troubleshooting.md").read_text(encoding="utf-8") == catalogue.errors_markdown(), "run `make docs`"
+
+
+def test_the_page_of_errors_has_every_class_with_a_text() -> None:
+    page = catalogue.errors_markdown()
+    classes = {cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type) and issubclass(cls, RanncError)}
+    without_texts = {"RanncError", "UserInputError", "ModelError"}
+    for cls in classes:
+        if cls.__name__ not in without_texts:
+            section = page.split(f"### {cls.__name__}\n")[1].split("\n### ")[0]
+            assert section.count("\n| ") >= 2, cls.__name__
+    assert "ranks have different calls at the same time" in page
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["errors", "StagePinError"])
+    assert capsys.readouterr().out.startswith("### StagePinError\n")
+    with pytest.raises(SystemExit):
+        main(["errors"])
+    assert "  StagePinError\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["errors", "StagePinErorr"])
+    assert caught.value.code == 2 and "did you mean 'StagePinError'" in capsys.readouterr().err
