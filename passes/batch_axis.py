@@ -26,8 +26,14 @@ from .batch_split import GLOBAL_ROWS
 from .layouts import Constant, Layout, PartialSum, Reduced, RowCount, RowIndex, Rows, Several, SliceStatistic
 from .operator_call import ADVICE, Call, has_rows, operator_name, rows_dims, rows_multiple
 from .pipeline import PassError
+from .row_wise import is_row_wise, refuse_row_count, row_wise_rule
 from .tracing import trace_decomposition
 
+_DECLARE = (
+    "If it works element by element, declare it with tags=(torch.Tag.pointwise,); if row by row, with rannc_backend.row_wise "
+    "(docs/custom_operators.md). "
+)
+_NO_WRITING = "An operator that writes into its arguments (mutates_args) cannot be followed: let it return what it computes. "
 __all__ = [
     "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic",
     "analyze_batch_axis", "extend_analysis", "is_random",
@@ -173,7 +179,8 @@ class _Analysis:
 
     def _with_rows(self, node: fx.Node, value: Any) -> Layout:
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise PassError(node, f"unknown operator {operator_name(node.target)} on rows of the batch. {ADVICE}")
+            more = _NO_WRITING if str(node.target).startswith("auto_functionalized") else ""
+            raise PassError(node, f"unknown operator {operator_name(node.target)} on rows of the batch. {more}{ADVICE}")
         call = Call.of(node, self.symbol, _Early(self.layouts))
         name = call.name.removeprefix("aten.")
         if numbers := self._row_numbers(node, name):
@@ -183,6 +190,9 @@ class _Analysis:
                 return self._checked(node, RowIndex(result.dim), value)
             call.refuse("mixes the numbers of rows with other numbers")
         rule = RULES.get(name) if call.name.startswith("aten.") else None
+        if rule is None and not call.name.startswith("aten.") and (is_row_wise(node.target) or torch.Tag.pointwise in node.target.tags):
+            refuse_row_count(call)
+            rule = row_wise_rule if is_row_wise(node.target) else RULES["_to_copy"]
         if rule is None and torch.Tag.pointwise in node.target.tags:
             rule = RULES["_to_copy"]
         layout = rule(call) if rule else self._by_decomposition(node)
@@ -200,7 +210,7 @@ class _Analysis:
         name = operator_name(node.target)
         inner = trace_decomposition(node) if self.depth < 3 else None
         if inner is None:
-            tag = "" if name.startswith("aten.") else "If it works element by element, declare it with tags=(torch.Tag.pointwise,). "
+            tag = "" if name.startswith("aten.") else _DECLARE
             raise PassError(node, f"unknown operator {name} on rows of the batch: no rule says what it does with them. {tag}{ADVICE}")
         analysis = _Analysis(self.symbol, depth=self.depth + 1)
         for placeholder, outer in zip(inner.placeholders, inner.arguments):
