@@ -266,5 +266,22 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "for each in gather(own)", "for each in gather(own)[:0]",
             unit("doctor_connections"),
         ),
+        # errors and what is said of them
+        ("cure-left-out", "errors/base.py", "self.cure = cure or self.default_cure", "self.cure = cure", unit("errors")),
+        (
+            "nearest-values-not-told", "config_sources.py",
+            "expected=accepted_by(item), choices=choices_of(item))", "expected=accepted_by(item))",
+            unit("errors"),
+        ),
+        (
+            "same-failure-told-twice", "runtime/last_words.py",
+            "if lower or _HAS_SAID + self._digest in names.values():", "if False:",
+            unit("last_words"),
+        ),
+        (
+            "verdict-of-any-rank", "runtime/monitor_hub.py",
+            "root = min(same, key=lambda report: report.rank, default=first)", "root = first",
+            unit("monitor_hub"),
+        ),
     )
 )

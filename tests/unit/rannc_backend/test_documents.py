@@ -29,6 +29,25 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize("script", ["one", "ddp", "with_rannc"])
+def test_the_walk_shows_the_scripts_that_are_there(script: str) -> None:
+    text = (ROOT / "examples" / "from_ddp" / f"{script}.py").read_text(encoding="utf-8")
+    assert f"```python\n{text.rstrip()}\n```" in (DOCS / "getting_started.md").read_text(encoding="utf-8")
+
+
+def test_the_walk_has_the_same_losses_everywhere() -> None:
+    text = (DOCS / "getting_started.md").read_text(encoding="utf-8")
+    for step in (0, 9):
+        losses = re.findall(rf"^step {step}: loss (\S+)$", text, re.MULTILINE)
+        assert len(losses) == 5 and len(set(losses)) == 1, losses
+
+
+def test_custom_operators_of_the_page_are_those_that_are_tried() -> None:
+    worker = (ROOT / "tests" / "distributed" / "workers" / "custom_operator_worker.py").read_text(encoding="utf-8")
+    names = set(re.findall(r"docs::(\w+)", (DOCS / "custom_operators.md").read_text(encoding="utf-8")))
+    assert names == {"squash", "unit_rows"} and all(f'"docs::{name}"' in worker for name in names)
+
+
 def test_the_page_of_errors_is_what_the_code_says() -> None:
     assert (DOCS / "troubleshooting.md").read_text(encoding="utf-8") == catalogue.errors_markdown(), "run `make docs`"
 
