@@ -178,6 +178,8 @@ class Executor:
                     state.readers[slot.name, micro_batch] = self._num_readers[slot.name]
             case "partial":
                 exact = tensor.double() if tensor.is_floating_point() else tensor
+                if tensor.is_complex():
+                    exact = tensor.to(torch.complex128)
                 state.partials[slot.name] = state.partials[slot.name] + exact if slot.name in state.partials else exact
             case "buffer":
                 if state.apply_buffer_updates and (not slot.once or micro_batch == state.rows.num_micro_batches - 1):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.tangents import Number, filled_like
 
 AllReduce = Callable[[torch.Tensor], None]
@@ -29,9 +30,9 @@ class SumSpec:
     shape: tuple[int, ...]
 
     @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
+    def num_doubles(self) -> int:
+        """Numbers that it is added up as: two for a complex one."""
+        return torch.Size(self.shape).numel() * (2 if self.dtype.is_complex else 1)
 
 
 def total_over_ranks(
@@ -40,14 +41,23 @@ def total_over_ranks(
     """Totals by name; ``sums`` holds this rank's share of those that it has a share in."""
     if not specs:
         return {}
-    zeros = {spec.name: torch.zeros(spec.numel, dtype=torch.float64, device=device) for spec in specs}
-    flat = torch.cat(
-        [sums[spec.name].reshape(-1).double() if spec.name in sums else zeros[spec.name] for spec in specs]
-    )
+    zeros = {spec.name: torch.zeros(spec.num_doubles, dtype=torch.float64, device=device) for spec in specs}
+    flat = torch.cat([_as_doubles(sums[spec.name]) if spec.name in sums else zeros[spec.name] for spec in specs])
     if all_reduce is not None:
         all_reduce(flat)
-    totals = flat.split([spec.numel for spec in specs])
-    return {spec.name: total.view(spec.shape).to(spec.dtype) for spec, total in zip(specs, totals, strict=True)}
+    totals = flat.split([spec.num_doubles for spec in specs])
+    return {spec.name: _of_doubles(total, spec) for spec, total in zip(specs, totals, strict=True)}
+
+
+def _as_doubles(total: torch.Tensor) -> torch.Tensor:
+    if total.is_complex():
+        total = torch.view_as_real(plain_memory(total.to(torch.complex128)))
+    return total.reshape(-1).double()
+
+
+def _of_doubles(doubles: torch.Tensor, spec: SumSpec) -> torch.Tensor:
+    values = torch.complex(*doubles.view(-1, 2).unbind(1)) if spec.dtype.is_complex else doubles
+    return values.view(spec.shape).to(spec.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +105,7 @@ class ScalarGraphs:
             if value is None:
                 value = torch.ones(spec.shape, dtype=spec.dtype, device=device)
             leaves[spec.name] = value.detach().clone()
-            if spec.dtype.is_floating_point:
+            if spec.dtype.is_floating_point or spec.dtype.is_complex:
                 leaves[spec.name].requires_grad_()
         grads: Sequence[torch.Tensor | None] = []
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]

@@ -71,6 +71,31 @@ def test_shares_are_added_in_float64_whatever_the_dtype_of_the_total() -> None:
         assert all(total.dtype == dtype for total in totals.values())
 
 
+def test_complex_totals_keep_both_parts_and_have_seeds() -> None:
+    spec = SumSpec(name="total", dtype=torch.complex64, shape=(2,))
+    other = SumSpec(name="count", dtype=torch.int64, shape=())
+    share = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128)
+
+    def double(flat: torch.Tensor) -> None:
+        flat *= 2
+
+    totals = total_over_ranks({"total": share.conj(), "count": torch.tensor(3)}, (other, spec), double, torch.device("cpu"))
+    assert totals["total"].tolist() == [2 - 4j, 6 + 8j] and totals["total"].dtype == torch.complex64 and totals["count"].item() == 6
+    graphs = ScalarGraphs(
+        prologue=None,
+        prologue_inputs=(),
+        prologue_sums=(),
+        epilogue=lambda total: (total.abs().sum(),),
+        epilogue_inputs=("total",),
+        partials=(spec,),
+        linear=False,
+    )
+    seeds = graphs.seeds(totals, [3.0], torch.device("cpu"))
+    leaf = totals["total"].clone().requires_grad_()
+    (3.0 * leaf.abs().sum()).backward()
+    assert leaf.grad is not None and torch.equal(seeds["total"], leaf.grad) and seeds["total"].abs().max() > 1
+
+
 def test_seeds_have_the_dtype_and_shape_of_their_partial_and_unused_ones_are_zero() -> None:
     specs = (SumSpec(name="used", dtype=torch.float32, shape=(3,)), SumSpec(name="unused", dtype=F64, shape=()))
     counts = SumSpec(name="count", dtype=torch.int64, shape=())
