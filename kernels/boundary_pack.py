@@ -31,6 +31,7 @@ from rannc_backend.kernels.message_layout import (
     slot_view,
     wire_item_bytes,
 )
+from rannc_backend.kernels.plain_memory import has_plain_memory, plain_memory
 from rannc_backend.kernels.record_table import LARGE, SMALL, CopyReport, KernelError, LaunchConfig, RecordTables, Span, make_records
 from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, operator, tl
 
@@ -184,10 +185,10 @@ def pack(
     """
     _check(tensors, layout)
     report = CopyReport()
-    strided = [tensor for tensor in tensors if not tensor.is_contiguous()]
+    strided = [tensor for tensor in tensors if not has_plain_memory(tensor)]
     if strided:
         report += CopyReport(bytes_copied=sum(each.nbytes for each in strided), launches=len(strided))
-        tensors = [tensor.contiguous() for tensor in tensors]
+        tensors = [plain_memory(tensor) for tensor in tensors]
     if layout.is_plain_tensor and message is None:
         return Packed(tensors[0], report + CopyReport(bytes_without_copy=0 if strided else tensors[0].nbytes))
     device = tensors[0].device
@@ -438,7 +439,7 @@ def pack_operator(
     message: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
 ) -> None:
     """:func:`pack` for graphs, into a given message."""
-    contiguous, moved = [tensor.contiguous() for tensor in tensors], [True] * len(tensors)
+    contiguous, moved = [plain_memory(tensor) for tensor in tensors], [True] * len(tensors)
     _check_float8(wires, message.device)
     if HAS_TRITON and message.is_cuda and wrap_triton(_pack_kernel) is _pack_kernel:
         launch_pack(message, contiguous, offsets, wires, scales_offset, moved, None)

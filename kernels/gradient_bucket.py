@@ -23,6 +23,7 @@ from torch.library import wrap_triton
 
 from rannc_backend.kernels.chunk_moves import move_elements
 from rannc_backend.kernels.message_layout import slot_elements
+from rannc_backend.kernels.plain_memory import has_plain_memory, plain_memory
 from rannc_backend.kernels.record_table import LARGE, SMALL, CopyReport, KernelError, LaunchConfig, RecordTables, Span, make_records
 from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, operator, tl, triton_dtype
 
@@ -267,12 +268,12 @@ def _move(
         raise KernelError(f"{len(gradients)} gradients, but {len(accumulate)} values of accumulate")
     check_gradients(bucket, gradients)
     report = CopyReport()
-    if not all([gradient.is_contiguous() for gradient in gradients]):
+    strided = [gradient for gradient in gradients if not has_plain_memory(gradient)]
+    if strided:
         if not to_bucket:
-            raise KernelError("a gradient to be read from a bucket must be contiguous")
-        strided = [gradient for gradient in gradients if not gradient.is_contiguous()]
+            raise KernelError("a gradient to be read from a bucket must be contiguous, and not be marked as negative")
         report += CopyReport(bytes_copied=sum(each.nbytes for each in strided), launches=len(strided))
-        gradients = [gradient.contiguous() for gradient in gradients]
+        gradients = [plain_memory(gradient) for gradient in gradients]
     if HAS_TRITON and bucket.is_cuda:
         return report + launch(bucket, gradients, offsets, scale, accumulate, statistics, tables, to_bucket=to_bucket)
     results = None if statistics is None else statistics.results
@@ -459,10 +460,10 @@ def write_bucket_operator(
     check_gradients(bucket, gradients)
     if HAS_TRITON and bucket.is_cuda and wrap_triton(_bucket_kernel) is _bucket_kernel:
         statistics = BucketStatistics.make(bucket, results[0]) if results else None
-        contiguous = [gradient.contiguous() for gradient in gradients]
+        contiguous = [plain_memory(gradient) for gradient in gradients]
         launch(bucket, contiguous, offsets, scale, accumulate, statistics, None, to_bucket=True)
     else:
-        contiguous = [gradient.contiguous() for gradient in gradients]
+        contiguous = [plain_memory(gradient) for gradient in gradients]
         placed = [False] * len(gradients)
         reference(bucket, contiguous, offsets, scale, accumulate, placed, results[0] if results else None, to_bucket=True)
 

@@ -47,6 +47,8 @@ def scale_unless_one(buffers: Sequence[torch.Tensor], scale: torch.Tensor) -> No
     for buffer in buffers:
         if buffer.numel() == 0:
             continue
+        if buffer.is_complex():
+            buffer = torch.view_as_real(buffer).view(-1)
         if HAS_TRITON and buffer.is_cuda:
             _launch(buffer, scale)
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rannc_backend.capture_inputs import GraphInput
+from rannc_backend.kernels.plain_memory import plain_memory
 
 
 def fingerprint(text: str) -> str:
@@ -95,6 +96,6 @@ def _argument_text(value: Any, numbers: dict[fx.Node, str], rows: sympy.Symbol) 
 
 def _constant_text(graph_module: fx.GraphModule, name: str) -> str:
     value = getattr(graph_module, name)
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if value.numel() else None
+    data = plain_memory(value.detach().cpu()).reshape(-1).view(torch.uint8) if value.numel() else None
     digest = hashlib.sha256(b"" if data is None else bytes(data.numpy())).hexdigest()
     return f"{value.dtype}{list(value.shape)} sha256:{digest}"

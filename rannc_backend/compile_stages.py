@@ -26,6 +26,7 @@ from rannc_backend.compile_gradients import GradientSink, ScratchGradients, open
 from rannc_backend.compile_signature import StageSignature, signature_of, structural_hash
 from rannc_backend.compile_variants import Variants, with_hint
 from rannc_backend.kernels.gradient_writes import listening
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.passes.split_stages import StageGraph, StageInput, StageOutput
 from rannc_backend.rare_collections import rare_collections
@@ -149,7 +150,7 @@ class CompiledStage:
                     values.append(by_input[position])
                 with listening(sink):
                     results = functions.backward(values)
-                by_input.update(zip(functions.returned, map(_plain, results), strict=True))
+                by_input.update(zip(functions.returned, map(plain_memory, results), strict=True))
                 for position in functions.borrowed:
                     by_input[position] = by_input[position].clone()
             for position in self.grad_inputs:
@@ -192,7 +193,7 @@ class CompiledStage:
         """The outputs by position, from what was returned and what was written."""
         returned = iter(results)
         distinct = [given[index] if index in given else next(returned) for index in range(functions.num_outputs)]
-        outputs = {position: _plain(distinct[index]) for position, index in enumerate(functions.output_index)}
+        outputs = {position: plain_memory(distinct[index]) for position, index in enumerate(functions.output_index)}
         for position in destinations:
             _move(outputs, position, destinations)
         return list(outputs.values())
@@ -210,7 +211,7 @@ class CompiledStage:
             tangent = sums.get(index)
             if tangent is None:
                 tangent = self._signature.zeros_of_output(functions.output_index.index(index), rows)
-            tangents.append(tangent.to(functions.tangent_dtypes[index]).contiguous())
+            tangents.append(plain_memory(tangent.to(functions.tangent_dtypes[index])))
         return tangents
 
 
@@ -221,13 +222,6 @@ def _gradient_copies(functions: StageFunctions, signature: StageSignature) -> Co
     on_host = all(signature.values[position].device.type == "cpu" for position in copied)
     launches = sum(copied.values()) if on_host else functions.num_gradient_calls
     return CopyReport(bytes_copied, sum(bytes_of.values()) - bytes_copied, launches)
-
-
-def _plain(value: Tensor) -> Tensor:
-    """A result as messages need it. An operator may lay it out in another way than its trace said, or only mark a conjugate as such."""
-    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
-        return value
-    return value.resolve_conj().resolve_neg().contiguous()
 
 
 def _move(values: dict[int, Tensor], position: int, destinations: Mapping[int, Tensor]) -> None:

@@ -55,6 +55,8 @@ class Reference:
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    is_conjugate: bool
+    is_negative: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,8 @@ class Tape:
         if key not in self._places:
             self._places[key] = len(self._places)
             self._kept.append(tensor.detach())
-        return Reference(self._places[key], tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        marks = tensor.is_conj(), tensor.is_neg()
+        return Reference(self._places[key], tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, *marks)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in a place of this tape."""
@@ -284,7 +287,9 @@ def _laid_out(result: torch.Tensor, reference: Reference) -> torch.Tensor:
 
 def _seen(memory: torch.Tensor, reference: Reference) -> torch.Tensor:
     empty = torch.empty(0, dtype=reference.dtype, device=_CPU)
-    return empty.set_(memory.untyped_storage(), reference.offset, reference.shape, reference.strides)
+    seen = empty.set_(memory.untyped_storage(), reference.offset, reference.shape, reference.strides)
+    seen = seen.conj() if reference.is_conjugate else seen
+    return _aten._neg_view(seen) if reference.is_negative else seen
 
 
 def _extent(reference: Reference) -> int:

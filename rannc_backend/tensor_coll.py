@@ -13,6 +13,7 @@ import torch
 
 from rannc_backend.backend import REGISTRY
 from rannc_backend.errors import UserInputError
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.agreement import agree
 
@@ -24,7 +25,7 @@ def all_gather(tensor: torch.Tensor, buf: torch.Tensor | None = None) -> torch.T
     everyone = tuple(range(world.size))
     world.transport.prepare(groups=[everyone])
     # Bytes, and zeros where others fill in: a sum is exact for any dtype.
-    own = tensor.detach().to(world.device).contiguous().reshape(-1).view(torch.uint8)
+    own = plain_memory(tensor.detach().to(world.device)).reshape(-1).view(torch.uint8)
     parts = torch.zeros(world.size, own.numel(), dtype=torch.uint8, device=world.device)
     parts[world.rank] = own
     world.transport.allreduce(parts.view(-1), everyone).wait()
@@ -41,7 +42,7 @@ def bcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     agree(world, "bcast", [root, list(tensor.shape), str(tensor.dtype)])
     everyone = tuple(range(world.size))
     world.transport.prepare(groups=[everyone])
-    buffer = tensor.detach().to(world.device).contiguous().clone()
+    buffer = plain_memory(tensor.detach().to(world.device)).clone()
     world.transport.broadcast(buffer, root, everyone).wait()
     return buffer.to(tensor.device)
 

@@ -100,6 +100,23 @@ class Conjugates(nn.Module):
         return self.last(y.conj().imag).square().mean() + y.conj().real.sin().mean()
 
 
+class MarkedTensors(nn.Module):
+    """A parameter and a buffer that are only marked as conjugate and negative, and the size of a complex sum over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        numbers = torch.polar(torch.ones(WIDTH, dtype=torch.float64), torch.linspace(0, 2, WIDTH, dtype=torch.float64))
+        self.turned = nn.Parameter(numbers.conj())
+        self.register_buffer("shift", numbers.conj().imag)
+        self.register_buffer("phases", numbers.conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.complex(self.first(x), x) * self.turned
+        z = self.last(y.real + self.shift) * self.phases
+        return z.imag.square().mean() + (y * z).sum().abs() / 64
+
+
 class NamedLikeInternals(nn.Module):
     """Finds its parts by way of the dictionary that modules have, and has parts of equal names on two levels."""
 
@@ -119,6 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "heads": Heads,
     "fourier": FourierOperator,
     "conjugates": Conjugates,
+    "marked_tensors": MarkedTensors,
     "named_like_internals": NamedLikeInternals,
 }
 
@@ -133,4 +151,4 @@ def worst_error(model: nn.Module, alone: nn.Module) -> float:
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
     pairs = [(parameter.grad, expected[name]) for name, parameter in model.named_parameters() if parameter.grad is not None]
-    return max(float((mine - theirs).abs().max()) / scale for mine, theirs in pairs if theirs is not None)
+    return max((float((mine - theirs).abs().max()) / scale for mine, theirs in pairs if theirs is not None), default=0.0)

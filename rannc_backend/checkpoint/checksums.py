@@ -6,8 +6,10 @@ import zlib
 
 import torch
 
+from rannc_backend.kernels.plain_memory import plain_memory
+
 
 def crc32_of(tensor: torch.Tensor) -> int:
     """CRC-32 of a CPU tensor's elements in order."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = plain_memory(tensor.detach()).reshape(-1).view(torch.uint8)
     return zlib.crc32(memoryview(flat.numpy()))

@@ -30,6 +30,7 @@ from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.directory import Disk
 from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX, FileRecord, TensorRecord
 from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.kernels.plain_memory import plain_memory
 
 # A new file is begun beyond this: only so many bytes of a GPU's tensors are on the host at a time.
 FILE_BYTES = 2 * 2**30
@@ -85,7 +86,7 @@ class SafetensorsWriter(StorageWriter):
         batch: dict[str, torch.Tensor] = {}
         num_bytes = 0
         for key, tensor in tensors:
-            host = tensor.detach().to("cpu").contiguous()
+            host = plain_memory(tensor.detach().to("cpu"))
             if batch and num_bytes + host.nbytes > self._file_bytes:
                 self._write_file(kind, batch)
                 batch, num_bytes = {}, 0

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rannc_backend.kernels.plain_memory import plain_memory
+
 
 def digest(tensor: torch.Tensor) -> list[float]:
     """Number of elements, the first one, and a weighted sum."""
-    flat = tensor.detach().reshape(-1)
+    flat = plain_memory(tensor.detach()).reshape(-1)
     if flat.numel() == 0:
         return [0.0]
     values = flat.double() if not flat.is_complex() else torch.view_as_real(flat).reshape(-1).double()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rannc_backend.errors import UserInputError
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.failures import exchanging
 from rannc_backend.runtime.parameters import STATE_CHANNEL
@@ -46,7 +47,7 @@ def exchange(world: World, entries: Sequence[Any], sources: Sequence[int], taker
 
 def _send(world: World, tensors: Sequence[torch.Tensor], takers: Sequence[int]) -> None:
     for tensor in tensors:
-        data = tensor.detach().to(world.device).resolve_conj().resolve_neg().contiguous()
+        data = plain_memory(tensor.detach().to(world.device))
         for work in [world.transport.isend(data, taker, STATE_CHANNEL) for taker in takers]:
             work.wait()
 

@@ -22,6 +22,7 @@ import torch
 
 from rannc_backend.errors import RanksDifferError, TooFewSamplesError, UserInputError
 from rannc_backend.ir.action import INPUT, OUTPUT, Program
+from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
 from rannc_backend.runtime.compile_watch import CompileWatch
@@ -127,9 +128,9 @@ class GraphRuntime:
 
         ``user_tensors``: by ``inputs``.
         """
-        tensors = {spec.name: tensor.detach() for spec, tensor in zip(self.inputs, user_tensors, strict=True)}
+        tensors = {spec.name: without_marks(tensor.detach()) for spec, tensor in zip(self.inputs, user_tensors, strict=True)}
         # The graphs are of contiguous batches (see capture_trace.py), and labels[:, 1:] is none.
-        tensors |= {spec.name: tensors[spec.name].contiguous() for spec in self.inputs if spec.kind == "batch"}
+        tensors |= {spec.name: plain_memory(tensors[spec.name]) for spec in self.inputs if spec.kind == "batch"}
         local_rows = self._local_rows(tensors)
         pairs = zip(self.inputs, user_tensors, strict=True)
         digests = [self._digests.of(spec.name, tensor) for spec, tensor in pairs if spec.kind == "replicated"]

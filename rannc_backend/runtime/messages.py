@@ -14,6 +14,7 @@ import torch
 
 from rannc_backend.ir.exchange import Value
 from rannc_backend.kernels.boundary_pack import message_offsets, message_views, pack_message
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.rows import Piece
 
 RowsTensors = list[torch.Tensor]
@@ -30,10 +31,8 @@ def slice_rows(tensors: Sequence[torch.Tensor], values: Sequence[Value], start: 
 
 def make_message(rows: RowsTensors) -> torch.Tensor:
     """One contiguous tensor with all of ``rows``."""
-    # What travels is memory, without the marks of conjugates and negatives that torch has not computed yet.
-    rows = [tensor.resolve_conj().resolve_neg() for tensor in rows]
     if len(rows) == 1:
-        return rows[0].contiguous()
+        return plain_memory(rows[0])
     return pack_message(rows)
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.kernels.plain_memory import has_marks, plain_memory
 from rannc_backend.runtime.absent_tensors import is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.promises import Make, Promises
@@ -222,7 +223,7 @@ class ParameterTable:
                 moved.made_bytes += self._to_device(tensor)
             if rank == source and takers:
                 value = tensor.detach() if made is None else made
-                data = value.to(dtype=tensor.dtype, device=device).contiguous()
+                data = plain_memory(value.to(dtype=tensor.dtype, device=device))
                 under_way += [self.world.transport.isend(data, taker, STATE_CHANNEL) for taker in takers]
                 num_bytes += _num_bytes(data)
             elif rank in takers:
@@ -238,6 +239,9 @@ class ParameterTable:
         return moved
 
     def _to_device(self, tensor: torch.Tensor) -> int:
+        if has_marks(tensor):
+            # Once, since compiled stages go by address in every step; with the strides that Dynamo has seen.
+            tensor.data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
         # A counter on the CPU goes with any device, and was captured there.
         if tensor.device == self.world.device or (tensor.dim() == 0 and tensor.device.type == "cpu"):
             return 0
@@ -308,7 +312,7 @@ class ParameterTable:
         if rank == first == 0:
             return tensor.detach().cpu()
         if rank == first:
-            transport.isend(tensor.detach().to(self.world.device).contiguous(), 0, STATE_CHANNEL).wait()
+            transport.isend(plain_memory(tensor.detach().to(self.world.device)), 0, STATE_CHANNEL).wait()
         elif rank == 0:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
             transport.irecv(buffer, first, STATE_CHANNEL).wait()
@@ -398,7 +402,7 @@ class ParameterTable:
                     state[key] = tensor
             elif rank == 0:
                 value = state[key].to(dtype=tensor.dtype, device=self.world.device)
-                transport.isend(value.contiguous(), receiver, STATE_CHANNEL).wait()
+                transport.isend(plain_memory(value), receiver, STATE_CHANNEL).wait()
             elif rank == receiver:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
                 transport.irecv(buffer, 0, STATE_CHANNEL).wait()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rannc_backend.errors import CommunicationError
+from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.shared_sums import SharedSums
 from rannc_backend.runtime.world import Ranks, Route
 
@@ -268,6 +269,7 @@ class GroupTransport(Memory):
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
+        assert has_plain_memory(tensor), "what is broadcast is not contiguous, or is marked as conjugate or negative"
         work = dist.broadcast(tensor, src=root, group=self._reductions[ranks], async_op=True)
         what = f"broadcast from rank {root} over ranks {list(ranks)}"
         return DistWork(self, work, tensor, peers=(root,), what=what)
@@ -306,6 +308,7 @@ class GroupTransport(Memory):
         return lambda tensor: self._start_sum(tensor, groups[ranks], ranks)
 
     def _start_sum(self, tensor: torch.Tensor, group: Any, ranks: Ranks) -> DistWork:
+        assert has_plain_memory(tensor), "what is reduced is not contiguous, or is marked as conjugate or negative"
         work = dist.all_reduce(tensor, group=group, async_op=True)
         return DistWork(self, work, tensor, peers=ranks, what=f"all-reduce over ranks {list(ranks)}")
 
@@ -318,8 +321,7 @@ class GroupTransport(Memory):
     def _check_message(self, tensor: torch.Tensor, peer: int, channel: str) -> None:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
         assert channel in self._tags, f"channel {channel!r} was not prepared"
-        assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"
-        assert not tensor.is_conj() and not tensor.is_neg(), f"message {channel!r} is marked as conjugate or negative"
+        assert has_plain_memory(tensor), f"message {channel!r} is not contiguous, or is marked as conjugate or negative"
 
 
 class GroupPending:

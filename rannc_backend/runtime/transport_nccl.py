@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.lent_buffers import ReceiveBuffers
 from rannc_backend.runtime.streams import DeviceLayer, Event, Stream, byte_view, unrecorded_alias
@@ -304,7 +305,6 @@ class NcclTransport:
     def _link_of(self, tensor: torch.Tensor, peer: int, channel: str, *, source: int, destination: int) -> _Link:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
         assert channel in self._routes, f"channel {channel!r} was not prepared"
-        assert tensor.is_contiguous(), f"message {channel!r} is not contiguous"
-        assert not tensor.is_conj() and not tensor.is_neg(), f"message {channel!r} is marked as conjugate or negative"
+        assert has_plain_memory(tensor), f"message {channel!r} is not contiguous, or is marked as conjugate or negative"
         return self._routes[channel].of(source, destination)
 

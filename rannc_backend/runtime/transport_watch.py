@@ -17,6 +17,7 @@ import torch
 
 from rannc_backend.config import Config
 from rannc_backend.errors import CommunicationError
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.world import BucketSums, Ranks, Route, Transport, Work, World
 
 logger = logging.getLogger(__name__)
@@ -155,5 +156,5 @@ class _Receipt:
 
 
 def _note(tensor: torch.Tensor, number: int) -> list[int]:
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    content = plain_memory(tensor.detach()).view(-1).view(torch.uint8).cpu().numpy()
     return [zlib.crc32(content), content.size, number]

@@ -15,6 +15,7 @@ import torch
 from rannc_backend.errors import OutputNotAvailableError
 from rannc_backend.ir.action import OUTPUT
 from rannc_backend.ir.exchange import Value
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.world import World
 
@@ -104,6 +105,6 @@ def _replicated(output: RuntimeOutput, state: StepState, world: World) -> torch.
         return tensor
     if tensor is None:
         tensor = torch.empty(output.static_shape, dtype=output.dtype, device=world.device)
-    tensor = tensor.contiguous()
+    tensor = plain_memory(tensor)
     world.transport.broadcast(tensor, output.root, tuple(range(world.size))).wait()
     return tensor

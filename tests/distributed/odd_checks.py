@@ -45,7 +45,42 @@ def odd_models(context: Context) -> dict[str, Any]:
             continue
         error = _step(context, model, copy.deepcopy(model), {"x": batch(sum(context.case.local_rows))}, **options)
         context.findings.that(error <= EXACT, f"{name}: off by {error}")
+    _marked_inputs(context)
     return {}
+
+
+class _TakesComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, turn: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * turn + shift
+        z = self.last(self.first(y.real) + 3 * y.imag)
+        # Rows for the user, from one stage that is another one's neighbour and from the last.
+        return torch.complex(z, y.real).conj(), torch._neg_view(y.imag + z)
+
+
+def _marked_inputs(context: Context) -> None:
+    """A batch, a value for all rows, and outputs that are only marked as conjugate or negative."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = _TakesComplex().double()
+    alone = copy.deepcopy(model)
+    start, stop = context.interval
+    rows = torch.complex(batch(sum(context.case.local_rows)), batch(sum(context.case.local_rows), 1))
+    turn, shift = torch.complex(*batch(2)[:, 0]).conj(), torch.complex(*batch(2, 3)[:, 0]).conj().imag
+    compiled = torch.compile(model, **context.compile_arguments())
+    got, expected = compiled(rows[start:stop].conj(), turn, shift), alone(rows.conj(), turn, shift)
+    for mine, theirs in zip(got, expected, strict=True):
+        error = float((mine - theirs[start:stop]).abs().max())
+        context.findings.that(error <= EXACT, f"an output of marked inputs is off by {error}")
+    # Gradients that come in are marked, too; they are averaged over ranks.
+    loss, loss_alone = (complex_rows.conj().imag.square().sum() + rows.sin().sum() for complex_rows, rows in (got, expected))
+    loss.backward()
+    (loss_alone / context.case.world).backward()
+    error = worst_error(model, alone)
+    context.findings.that(error <= EXACT, f"gradients of marked inputs are off by {error}")
 
 
 def library_models(context: Context) -> dict[str, Any]:

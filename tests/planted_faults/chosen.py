@@ -106,6 +106,17 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "key[:2] == (channel, micro_batch)", "key[0] == channel",
             unit("send_buffers"),
         ),
+        (
+            "marks-left-on-memory", "kernels/plain_memory.py",
+            "return tensor.resolve_conj().resolve_neg() if has_marks(tensor) else tensor", "return tensor",
+            ("tests/unit/kernels/test_plain_memory.py",),
+        ),
+        (
+            "message-of-a-marked-value", "kernels/boundary_pack.py",
+            "strided = [tensor for tensor in tensors if not has_plain_memory(tensor)]",
+            "strided = [tensor for tensor in tensors if not tensor.is_contiguous()]",
+            ("tests/unit/kernels/test_plain_memory.py",),
+        ),
         # buckets and reductions
         ("absent-gradient-not-zeroed", "runtime/buckets.py", "self.view(name).zero_()", "self.view(name)", unit("buckets")),
         ("buffer-in-use-taken", "runtime/buckets.py", "num_storage_users(buffer) == 1", "num_storage_users(buffer) >= 1", unit("buckets")),
@@ -119,7 +130,12 @@ CHOSEN: tuple[Fault, ...] = tuple(
         ),
         (
             "sums-over-ranks-in-float32", "runtime/scalars.py",
-            "reshape(-1).double() if spec.name in sums", "reshape(-1).float() if spec.name in sums",
+            "return total.reshape(-1).double()", "return total.reshape(-1).float()",
+            unit("scalars"),
+        ),
+        (
+            "imaginary-part-of-a-sum-dropped", "runtime/scalars.py",
+            "torch.complex(*doubles.view(-1, 2).unbind(1)) if", "doubles.view(-1, 2)[:, 0] if",
             unit("scalars"),
         ),
         ("shared-sum-leaves-out-a-rank", "runtime/shared_sums.py", "bucket, *others[group.own :]]", "bucket]", unit("shared_sums")),

@@ -1,0 +1,30 @@
+"""The one edge at which the memory of a tensor is read as it is: by a kernel, a message, a file, a checksum.
+
+In: any tensor. Out: one whose memory, element by element in order, is its value. Terms: a *mark* is what torch puts on a view in place of
+computing it: `x.conj()` and the imaginary part of one lie in the memory of ``x`` and are only marked as conjugate or negative. Torch's own
+operators look at the marks; whatever goes by address, size and dtype does not, and would read the number that ``x`` has there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_marks(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is another number than its memory says."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def without_marks(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value in memory that says so; the tensor itself where it does already."""
+    return tensor.resolve_conj().resolve_neg() if has_marks(tensor) else tensor
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie in its memory as they are, one after the other."""
+    return tensor.is_contiguous() and not has_marks(tensor)
+
+
+def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value, contiguous and without marks; the tensor itself where it is so already."""
+    return without_marks(tensor).contiguous()
