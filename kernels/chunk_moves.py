@@ -182,17 +182,27 @@ def _move_one_by_one(
     start = count * 0
     while start < count:
         second, third, fourth = first + lanes, first + 2 * lanes, first + 3 * lanes
-        a = _load(source, target, first, first < count, factor, accumulate, compute)
-        b = _load(source, target, second, second < count, factor, accumulate, compute)
-        c = _load(source, target, third, third < count, factor, accumulate, compute)
-        d = _load(source, target, fourth, fourth < count, factor, accumulate, compute)
-        a = _store(a, target, first, first < count, compute, store, simulated)
-        b = _store(b, target, second, second < count, compute, store, simulated)
-        c = _store(c, target, third, third < count, compute, store, simulated)
-        d = _store(d, target, fourth, fourth < count, compute, store, simulated)
+        a = tl.load(source + first, mask=first < count, other=0.0)
+        b = tl.load(source + second, mask=second < count, other=0.0)
+        c = tl.load(source + third, mask=third < count, other=0.0)
+        d = tl.load(source + fourth, mask=fourth < count, other=0.0)
+        # One branch for all four: with one for each, every access would wait for the one before.
+        if accumulate:
+            e = tl.load(target + first, mask=first < count, other=0.0)
+            f = tl.load(target + second, mask=second < count, other=0.0)
+            g = tl.load(target + third, mask=third < count, other=0.0)
+            h = tl.load(target + fourth, mask=fourth < count, other=0.0)
+            a_sum, b_sum = a.to(compute) * factor + e.to(compute), b.to(compute) * factor + f.to(compute)
+            c_sum, d_sum = c.to(compute) * factor + g.to(compute), d.to(compute) * factor + h.to(compute)
+        else:
+            a_sum, b_sum, c_sum, d_sum = a.to(compute) * factor, b.to(compute) * factor, c.to(compute) * factor, d.to(compute) * factor
+        a_sum = _store(a_sum, target, first, first < count, compute, store, simulated)
+        b_sum = _store(b_sum, target, second, second < count, compute, store, simulated)
+        c_sum = _store(c_sum, target, third, third < count, compute, store, simulated)
+        d_sum = _store(d_sum, target, fourth, fourth < count, compute, store, simulated)
         if statistics:
-            squares_by_lane += a * a + b * b + (c * c + d * d)
-            bad_by_lane += _is_bad(a) + _is_bad(b) + _is_bad(c) + _is_bad(d)
+            squares_by_lane += a_sum * a_sum + b_sum * b_sum + (c_sum * c_sum + d_sum * d_sum)
+            bad_by_lane += _is_bad(a_sum) + _is_bad(b_sum) + _is_bad(c_sum) + _is_bad(d_sum)
         first += 4 * lanes
         start += 4 * lanes
     squares = tl.zeros((), dtype=compute)

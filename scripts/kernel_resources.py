@@ -62,6 +62,8 @@ class Resources:
     wide_stores: int
     exchanges: int | None
     """Instructions that use shared memory or wait for other warps; None where nothing was disassembled."""
+    narrow_in_flight: int | None = None
+    """Loads of single elements under way at a time, which hides the latency of unaligned tensors; see `narrow_loads_in_flight`."""
 
 
 def variants() -> Iterator[Variant]:
@@ -145,7 +147,26 @@ def measure(variant: Variant, target: str, *, disassemble: bool) -> Resources:
         wide_loads=len(re.findall(loads, text)),
         wide_stores=len(re.findall(stores, text)),
         exchanges=None if code is None else len(re.findall(r"\b(?:STS|LDS|LDSM|BAR)\b", code)),
+        narrow_in_flight=None if code is None else narrow_loads_in_flight(code),
     )
+
+
+def narrow_loads_in_flight(code: str) -> int:
+    """Loads of at most 8 bytes per thread that a disassembled kernel starts before it uses what one of them gives.
+
+    Of the two places where it starts the most, the one with fewer: elements are loaded in one, what they are added to in the other.
+    """
+    runs, under_way = [0, 0], set()
+    for line in code.splitlines():
+        instruction = re.sub(r"/\*.*?\*/", "", line).strip()
+        load = re.search(r"\bLDG\.E(?!\.128)\S* (R\d+), (.*)", instruction)
+        read = set(re.findall(r"\bR\d+\b", load[2] if load else instruction))
+        if read & under_way or instruction.startswith(".L") or re.search(r"\b(?:BRA|EXIT)\b", instruction):
+            runs.append(len(under_way))
+            under_way = set()
+        if load:
+            under_way.add(load[1])
+    return sorted(runs)[-2]
 
 
 def _measure_amd(variant: Variant, target: str, assembly: str) -> Resources:
@@ -179,7 +200,8 @@ def supported(variant: Variant, target: str) -> bool:
 def markdown(found: list[Resources], targets: list[str]) -> str:
     """A row per variant, a column per target: registers, and bytes of shared memory where there are any."""
     cells = {(each.variant, each.target): f"{each.registers}" + f" + {each.shared_bytes} B" * (each.shared_bytes > 0) for each in found}
-    names = dict.fromkeys(each.variant for each in found)
+    measured = {each.variant for each in found}
+    names = [each.name for each in variants() if each.name in measured]
     lines = [f"| kernel | {' | '.join(targets)} |", "|" + "---|" * (len(targets) + 1)]
     lines += [f"| {name} | {' | '.join(cells.get((name, target), 'refused') for target in targets)} |" for name in names]
     return "\n".join(lines) + "\n"

@@ -23,6 +23,8 @@ RESOURCES = ROOT / "scripts" / "kernel_resources.py"
 OLDEST, NEWEST = "3.6", "3.7"
 # One element of the narrow side is half as wide; the other side has 128 bits.
 NARROW_LOADS = ("unpack, bf16 to fp32",)
+# An unaligned gradient that is added to its bucket: four elements per thread, then four sums.
+IN_FLIGHT = 4
 NARROW_STORES = ("bucket, fp32 to fp16",)
 
 
@@ -134,17 +136,48 @@ def faults(resources: dict) -> list[str]:
     reduces = "fp8" in name or "statistics" in name
     if not reduces and (resources["shared_bytes"] or resources["exchanges"]):
         found.append(f"{resources['shared_bytes']} bytes of shared memory, {resources['exchanges']} instructions that use it")
+    if "bucket" in name and resources["narrow_in_flight"] is not None and resources["narrow_in_flight"] < IN_FLIGHT:
+        found.append(f"{resources['narrow_in_flight']} loads of unaligned elements in flight")
     if resources["shared_bytes"] > 1024:
         found.append(f"{resources['shared_bytes']} bytes of shared memory")
     return found
 
 
+def test_loads_in_flight_are_counted_where_the_second_most_are() -> None:
+    from scripts import kernel_resources
+
+    code = """
+    .L_x_1:
+        /*0010*/  @P0 LDG.E R1, desc[UR4][R8.64] ;
+        /*0020*/  @P1 LDG.E.U16 R2, desc[UR4][R8.64+0x400] ;
+        /*0030*/  LDG.E.128 R12, desc[UR4][R8.64] ;
+        /*0040*/  IADD3 R20, R21, R22 ;
+        /*0050*/  LDG.E R3, desc[UR4][R8.64+0x800] ;
+        /*0060*/  FADD R5, R2, R6 ;
+        /*0070*/  LDG.E R4, desc[UR4][R8.64] ;
+        /*0080*/  LDG.E R7, desc[UR4][R8.64] ;
+        /*0090*/  @!P2 BRA `(.L_x_1) ;
+        /*00a0*/  LDG.E R4, desc[UR4][R8.64] ;
+        /*00b0*/  FADD R5, R4, R6 ;
+    """
+    assert kernel_resources.narrow_loads_in_flight(code) == 2
+
+
 LEAN = dict(variant="bucket, fp32", target="sm_90", registers=40, spilled_bytes=0, stack_bytes=0, shared_bytes=0, wide_loads=4,
-            wide_stores=4, exchanges=0)  # fmt: skip
+            wide_stores=4, exchanges=0, narrow_in_flight=4)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "change", [{"registers": 65}, {"spilled_bytes": 4}, {"stack_bytes": 8}, {"wide_loads": 0}, {"wide_stores": 0}, {"exchanges": 2}]
+    "change",
+    [
+        {"registers": 65},
+        {"spilled_bytes": 4},
+        {"stack_bytes": 8},
+        {"wide_loads": 0},
+        {"wide_stores": 0},
+        {"exchanges": 2},
+        {"narrow_in_flight": 1},
+    ],
 )
 def test_a_fat_kernel_would_be_found(change: dict) -> None:
     assert not faults(LEAN)
