@@ -212,29 +212,6 @@ def write_bucket(
     return _move(bucket, gradients, offsets, scale, flags, statistics, tables, to_bucket=True)
 
 
-def write_views(
-    views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, accumulate: bool = False, tables: RecordTables | None = None
-) -> CopyReport:
-    """Each gradient to its contiguous view of a bucket, or added to it; views of one dtype, of one bucket or of several. One launch."""
-    for index, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
-        if view.dtype != views[0].dtype or not view.is_contiguous() or view.numel() != gradient.numel():
-            raise KernelError(
-                f"view {index} must be contiguous {views[0].dtype} with {gradient.numel()} elements, not {view.dtype} {tuple(view.shape)}"
-            )
-    if not views:
-        return CopyReport()
-    flags = [accumulate] * len(views)
-    if HAS_TRITON and views[0].is_cuda:
-        # Slots are found from any address: offsets from the first view reach all the others.
-        item_bytes, start = views[0].element_size(), views[0].data_ptr()
-        offsets = [(view.data_ptr() - start) // item_bytes for view in views]
-        return _move(views[0].view(-1), gradients, offsets, 1.0, flags, None, tables, to_bucket=True)
-    report = CopyReport()
-    for view, gradient in zip(views, gradients):
-        report += _move(view.view(-1), [gradient], [0], 1.0, [accumulate], None, tables, to_bucket=True)
-    return report
-
-
 def read_bucket(
     bucket: torch.Tensor,
     gradients: Sequence[torch.Tensor],

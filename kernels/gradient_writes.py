@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rannc_backend.kernels import gradient_bucket
-from rannc_backend.kernels.gradient_bucket import DTYPE_CODES
+from rannc_backend.kernels.gradient_views import GradientTables
+from rannc_backend.kernels.triton_support import HAS_TRITON
 
 FIRST, LATER = 2, 3
 
@@ -32,6 +32,7 @@ class Listener(Protocol):
 
 # Graphs hold tensors and numbers only, so who listens is known by who calls: set for the time of one call, by `listening`.
 _LISTENER: ContextVar[Listener | None] = ContextVar("gradient listener", default=None)
+_TABLES: ContextVar[GradientTables | None] = ContextVar("gradient tables", default=None)
 
 _LIBRARY = torch.library.Library("rannc", "FRAGMENT")
 _LIBRARY.define(
@@ -44,13 +45,14 @@ _LIBRARY.define("gradients_made_(Tensor(a!)[] buckets, int[] positions) -> ()")
 
 
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of gradients that graphs called in this context complete."""
-    token = _LISTENER.set(listener)
+def listening(listener: Listener, tables: GradientTables | None = None) -> Iterator[None]:
+    """Tell `listener` of gradients that graphs called in this context complete; `tables`: those of the stage whose graphs they are."""
+    token, tables_token = _LISTENER.set(listener), _TABLES.set(tables)
     try:
         yield
     finally:
         _LISTENER.reset(token)
+        _TABLES.reset(tables_token)
 
 
 def write_product(bucket: Tensor, size: Sequence[int], stride: Sequence[int], left: Tensor, right: Tensor, turn: int) -> None:
@@ -87,27 +89,22 @@ def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, 
     bucket.index_add_(0, index.reshape(-1), rows.reshape(-1, *bucket.shape[1:]))
 
 
+def can_launch(tensor: Tensor) -> bool:
+    """Whether a kernel can be started where ``tensor`` is, and now: what a CUDA graph records cannot be given a table any more."""
+    return HAS_TRITON and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
 def write_gradients(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
-    """buckets[i] (+)= gradients[i], cast where the dtypes differ; on a GPU one launch for those of a bucket."""
-    on_gpu = all(tensor.is_cuda and tensor.dtype in DTYPE_CODES for tensor in (*buckets, *gradients))
-    if len(buckets) > 1 and on_gpu and all(bucket.is_contiguous() for bucket in buckets):
-        write_in_one_launch(buckets, gradients, turn)
-        return
+    """buckets[i] (+)= gradients[i], cast where the dtypes differ; on a GPU one launch for those of a dtype."""
+    if len(buckets) > 1 and can_launch(buckets[0]):
+        tables = _TABLES.get() or GradientTables()
+        if tables.write(buckets, gradients, accumulate=turn == LATER) is not None:
+            return
     for bucket, gradient in zip(buckets, gradients, strict=True):
         if turn == FIRST:
             bucket.copy_(gradient)
         else:
             bucket.add_(gradient)
-
-
-def write_in_one_launch(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
-    """`write_gradients` by the kernel of gradient_bucket.py, once for all views of one dtype. Views must be contiguous."""
-    members: dict[torch.dtype, list[int]] = {}
-    for index, bucket in enumerate(buckets):
-        members.setdefault(bucket.dtype, []).append(index)
-    for indices in members.values():
-        views, sources = [buckets[index] for index in indices], [gradients[index] for index in indices]
-        gradient_bucket.write_views(views, sources, accumulate=turn == LATER)
 
 
 def gradients_made(buckets: Sequence[Tensor], positions: Sequence[int]) -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 RECORD_COLUMNS = 4
+Kept = TypeVar("Kept")
 
 
 class KernelError(ValueError):
@@ -73,6 +75,11 @@ class Span:
 
 def make_records(spans: Sequence[Span]) -> np.ndarray:
     """One int64 row (address, offset, count, kind) per chunk of ``spans``, in order; empty spans have none."""
+    return record_template(spans)[0]
+
+
+def record_template(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of `make_records`, and the number of the span that each is of: tables of equal spans elsewhere differ by a sum."""
     columns = np.array(
         [(s.address, s.offset, s.count, s.kind, s.address_step, s.offset_step, s.chunk) for s in spans], dtype=np.int64
     ).reshape(-1, 7)
@@ -86,7 +93,7 @@ def make_records(spans: Sequence[Span]) -> np.ndarray:
     records[:, 1] = offset[span] + start * offset_step[span]
     records[:, 2] = np.minimum(chunk[span], count[span] - start)
     records[:, 3] = kind[span]
-    return records
+    return records, span
 
 
 def upload(records: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -101,18 +108,22 @@ def upload(records: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True)
 class RecordTables:
-    """Tables on the device, found again by addresses. Whoever packs owns one of these; it belongs to one device.
+    """Tables on the device (or what holds one), found again by addresses. Whoever packs owns one of these; it belongs to one device.
 
     At most ``capacity`` tables are kept, the ones used last; those that a CUDA graph was captured with are kept for good: it reads them.
     """
 
     capacity: int = 16
     num_built: int = 0
-    _tables: OrderedDict[Hashable, torch.Tensor] = field(default_factory=OrderedDict)
-    _captured: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    _tables: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    _captured: dict[Hashable, Any] = field(default_factory=dict)
 
     def get(self, key: Hashable, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
         """The table of ``key``, which must hold everything that ``build`` depends on; built and uploaded when it is not here."""
+        return self.kept(key, device, lambda: upload(build(), device))
+
+    def kept(self, key: Hashable, device: torch.device, make: Callable[[], Kept]) -> Kept:
+        """What ``make`` gave for ``key``, which must hold everything that it depends on; made and uploaded when it is not here."""
         capturing = False
         if device.type == "cuda":
             # A table uploaded on one stream may not have arrived when another one reads it.
@@ -122,7 +133,7 @@ class RecordTables:
         if table is None:
             table = self._captured.get(key)
         if table is None:
-            table = upload(build(), device)
+            table = make()
             self.num_built += 1
             if len(self._tables) >= self.capacity:
                 self._tables.popitem(last=False)

@@ -25,6 +25,7 @@ from rannc_backend.compile_build import StageBuilder, StageFunctions, Stored
 from rannc_backend.compile_gradients import GradientSink, ScratchGradients, open_targets
 from rannc_backend.compile_signature import StageSignature, signature_of, structural_hash
 from rannc_backend.compile_variants import Variants, with_hint
+from rannc_backend.kernels.gradient_views import GradientTables
 from rannc_backend.kernels.gradient_writes import listening
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.kernels.record_table import CopyReport
@@ -69,6 +70,7 @@ class CompiledStage:
         destination: they are written there by what computes them. The others are made in memory of their own.
     how_gradients_are_written: by parameter, of each term; see `passes.gradient_buckets`.
     gradient_copies: what one backward copies to the sink, and what is made there.
+    gradient_tables: what the kernel needs that copies gradients on a GPU, made in the first backwards and then found again.
     saved_bytes: bytes of what one forward saves, as an expression in the batch size; see `passes.recompute`.
 
     Outputs are contiguous and share no memory with inputs, but may share it with saved values and with each other: they
@@ -96,6 +98,7 @@ class CompiledStage:
         self.gradient_copies = _gradient_copies(functions, signature)
         self._signature = signature
         self._variants = variants
+        self.gradient_tables = GradientTables()
 
     def scratch_gradients(self, *, keep_adding: bool = True) -> ScratchGradients:
         """A sink with memory of its own for the gradients of the parameters."""
@@ -148,7 +151,7 @@ class CompiledStage:
                     memory = destinations.get(position)
                     by_input[position] = signature.empty_input(position, rows) if memory is None else memory
                     values.append(by_input[position])
-                with listening(sink):
+                with listening(sink, self.gradient_tables):
                     results = functions.backward(values)
                 by_input.update(zip(functions.returned, map(plain_memory, results), strict=True))
                 for position in functions.borrowed:

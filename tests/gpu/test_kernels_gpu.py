@@ -15,7 +15,8 @@ import torch
 
 from rannc_backend.kernels import boundary_pack
 from rannc_backend.kernels.boundary_pack import Wire, pack, plan_message, unpack
-from rannc_backend.kernels.gradient_bucket import BucketStatistics, aligned_offsets, write_bucket, write_views
+from rannc_backend.kernels.gradient_bucket import BucketStatistics, aligned_offsets, write_bucket
+from rannc_backend.kernels.gradient_views import GradientTables, write_views
 from rannc_backend.kernels.record_table import CopyReport, KernelError, RecordTables
 from rannc_backend.kernels.triton_support import HAS_TRITON
 
@@ -112,8 +113,10 @@ def test_statistics_are_equal_from_run_to_run() -> None:
 def test_views_of_several_buckets_take_one_launch() -> None:
     views = [torch.zeros(100, device=DEVICE), torch.zeros(7, 3, device=DEVICE)]
     gradients = [torch.randn(100, device=DEVICE).bfloat16(), torch.randn(7, 3, device=DEVICE)]
-    assert write_views(views, gradients) == CopyReport(bytes_copied=484, launches=1)
-    write_views(views, gradients, accumulate=True)
+    tables = GradientTables()
+    assert write_views(views, gradients, tables=tables) == CopyReport(bytes_copied=484, launches=1)
+    write_views(views, gradients, accumulate=True, tables=tables)
+    assert tables.num_built == 2
     for view, gradient in zip(views, gradients, strict=True):
         assert torch.equal(view, 2 * gradient.float())
 

@@ -139,6 +139,16 @@ CHOSEN: tuple[Fault, ...] = tuple(
             unit("scalars"),
         ),
         ("shared-sum-leaves-out-a-rank", "runtime/shared_sums.py", "bucket, *others[group.own :]]", "bucket]", unit("shared_sums")),
+        (
+            "gradient-tables-by-bucket-alone", "kernels/gradient_views.py",
+            "addresses = (*map(_ADDRESS, views), *map(_ADDRESS, gradients))", "addresses = (*map(_ADDRESS, views),)",
+            ("tests/unit/kernels/test_gradient_views.py",),
+        ),
+        (
+            "gradient-tables-made-anew", "kernels/gradient_writes.py",
+            "tables = _TABLES.get() or GradientTables()", "tables = GradientTables()",
+            ("tests/unit/kernels/test_gradient_views.py",),
+        ),
         # clipping and scaling
         ("norm-of-this-rank", "runtime/clipping.py", "own = _over_ranks(own, tables[0], norm_type)", "pass", CLIPPING),
         ("norm-counts-replicas", "runtime/clipping.py", "any(table.answers_for(p) for table in tables)", "True", CLIPPING),

@@ -23,9 +23,10 @@ if __name__ == "__main__":
 
 import torch
 
-from rannc_backend.kernels import boundary_pack, gradient_bucket, record_table
+from rannc_backend.kernels import boundary_pack, gradient_bucket, gradient_views, record_table
 from rannc_backend.kernels.boundary_pack import Wire, plan_message
 from rannc_backend.kernels.gradient_bucket import BucketStatistics
+from rannc_backend.kernels.gradient_views import GradientTables
 from rannc_backend.kernels.message_layout import choose_wires
 from rannc_backend.kernels.record_table import LaunchConfig, RecordTables
 
@@ -293,9 +294,36 @@ def measure_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable
         yield lambda dtype=dtype: run(dtype)
 
 
+def view_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable[[], list[str]]]:
+    """Gradients to views of several buckets and dtypes: stored, added, again at the same addresses and at others."""
+
+    def run(gradient_dtypes, numels, shift: int) -> list[str]:
+        memory = {dtype: random_tensor(dtype, 30_000, device) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+        specs = list(itertools.product(memory, gradient_dtypes, numels))
+        starts = itertools.accumulate([shift, *(numel + 3 for _, _, numel in specs[:-1])])
+        views = [memory[dtype][start : start + numel] for (dtype, _, numel), start in zip(specs, starts)]
+        expected = {dtype: values.clone() for dtype, values in memory.items()}
+        mirrors = [expected[view.dtype][view.storage_offset() - memory[view.dtype].storage_offset() :][: view.numel()] for view in views]
+        tables, found = GradientTables(), []
+        one, other = ([random_tensor(dtype, numel, device, shift=i % 3) for i, (_, dtype, numel) in enumerate(specs)] for _ in range(2))
+        for gradients, accumulate in ((one, False), (one, True), (other, True), (one, True)):
+            report = tables.write(views, gradients, accumulate=accumulate)
+            if report is None or report.launches != len(memory):
+                found.append(f"views: {report}")
+            for mirror, gradient in zip(mirrors, gradients):
+                gradient_bucket.reference(mirror, [gradient], [0], 1.0, [accumulate], [False], None, to_bucket=True)
+        for dtype, values in memory.items():
+            found += differences(f"views of {dtype}, shift {shift}", values.cpu(), expected[dtype].cpu())
+        return found if tables.num_built == 3 else [*found, f"views: {tables.num_built} tables built"]
+
+    for shift in (0, 1):
+        sizes = (*SIZES[:3], 0, 2051) if thorough else (1, 130, 0)
+        yield lambda shift=shift, sizes=sizes: run(FLOATS if thorough else FLOATS[:3], sizes, shift)
+
+
 def problems(device: torch.device, *, thorough: bool, every: int = 1) -> list[str]:
     """What differs from the references, one line each. ``every``: only each so-manieth check. Equal numbers on every run."""
-    parts = (message_checks, bucket_checks, measure_checks)
+    parts = (message_checks, bucket_checks, measure_checks, view_checks)
     checks = [check for part in parts for check in part(device, thorough=thorough)]
     found = []
     for index, check in list(enumerate(checks))[::every]:
@@ -316,6 +344,7 @@ def plant(name: str) -> None:
     if name == "tail":
         for module in (boundary_pack, gradient_bucket):
             module.make_records = _lose_last_item(record_table.make_records)
+        gradient_views.record_template = _lose_last_item(record_table.record_template)
     elif name == "scale":
         gradient_bucket._bits_of = lambda scale: int.from_bytes(bytes(6) + b"\xf0\x3f", "little")
     elif name == "rounding":

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rannc_backend.kernels.gradient_bucket import BucketStatistics, aligned_offsets, read_bucket, write_bucket, write_views
-from rannc_backend.kernels.gradient_writes import FIRST, LATER, write_in_one_launch
+from rannc_backend.kernels.gradient_bucket import BucketStatistics, aligned_offsets, read_bucket, write_bucket
+from rannc_backend.kernels.gradient_views import write_views
+from rannc_backend.kernels.gradient_writes import FIRST, LATER, write_gradients
 from rannc_backend.kernels.record_table import CopyReport, KernelError
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -93,7 +94,7 @@ def test_gradients_of_a_graph_reach_all_their_buckets() -> None:
     buckets = [torch.ones(2, 3), torch.ones(4), torch.ones(5, dtype=torch.float64)]
     gradients = [torch.full((2, 3), 2.0), torch.full((4,), 3.0).bfloat16(), torch.full((5,), 4.0)]
     for turn, wanted in ((FIRST, (2, 3, 4)), (LATER, (4, 6, 8))):
-        write_in_one_launch(buckets, gradients, turn)
+        write_gradients(buckets, gradients, turn)
         assert [bucket.unique().tolist() for bucket in buckets] == [[value] for value in wanted]
 
 

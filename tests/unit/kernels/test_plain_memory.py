@@ -14,7 +14,8 @@ from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.ir.action import Channel
 from rannc_backend.kernels.boundary_pack import message_views, pack, pack_message, plan_message
-from rannc_backend.kernels.gradient_bucket import KernelError, read_bucket, write_bucket, write_views
+from rannc_backend.kernels.gradient_bucket import KernelError, read_bucket, write_bucket
+from rannc_backend.kernels.gradient_views import write_views
 from rannc_backend.kernels.plain_memory import has_marks, has_plain_memory, plain_memory, without_marks
 from rannc_backend.kernels.scale_unless_one import scale_unless_one
 from rannc_backend.model_recording import recorded_source

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rannc_backend.kernels.gradient_writes import FIRST, LATER, listening, write_in_one_launch
+from rannc_backend.kernels.gradient_writes import FIRST, LATER, listening, write_gradients
 from rannc_backend.passes.gradient_buckets import BucketGraph, write_into_buckets
 from rannc_backend.passes.pipeline import count_ops
 
@@ -217,7 +217,7 @@ def test_one_launch_writes_what_single_copies_write() -> None:
     for turn in (FIRST, LATER):
         gradients = [torch.randn(3, 2).t(), torch.randn(4, dtype=torch.float64), torch.randn(5).bfloat16()]
         before = [view.clone() for view in views]
-        write_in_one_launch(views, gradients, turn)
+        write_gradients(views, gradients, turn)
         for view, old, gradient in zip(views, before, gradients, strict=True):
             assert torch.equal(view, gradient.to(view.dtype) if turn == FIRST else old + gradient)
     assert memory[0].isnan().sum() == 64 - 11 and memory[1].isnan().sum() == 12
