@@ -13,6 +13,7 @@ This file holds the kernels, what starts them, and the plain-PyTorch form, which
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -250,9 +251,8 @@ def unpack(
 
 
 def _count(layout: MessageLayout, moved: Sequence[bool], num_launches: int) -> CopyReport:
-    sizes = [layout.wire_bytes(index) for index in range(len(layout.shapes))]
-    bytes_copied = sum(size for size, was_moved in zip(sizes, moved) if was_moved)
-    return CopyReport(bytes_copied, sum(sizes) - bytes_copied, num_launches)
+    bytes_copied = sum([size for size, was_moved in zip(layout.wire_bytes, moved) if was_moved])
+    return CopyReport(bytes_copied, sum(layout.wire_bytes) - bytes_copied, num_launches)
 
 
 def _check(tensors: Sequence[torch.Tensor], layout: MessageLayout) -> None:
@@ -346,7 +346,6 @@ def launch_pack(
     config = config or choose_config(message.numel())
     pointers, numels = tuple([tensor.data_ptr() for tensor in tensors]), tuple([tensor.numel() for tensor in tensors])
     dtypes = tuple([tensor.dtype for tensor in tensors])
-    kinds = [_kind(wire, dtype) for wire, dtype in zip(wires, dtypes)]
 
     def build() -> np.ndarray:
         return _records(pointers, numels, dtypes, offsets, wires, moved, config)
@@ -360,7 +359,7 @@ def launch_pack(
             message,
             table,
             scales_offset,
-            kinds=sum({1 << kind for kind, move in zip(kinds, moved) if move}),
+            kinds=_kind_bits(tuple(wires), dtypes, tuple(moved)),
             block=config.block,
             lanes=32 * config.num_warps,
             simulated=SIMULATED,
@@ -407,6 +406,11 @@ def launch_unpack(
             enable_fp_fusion=False,
         )
     return 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_bits(wires: tuple[int, ...], dtypes: tuple[torch.dtype, ...], moved: tuple[bool, ...]) -> int:
+    return sum({1 << _kind(wire, dtype) for wire, dtype, move in zip(wires, dtypes, moved) if move})
 
 
 def _kind(wire: int, dtype: torch.dtype) -> int:

@@ -11,6 +11,7 @@ Terms. The *wire format* of a tensor is how it travels: SAME (its bytes), BFLOAT
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,12 +83,8 @@ class MessageLayout:
     output_offsets: tuple[int, ...]
     """Where each tensor lies when it has been unpacked: in the message if it travels as SAME, else in a buffer for the others."""
     output_bytes: int
-
-    def wire_bytes(self, index: int) -> int:
-        """Bytes of tensor ``index`` in the message, its scales included."""
-        numel, wire = math.prod(self.shapes[index]), self.wires[index]
-        num_groups = -(-numel // GROUP_ELEMENTS) if wire == Wire.FLOAT8 else 0
-        return numel * wire_item_bytes(self.dtypes[index], wire) + 4 * num_groups
+    wire_bytes: tuple[int, ...]
+    """Bytes of each tensor in the message, its scales included."""
 
     @property
     def is_plain_tensor(self) -> bool:
@@ -112,6 +109,12 @@ def plan_message(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], wires: 
     Raises KernelError for a format that does not fit a dtype.
     """
     wires = (Wire.SAME,) * len(shapes) if wires is None else tuple(wires)
+    return _planned(tuple(map(tuple, shapes)), tuple(dtypes), wires)
+
+
+# The same few messages are sent in every step.
+@functools.lru_cache(maxsize=1024)
+def _planned(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], wires: tuple[Wire, ...]) -> MessageLayout:
     for index, (dtype, wire) in enumerate(zip(dtypes, wires, strict=True)):
         if wire != Wire.SAME and dtype not in NARROWED[wire]:
             fitting = ", ".join(map(str, NARROWED[wire]))
@@ -130,15 +133,21 @@ def plan_message(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], wires: 
         if wire != Wire.SAME:
             output_offsets[index] = output_bytes
             output_bytes += align(math.prod(shapes[index]) * dtypes[index].itemsize)
+    sizes = []
+    for shape, dtype, wire in zip(shapes, dtypes, wires):
+        numel = math.prod(shape)
+        scales = 4 * -(-numel // GROUP_ELEMENTS) if wire == Wire.FLOAT8 else 0
+        sizes.append(numel * wire_item_bytes(dtype, wire) + scales)
     return MessageLayout(
-        shapes=tuple(tuple(shape) for shape in shapes),
-        dtypes=tuple(dtypes),
+        shapes=shapes,
+        dtypes=dtypes,
         wires=wires,
         offsets=tuple(offsets),
         scales_offset=end,
         num_bytes=end + align(4 * num_groups),
         output_offsets=tuple(output_offsets),
         output_bytes=output_bytes,
+        wire_bytes=tuple(sizes),
     )
 
 

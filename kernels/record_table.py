@@ -118,6 +118,10 @@ class RecordTables:
     _tables: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     _captured: dict[Hashable, Any] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Drop all tables but those of CUDA graphs."""
+        self._tables.clear()
+
     def get(self, key: Hashable, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
         """The table of ``key``, which must hold everything that ``build`` depends on; built and uploaded when it is not here."""
         return self.kept(key, device, lambda: upload(build(), device))

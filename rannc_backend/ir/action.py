@@ -12,6 +12,7 @@ endpoint to another; its messages are matched in the order in which they are sen
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -145,12 +146,7 @@ class Action:
     @property
     def channel(self) -> Channel:
         """The channel of a message action; ValueError for the others."""
-        direction = _DIRECTIONS.get(self.kind)
-        if direction is None:
-            raise ValueError(f"{self} moves no message")
-        if self.kind in OUTGOING_KINDS:
-            return Channel(self.stage, self.peer, direction)
-        return Channel(self.peer, self.stage, direction)
+        return _channel_of(self.kind, self.stage, self.peer)
 
     @property
     def counterpart(self) -> Action:
@@ -159,6 +155,14 @@ class Action:
         if self.kind not in _COUNTERPART_KINDS:
             raise ValueError(f"{self} moves no message")
         return Action(self.peer, _COUNTERPART_KINDS[self.kind], self.micro_batch, self.stage)
+
+
+@functools.lru_cache(maxsize=4096)
+def _channel_of(kind: ActionKind, stage: int, peer: int) -> Channel:
+    direction = _DIRECTIONS.get(kind)
+    if direction is None:
+        raise ValueError(f"{kind} of stage {stage} moves no message")
+    return Channel(stage, peer, direction) if kind in OUTGOING_KINDS else Channel(peer, stage, direction)
 
 
 Program = tuple[Action, ...]

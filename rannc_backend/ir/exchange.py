@@ -11,7 +11,7 @@ that one endpoint makes and a later one uses; gradients travel it backwards.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,14 +26,13 @@ class Value:
     dim: int
     outer: int = 1
     inner: int = 1
+    elements_per_row: int = field(init=False, repr=False, compare=False)
+    """Number of elements that one sample adds."""
 
     def __post_init__(self) -> None:
         assert self.shape[self.dim] == -1, f"{self.name}: size of dimension {self.dim} must be -1, got {self.shape}"
-
-    @property
-    def elements_per_row(self) -> int:
-        """Number of elements that one sample adds."""
-        return self.outer * self.inner * math.prod(size for i, size in enumerate(self.shape) if i != self.dim)
+        number = self.outer * self.inner * math.prod(size for i, size in enumerate(self.shape) if i != self.dim)
+        object.__setattr__(self, "elements_per_row", number)
 
     @property
     def bytes_per_row(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -117,6 +117,34 @@ def zeros_for(spec: BucketSpec) -> torch.Tensor:
     return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
 
 
+Templates = dict[tuple[int, tuple[int, ...]], torch.Tensor]
+"""Views of one buffer by offset and shape. They stay with it: to make a view anew takes several times as long as to copy one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledBuffer:
+    """A buffer of the pool and the views of it that stay."""
+
+    memory: torch.Tensor
+    templates: Templates = field(default_factory=dict)
+
+
+class BucketMemory(NamedTuple):
+    """A buffer while a step uses it: in use as long as ``flat`` or a view of it is somewhere."""
+
+    flat: torch.Tensor
+    templates: Templates
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """A new tensor over a slot's memory. Not a view to autograd: Dynamo would follow p.grad to its base, and fail over its sizes."""
+        key = (slot.offset, slot.shape)
+        template = self.templates.get(key)
+        if template is None:
+            template = self.flat.new_empty(0).set_(self.flat, slot.offset, slot.shape, slot.stride)
+            self.templates[key] = template
+        return template.data
+
+
 @dataclass(slots=True)
 class BufferPool:
     """Flat buffers that are used again when nobody else refers to them, so that a gradient that the user keeps is never overwritten.
@@ -124,20 +152,20 @@ class BufferPool:
     Shared by all graphs of a model: ``p.grad`` of one graph's step keeps its buffers from the others.
     """
 
-    _buffers: dict[tuple[int, torch.dtype, torch.device, Ranks], list[torch.Tensor]] = field(default_factory=dict)
+    _buffers: dict[tuple[int, torch.dtype, torch.device, Ranks], list[PooledBuffer]] = field(default_factory=dict)
 
-    def take(self, spec: BucketSpec, new_buffer: NewBuffer) -> torch.Tensor:
-        """A buffer for a bucket, free again when the result and all views of it are gone. New ones hold zeros."""
+    def take(self, spec: BucketSpec, new_buffer: NewBuffer) -> BucketMemory:
+        """A buffer for a bucket, free again when the result's memory and all views of it are gone. New ones hold zeros."""
         buffers = self._buffers.setdefault((spec.numel, spec.dtype, spec.device, spec.ranks), [])
         for buffer in buffers:
-            if num_storage_users(buffer) == 1:
-                return buffer.view(-1)
-        buffers.append(new_buffer(spec))
-        return buffers[-1].view(-1)
+            if num_storage_users(buffer.memory) == 1 + len(buffer.templates):
+                return BucketMemory(buffer.memory.view(-1), buffer.templates)
+        buffers.append(PooledBuffer(new_buffer(spec)))
+        return BucketMemory(buffers[-1].memory.view(-1), buffers[-1].templates)
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer that has been made so far."""
-        return [buffer for buffers in self._buffers.values() for buffer in buffers]
+        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +173,7 @@ class PendingGradients:
     """Gradients of one step: written and added up in place, reduced, then handed out as views."""
 
     layout: BucketLayout
-    buffers: list[torch.Tensor]
+    memory: list[BucketMemory]
     start_reduce: StartReduce
     armed: bool = False
     received: set[str] = field(default_factory=set)
@@ -156,12 +184,16 @@ class PendingGradients:
 
     def view(self, name: str) -> torch.Tensor:
         """The parameter's gradient, in the memory of its bucket; always the same tensor."""
-        if name not in self._views:
+        view = self._views.get(name)
+        if view is None:
             slot = self.layout.slots[name]
-            buffer = self.buffers[slot.bucket]
-            # Not a view to autograd: Dynamo would follow p.grad to its base, and fail over the sizes that it finds there.
-            self._views[name] = buffer.new_empty(0).set_(buffer, slot.offset, slot.shape, slot.stride)
-        return self._views[name]
+            view = self._views[name] = self.memory[slot.bucket].view(slot)
+        return view
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of every bucket."""
+        return [memory.flat for memory in self.memory]
 
     def target(self, name: str) -> tuple[torch.Tensor, bool]:
         """Where a micro-batch's gradient is to be written, and whether the sum of earlier ones is there to add to."""
@@ -172,8 +204,10 @@ class PendingGradients:
         self.received.add(name)
         if self.armed:
             bucket = self.layout.slots[name].bucket
-            self._missing[bucket].discard(name)
-            self._start_ready()
+            missing = self._missing[bucket]
+            missing.discard(name)
+            if not missing:
+                self._start_ready()
 
     def arm(self) -> None:
         """The last micro-batch's backward begins: from now on each gradient that comes is final."""
@@ -207,7 +241,7 @@ class PendingGradients:
             elif bucket.ranks not in blocked:
                 self._started[index] = True
                 if len(bucket.ranks) > 1:
-                    self._works[index] = self.start_reduce(self.buffers[index], bucket.ranks)
+                    self._works[index] = self.start_reduce(self.memory[index].flat, bucket.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +273,8 @@ class GradientBuckets:
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
-        buffers = [self.pool.take(bucket, self.new_buffer) for bucket in self.layout.buckets]
-        return PendingGradients(layout=self.layout, buffers=buffers, start_reduce=self.start_reduce)
+        memory = [self.pool.take(bucket, self.new_buffer) for bucket in self.layout.buckets]
+        return PendingGradients(layout=self.layout, memory=memory, start_reduce=self.start_reduce)
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer that has been made so far."""

@@ -197,7 +197,8 @@ class Executor:
         assert state.pending is not None, "backward without gradient buffers"
         names = {position: self.parameter_names[stage.inputs[position].name] for position in stage.grad_parameters}
         results = stage.backward(saved, grads, StageGradients(state.pending, names), self._destinations("B", m, state))
-        state.copies.add(BUCKETS, m, stage.gradient_copies)
+        if state.copies is not None:
+            state.copies.add(BUCKETS, m, stage.gradient_copies)
         for position, gradient in zip(stage.grad_inputs, results, strict=True):
             slot = stage.inputs[position]
             state.input_gradients[slot.name, m] = gradient
@@ -251,6 +252,8 @@ class Executor:
         if action.stage < 0 or action.peer < 0:
             return make_message(rows)  # of the user's tensors, or for the user; memory is not kept for these
         packed = self.send_buffers.pack(action.channel, action.micro_batch, peer, rows)
+        if state.copies is None:
+            return packed.message
         state.copies.add(MESSAGES, action.micro_batch, packed.report)
         for tensor, row in zip(tensors, rows, strict=True):
             if storage_key(tensor) != storage_key(row):  # its samples do not lie one after the other

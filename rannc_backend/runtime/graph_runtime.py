@@ -116,6 +116,7 @@ class GraphRuntime:
     _executors: dict[str, Executor] = field(default_factory=dict)
     _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
     _deferred: bool = False
+    _rows: RowTable | None = None
     _digests: Digests = field(default_factory=Digests)
 
     def message_tensors(self) -> list[torch.Tensor]:
@@ -163,9 +164,10 @@ class GraphRuntime:
         self.counter.number += 1
         if self.trace is not None:
             record = self.trace.begin(record, self.counter.number, kind, rows)
-        return StepState(
-            number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training, record=record
-        )
+        state = StepState(number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training, record=record)
+        if self.copies is None or self.copies.own is not None:
+            state.copies = None
+        return state
 
     def _agree_with_measured(self, what: str, payload: list[Any]) -> list[Any]:
         """`agree`, which also carries what was measured when that is due: at the same time on all ranks."""
@@ -202,7 +204,10 @@ class GraphRuntime:
         )
         if table.global_rows < most_replicas:
             raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
-        return replace(table, num_micro_batches=min(settings.num_micro_batches, table.global_rows // most_replicas))
+        table = replace(table, num_micro_batches=min(settings.num_micro_batches, table.global_rows // most_replicas))
+        if table != self._rows:
+            self._rows = table  # the last one remembers what messages have asked it
+        return self._rows
 
     def _all_reduce(self) -> Callable[[torch.Tensor], None] | None:
         if self.world.size == 1:
@@ -326,7 +331,7 @@ class GraphRuntime:
                 step.state, step.eager = self._again(step), False
                 self._run("all", "forward", step.state)
             gradients = self._run_deferred(step.state, grads, flagged, means, keep=keep)
-        if self.copies is not None:
+        if self.copies is not None and step.state.copies is not None:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
         return gradients
 

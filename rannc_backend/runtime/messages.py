@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rannc_backend.ir.exchange import Value
-from rannc_backend.kernels.boundary_pack import message_offsets, message_views, pack_message
+from rannc_backend.kernels.boundary_pack import pack_message, plan_message
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.rows import Piece
 
@@ -23,6 +23,10 @@ RowsTensors = list[torch.Tensor]
 
 def slice_rows(tensors: Sequence[torch.Tensor], values: Sequence[Value], start: int, piece: Piece) -> RowsTensors:
     """Rows of ``piece`` out of ``tensors``, whose first row is global row ``start``."""
+    if piece.start == start:
+        rows = [value.to_rows(tensor) for value, tensor in zip(values, tensors, strict=True)]
+        length = piece.stop - start
+        return [each if each.shape[0] == length else each[:length] for each in rows]
     return [
         value.to_rows(tensor)[piece.start - start : piece.stop - start]
         for value, tensor in zip(values, tensors, strict=True)
@@ -49,13 +53,13 @@ def make_incoming(values: Sequence[Value], piece: Piece, lend: Callable[[int], t
     """A buffer that fits what :func:`make_message` makes of ``piece`` on the sending rank; ``lend`` gives so many bytes."""
     num_rows = piece.stop - piece.start
     shapes = [(num_rows, value.elements_per_row) for value in values]
-    dtypes = [value.dtype for value in values]
     if len(values) == 1:
-        buffer = lend(math.prod(shapes[0]) * dtypes[0].itemsize).view(dtypes[0]).view(shapes[0])
+        dtype = values[0].dtype
+        buffer = lend(math.prod(shapes[0]) * dtype.itemsize).view(dtype).view(shapes[0])
         return Incoming(piece, buffer, [buffer])
-    _, size = message_offsets(shapes, dtypes)
-    buffer = lend(size)
-    return Incoming(piece, buffer, message_views(buffer, shapes, dtypes))
+    layout = plan_message(shapes, [value.dtype for value in values])
+    buffer = lend(layout.num_bytes)
+    return Incoming(piece, buffer, [layout.view(buffer, index) for index in range(len(values))])
 
 
 def assemble(

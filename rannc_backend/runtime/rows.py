@@ -67,6 +67,15 @@ class RowTable:
             start += rows
         return tuple(intervals)
 
+    # Each message of each step asks; the answers never change.
+    @cached_property
+    def _intervals(self) -> dict[tuple[int, int, int], Interval]:
+        return {}
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int, int, int], tuple[Piece, ...]]:
+        return {}
+
     def owned_rows(self, endpoint: int, rank: int) -> Interval:
         """Global rows of ``rank``'s own inputs or outputs over the whole step."""
         if endpoint == OUTPUT and not self.gather_inputs:
@@ -79,6 +88,12 @@ class RowTable:
 
     def interval(self, endpoint: int, rank: int, micro_batch: int) -> Interval:
         """Rows of ``micro_batch`` that ``rank`` holds at ``endpoint``; (x, x) when it holds none."""
+        key = (endpoint, rank, micro_batch)
+        if key not in self._intervals:
+            self._intervals[key] = self._interval(endpoint, rank, micro_batch)
+        return self._intervals[key]
+
+    def _interval(self, endpoint: int, rank: int, micro_batch: int) -> Interval:
         start, stop = self.micro_batches[micro_batch]
         if endpoint in (INPUT, OUTPUT):
             own_start, own_stop = self.owned_rows(endpoint, rank)
@@ -89,6 +104,12 @@ class RowTable:
 
     def pieces(self, endpoint: int, other: int, rank: int, micro_batch: int) -> tuple[Piece, ...]:
         """What ``rank`` at ``endpoint`` exchanges with the ranks of ``other``, in rank order; itself included."""
+        key = (endpoint, other, rank, micro_batch)
+        if key not in self._pieces:
+            self._pieces[key] = self._find_pieces(endpoint, other, rank, micro_batch)
+        return self._pieces[key]
+
+    def _find_pieces(self, endpoint: int, other: int, rank: int, micro_batch: int) -> tuple[Piece, ...]:
         start, stop = self.interval(endpoint, rank, micro_batch)
         pieces = []
         for peer in self.ranks(other):

@@ -57,7 +57,7 @@ class StepState:
     partials: dict[str, torch.Tensor] = field(default_factory=dict)  # summed over this rank's slices
     row_outputs: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # this rank's rows of user outputs
     user_gradients: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # gradients of this rank's input rows
-    copies: StepCopies = field(default_factory=StepCopies)
+    copies: StepCopies | None = field(default_factory=StepCopies)  # None: nobody counts them any more
     replicated_outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def output_gradient(self, slot: Any, micro_batch: int) -> torch.Tensor | None:

@@ -69,7 +69,11 @@ class DeviceLayer(Protocol):
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as one dimension of bytes: so any dtype travels."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype != torch.uint8:
+        tensor = tensor.view(-1).view(torch.uint8)
+    return tensor.view(-1) if tensor.dim() != 1 else tensor
 
 
 def unrecorded_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -368,4 +368,8 @@ class GroupWire:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype != torch.uint8:
+        tensor = tensor.view(-1).view(torch.uint8)
+    return tensor.view(-1) if tensor.dim() != 1 else tensor

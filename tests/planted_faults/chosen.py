@@ -119,7 +119,11 @@ CHOSEN: tuple[Fault, ...] = tuple(
         ),
         # buckets and reductions
         ("absent-gradient-not-zeroed", "runtime/buckets.py", "self.view(name).zero_()", "self.view(name)", unit("buckets")),
-        ("buffer-in-use-taken", "runtime/buckets.py", "num_storage_users(buffer) == 1", "num_storage_users(buffer) >= 1", unit("buckets")),
+        (
+            "buffer-in-use-taken", "runtime/buckets.py",
+            "num_storage_users(buffer.memory) == 1", "num_storage_users(buffer.memory) >= 1",
+            unit("buckets"),
+        ),
         ("gradient-overwritten", "runtime/buckets.py", "parameter.grad.add_(view)", "parameter.grad.copy_(view)", unit("buckets")),
         ("hooks-left-out", "runtime/buckets.py", "view = view if changed is None else changed", "pass", unit("buckets")),
         ("reduced-before-all-is-there", "runtime/buckets.py", "blocked.add(bucket.ranks)", "pass", unit("buckets")),

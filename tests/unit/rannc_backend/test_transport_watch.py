@@ -19,7 +19,7 @@ from rannc_backend.compile_watched import DisplayedStage, VerifiedStage, relativ
 from rannc_backend.config import Config
 from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.record_table import CopyReport
-from rannc_backend.runtime.buckets import PendingGradients, plan_buckets
+from rannc_backend.runtime.buckets import BucketMemory, PendingGradients, plan_buckets
 from rannc_backend.runtime.late_reductions import LateReductions
 from rannc_backend.runtime.transport import SingleTransport
 from rannc_backend.runtime.transport_watch import WatchedTransport, describe_values, watch_transport
@@ -142,7 +142,9 @@ def test_late_reductions_start_after_the_last_backward(late: bool) -> None:
 
     def gradients() -> PendingGradients:
         return PendingGradients(
-            layout=layout, buffers=[torch.zeros(4) for _ in layout.buckets], start_reduce=LateReductions(start) if late else start
+            layout=layout,
+            memory=[BucketMemory(torch.zeros(4), {}) for _ in layout.buckets],
+            start_reduce=LateReductions(start) if late else start,
         )
 
     for _ in range(2):
