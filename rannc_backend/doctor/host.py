@@ -27,6 +27,7 @@ from rannc_backend.doctor.platforms import check_platform, check_python, check_t
 from rannc_backend.errors import BYTES_PER_GB, RanncError
 from rannc_backend.log import LOGGING_FILE
 from rannc_backend.log_file import logging_file
+from rannc_backend.runtime.device_connections import CURE, VARIABLE, WANTED, connections_problem
 from rannc_backend.runtime.launch import find_launch
 from rannc_backend.toml_lines import read_toml
 
@@ -56,6 +57,7 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield find_gpu_use(environ, num_devices=len(devices.names))
     yield check_triton(package_version("triton"), num_devices=len(devices.names))
     yield check_nccl(devices)
+    yield check_connections(environ, num_devices=len(devices.names))
     yield from find_mpi(environ)
     yield check_optional("transformers", package_version("transformers"))
     yield check_compile(environ)
@@ -99,6 +101,18 @@ def check_nccl(devices: Devices) -> Finding:
     if len(devices.names) > 1 and devices.nccl is None:
         return Finding(name="NCCL", status="problem", text="this torch has none", cure="install torch built for CUDA, which brings it.")
     return Finding(name="NCCL", status="ok", text=devices.nccl or "none; messages between CPUs go over gloo")
+
+
+def check_connections(environ: Mapping[str, str], *, num_devices: int) -> Finding:
+    """Whether streams that wait for other ranks will have hardware queues of their own."""
+    name, problem = "GPU queues", connections_problem(environ)
+    if problem and num_devices:
+        text, _, cure = problem.rpartition("; ")
+        return Finding(name=name, status="warning", text=text, cure=f"{cure}.")
+    if VARIABLE in environ or not num_devices:
+        return Finding(name=name, status="ok", text=f"{VARIABLE}={environ[VARIABLE]}" if VARIABLE in environ else "no GPU")
+    text = f"{VARIABLE} is not set: set to {WANTED} when torch.compile gets the backend, too late in scripts that use the GPU before"
+    return Finding(name=name, status="warning", text=text, cure=f"{CURE}.")
 
 
 def check_optional(name: str, found: str | None) -> Finding:

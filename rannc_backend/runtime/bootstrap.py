@@ -29,6 +29,7 @@ from rannc_backend.errors.base import clip, restore, shown
 from rannc_backend.runtime import meeting as meetings
 from rannc_backend.runtime.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
+from rannc_backend.runtime.device_connections import set_connections
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.exit_hooks import ExitHooks
 from rannc_backend.runtime.host_threads import mask_of, own_mask, take_share
@@ -60,6 +61,7 @@ class _Holder:
         self.lock = threading.Lock()
         self.world: World | None = None
         self.exits = InterpreterExit()
+        self.device_problem = ""  # of CUDA's settings
         self.watch = StartWatch(lambda: self.exits.code)
         self.counts = StepCounts()
         self.words = EarlyWords(lambda: self.world is not None, lambda: self.watch.stop())
@@ -84,8 +86,6 @@ _SHARED_NCCL = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
 }
-# Streams beyond this number share hardware queues, where one that waits holds up another; the default is 8.
-_MOST_CONNECTIONS = "32"
 
 
 def watch_others() -> None:
@@ -207,6 +207,7 @@ def _single_world(options: StartOptions) -> World:
         monitor=SingleMonitor(),
         runs_behind=device.type == "cuda",
         counts=_HOLDER.counts,
+        device_problem=_HOLDER.device_problem,
     )
 
 
@@ -310,6 +311,7 @@ def _finish(
         monitor=monitor,
         runs_behind=device.type == "cuda",
         counts=_HOLDER.counts,
+        device_problem=_HOLDER.device_problem,
     )
 
 
@@ -466,15 +468,15 @@ def _choose_device(options: StartOptions, seats: Sequence[Seat], *, rank: int) -
             f"{len(alike)} ranks on host {seats[rank][0]} but {num_devices} CUDA device(s)",
             cure="start one rank per device, or compute on the CPU with CUDA_VISIBLE_DEVICES= in the environment.",
         )
-    _set_cuda_environment(os.environ, rank=rank, shared=shared and options.share_devices == "nccl")
+    _HOLDER.device_problem = set_connections(os.environ, context_exists=torch.cuda.is_initialized())
+    _set_nccl_environment(os.environ, rank=rank, shared=shared and options.share_devices == "nccl")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 
 
-def _set_cuda_environment(environ: MutableMapping[str, str], *, rank: int, shared: bool) -> None:
-    """What CUDA and NCCL read when they start; what the user has set stays."""
-    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _MOST_CONNECTIONS)
+def _set_nccl_environment(environ: MutableMapping[str, str], *, rank: int, shared: bool) -> None:
+    """What NCCL reads when it starts; what the user has set stays."""
     if shared:
         for name, value in _SHARED_NCCL.items():
             environ.setdefault(name, value.format(rank=rank))

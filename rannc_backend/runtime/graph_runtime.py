@@ -13,6 +13,7 @@ afterwards cannot make up for a wrong one, and the step is run again with the ri
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ from rannc_backend.runtime.versions import VersionCheck, refuse_changes
 from rannc_backend.runtime.world import World
 
 # A seed within these bounds costs no digits in float32 or bfloat16.
+logger = logging.getLogger(__name__)
+
 _SMALLEST_SEED, _LARGEST_SEED = 2.0**-24, 2.0**24
 
 
@@ -162,6 +165,8 @@ class GraphRuntime:
         with exchanging(self.world):
             scalars.update(self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device))
         self.counter.number += 1
+        if self.counter.number == 1 and self.world.rank == 0 and self.world.device_problem:
+            logger.warning("%s", self.world.device_problem)
         if self.trace is not None:
             record = self.trace.begin(record, self.counter.number, kind, rows)
         state = StepState(number=self.counter.number, rows=rows, inputs=tensors, scalars=scalars, training=training, record=record)

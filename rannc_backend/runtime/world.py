@@ -223,6 +223,7 @@ class World:
         runs_behind: the device works behind the host, so reading a value of it within a step would make both wait.
         counts: what this rank has done so far; ranks compare it whenever they agree on something.
         launcher: "mpi", "torchrun", "user" (torch.distributed was already initialised) or "single".
+        device_problem: what is wrong with the settings of this rank's device, in a sentence; "" where nothing is. The first step says it.
     """
 
     rank: int
@@ -236,6 +237,7 @@ class World:
     monitor: Monitor
     runs_behind: bool = False
     counts: StepCounts = field(default_factory=StepCounts)
+    device_problem: str = ""
 
     def limit_waits(self, seconds: float) -> None:
         """From now on the longest wait where none is given: what started the job may have known no options."""

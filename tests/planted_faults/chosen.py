@@ -234,6 +234,12 @@ CHOSEN: tuple[Fault, ...] = tuple(
             unit("event_trace_arrows"),
         ),
         ("arrows-of-a-second-run", "runtime/event_trace.py", "self._seen[key] += 1", "pass", unit("event_trace_arrows")),
+        # devices
+        (
+            "late-connections-not-said", "runtime/device_connections.py",
+            "if not context_exists:", "if True:",
+            unit("device_connections"),
+        ),
         # planner
         ("ring-of-one-step-too-many", "cost/transfer.py", "2 * (num_ranks - 1)", "2 * num_ranks", unit("cost")),
         (

@@ -62,13 +62,13 @@ def test_ranks_on_one_gpu_need_the_switch() -> None:
 
 def test_ranks_on_one_gpu_pass_for_hosts() -> None:
     first: dict[str, str] = {}
-    second = {"NCCL_MAX_CTAS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    bootstrap._set_cuda_environment(first, rank=0, shared=True)
-    bootstrap._set_cuda_environment(second, rank=1, shared=True)
+    second = {"NCCL_MAX_CTAS": "4", "NCCL_NET": "IB"}
+    bootstrap._set_nccl_environment(first, rank=0, shared=True)
+    bootstrap._set_nccl_environment(second, rank=1, shared=True)
     assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"] and first["NCCL_SOCKET_IFNAME"] == "lo"
-    assert second["NCCL_MAX_CTAS"] == "4" and second["CUDA_DEVICE_MAX_CONNECTIONS"] == "1", "what the user has set stays"
+    assert second["NCCL_MAX_CTAS"] == "4" and second["NCCL_NET"] == "IB", "what the user has set stays"
     alone: dict[str, str] = {}
-    bootstrap._set_cuda_environment(alone, rank=0, shared=False)
+    bootstrap._set_nccl_environment(alone, rank=0, shared=False)
     assert not [name for name in alone if name.startswith("NCCL")]
 
 

@@ -31,6 +31,7 @@ from rannc_backend.doctor.findings import Finding
 from rannc_backend.doctor.host import Devices
 from rannc_backend.doctor.ranks import launch_command, rank_environment, rank_findings, run_job
 from rannc_backend.errors import OptionValueError
+from rannc_backend.runtime.device_connections import VARIABLE
 
 GB = 2**30
 MPICH = "MPICH Version: 5.0.2"
@@ -104,6 +105,11 @@ GPU = Devices(names=("H100", "H100"), memory_bytes=(80 * GB, 80 * GB), cuda="12.
         (host.check_locked_memory(2**16, has_infiniband=False), "ok", "at most 0 MB"),
         (host.check_locked_memory(2**16, has_infiniband=True), "problem", "ulimit -l unlimited"),
         (host.check_locked_memory(resource.RLIM_INFINITY, has_infiniband=True), "ok", "no limit"),
+        (host.check_connections({}, num_devices=0), "ok", "no GPU"),
+        (host.check_connections({}, num_devices=2), "warning", "too late in scripts that use the GPU before"),
+        (host.check_connections({VARIABLE: "32"}, num_devices=2), "ok", "=32"),
+        (host.check_connections({VARIABLE: "1"}, num_devices=2), "warning", "is 1: streams beyond that number share"),
+        (host.check_connections({VARIABLE: "many"}, num_devices=2), "warning", "is 'many', which is no number"),
     ],
 )
 def test_checks(finding: Finding, status: str, words: str) -> None:
