@@ -39,14 +39,14 @@ test-full: $(READY) ## all tests, with the whole matrix of models and plans, and
 test-faults: $(READY) ## plant faults in copies of the package: the tests must notice (FAULTS_ARGS="--only rows", "--tenth COMMIT", "--help")
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m tests.planted_faults $(FAULTS_ARGS) </dev/null
 
-test-gpu: $(READY) ## the tests that need a CUDA device
-	@$(RUN) python -m pytest tests/gpu -m "full or not full" $(PYTEST_ARGS) </dev/null
+test-gpu: $(READY) ## the tests that need a CUDA device; fails without one, and if any test is skipped or none is chosen
+	@$(RUN) python -m pytest tests/gpu --require-gpu -m "full or not full" $(PYTEST_ARGS) </dev/null
 
 bench: $(READY) ## step time beside torch.distributed.pipelining, DDP and plain torch.compile; prints JSON
 	@$(RUN) python tests/benchmarks/pipeline_step.py $(BENCH_ARGS) </dev/null
 
-bench-gpu: $(READY) ## kernels, step, backward and profile on a GPU; prints JSON lines, ratios in them (BENCH_ARGS="--tiny --device cpu" runs anywhere)
-	@$(RUN) for file in tests/benchmarks/*_gpu.py; do echo "# $$file" >&2; python $$file $(BENCH_ARGS) </dev/null; done
+bench-gpu: $(READY) ## kernels, step, backward, profile and host time on a GPU; prints JSON lines (BENCH_ARGS="--tiny --device cpu" runs anywhere)
+	@$(RUN) python -m tests.benchmarks.all_gpu $(BENCH_ARGS) </dev/null
 
 lint: $(READY) ## ruff, import contracts and size limits
 	@$(RUN) ruff check . && python -m pytest -q tests/test_architecture.py </dev/null

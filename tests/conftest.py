@@ -34,6 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-gpu", action="store_true", help="without a CUDA device, or with a test skipped, the run fails")
+
+
 class FilesTogether(LoadScopeScheduling):
     """With several workers the tests of a file stay together, as they share captured models, and those of all files with cases do too.
 

@@ -1,8 +1,8 @@
 """How many hardware queues CUDA gives this process: each stream that waits for another rank should have one of its own.
 
 In: the environment, and whether CUDA has made its context, which reads it once. Out: the variable set where that still helps, and a
-sentence where it does not. Terms: a *connection* is such a queue; CUDA makes 8 unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and streams
-beyond that number share one, in which whatever waits holds up what was queued behind it.
+sentence where it does not. Terms: a *connection* is such a queue. CUDA makes 8 unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and
+streams beyond that number share one, in which whatever waits holds up what was queued behind it.
 """
 
 from __future__ import annotations

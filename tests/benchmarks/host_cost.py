@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import platform
 import statistics
@@ -343,13 +344,15 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="timed steps")
+    parser.add_argument("--tiny", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="for make bench-gpu: the host is timed in any case")
     flags = parser.parse_args()
     torch.set_num_threads(1)
-    figures = measure(flags.steps)
+    figures = measure(8 if flags.tiny else flags.steps)
     for name, costs in figures.items():
         print(f"{name:24} " + ", ".join(f"{what} {value}" for what, value in costs.items()), file=sys.stderr)
-    place = {"python": platform.python_version(), "torch": torch.__version__, "target_microseconds": TARGET_MICROSECONDS}
-    print(json.dumps({"benchmark": "host_cost", "microseconds": figures, **place}))
+    place = {"python": platform.python_version(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    print(json.dumps({"benchmark": "host_cost", "microseconds": figures, "target_microseconds": TARGET_MICROSECONDS, **place}))
 
 
 if __name__ == "__main__":

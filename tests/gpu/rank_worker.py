@@ -1,6 +1,6 @@
 """One rank of a job whose ranks share a GPU: trains, compares with plain torch, and ends with a line "ok <rank>".
 
-usage: rank_worker.py CHECK REPLICAS STAGE_COMPILER   (CHECK: "equal", "no_wait" or "long")
+usage: rank_worker.py CHECK REPLICAS STAGE_COMPILER [DEVICE]   (CHECK: "equal", "no_wait" or "long"; DEVICE: cuda, or cpu to try the worker)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _own(tokens: torch.Tensor, rank: int) -> torch.Tensor:
     return tokens[start : start + ROWS[rank]]
 
 
-def main(check: str, replicas: str, stage_compiler: str) -> None:
+def main(check: str, replicas: str, stage_compiler: str, device_type: str = "cuda") -> None:
     """Run one check on this rank."""
     world = bootstrap.start()
-    assert world.size == len(ROWS) and world.device.type == "cuda", world
+    assert world.size == len(ROWS) and world.device.type == device_type, world
     device = world.device
     model, plain = make_model(device, torch.float64), make_model(device, torch.float64)
     options = OPTIONS | {"stage_replicas": replicas, "stage_compiler": stage_compiler, "pipeline_num": 3}
