@@ -168,6 +168,20 @@ def _channel_of(kind: ActionKind, stage: int, peer: int) -> Channel:
 Program = tuple[Action, ...]
 
 
+class Turn(NamedTuple):
+    """When devices are given a message, from the ranks of one lane to those of another or of the same (an endpoint is all lanes).
+
+    Places: the number of the action before which the operation is queued, or the length of the program; see `schedule/turns.py`.
+    """
+
+    channel: Channel
+    micro_batch: int
+    sender: int
+    receiver: int
+    sender_place: int
+    receiver_place: int
+
+
 def place_text(place: int) -> str:
     """A stage as its number, an endpoint as its letter."""
     return _ENDPOINT_LETTERS.get(place) or str(place)

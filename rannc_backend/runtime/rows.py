@@ -118,3 +118,14 @@ class RowTable:
             if low < high:
                 pieces.append(Piece(peer, low, high))
         return tuple(pieces)
+
+    def pairs(self, source: int, destination: int) -> frozenset[tuple[int, int]]:
+        """The ranks, sender and receiver, between which rows of some micro-batch travel from one endpoint to the other."""
+        found: set[tuple[int, int]] = set()
+        for micro_batch in range(self.num_micro_batches):
+            taking = [(self.interval(destination, rank, micro_batch), rank) for rank in self.ranks(destination)]
+            giving = [(self.interval(source, rank, micro_batch), rank) for rank in self.ranks(source)]
+            taking = [entry for entry in taking if entry[0][0] < entry[0][1]]
+            for (start, stop), sender in giving:
+                found |= {(sender, receiver) for (first, end), receiver in taking if max(start, first) < min(stop, end)}
+        return frozenset((sender, receiver) for sender, receiver in found if sender != receiver)
