@@ -22,7 +22,7 @@ from rannc_backend.compile_watched import DisplayedStage, VerifiedStage
 from rannc_backend.config import Config
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.graph_dump import dump_graphs
-from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
 from rannc_backend.narrator import log_narrator
@@ -37,6 +37,7 @@ from rannc_backend.runtime.executor import Executor, Stage
 from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
 from rannc_backend.runtime.late_reductions import LateReductions
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
+from rannc_backend.runtime.rehearsal import Rehearsal
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
@@ -49,6 +50,7 @@ from rannc_backend.runtime.world import Ranks, Route, World
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, in_flight_bounds
+from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -205,6 +207,7 @@ class Deployer:
             make_program=self._program_factory(cut),
             loss_index=losses[0] if losses else None,
             copies=CopyLog(label=label, world=self.world, stage_ranks=self.stage_ranks, verbose=self.config.verbose),
+            rehearsal=Rehearsal.of(self.world, cut.edges),
             is_random=any(name == "rng_seed" for name in analysis.input_kinds),
             switches=self.switches,
         )
@@ -387,9 +390,9 @@ class Deployer:
                 stored_gradients=stored_gradients,
             )
 
-    def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], Program]:
+    def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]:
         @own_errors_only()
-        def make(kind: str, phase: Any, num_micro_batches: int) -> Program:
+        def make(kind: str, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
             schedule: Any = "1f1b" if kind == "loss" else "fill_drain"
             num_stages = len(cut.graphs)
             specs = edge_specs(cut.edges)
@@ -398,13 +401,19 @@ class Deployer:
             bounds = in_flight_bounds(schedule, num_stages, num_micro_batches)
             verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds)
             index = self.stage_index
-            if index is None:  # only the roles that every rank has: owner of input rows and of output rows
-                return tuple(action for action in programs[0] if action.stage < 0)
+            # Ranks without a stage: only the roles that every rank has, owner of input rows and of output rows.
+            without_stage = tuple(action for action in programs[0] if action.stage < 0)
+            turns: tuple[Turn, ...] = ()
+            if self.world.runs_behind and self.world.size > 1:
+                some_idle = sum(map(len, self.stage_ranks)) < self.world.size
+                turns = turns_of({**programs, num_stages: without_stage} if some_idle else programs)
+            if index is None:
+                return without_stage, turns
             program = programs[index]
             trace_artifact(f"rannc_program_of_stage_{index}_{kind}_{phase}", "string", lambda: "\n".join(map(str, program)))
             if self.config.print_program:
                 logger.info("program of stage %d, %s: %s", index, phase, " ".join(map(str, program)))
-            return program
+            return program, turns
 
         return make
 

@@ -23,6 +23,7 @@ def agree(world: World, what: str, payload: Any = None, *, limit_seconds: float 
         CommunicationError: a rank did not arrive within the limit.
     """
     world.monitor.begin_call()
+    world.transport.check()
     counts = world.counts
     answers = world.control.allgather([what, counts.digest(), payload], what=what, limit_seconds=limit_seconds, kind="agreement")
     doings = [answer[0] for answer in answers]

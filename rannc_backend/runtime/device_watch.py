@@ -66,13 +66,14 @@ class DeviceWatch:
         self._waiting_for: _Queued | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._failure: CommunicationError | None = None
 
     def limit_waits(self, seconds: float) -> None:
         """From now on the time after which a message that does not move is reported."""
         self._limit_seconds = seconds
 
     def add(self, is_done: Callable[[], bool], peers: tuple[int, ...], what: str) -> None:
-        """Watch one more message."""
+        """Watch one more message; ``is_done`` raises RuntimeError when it has failed."""
         queued = _Queued(is_done, peers, what, self._reporter.current_phase())
         with self._lock:
             if not self._queued:
@@ -83,15 +84,17 @@ class DeviceWatch:
             self._thread.start()
 
     def look(self) -> None:
-        """Drop what is done; report the oldest of the others if nothing has moved for too long."""
+        """Drop what is done; report what has failed, and the oldest of the others if nothing has moved for too long."""
         with self._lock:
             candidates = list(self._queued)
-        try:
-            done = {id(queued) for queued in candidates if queued.is_done()}
-        except RuntimeError as error:  # NCCL has found a broken connection
-            self._reporter.report_error(self._error(candidates[0], f"broke: {error}"))
-            self._ended.set()
-            return
+        done = set()
+        for queued in candidates:
+            try:
+                if queued.is_done():
+                    done.add(id(queued))
+            except RuntimeError as error:  # NCCL has found a broken connection
+                self._fail(self._error(queued, f"broke: {error}"))
+                return
         with self._lock:
             self._queued = [queued for queued in self._queued if id(queued) not in done]
             oldest = self._queued[0] if self._queued else None
@@ -100,8 +103,16 @@ class DeviceWatch:
             stuck = oldest is not None and self._clock() - self._last_move > self._limit_seconds
         self._tell_for_whom(oldest)
         if stuck and oldest is not None:
-            self._reporter.report_error(self._error(oldest, "did not complete in time", self._limit_seconds))
-            self._ended.set()
+            self._fail(self._error(oldest, "did not complete in time", self._limit_seconds))
+
+    def raise_failure(self) -> None:
+        """Raise what `look` has found.
+
+        Raises:
+            CommunicationError: a message or reduction has broken, or does not move.
+        """
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Stop watching: everything is done, or nobody cares any more."""
@@ -111,6 +122,11 @@ class DeviceWatch:
         with self._lock:
             self._queued.clear()
         self._tell_for_whom(None)
+
+    def _fail(self, error: CommunicationError) -> None:
+        self._failure = error
+        self._reporter.report_error(error)
+        self._ended.set()
 
     def _run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):

@@ -17,12 +17,12 @@ from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.buckets import StageGradients
 from rannc_backend.runtime.copy_report import BUCKETS, MESSAGES
-from rannc_backend.runtime.messages import RowsTensors, assemble, make_incoming, make_message, slice_rows
+from rannc_backend.runtime.messages import Incoming, RowsTensors, assemble, make_incoming, make_message, slice_rows
 from rannc_backend.runtime.meter import StepRecord
 from rannc_backend.runtime.send_buffers import SendBuffers
 from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.torch_internals import storage_key
-from rannc_backend.runtime.world import World
+from rannc_backend.runtime.world import QueueTurn, World
 
 
 class StageSlot(Protocol):
@@ -65,6 +65,7 @@ class Executor:
     """Plays this rank's part. ``tensors`` holds parameters and buffers by the stage's placeholder names.
 
     A rank that the plan has no work for has neither stage nor index; it only hands out inputs and takes outputs.
+    ``examples``: in a rehearsal, where nothing arrives, a row for each value that is known, as [1, elements]; zeros for the others.
     """
 
     world: World
@@ -77,8 +78,9 @@ class Executor:
     updated_buffers: frozenset[str]
     limit_seconds: float
     send_buffers: SendBuffers
-    _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict)
-    _num_readers: dict[str, int] = field(default_factory=dict)
+    examples: Mapping[str, torch.Tensor] | None = None
+    _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict, init=False)
+    _num_readers: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         kind = ActionKind
@@ -101,25 +103,32 @@ class Executor:
                 for value in edge.forward:
                     self._num_readers[value.name] = self._num_readers.get(value.name, 0) + 1
 
-    def run(self, program: Program, phases: Sequence[str], state: StepState) -> None:
-        """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor."""
+    def run(self, program: Program, phases: Sequence[str], state: StepState, turns: Sequence[QueueTurn] = ()) -> None:
+        """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor.
+
+        ``turns``: of this rank's messages, where the device runs behind the host.
+        """
         prefix = f"step {state.number}, " + (f"stage {self.stage_index}, " if self.stage is not None else "no stage, ")
-        self.world.transport.begin_step()
+        transport = self.world.transport
+        transport.begin_step(turns)
         self.send_buffers.begin()
         with torch.no_grad():
             if state.record is not None:
                 self._run_measured(program, phases, state, prefix, state.record)
-                return
-            for action, phase in zip(program, phases, strict=True):
-                self.world.monitor.phase(prefix + phase)
-                self._handlers[action.kind](action, state)
+            else:
+                for place, (action, phase) in enumerate(zip(program, phases, strict=True)):
+                    self.world.monitor.phase(prefix + phase)
+                    transport.reach(place)
+                    self._handlers[action.kind](action, state)
+            transport.reach(len(program))
 
     def _run_measured(self, program: Program, phases: Sequence[str], state: StepState, prefix: str, record: StepRecord) -> None:
         mark, marks = record.mark, record.marks_of(program)
         with record.following():
             marks.append(mark())
-            for action, phase in zip(program, phases, strict=True):
+            for place, (action, phase) in enumerate(zip(program, phases, strict=True)):
                 self.world.monitor.phase(prefix + phase)
+                self.world.transport.reach(place)
                 self._handlers[action.kind](action, state)
                 marks.append(mark())
                 if record.tracker is not None and action.kind is ActionKind.FORWARD:
@@ -290,8 +299,17 @@ class Executor:
         for piece in state.rows.pieces(action.stage, action.peer, self.world.rank, m):
             if piece.peer != self.world.rank:
                 incoming = make_incoming(values, piece, self.world.transport.lend)
+                if self.examples is not None:
+                    self._fill(incoming, values, self.examples)
                 work = self.world.transport.irecv(incoming.buffer, piece.peer, str(channel))
                 state.receives[channel, m].append((incoming, work))
+
+    def _fill(self, incoming: Incoming, values: Sequence[Value], examples: Mapping[str, torch.Tensor]) -> None:
+        for value, rows in zip(values, incoming.views, strict=True):
+            if value.name in examples:
+                rows.copy_(examples[value.name])
+            else:
+                rows.zero_()
 
     def _arrived(self, action: Action, state: StepState) -> list[torch.Tensor] | None:
         """The values of this rank's rows once all pieces are there; None when it has no rows in this micro-batch."""

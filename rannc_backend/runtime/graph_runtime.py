@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rannc_backend.errors import RanksDifferError, TooFewSamplesError, UserInputError
-from rannc_backend.ir.action import INPUT, OUTPUT, Program
+from rannc_backend.ir.action import INPUT, OUTPUT, Program, Turn
 from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.buckets import GradientBuckets
@@ -34,6 +34,8 @@ from rannc_backend.runtime.executor import Executor, describe
 from rannc_backend.runtime.failures import exchanging
 from rannc_backend.runtime.host_memory import give_back_memory, keep_freed_memory
 from rannc_backend.runtime.meter import StepMeter
+from rannc_backend.runtime.queue_turns import queue_turns
+from rannc_backend.runtime.rehearsal import Rehearsal
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.shared_buffers import SharedBuffers
@@ -43,12 +45,13 @@ from rannc_backend.runtime.tangents import Number, if_within, means_on_device, r
 from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
 from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
 from rannc_backend.runtime.versions import VersionCheck, refuse_changes
-from rannc_backend.runtime.world import World
+from rannc_backend.runtime.world import QueueTurn, World
 
 # A seed within these bounds costs no digits in float32 or bfloat16.
 logger = logging.getLogger(__name__)
 
 _SMALLEST_SEED, _LARGEST_SEED = 2.0**-24, 2.0**24
+_MOST_TURNS = 32  # of steps with other rows; those of a training are few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +112,17 @@ class GraphRuntime:
     buckets: GradientBuckets
     shared_buffers: SharedBuffers
     make_executor: Callable[[str, RowTable], Executor]
-    make_program: Callable[[str, str, int], Program]
+    make_program: Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]
     loss_index: int | None
     is_random: bool
     switches: Switches = field(default_factory=Switches)
     copies: CopyLog | None = None
     meter: StepMeter | None = None
     trace: EventTrace | None = None
+    rehearsal: Rehearsal | None = None
     _executors: dict[str, Executor] = field(default_factory=dict)
-    _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...]]] = field(default_factory=dict)
+    _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...], tuple[Turn, ...]]] = field(default_factory=dict)
+    _turns: dict[tuple[str, str, RowTable], tuple[QueueTurn, ...]] = field(default_factory=dict)
     _deferred: bool = False
     _rows: RowTable | None = None
     _digests: Digests = field(default_factory=Digests)
@@ -221,30 +226,64 @@ class GraphRuntime:
         limit = self.settings.step_limit_seconds
         return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
 
-    def executor(self, kind: str, rows: RowTable) -> Executor:
-        """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for the slowest."""
-        if kind not in self._executors:
+    def executor(self, kind: str, rows: RowTable, state: StepState | None = None) -> Executor:
+        """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for the slowest.
+
+        ``state``: the step that begins; it is rehearsed first where that is needed.
+        """
+        rehearsal = None
+        if state is not None and self.rehearsal is not None and self.rehearsal.is_needed(kind, rows):
+            rehearsal = self.rehearsal
+        if kind not in self._executors or rehearsal is not None:
             stage = next((i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks), None)
             part = f"stage {stage}" if stage is not None else "nothing"
             with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
-                self._executors[kind] = without_anomaly_detection(self.make_executor)(kind, rows)
+                if kind not in self._executors:
+                    self._executors[kind] = without_anomaly_detection(self.make_executor)(kind, rows)
+                if rehearsal is not None and state is not None:
+                    without_anomaly_detection(self._rehearse)(rehearsal, kind, state)
                 watch.done()
                 agree(self.world, f"compilation of {self.label}", limit_seconds=self.settings.compile_limit_seconds)
+            if rehearsal is not None:
+                rehearsal.done(kind, rows)
             if self.world.device.type == "cpu":
                 give_back_memory()  # of compilers, and of parameters that have moved
                 keep_freed_memory()
         return self._executors[kind]
 
-    def _run(self, kind: str, phase: str, state: StepState) -> None:
-        executor = self.executor(kind, state.rows)
-        key = (kind, phase, state.rows.num_micro_batches)
+    def _rehearse(self, rehearsal: Rehearsal, kind: str, state: StepState) -> None:
+        phases = {"loss": ("train",), "all": ("forward", "backward"), "infer": ("infer",)}[kind]
+        programs = [(phase, *self._program(kind, phase, state.rows.num_micro_batches)[:2]) for phase in phases]
+        ones = [1.0] * self._num_scalars
+        rehearsal.run(
+            kind,
+            self._executors[kind],
+            programs,
+            state,
+            self.buckets.pending,
+            lambda: self.scalars.seeds(state.scalars, ones, self.world.device),
+        )
+        if state.record is not None:
+            state.record.spoiled = True
+
+    def _program(self, kind: str, phase: str, num_micro_batches: int) -> tuple[Program, tuple[str, ...], tuple[Turn, ...]]:
+        key = (kind, phase, num_micro_batches)
         if key not in self._programs:
-            program = self.make_program(*key)
-            self._programs[key] = (program, describe(program))
-        program, phases = self._programs[key]
+            program, turns = self.make_program(*key)
+            self._programs[key] = (program, describe(program), turns)
+        return self._programs[key]
+
+    def _run(self, kind: str, phase: str, state: StepState) -> None:
+        executor = self.executor(kind, state.rows, state)
+        program, phases, turns = self._program(kind, phase, state.rows.num_micro_batches)
+        key = (kind, phase, state.rows)
+        if key not in self._turns:
+            if len(self._turns) >= _MOST_TURNS:
+                self._turns.clear()
+            self._turns[key] = queue_turns(turns, self.world.rank, state.rows)
         self.world.monitor.phase(f"step {state.number}, {phase}")
         with exchanging(self.world):
-            executor.run(program, phases, state)
+            executor.run(program, phases, state, self._turns[key])
 
     @without_autocast
     def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -271,6 +310,7 @@ class GraphRuntime:
         return outputs, TrainingStep(state, eager, VersionCheck.of(self, state, shared, buffers))
 
     def _run_eager(self, state: StepState, seed: Number) -> None:
+        self.executor("loss", state.rows, state)  # a rehearsal uses the buffers that this step takes then
         state.pending = self.buckets.pending()
         state.loss_gradient = seed
         loss: list[Number] = [0.0] * self._num_scalars

@@ -274,3 +274,16 @@ def _set_functions(names: Sequence[str], function: Callable[..., Any]) -> None:
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, function)
+
+
+def is_finished(work: Any) -> bool:
+    """Whether an operation of torch.distributed has ended well; does not wait.
+
+    Raises:
+        RuntimeError: it has failed. Such work counts as completed too.
+    """
+    completed = bool(work.is_completed())  # asks the connection, which sets the exception
+    failure = work.exception()
+    if failure is not None:
+        raise RuntimeError((str(failure).splitlines() or [type(failure).__name__])[0])
+    return completed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.shared_sums import SharedSums
-from rannc_backend.runtime.world import Ranks, Route
+from rannc_backend.runtime.world import QueueTurn, Ranks, Route
 
 UNLIMITED = datetime.timedelta(days=7)
 # Tags 0 to 15 are left to others on the same group.
@@ -105,7 +105,7 @@ class DistWork:
 
 
 class Memory:
-    """Where received tensors lie on a device that does not run behind the host: fresh memory each time."""
+    """What transports have in common whose host waits for every message: received tensors lie in fresh memory, and nothing has a turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,7 +116,16 @@ class Memory:
     def after_compute(self) -> None:
         return
 
-    def begin_step(self) -> None:
+    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+        return
+
+    def reach(self, place: int) -> None:
+        return
+
+    def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
+        return
+
+    def check(self) -> None:
         return
 
 

@@ -3,54 +3,63 @@
 In: tensors of the compute stream, peers, routes, groups of ranks. Out: works whose `wait` makes the compute stream wait. Terms: as in
 `streams` and `lent_buffers`; a *link* is a process group of its own with the stream that its operations are queued on.
 
-- One link per route (a channel with its ranks), one per group of ranks that reduces. NCCL runs the operations of one group one after
-  the other, so two directions that shared a group would wait for each other. Where ranks both send and receive on a channel (input
-  rows, between the replicas of a stage), it has a link for each destination, or for each source where those are fewer: then no rank
-  does both on one link, and since all post in the order of micro-batches and ranks, no circle of waits can close. All ranks make the same
-  links in the same order.
+- Links are shared, since each costs memory of the device: one for all messages between the same ranks (of two stages, or of all ranks:
+  input rows, output rows, parameters), one per group of ranks that reduces. NCCL runs the operations of one group one
+  after the other. So within a step a message is not queued when it is posted but at its turn (`schedule/turns.py`), where `reach` says so:
+  both ends queue the same messages in the same order, and nothing is queued that needs what its own rank does later. Outside of steps
+  messages are queued as they are posted: there all ranks go through the same list. All ranks make the same links in the same order.
 - A send starts after what the compute stream had been given when it was posted, which ends with the kernel that made the message. A
-  receive is posted from its link's own stream and starts when its buffer is ready, whatever the compute stream is doing. A reduction
+  receive starts when its buffer is ready, whatever the compute stream is doing. Both are queued from the link's own stream. A reduction
   runs on its link's stream, after the gradients that it reduces.
 - `Work.wait` is an event wait of the compute stream: of a receive before its first use, of a send where the program ends it (its memory
   is then given back in the order of the compute stream), of a reduction at the end of the step.
 - No memory is handed to the allocator while another stream uses it: works keep their tensors until `wait`, receive buffers belong to
   the pool. Torch's point-to-point operations record their stream on the memory that they are given all the same, which would hold it back
   until the host sees their event; sends are therefore given an alias that the allocator does not know.
-- The first message of a pair sets its connection up and waits for the other end on the host. `prepare` does that for all pairs of a
-  route in one batch, link by link in the same order on all ranks, so that no later post can wait.
-- Limits are kept by `DeviceWatch`, since no host wait could; the time-out of the groups stands behind it.
+- The first operation of a group must be made by all its ranks, and the first message of a pair sets its connection up and waits for the
+  other end on the host. So a new link begins with a ring over all its ranks, and `connect` does the same for all pairs that a step is
+  about to use, in one batch per link, link by link in the same order on all ranks.
+- Limits are kept by `DeviceWatch`, since no host wait could; the time-out of the groups stands behind it. Work that has failed counts as
+  completed: it is asked for its exception first (`is_finished`), and `check` asks the latest of each link before ranks agree on anything.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.lent_buffers import ReceiveBuffers
 from rannc_backend.runtime.streams import DeviceLayer, Event, Stream, byte_view, unrecorded_alias
+from rannc_backend.runtime.torch_internals import is_finished
 from rannc_backend.runtime.transport import DoneWork, OwnedGroups
-from rannc_backend.runtime.world import Ranks, Route
+from rannc_backend.runtime.world import QueueTurn, Ranks, Route
 
 # The watch speaks first; the time-out of NCCL's own watchdog ends a process without a word on stage or micro-batch.
 _TIMEOUT_FACTOR = 2.0
 
 
 class Posted(Protocol):
-    """A message under way."""
+    """An operation under way."""
 
     def wait(self) -> Any:
         """Make the current stream wait for it."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether the device has finished it."""
+        """Whether the device has finished it, or it has failed."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Why it has failed."""
         ...
 
 
@@ -74,69 +83,50 @@ class NcclCalls:
         (work,) = dist.batch_isend_irecv(operations)
         return work
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Posted:
         """Queue a sum over the group on the current stream."""
-        dist.all_reduce(tensor, group=group, async_op=False)
+        # As dist.all_reduce does it, which does not give its work away.
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False
+        return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
         """Queue a copy of the root's tensor on the current stream."""
-        dist.broadcast(tensor, src=root, group=group, async_op=False)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = dist.get_group_rank(group, root), 0, False
+        return group.broadcast([tensor], options)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Link:
     """A process group and the stream on which this rank queues its operations; both None where this rank has no part."""
 
+    name: str
     ranks: Ranks
     group: Any
     stream: Stream | None
+    connected: set[tuple[int, bool]] = field(default_factory=set)  # peers of this rank, and whether it sends to them
+    latest: Posted | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """The links of one channel: one, or one for each rank at one of its ends (``split``: "", "source" or "destination")."""
+class MessageWork:
+    """A message; keeps its tensor until the compute stream waits for it.
 
-    split: str
-    by_pivot: dict[int | None, _Link]
+    ``ready``: the event after which the device may start it.
+    """
 
-    def of(self, source: int, destination: int) -> _Link:
-        """The link of a message."""
-        return self.by_pivot[{"": None, "source": source, "destination": destination}[self.split]]
+    __slots__ = ("is_send", "link", "peer", "posted", "ready", "tensor", "what")
 
-
-def split_by(route: Route) -> str:
-    """The end by which a channel must be split so that no rank both sends and receives on one link; "" where none does."""
-    sends = {s for s in route.sources if any(d != s for d in route.destinations)}
-    receives = {d for d in route.destinations if any(s != d for s in route.sources)}
-    if not sends & receives:
-        return ""
-    return "destination" if len(route.destinations) <= len(route.sources) else "source"
-
-
-def parts_of(route: Route, split: str) -> list[tuple[int | None, Route]]:
-    """The parts of a split route, with the rank that each is for; those in which nobody has anybody to talk to are left out."""
-    if split == "destination":
-        parts = [(rank, Route(route.channel, route.sources, (rank,))) for rank in route.destinations]
-    elif split == "source":
-        parts = [(rank, Route(route.channel, (rank,), route.destinations)) for rank in route.sources]
-    else:
-        return [(None, route)]
-    return [(pivot, part) for pivot, part in parts if len(part.ranks) > 1]
-
-
-class StreamWork:
-    """A message; keeps its tensor until the compute stream waits for it."""
-
-    __slots__ = ("_posted", "_tensor")
-
-    def __init__(self, posted: Posted, tensor: torch.Tensor) -> None:
-        self._posted: Posted | None = posted
-        self._tensor: torch.Tensor | None = tensor
+    def __init__(self, tensor: torch.Tensor, link: _Link, peer: int, what: str, *, is_send: bool, ready: Event) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.link, self.peer, self.what, self.is_send, self.ready = link, peer, what, is_send, ready
+        self.posted: Posted | None = None
 
     def wait(self, limit_seconds: float | None = None) -> None:
-        if self._posted is not None:
-            self._posted.wait()
-        self._posted = self._tensor = None
+        if self.tensor is not None:
+            assert self.posted is not None, f"{self.what} is waited for before its turn"
+            self.posted.wait()
+        self.posted = self.tensor = None
 
 
 class EventWork:
@@ -185,56 +175,62 @@ class NcclTransport:
         self._calls = calls
         self._watch = watch
         self._groups = groups
-        self._routes: dict[str, _Links] = {}
-        self._asked: dict[str, tuple[Route, bool]] = {}  # what the routes were made from
+        self._ranks_of: dict[str, Ranks] = {}  # by channel
+        self._messages: dict[Ranks, _Link] = {}
         self._reductions: dict[Ranks, _Link] = {}
+        self._turns: Sequence[QueueTurn] = ()
+        self._next_turn = 0
+        self._held: dict[tuple[str, int, bool], deque[MessageWork | None]] = {}  # posted, not queued; None: nothing to send
 
     def limit_waits(self, seconds: float) -> None:
         self.limit_seconds = seconds
         self._watch.limit_waits(seconds)
 
     def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
-        for channel in channels:
-            # Anybody may send to anybody, but most talk to rank 0, and a connection of every pair would cost memory.
-            self._add_route(Route(channel, (0,), self._everyone), both=True)
-        for route in routes:
-            self._add_route(route, both=False)
+        for channel, ranks in [*((channel, self._everyone) for channel in channels), *((route.channel, route.ranks) for route in routes)]:
+            self._ranks_of.setdefault(channel, ranks)
+            if len(ranks) > 1 and ranks not in self._messages:
+                self._messages[ranks] = self._new_link(f"messages of {ranks}", ranks)
         for ranks in groups:
             assert list(ranks) == sorted(set(ranks)), f"group {ranks} is not in ascending order"
             if len(ranks) > 1 and ranks not in self._reductions:
                 self._reductions[ranks] = self._new_link(f"reductions of {ranks}", ranks)
-                if self.rank in ranks:
-                    self._queue(self._reductions[ranks], self._layer.empty(4).zero_(), "all-reduce", None).wait()
 
-    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> StreamWork | DoneWork:
-        link = self._link_of(tensor, peer, channel, source=self.rank, destination=peer)
-        if tensor.numel() == 0:
-            return DoneWork()
-        posted = self._calls.exchange([(unrecorded_alias(tensor), peer)], [], link.group)
-        self._watch.add(posted.is_completed, (peer,), f"send of {channel!r}")
-        return StreamWork(posted, tensor)
+    def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
+        wanted: dict[Ranks, set[tuple[int, bool]]] = {}
+        for channel, source, destination in pairs:
+            if self.rank in (source, destination) and source != destination:
+                peer = (destination, True) if source == self.rank else (source, False)
+                wanted.setdefault(self._ranks_of[channel], set()).add(peer)
+        for ranks, link in self._messages.items():
+            new = wanted.get(ranks, set()) - link.connected
+            if new:
+                self._set_up(link, sorted(new))
 
-    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> StreamWork | DoneWork:
-        link = self._link_of(tensor, peer, channel, source=peer, destination=self.rank)
+    def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> MessageWork | DoneWork:
+        link = self._link_of(tensor, peer, channel)
         if tensor.numel() == 0:
-            return DoneWork()
-        assert link.stream is not None, f"rank {self.rank} has no part in {channel!r}"
+            return self._nothing(channel, peer, is_send=True)
+        ready = self._layer.compute().record_event()
+        return self._post(MessageWork(tensor, link, peer, f"send of {channel!r}", is_send=True, ready=ready), channel)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> MessageWork | DoneWork:
+        link = self._link_of(tensor, peer, channel)
+        if tensor.numel() == 0:
+            return self._nothing(channel, peer, is_send=False)
         # Memory that is not the pool's may be in use by anything that is queued.
-        link.stream.wait_event(self.buffers.ready_of(tensor) or self._layer.compute().record_event())
-        with self._layer.on(link.stream):
-            posted = self._calls.exchange([], [(byte_view(tensor), peer)], link.group)
-        self._watch.add(posted.is_completed, (peer,), f"receive of {channel!r}")
-        return StreamWork(posted, tensor)
+        ready = self.buffers.ready_of(tensor) or self._layer.compute().record_event()
+        return self._post(MessageWork(tensor, link, peer, f"receive of {channel!r}", is_send=False, ready=ready), channel)
 
     def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        return self._queue(self._reductions[ranks], tensor, "all-reduce", None)
+        return self._reduce(self._reductions[ranks], tensor, "all-reduce", None)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        return self._queue(self._reductions[ranks], tensor, f"broadcast from rank {root}", root)
+        return self._reduce(self._reductions[ranks], tensor, f"broadcast from rank {root}", root)
 
     def share(self, groups: Sequence[Ranks]) -> None:
         self.prepare(groups=groups)  # NCCL finds the way between devices of a host itself
@@ -245,66 +241,107 @@ class NcclTransport:
     def after_compute(self) -> None:
         self.buffers.after_compute()
 
-    def begin_step(self) -> None:
+    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
         self.buffers.begin_step()
+        self._held.clear()
+        self._turns, self._next_turn = turns, 0
+
+    def reach(self, place: int) -> None:
+        while self._next_turn < len(self._turns) and self._turns[self._next_turn].place <= place:
+            turn = self._turns[self._next_turn]
+            self._next_turn += 1
+            held = self._held.get((turn.channel, turn.peer, turn.is_send))
+            assert held, f"rank {self.rank} has not posted {turn} before its turn"
+            work = held.popleft()
+            if work is not None:
+                self._queue(work)
+
+    def check(self) -> None:
+        self._watch.raise_failure()
+        for link in [*self._messages.values(), *self._reductions.values()]:
+            if link.latest is not None:
+                try:
+                    is_finished(link.latest)
+                except RuntimeError as error:
+                    raise CommunicationError(f"{link.name} broke: {error}", rank=self.rank) from error
 
     def recreate(self) -> None:
-        groups, asked = list(self._reductions), list(self._asked.values())
-        self._routes.clear()
-        self._reductions.clear()
+        self.check()  # what has broken ends the job; only what is whole is made anew
+        messages, reductions = self._messages, self._reductions
+        self._messages, self._reductions = {}, {}
         self._groups.destroy()
-        for route, both in asked:
-            self._add_route(route, both=both)
-        self.prepare(groups=groups)
+        for ranks, link in messages.items():
+            self._messages[ranks] = self._new_link(link.name, ranks)
+            if link.connected - self._messages[ranks].connected:
+                self._set_up(self._messages[ranks], sorted(link.connected - self._messages[ranks].connected))
+        self.prepare(groups=list(reductions))
 
     def close(self) -> None:
         self._watch.close()
-        self._routes.clear()
+        self._messages.clear()
         self._reductions.clear()
         self._groups.close()
 
-    def _queue(self, link: _Link, tensor: torch.Tensor, what: str, root: int | None) -> EventWork:
+    def _nothing(self, channel: str, peer: int, *, is_send: bool) -> DoneWork:
+        if self._next_turn < len(self._turns):
+            self._held.setdefault((channel, peer, is_send), deque()).append(None)
+        return DoneWork()
+
+    def _post(self, work: MessageWork, channel: str) -> MessageWork:
+        if self._next_turn < len(self._turns):
+            self._held.setdefault((channel, work.peer, work.is_send), deque()).append(work)
+        else:
+            self._queue(work)
+        return work
+
+    def _queue(self, work: MessageWork) -> None:
+        link, tensor = work.link, work.tensor
+        assert link.stream is not None and tensor is not None, f"rank {self.rank} has no part in {work.what}"
+        link.stream.wait_event(work.ready)
+        with self._layer.on(link.stream):
+            if work.is_send:
+                posted = self._calls.exchange([(unrecorded_alias(tensor), work.peer)], [], link.group)
+            else:
+                posted = self._calls.exchange([], [(byte_view(tensor), work.peer)], link.group)
+        work.posted = link.latest = posted
+        self._watch.add(lambda: is_finished(posted), (work.peer,), work.what)
+
+    def _reduce(self, link: _Link, tensor: torch.Tensor, what: str, root: int | None) -> EventWork:
         assert link.stream is not None, f"rank {self.rank} is not in {link.ranks}"
         link.stream.wait_event(self._layer.compute().record_event())
         with self._layer.on(link.stream):
             if root is None:
-                self._calls.all_reduce(tensor, link.group)
+                posted = self._calls.all_reduce(tensor, link.group)
             else:
-                self._calls.broadcast(byte_view(tensor), root, link.group)
+                posted = self._calls.broadcast(byte_view(tensor), root, link.group)
             done = link.stream.record_event()
+        link.latest = posted
         peers = tuple(rank for rank in link.ranks if rank != self.rank)
-        self._watch.add(done.query, peers, f"{what} over ranks {list(link.ranks)}")
+        self._watch.add(lambda: is_finished(posted) and done.query(), peers, f"{what} over ranks {list(link.ranks)}")
         return EventWork(done, tensor, self._layer)
-
-    def _add_route(self, route: Route, *, both: bool) -> None:
-        if route.channel not in self._routes and len(route.ranks) > 1:
-            self._asked[route.channel] = route, both
-            split = "" if both else split_by(route)
-            by_pivot: dict[int | None, _Link] = {}
-            for pivot, part in parts_of(route, split):
-                name = f"route {route.channel}" + ("" if pivot is None else f" by {split} {pivot}")
-                by_pivot[pivot] = self._new_link(name, part.ranks)
-                self._connect(by_pivot[pivot], part, both=both)
-            self._routes[route.channel] = _Links(split, by_pivot)
 
     def _new_link(self, name: str, ranks: Ranks) -> _Link:
         self.created.append(name)
         group = self._groups.add(self._calls.new_group(ranks, self.limit_seconds * _TIMEOUT_FACTOR))
-        return _Link(ranks, group, self._layer.new_stream() if self.rank in ranks else None)
+        link = _Link(name, ranks, group, self._layer.new_stream() if self.rank in ranks else None)
+        if self.rank not in ranks:
+            return link
+        if name.startswith("reductions"):
+            self._reduce(link, self._layer.empty(4).zero_(), "all-reduce", None).wait()
+        else:
+            place = ranks.index(self.rank)
+            self._set_up(link, [(ranks[(place + 1) % len(ranks)], True), (ranks[place - 1], False)])
+        return link
 
-    def _connect(self, link: _Link, route: Route, *, both: bool) -> None:
-        """Set up the connections between sources and destinations of a route; ``both``: in both directions."""
-        if link.stream is None:
-            return
-        pairs = [(source, destination) for source in route.sources for destination in route.destinations if source != destination]
-        pairs += [(destination, source) for source, destination in pairs] if both else []
-        sends = [(self._layer.empty(1).zero_(), peer) for source, peer in pairs if source == self.rank]
-        receives = [(self._layer.empty(1), peer) for peer, destination in pairs if destination == self.rank]
+    def _set_up(self, link: _Link, peers: Sequence[tuple[int, bool]]) -> None:
+        """Set up the connections to and from peers of this rank; both ends do so at once."""
+        sends = [(self._layer.empty(1).zero_(), peer) for peer, is_send in peers if is_send]
+        receives = [(self._layer.empty(1), peer) for peer, is_send in peers if not is_send]
         self._calls.exchange(sends, receives, link.group).wait()
+        link.connected.update(peers)
 
-    def _link_of(self, tensor: torch.Tensor, peer: int, channel: str, *, source: int, destination: int) -> _Link:
+    def _link_of(self, tensor: torch.Tensor, peer: int, channel: str) -> _Link:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
-        assert channel in self._routes, f"channel {channel!r} was not prepared"
+        assert channel in self._ranks_of, f"channel {channel!r} was not prepared"
         assert has_plain_memory(tensor), f"message {channel!r} is not contiguous, or is marked as conjugate or negative"
-        return self._routes[channel].of(source, destination)
-
+        return self._messages[self._ranks_of[channel]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from rannc_backend.config import Config
 from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.plain_memory import plain_memory
-from rannc_backend.runtime.world import BucketSums, Ranks, Route, Transport, Work, World
+from rannc_backend.runtime.world import BucketSums, QueueTurn, Ranks, Route, Transport, Work, World
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class WatchedTransport:
         if self.displays:
             logger.info("rank %d sends %s number %d to rank %d: %s", self.rank, channel, number, peer, describe_values(tensor))
         work = self.inner.isend(tensor, peer, channel)
-        if not self.checks or tensor.numel() == 0:
+        if not self.checks:
             return work
         note = torch.tensor(_note(tensor, number), dtype=torch.int64, device=tensor.device)
         return _SentWithNote(work, self.inner.isend(note, peer, channel))
@@ -76,7 +76,7 @@ class WatchedTransport:
         self._num_received[peer, channel] += 1
         work = self.inner.irecv(tensor, peer, channel)
         note = None
-        if self.checks and tensor.numel():
+        if self.checks:
             note = self.inner.lend(_NOTE_BYTES).view(torch.int64)
         note_work = None if note is None else self.inner.irecv(note, peer, channel)
         return _Receipt(
@@ -103,8 +103,17 @@ class WatchedTransport:
     def after_compute(self) -> None:
         self.inner.after_compute()
 
-    def begin_step(self) -> None:
-        self.inner.begin_step()
+    def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
+        self.inner.connect(pairs)
+
+    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+        self.inner.begin_step([turn for turn in turns for _ in range(1 + self.checks)])
+
+    def reach(self, place: int) -> None:
+        self.inner.reach(place)
+
+    def check(self) -> None:
+        self.inner.check()
 
     def close(self) -> None:
         self.inner.close()

@@ -9,9 +9,9 @@ A *channel* is a named kind of message: between one pair of ranks, messages of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -32,6 +32,15 @@ class Route:
     def ranks(self) -> Ranks:
         """All of them, in ascending order."""
         return tuple(sorted({*self.sources, *self.destinations}))
+
+
+class QueueTurn(NamedTuple):
+    """One message of a step that is queued on a device: when (before which action of the rank's program), on which channel, with whom."""
+
+    place: int
+    channel: str
+    peer: int
+    is_send: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +176,20 @@ class Transport(Protocol):
         """Work has been queued on the device, or done: time to look after messages and memory. Does not wait."""
         ...
 
-    def begin_step(self) -> None:
-        """A step begins."""
+    def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
+        """Set up what messages need, by channel, sender and receiver. All ranks call it with the same pairs, while nothing is under way."""
+        ...
+
+    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+        """A step begins; its messages are queued in this order, where `reach` comes to their places. None: as they are posted."""
+        ...
+
+    def reach(self, place: int) -> None:
+        """The action with this number is next, or none where it is the length of the program."""
+        ...
+
+    def check(self) -> None:
+        """Raises CommunicationError when a message or reduction has failed of which nobody has heard yet. Does not wait."""
         ...
 
     def recreate(self) -> None:
