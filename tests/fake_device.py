@@ -236,13 +236,17 @@ class FakePosted:
 
     device: FakeDevice
     event: FakeEvent
+    failure: BaseException | None = None  # completed, as torch has it
 
     def wait(self) -> None:
         self.device.compute().wait_event(self.event)
         self.event.passed = True
 
     def is_completed(self) -> bool:
-        return self.event.passed
+        return self.event.passed or self.failure is not None
+
+    def exception(self) -> BaseException | None:
+        return self.failure
 
 
 class FakeLinks:
@@ -273,17 +277,18 @@ class FakeLinks:
                 finish.append(self.start_receive(tensor, peer, group))
         return FakePosted(self._device, FakeEvent(inner.seen, tuple(finish), device=self._device))
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
-        self._queue("all-reduce", tensor, group, None)
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> FakePosted:
+        return self._queue("all-reduce", tensor, group, None)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> None:
-        self._queue("broadcast", tensor, group, root)
+    def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> FakePosted:
+        return self._queue("broadcast", tensor, group, root)
 
-    def _queue(self, name: str, tensor: torch.Tensor, group: Any, root: int | None) -> None:
+    def _queue(self, name: str, tensor: torch.Tensor, group: Any, root: int | None) -> FakePosted:
         stream = self._device.compute()
         self._device.operation(name, reads=[tensor], writes=[tensor], stream=stream)
         with without_modes():
             stream.finish.append(self.start_collective(tensor, group, root))
+        return FakePosted(self._device, stream.record_event())
 
     def make_group(self, ranks: tuple[int, ...]) -> Any:
         raise NotImplementedError

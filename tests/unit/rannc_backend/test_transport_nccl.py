@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rannc_backend.runtime import transport_nccl
+from rannc_backend.errors import CommunicationError
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.lent_buffers import PinnedBuffers, ReceiveBuffers
 from rannc_backend.runtime.streams import unrecorded_alias
 from rannc_backend.runtime.transport import OwnedGroups
 from rannc_backend.runtime.transport_nccl import NcclTransport
 from rannc_backend.runtime.transport_staged import StagedTransport
-from rannc_backend.runtime.world import Route
+from rannc_backend.runtime.world import QueueTurn, Route
 from tests.fake_device import FakeDevice, FakeEvent, MailLinks, OnDevice
 
 
@@ -90,7 +90,7 @@ def test_a_receive_does_not_wait_for_what_is_being_computed() -> None:
     """It waits for its buffer's last use, and for nothing that was queued later."""
     first, second = make_ranks(2, [ROUTE])
     device, transport = second.device, second.transport
-    link_stream: Any = transport._routes["0F1"].of(0, 1).stream
+    link_stream: Any = transport._messages[0, 1].stream
     for number in range(4):
         first.transport.isend(torch.full((4,), float(number)), 1, "0F1").wait()
     last_addition: list[int] = []
@@ -173,74 +173,101 @@ def test_reductions_run_beside_compute() -> None:
     assert any("add_" in race and "all-reduce" in race for race in device.races)
 
 
-def test_links_are_made_in_one_order_everywhere() -> None:
+def test_links_are_shared_and_made_in_one_order_everywhere() -> None:
     routes = [Route("-1F0", (0, 1, 2, 3), (0, 1)), Route("0F1", (0, 1), (2, 3)), Route("1B0", (2, 3), (0, 1)), Route("0F0", (2,), (2,))]
     groups = [(0, 1), (0, 1, 2, 3), (2, 3), (1,)]
     ranks = make_ranks(4, routes, groups)
     assert len({tuple(rank.transport.created) for rank in ranks}) == 1
-    assert len({tuple(rank.links.created) for rank in ranks}) == 1
-    # The channel of all ranks, then the input rows by destination, since ranks 0 and 1 send and receive them.
-    assert ranks[0].transport.created[:3] == ["route state", "route -1F0 by destination 0", "route -1F0 by destination 1"]
-    assert ranks[0].links.created[:3] == [(0, 1, 2, 3)] * 3 and (1,) not in ranks[0].links.created
-    # Every pair of a route is connected, in one batch per link, with both ends in it.
-    for number in {number for rank in ranks for number, _, _ in rank.links.exchanges}:
-        batches = [(index, out, come) for index, rank in enumerate(ranks) for n, out, come in rank.links.exchanges if n == number]
-        sends = {(index, peer) for index, out, _ in batches for peer in out}
-        receives = {(peer, index) for index, _, come in batches for peer in come}
-        assert sends == receives and sends
-    orders = [[number for number, _, _ in rank.links.exchanges] for rank in ranks]
-    assert all(order == sorted(order) for order in orders)
-    before = list(ranks[0].transport.created)
-    ranks[0].transport.prepare(channels=["state"], routes=routes, groups=groups)
-    assert ranks[0].transport.created == before, "nothing is made twice"
-
-
-def rest_of_the_queues(ranks: list[Rank]) -> int:
-    """Operations that never run when each link runs its operations one after the other, and a message needs both its ends."""
-    queues: dict[tuple[int, int], list[tuple[str, int]]] = {}
-    for index, rank in enumerate(ranks):
-        for number, sends, receives in rank.links.exchanges:
-            queues.setdefault((index, number), []).extend([("send", peer) for peer in sends] + [("receive", peer) for peer in receives])
-    moved = True
-    while moved:
-        moved = False
-        for (index, number), queue in queues.items():
-            if queue and queue[0][0] == "send":
-                other = queues.get((queue[0][1], number), [])
-                if other and other[0] == ("receive", index):
-                    del queue[0], other[0]
-                    moved = True
-    return sum(map(len, queues.values()))
-
-
-@pytest.mark.parametrize(
-    ("sources", "destinations"),
-    [((0, 1, 2), (0, 1, 2)), ((0, 1, 2, 3), (0, 1)), ((1, 2), (0, 1, 2, 3)), ((0, 1), (2, 3)), ((0, 1, 2), (2,))],
-)
-@pytest.mark.parametrize("whole", [False, True])
-def test_sends_before_receives_cannot_block(
-    monkeypatch: pytest.MonkeyPatch, sources: tuple[int, ...], destinations: tuple[int, ...], whole: bool
-) -> None:
-    """As a program posts input rows: all sends first, then receives, by micro-batch and rank. One link for all would hang."""
-    if whole:
-        monkeypatch.setattr(transport_nccl, "split_by", lambda route: "")
-    ranks = make_ranks(4, [Route("-1F0", sources, destinations)])
+    # One for all messages between the same ranks, whatever their channel and direction; then the reductions.
+    assert all(rank.links.created == [(0, 1, 2, 3), (0, 1), (0, 1, 2, 3), (2, 3)] for rank in ranks)
+    pairs = [("-1F0", 3, 0), ("0F1", 0, 3), ("1B0", 2, 1), ("1B0", 3, 0)]
     for rank in ranks:
+        rank.transport.connect(pairs)
+    # All ranks of a link begin it together, and every pair is connected in one batch per link with both ends in it.
+    begun = [(index, number) for index, rank in enumerate(ranks) for number, _, _ in rank.links.exchanges]
+    assert {(index, 1) for index in range(4)} <= set(begun)
+    exchanges = [(index, *exchange) for index, rank in enumerate(ranks) for exchange in rank.links.exchanges]
+    sends = sorted((number, index, peer) for index, number, out, _ in exchanges for peer in out)
+    receives = sorted((number, peer, index) for index, number, _, come in exchanges for peer in come)
+    assert sends == receives and {(1, 0, 3), (1, 2, 1), (1, 3, 0)} <= set(sends)
+    before, num_exchanges = list(ranks[0].transport.created), len(ranks[0].links.exchanges)
+    ranks[0].transport.prepare(channels=["state"], routes=routes, groups=groups)
+    ranks[0].transport.connect(pairs)
+    assert ranks[0].transport.created == before and len(ranks[0].links.exchanges) == num_exchanges, "nothing is made twice"
+
+
+def test_what_is_made_anew_is_connected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = make_ranks(2, [ROUTE], [(0, 1)])
+    for rank in ranks:
+        monkeypatch.setattr(rank.transport._groups, "destroy", lambda: None)
+        rank.transport.connect([("0F1", 0, 1)])
         rank.links.exchanges.clear()
-    for index, rank in enumerate(ranks):
-        if index in sources:
-            for _ in range(3):
-                for peer in destinations:
-                    if peer != index:
-                        rank.transport.isend(torch.ones(4), peer, "-1F0")
-    for index, rank in enumerate(ranks):
-        if index in destinations:
-            for _ in range(3):
-                for peer in sources:
-                    if peer != index:
-                        rank.transport.irecv(torch.empty(4), peer, "-1F0")
-    both_ends = bool(set(sources) & set(destinations)) and len(sources) > 1 and len(destinations) > 1
-    assert (rest_of_the_queues(ranks) > 0) is (whole and both_ends)
+        rank.transport.recreate()
+        assert rank.transport.created == ["messages of (0, 1)", "reductions of (0, 1)"] * 2
+        assert {peer for _, out, come in rank.links.exchanges for peer in (*out, *come)} == {1 - rank.links._rank}
+    ranks[0].transport.isend(torch.ones(4), 1, "0F1").wait()
+
+
+def test_messages_are_queued_at_their_turn() -> None:
+    first, _ = make_ranks(2, [ROUTE, Route("1B0", (1,), (0,))])
+    transport, exchanges = first.transport, first.links.exchanges
+    exchanges.clear()
+    turns = [QueueTurn(1, "0F1", 1, True), QueueTurn(2, "0F1", 1, True), QueueTurn(2, "1B0", 1, False), QueueTurn(3, "0F1", 1, True)]
+    transport.begin_step(turns)
+    receive = transport.irecv(transport.lend(16), 1, "1B0")
+    works = [transport.isend(torch.ones(4), 1, "0F1"), transport.isend(torch.ones(4), 1, "0F1"), transport.isend(torch.ones(0), 1, "0F1")]
+    transport.reach(0)
+    assert not exchanges, "posted, and kept until its turn"
+    with pytest.raises(AssertionError, match="before its turn"):
+        receive.wait()
+    transport.reach(1)
+    assert exchanges == [(1, (1,), ())]
+    transport.reach(2)
+    assert exchanges == [(1, (1,), ()), (1, (1,), ()), (1, (), (1,))]
+    transport.reach(3)
+    assert len(exchanges) == 3, "an empty tensor has a turn and no message"
+    for work in [receive, *works]:
+        work.wait()
+    transport.isend(torch.ones(4), 1, "0F1").wait()
+    assert len(exchanges) == 4, "outside of steps at once"
+    transport.begin_step([QueueTurn(1, "0F1", 1, True)])
+    with pytest.raises(AssertionError, match="has not posted"):
+        transport.reach(1)
+
+
+def test_work_that_has_failed_is_not_taken_for_done() -> None:
+    """Torch says of it that it is completed."""
+    first, _ = make_ranks(2, [ROUTE], [(0, 1)])
+    transport = first.transport
+    reporter: Any = transport._watch._reporter
+    transport.check()
+    transport.irecv(transport.lend(16), 1, "state")
+    link = transport._messages[0, 1]
+    posted: Any = link.latest
+    posted.failure = RuntimeError("NCCL error: remote process exited\nmore")
+    assert posted.is_completed()
+    with pytest.raises(CommunicationError, match=r"messages of \(0, 1\) broke: NCCL error: remote process exited"):
+        transport.check()
+    with pytest.raises(CommunicationError, match="broke"):
+        transport.recreate()
+    transport._watch.look()
+    (error,) = reporter.errors
+    assert "receive of 'state', queued in: step 3, stage 1, micro-batch 2, broke: NCCL error" in str(error) and error.rank == 0
+    with pytest.raises(CommunicationError, match="micro-batch 2"):
+        transport.check()
+
+
+def test_a_reduction_that_has_failed_is_noticed_too() -> None:
+    first, _ = make_ranks(2, [ROUTE], [(0, 1)])
+    first.transport.allreduce(torch.ones(4), (0, 1))
+    posted: Any = first.transport._reductions[0, 1].latest
+    posted.failure = RuntimeError("network")
+    posted.event.passed = True
+    first.transport._watch.look()
+    reporter: Any = first.transport._watch._reporter
+    assert "all-reduce over ranks [0, 1]" in str(reporter.errors[0])
+    with pytest.raises(CommunicationError, match="all-reduce"):
+        first.transport.check()
 
 
 def test_receive_buffers_are_bounded_and_given_back() -> None:
