@@ -36,7 +36,7 @@ from rannc_backend.user_files import UserFile, kind_of, make_directory
 logger = logging.getLogger(__name__)
 
 # Raised when what is measured, or how, changes: files of an older number are not read.
-_VERSION = 3
+_VERSION = 4
 _CACHE = "option cache_dir, or $XDG_CACHE_HOME or ~/.cache"
 # Where links are not measured: a cluster of the same kind of device.
 _GENERIC = {"cpu": "generic-cpu", "cuda": "a100-80gb"}
@@ -268,6 +268,7 @@ def _assembled(
             efficiencies=tuple(shares.items()),
             kind=seats[0].kind,
             core_share=_rounded(_core_share(world)) if seats[0].kind == "cpu" else 1.0,
+            communicator_bytes=generic.device.communicator_bytes,
         ),
         intra_node=_link("near", transfers, per_node, generic.intra_node),
         inter_node=_link("far", transfers, world.size, generic.inter_node),

@@ -40,6 +40,7 @@ class Device:
         efficiencies: share of the peak that an operator class reaches, sorted by class: of `flops_per_second` for
             matmul, attention and convolution, of `memory_bytes_per_second` for elementwise. 1 for a class not in it.
         launch_seconds: per operator, however small.
+        communicator_bytes: what the library that moves tensors between devices takes of the memory for each of its communicators.
         core_share: part of a core that each device has when all of its machine compute; the rates are those of a whole one. Below 1
             for more processes than cores: one that waits gives its core to another.
     """
@@ -52,6 +53,7 @@ class Device:
     efficiencies: tuple[tuple[str, float], ...] = ()
     kind: DeviceKind = "cuda"
     core_share: float = 1.0
+    communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
         assert self.memory_bytes > 0 and self.memory_bytes_per_second > 0 and self.launch_seconds >= 0, f"bad {self}"
@@ -59,6 +61,7 @@ class Device:
         assert {name for name, _ in self.efficiencies} <= set(OPERATOR_CLASSES), f"unknown operator class in {self}"
         assert all(share > 0 for _, share in self.efficiencies), f"an efficiency of nothing in {self}"
         assert 0 < self.core_share <= 1, f"no share of a core in {self}"
+        assert self.communicator_bytes >= 0, f"a communicator of less than nothing in {self}"
 
     def efficiency(self, operator_class: str) -> float:
         """Share of the peak that the operators of a class reach."""
@@ -108,6 +111,7 @@ class Cluster:
             device_name=self.device.name,
             device_kind=self.device.kind,
             core_share=self.device.core_share,
+            communicator_bytes=self.device.communicator_bytes,
             device_memory_bytes=self.device.memory_bytes,
             peak_flops=tuple(DtypeRate(dtype=dtype, flops_per_second=rate) for dtype, rate in self.device.flops_per_second),
             efficiencies=tuple(ClassEfficiency(operator_class=name, share=share) for name, share in self.device.efficiencies),
@@ -137,6 +141,7 @@ class Cluster:
                 efficiencies=tuple((entry.operator_class, entry.share) for entry in assumption.efficiencies),
                 kind=assumption.device_kind,
                 core_share=assumption.core_share,
+                communicator_bytes=assumption.communicator_bytes,
             ),
             intra_node=Link(
                 latency_seconds=assumption.intra_node_latency_seconds,

@@ -105,6 +105,7 @@ class _DeviceTable(_Table):
     name: _Words
     kind: DeviceKind = "cuda"
     core_share: _number(1e-3, 1.0) = 1.0
+    communicator_bytes: _count(0, 2**40) = 0
     memory_bytes: _count(2**20, 2**50)
     memory_bytes_per_second: _number(1e6, 1e15)
     launch_seconds: _number(0.0, 1.0)
@@ -167,6 +168,7 @@ def parse_cluster(text: str, *, file: str, num_devices: int, devices_per_node: i
             efficiencies=tuple(sorted(table.device.efficiency.model_dump().items())),
             kind=table.device.kind,
             core_share=table.device.core_share,
+            communicator_bytes=table.device.communicator_bytes,
         ),
         intra_node=table.links.intra_node.link(),
         inter_node=table.links.inter_node.link(),
@@ -202,6 +204,7 @@ def cluster_toml(cluster: Cluster, *, description: str = "", sources: Mapping[st
         f"memory_bytes_per_second = {number(device.memory_bytes_per_second)}",
         f"launch_seconds = {number(device.launch_seconds)}",
         f"core_share = {number(device.core_share)}",
+        f"communicator_bytes = {number(device.communicator_bytes)}",
         "",
         "[device.peak_flops]",
         *(f"{dtype} = {number(rate)}" for dtype, rate in device.flops_per_second),

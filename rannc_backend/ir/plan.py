@@ -76,7 +76,8 @@ class ClassEfficiency(_Record):
 class ClusterAssumption(_Record):
     """The machines for which the plan was made. Seconds, bytes and bytes per second.
 
-    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach. `core_share`: see `cost.cluster.Device`.
+    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach. `core_share`, `communicator_bytes`:
+    see `cost.cluster.Device`.
     """
 
     name: Text
@@ -85,6 +86,7 @@ class ClusterAssumption(_Record):
     device_name: Text
     device_kind: DeviceKind = "cuda"
     core_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)] = 1.0
+    communicator_bytes: Count = 0
     device_memory_bytes: Count
     peak_flops: tuple[DtypeRate, ...]
     efficiencies: tuple[ClassEfficiency, ...] = ()

@@ -221,6 +221,7 @@ class IntervalCosts:
         # Where all micro-batches are in flight there is none to receive ahead.
         ahead = received[0] if num_micro_batches > num_in_flight else 0.0
         messages = self._message_memory(num_micro_batches, values, awaited, ahead, gradients[0])
+        messages += float(self._communicator_memory(np.array(begin), np.array(end), np.array(replicas)))
         returned = num_micro_batches * evaluate([block.output_bytes for block in self.graph.blocks[begin:end]], rows).sum()
         place = (begin, end - begin - 1)
         trainable = self.trainable_bytes[place]
@@ -241,6 +242,16 @@ class IntervalCosts:
         if self.cluster.num_devices == 1:
             return 0.0 * sent
         return 2 * (sent + returned) + awaited + ahead if num_micro_batches > 1 else sent + returned
+
+    def _communicator_memory(self, begins: Ints, ends: Ints, replicas: Ints) -> Any:
+        """Bytes of communicators: two of all ranks (rows and parameters, sums), one for the stage on each side, one for replicas.
+
+        Stages that a value skips to are not known here; each would be one more.
+        """
+        num_devices = self.cluster.num_devices
+        has_group = (replicas > 1) & (replicas < num_devices)
+        number = 2.0 + (begins > 0) + (ends < len(self.graph.blocks)) + has_group
+        return self.cluster.device.communicator_bytes * number * (num_devices > 1)
 
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
@@ -330,6 +341,7 @@ class IntervalCosts:
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
         fixed = held[:, :, None] + num_micro_batches * _over(self._returned[:, columns], ends)
         fixed += self._message_memory(num_micro_batches, sent, awaited, received, gradients)
+        fixed += self._communicator_memory(np.arange(len(ends))[:, None, None], ends[:, :, None], counts)
         whole = self._prices[self.pricer.budgets[0]]
         forward = _seconds(np.stack([price.forward_seconds[columns] for price in whole]), ends)
         # Filled in place: stacking parts of this size takes as long as computing them.

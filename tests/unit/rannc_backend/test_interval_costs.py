@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tests.unit.rannc_backend.made_up_clusters import generic_gpu, local_cpu
 
 def interval_costs(name: str, num_devices: int = 4, rows: int = 16, **others: object) -> IntervalCosts:
     cluster = local_cpu(num_devices, memory_bytes=10**9)
+    cluster = replace(cluster, device=replace(cluster.device, communicator_bytes=1000))
     return IntervalCosts(
         graph=blocks_of(name, 12), cluster=cluster, batch_rows=rows, micro_batches=useful_micro_batches(rows, 1, 8),
         pricer=AnalyticPricer(device=cluster.device), optimizer_factor=2.0, **others,
@@ -60,6 +63,25 @@ def test_the_parts_of_a_stage_are_what_the_search_compares(place: tuple, only_bu
         assert memory.activations == pytest.approx(tables.flight_bytes[index][where])
     received, gradients = costs.message_bytes(begin, end, rows)
     assert (received[0], gradients[0]) == pytest.approx((tables.message_bytes[where], tables.gradient_bytes[where]))
+
+
+def test_communicators_take_memory_of_their_device() -> None:
+    costs = interval_costs("tied")
+    number = len(costs.graph.blocks)
+    costs.cluster = replace(costs.cluster, device=replace(costs.cluster.device, communicator_bytes=0))
+
+    def taken(begin: int, end: int, replicas: int) -> float:
+        without = costs.memory(begin, end, 1.0, 1, replicas).buffers
+        small = costs.cluster
+        costs.cluster = replace(small, device=replace(small.device, communicator_bytes=1000))
+        taken_with = costs.memory(begin, end, 1.0, 1, replicas).buffers
+        costs.cluster = small
+        return taken_with - without
+
+    # Of all ranks, of the stages beside it, of the replicas where those are not all ranks.
+    assert [taken(0, 3, 1), taken(2, 3, 1), taken(2, 3, 2), taken(0, number, 4)] == [3000, 4000, 5000, 2000]
+    costs.cluster = replace(costs.cluster, num_devices=1)
+    assert taken(0, number, 1) == 0
 
 
 def test_recomputing_everything_keeps_what_is_received_and_runs_forward_twice() -> None:
