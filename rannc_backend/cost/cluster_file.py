@@ -204,7 +204,7 @@ def cluster_toml(cluster: Cluster, *, description: str = "", sources: Mapping[st
         f"memory_bytes_per_second = {number(device.memory_bytes_per_second)}",
         f"launch_seconds = {number(device.launch_seconds)}",
         f"core_share = {number(device.core_share)}",
-        f"communicator_bytes = {number(device.communicator_bytes)}",
+        f"communicator_bytes = {_writer('as a shipped description, not measured' if sources else '')(device.communicator_bytes)}",
         "",
         "[device.peak_flops]",
         *(f"{dtype} = {number(rate)}" for dtype, rate in device.flops_per_second),

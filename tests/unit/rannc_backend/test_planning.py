@@ -192,7 +192,7 @@ def test_blocks_from_a_file_give_the_same_plan_and_plans_for_other_devices(tmp_p
     again = PlannableModel.read(str(path))
     assert again.to_json() == text
     assert _plan_prepared(again).to_json() == _plan_prepared(prepared).to_json() == _plan(_layers()).to_json()
-    other = _plan_prepared(again, num_devices=7, config=CONFIG.model_copy(update={"mem_limit_gb": 1.0, "partition_num": 3}))
+    other = _plan_prepared(again, num_devices=7, config=CONFIG.model_copy(update={"mem_limit_gb": 2.0, "partition_num": 3}))
     assert (other.world_size, other.num_stages) == (7, 3)
 
 
