@@ -94,6 +94,7 @@ class FakeDevice:
         self.races: list[str] = []
         self.host_waits: list[str] = []
         self.log: list[str] = []
+        self.posted: list[FakePosted] = []
         self._current = [self.main]
         self._streams: list[FakeStream] = []
         self._num_operations = 0
@@ -139,6 +140,11 @@ class FakeDevice:
             uses = self._uses_of(tensor)
             uses.write, uses.reads = (bit, text), []
         stream.seen |= bit
+
+    def num_under_way(self) -> int:
+        """Messages that nobody has waited for yet: what synchronises the device would wait for them."""
+        self.posted = [posted for posted in self.posted if not posted.event.passed]
+        return len(self.posted)
 
     def _expect_before(self, earlier: tuple[int, str], stream: FakeStream, text: str) -> None:
         if not (stream.seen | self.host_seen) & earlier[0]:
@@ -275,7 +281,8 @@ class FakeLinks:
             for tensor, peer in receives:
                 self._device.operation(f"receive from {peer}", writes=[tensor], stream=inner)
                 finish.append(self.start_receive(tensor, peer, group))
-        return FakePosted(self._device, FakeEvent(inner.seen, tuple(finish), device=self._device))
+        self._device.posted.append(FakePosted(self._device, FakeEvent(inner.seen, tuple(finish), device=self._device)))
+        return self._device.posted[-1]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> FakePosted:
         return self._queue("all-reduce", tensor, group, None)

@@ -197,7 +197,7 @@ def run_steps(setting: Setting, phases: Sequence[str] = ("train",)) -> None:
     fabric = Fabric(setting.size)
     # A rank that holds all rows sends and never receives them: as posted, ranks that do both would need a link for each other rank.
     local = _local_rows if setting.in_turn else lambda rows, size: (rows, *[0] * (size - 1))
-    fabric.run(lambda rank: _Rank(setting, fabric, rank).run(phases, local))
+    fabric.run(lambda rank: PlayedRank(setting, fabric, rank).run(phases, local))
 
 
 def _local_rows(rows: int, size: int) -> tuple[int, ...]:
@@ -205,7 +205,9 @@ def _local_rows(rows: int, size: int) -> tuple[int, ...]:
     return tuple(least + (rank < rest) for rank in range(size))
 
 
-class _Rank:
+class PlayedRank:
+    """One rank of a setting."""
+
     def __init__(self, setting: Setting, fabric: Fabric, rank: int) -> None:
         self.setting, self.fabric, self.rank = setting, fabric, rank
         self.device = fabric.devices[rank]
@@ -240,6 +242,7 @@ class _Rank:
         )
 
     def run(self, phases: Sequence[str], local_rows: Any) -> None:
+        """All steps; ``local_rows``: how the rows of a batch are divided."""
         setting, fabric = self.setting, self.fabric
         self.transport.prepare(channels=[STATE], routes=routes_of(self.edges, setting.stage_ranks, setting.size))
         rehearsal = Rehearsal.of(self.world, self.edges)
@@ -250,37 +253,40 @@ class _Rank:
                 num_micro_batches=setting.num_micro_batches,
                 stage_ranks=setting.stage_ranks,
             )
-            state = self._state(step, rows)
+            state = self.state(step, rows)
             kind = phases[0]
-            programs = {phase: self._program(phase) for phase in phases}
+            programs = {phase: self.program(phase) for phase in phases}
             fabric.barrier(self.rank)
             if rehearsal.is_needed(kind, rows):
                 if setting.rehearses:
                     runs = [(phase, *programs[phase][:2]) for phase in phases]
-                    rehearsal.run(kind, self.executor, runs, state, self._pending, dict)
+                    rehearsal.run(kind, self.executor, runs, state, self.pending, dict)
                 fabric.barrier(self.rank)
                 rehearsal.done(kind, rows)
             if self.stage is not None:
                 self.stage.seen.clear()
             for phase in phases:
                 program, texts, turns = programs[phase]
-                state.pending = self._pending()
+                state.pending = self.pending()
                 self.executor.run(program, texts, state, queue_turns(turns, self.rank, rows))
             self.device.synchronize("the end of the step")
             self._judge(state)
 
-    def _pending(self) -> PendingGradients:
+    def pending(self) -> PendingGradients:
+        """Gradients of no parameters."""
         layout = plan_buckets([], {}, (self.rank,), 2.0**20)
         return PendingGradients(layout=layout, buffers=[], start_reduce=lambda buffer, ranks: None)  # type: ignore[arg-type, return-value]
 
-    def _state(self, step: int, rows: RowTable) -> StepState:
+    def state(self, step: int, rows: RowTable) -> StepState:
+        """A step that begins; inputs hold the numbers of their rows."""
         start, stop = rows.owned_rows(INPUT, self.rank)
         numbers = torch.arange(start, stop, dtype=torch.float32).view(-1, 1).expand(-1, 2).contiguous()
         tangents = {f"x{len(self.setting.replicas) - 1}": torch.zeros(stop - start, 2)}
         inputs = {"input": numbers, "labels": numbers.clone()}
         return StepState(number=step + 1, rows=rows, inputs=inputs, scalars={}, training=True, tangents=tangents)
 
-    def _program(self, phase: Any) -> tuple[Any, Any, Any]:
+    def program(self, phase: Any) -> tuple[Any, Any, Any]:
+        """A phase's program, what its actions do, and all turns."""
         setting, specs = self.setting, edge_specs(self.edges)
         order = build_order(setting.schedule, len(setting.replicas), setting.num_micro_batches)
         programs = lower(order, specs, phase, setting.num_micro_batches)

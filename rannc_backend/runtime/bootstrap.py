@@ -387,8 +387,8 @@ def _init_default_group(options: StartOptions, launch: Launch, device: torch.dev
         store=dist.PrefixStore("rannc", store),
         rank=launch.rank,
         world_size=launch.size,
+        # No device_id: NCCL would make a communicator of this group at once, which nobody uses, and its memory stays.
         timeout=datetime.timedelta(seconds=max(options.limit_seconds, options.start_limit_seconds)),
-        device_id=device if nccl else None,
     )
 
 

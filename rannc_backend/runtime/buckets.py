@@ -6,7 +6,8 @@ published before, nothing is copied on the way.
 
 Terms. A *bucket* holds parameters of one dtype and one owner group (the ranks that own all of them: the replicas of a stage, or of
 several stages for tied parameters). A bucket's all-reduce starts when its last gradient of the last micro-batch is there, in
-bucket order within an owner group, so that all its ranks start them alike. A *pending* gradient belongs to a step whose backward
+bucket order within an owner group, so that all its ranks start them alike; that of a bucket of several stages after the last backward,
+since other stages may need what this backward sends before they come to theirs. A *pending* gradient belongs to a step whose backward
 has not been asked for yet.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,13 +51,17 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSpec:
-    """One flat buffer: its owner group, dtype, number of elements and parameter names in order."""
+    """One flat buffer: its owner group, dtype, number of elements and parameter names in order.
+
+    ``is_shared``: its ranks are those of several stages.
+    """
 
     ranks: Ranks
     dtype: torch.dtype
     device: torch.device
     numel: int
     names: tuple[str, ...]
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +91,14 @@ def plan_buckets(
     own = {key: members for key, members in groups.items() if key[0] == stage_ranks}
     shared = {key: groups[key] for key in sorted(groups.keys() - own.keys(), key=lambda key: (key[0], str(key[1])))}
     for (ranks, dtype, device), members in (own | shared).items():
+        spec = partial(BucketSpec, ranks=ranks, dtype=dtype, device=device, is_shared=ranks != stage_ranks)
         if ranks != stage_ranks:
             members = sorted(members, key=lambda member: member[0])
         names: list[str] = []
         numel = 0
         for name, tensor in members:
             if names and (numel + tensor.numel()) * dtype.itemsize > capacity_bytes:
-                buckets.append(BucketSpec(ranks=ranks, dtype=dtype, device=device, numel=numel, names=tuple(names)))
+                buckets.append(spec(numel=numel, names=tuple(names)))
                 names, numel = [], 0
             slots[name] = Slot(
                 name=name,
@@ -104,7 +111,7 @@ def plan_buckets(
             names.append(name)
             # Kernels that read and write 16 bytes at a time would have to copy what begins elsewhere.
             numel += slot_elements(tensor.numel(), dtype)
-        buckets.append(BucketSpec(ranks=ranks, dtype=dtype, device=device, numel=numel, names=tuple(names)))
+        buckets.append(spec(numel=numel, names=tuple(names)))
     return BucketLayout(buckets=tuple(buckets), slots=slots)
 
 
@@ -176,6 +183,7 @@ class PendingGradients:
     memory: list[BucketMemory]
     start_reduce: StartReduce
     armed: bool = False
+    ended: bool = False  # the last backward has
     received: set[str] = field(default_factory=set)
     _views: dict[str, torch.Tensor] = field(default_factory=dict)
     _missing: list[set[str]] = field(default_factory=list)
@@ -226,6 +234,7 @@ class PendingGradients:
                 self.view(name).zero_()
         for missing in self._missing:
             missing.clear()
+        self.ended = True
         self._start_ready()
         for work in self._works:
             if work is not None:
@@ -238,7 +247,7 @@ class PendingGradients:
                 continue
             if self._missing[index]:
                 blocked.add(bucket.ranks)
-            elif bucket.ranks not in blocked:
+            elif bucket.ranks not in blocked and (self.ended or not bucket.is_shared):
                 self._started[index] = True
                 if len(bucket.ranks) > 1:
                     self._works[index] = self.start_reduce(self.memory[index].flat, bucket.ranks)

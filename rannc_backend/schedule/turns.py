@@ -12,7 +12,8 @@ program. (1) Both ends of a communicator queue the same operations in the same o
 (2) Whatever an action or an operation needs (its wait, a message ahead of it in a queue, memory, the actions before it) had its moment
 before it. (3) A rank that waits for its whole device within an action waits for operations of earlier moments only, and the other end
 of each is queued by a rank that stands before that moment, or that waits for its own device in a still earlier one. So of all that is
-left to do, what comes first in that order can always be done. How long things really take does not matter.
+left to do, what comes first in that order can always be done. How long things really take does not matter. Sums over the replicas of a
+stage are queued in one action by all of them, those over several stages after all actions (`runtime/buckets.py`): (3) holds for them too.
 
 What it costs: nothing while the host runs ahead of its device, as operations start when their memory is ready, not when they are queued.
 """

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from rannc_backend.compile_stages import CompiledStage
 from rannc_backend.runtime import bootstrap
 from rannc_backend.runtime.device_watch import DeviceWatch
 from rannc_backend.runtime.graph_runtime import GraphRuntime
@@ -30,13 +33,15 @@ def on_streams(context: Context) -> dict[str, Any]:
     device = FakeDevice()
     played = _played(world, device)
     bootstrap._HOLDER.world = played
+    met: list[str] = []
     try:
-        with _operators_on(device, context.case.parameters.get("host_reads", 0)):
+        with _operators_on(device, context.case.parameters.get("host_reads", 0)), _first_runs(device, met):
             result = equality(context)
     finally:
         bootstrap._HOLDER.world = world
     findings = context.findings
     findings.that(not device.races, f"{len(device.races)} races: {device.races[:5]}")
+    findings.that(not met, f"first runs, which may wait for the device, met messages under way: {met[:5]}")
     findings.that(not device.host_waits, f"values were read on the host within a step: {device.host_waits[:5]}")
     kinds = {text.split(" on ")[0].split(" ")[0] for text in device.log}
     findings.that({"send", "receive", "all-reduce"} <= kinds, f"the played device has seen {sorted(kinds)[:20]} only")
@@ -87,3 +92,28 @@ def _operators_on(device: FakeDevice, host_reads: int) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(GraphRuntime, name, original)
+
+
+@contextmanager
+def _first_runs(device: FakeDevice, met: list[str]) -> Iterator[None]:
+    """Within it, ``met`` notes first runs of a stage, for shapes that it has not had, while messages are under way."""
+    seen: set[tuple[Any, ...]] = set()
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(stage: CompiledStage, values: Any, *args: Any, **kwargs: Any) -> Any:
+            key = (id(stage), name, *(tuple(value.shape) for value in values if isinstance(value, torch.Tensor)))
+            if key not in seen and device.num_under_way():
+                met.append(f"{name} of a stage, {device.num_under_way()} message(s)")
+            seen.add(key)
+            return original(stage, values, *args, **kwargs)
+
+        return run
+
+    originals = {name: getattr(CompiledStage, name) for name in ("forward", "backward", "infer")}
+    for name, original in originals.items():
+        setattr(CompiledStage, name, watched(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(CompiledStage, name, original)

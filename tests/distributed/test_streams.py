@@ -35,6 +35,7 @@ CASES = (
 )
 FULL = (
     _case("loss_outside", "mlp", "1,1", 3),
+    _case("buffers", "batch_norm", "1,1", 1),
     _case("tied", "tied_embedding", "1,1", 3),
     _case("long_skip", "long_skip_loss", "1,2,1", 4),
     _case("four_stages", "mlp_loss", "1,1,1,1", 6),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +195,37 @@ def test_truncated_normals_go_through_the_function_that_is_replaced() -> None:
     assert [args for _, args in noted] == [(1.0, 2.0, -1.0, 3.0)]
     filled = noted[0][0](torch.empty(300), 1.0, 2.0, -1.0, 3.0)
     assert -1.0 <= filled.min() and filled.max() <= 3.0
+
+
+@pytest.mark.full
+def test_work_that_has_failed_is_completed_and_not_finished(tmp_path: Path) -> None:
+    """Seen on 2.13: a gloo operation whose peer has gone is completed, with an exception; one that has ended well has none."""
+    code = """
+import os, sys, time, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+from rannc_backend.runtime.torch_internals import is_finished
+work = dist.all_reduce(torch.ones(4), async_op=True)
+while not is_finished(work):
+    time.sleep(0.01)
+dist.barrier()
+if rank == 1:
+    os._exit(0)
+work = dist.all_reduce(torch.ones(4), async_op=True)
+while not work.is_completed():
+    time.sleep(0.01)
+try:
+    is_finished(work)
+except RuntimeError as error:
+    print("failed:", error, flush=True)
+os._exit(0)
+"""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = [sys.executable, "-c", code]
+    ranks = [
+        subprocess.Popen([*arguments, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    output = ranks[0].communicate(timeout=60)[0]
+    ranks[1].wait(60)
+    assert output.startswith("failed:") and len(output.splitlines()) == 1

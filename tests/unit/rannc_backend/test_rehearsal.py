@@ -1,0 +1,83 @@
+"""A rehearsal runs everything that a step runs, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rannc_backend.runtime.rehearsal import Rehearsal
+from rannc_backend.runtime.rows import RowTable
+from tests.played_ranks import Fabric
+from tests.played_steps import PlayedRank, Setting
+
+
+def rows_of(*local_rows: int, number: int = 2) -> RowTable:
+    return RowTable(local_rows=local_rows, num_micro_batches=number, stage_ranks=((0,), (1,)))
+
+
+def rehearsal_of(rank: PlayedRank) -> Rehearsal:
+    found = Rehearsal.of(rank.world, rank.edges)
+    assert found is not None
+    return found
+
+
+def test_nothing_is_left_behind() -> None:
+    rank = PlayedRank(Setting(replicas=(1, 1), num_micro_batches=2), Fabric(2), 0)
+    stage: Any = rank.stage
+    counter = torch.zeros(1)
+    rank.executor.buffers = {"counter": counter}
+    stage.outputs.append(SimpleNamespace(name="counter", kind="buffer", fqn="counter", once=False))
+    plain, given = stage.forward, []
+
+    def forward(args: Any, destinations: Any) -> Any:
+        outputs, saved = plain(args, destinations)
+        given.append(args[0].clone())
+        return [*outputs, counter + torch.rand(1)], saved
+
+    stage.forward = forward
+    state = rank.state(0, rows_of(3, 2))
+    state.inputs["input"] += 7
+    generator = torch.get_rng_state()
+    ended: list[str] = []
+    pending = rank.pending()
+    pending.start_reduce = lambda buffer, ranks: ended.append("reduced")  # type: ignore[assignment, return-value]
+    rehearsal = rehearsal_of(rank)
+    rehearsal.run("train", rank.executor, [("train", *rank.program("train")[:2])], state, lambda: pending, dict)
+    assert torch.equal(torch.get_rng_state(), generator) and counter.item() == 0 and not ended
+    assert not (state.saved or state.values or state.receives or state.sends or state.partials or state.buffers_read or state.user_gradients)
+    assert not rank.device.queued and not rank.device.unfinished, "no message was queued"
+    # The rank's own rows, and in the place of the other's the first of them.
+    assert [x[:, 0].tolist() for x in given] == [[7.0, 8.0, 9.0], [7.0, 7.0]]
+    assert pending.armed and rehearsal.num_runs == 1
+
+
+def test_what_is_new_for_some_rank_is_known_to_all() -> None:
+    rank = PlayedRank(Setting(replicas=(1, 1), num_micro_batches=2), Fabric(2), 0)
+    connected: list[Any] = []
+    rank.transport.connect = connected.append  # type: ignore[method-assign, assignment]
+    rehearsal = rehearsal_of(rank)
+    first = rows_of(2, 2)
+    assert rehearsal.is_needed("loss", first)
+    rehearsal.done("loss", first)
+    channels = {channel for channel, _, _ in connected[0]}
+    # Micro-batch 0 is of rank 0 alone and micro-batch 1 of rank 1: its input goes to rank 0, labels of the other to rank 1.
+    assert ("I>0 F", 1, 0) in connected[0] and ("I>1 F", 0, 1) in connected[0] and ("0>1 F", 0, 1) in connected[0]
+    assert ("1>0 B", 1, 0) in connected[0] and channels == {"I>0 F", "0>I B", "I>1 F", "0>1 F", "1>0 B"}
+    assert not rehearsal.is_needed("loss", first)
+    assert not rehearsal.is_needed("loss", rows_of(3, 1)), "the same sizes between the same ranks"
+    assert rehearsal.is_needed("infer", first), "another variant of the stages"
+    assert rehearsal.is_needed("loss", rows_of(4, 4)), "other sizes"
+    uneven = rows_of(3, 2)
+    assert rehearsal.is_needed("loss", uneven)
+    rehearsal.done("loss", uneven)
+    assert not rehearsal.is_needed("loss", rows_of(3, 3)), "all sizes have been there"
+    assert not list(connected[1]), "connections are made once"
+
+
+def test_rows_that_are_local_already_are_not_connected() -> None:
+    rows = RowTable(local_rows=(3, 3), num_micro_batches=1, stage_ranks=((0, 1),))
+    assert rows.pairs(-1, 0) == frozenset()
+    rows = RowTable(local_rows=(4, 2), num_micro_batches=1, stage_ranks=((0, 1),))
+    assert rows.pairs(-1, 0) == {(0, 1)}
