@@ -126,6 +126,22 @@ CHOSEN: tuple[Fault, ...] = tuple(
         ),
         ("gradient-overwritten", "runtime/buckets.py", "parameter.grad.add_(view)", "parameter.grad.copy_(view)", unit("buckets")),
         ("hooks-left-out", "runtime/buckets.py", "view = view if changed is None else changed", "pass", unit("buckets")),
+        ("shared-sum-within-the-backward", "runtime/buckets.py", "(self.ended or not bucket.is_shared)", "True", unit("buckets")),
+        # devices that run behind the host
+        ("messages-queued-as-posted", "runtime/transport_nccl.py", "self._turns, self._next_turn = turns, 0", "pass", unit("hangs")),
+        ("failed-work-is-done", "runtime/torch_internals.py", "if failure is not None:", "if False:", unit("transport_nccl")),
+        ("links-not-checked", "runtime/agreement.py", "world.transport.check()", "pass", unit("agreement")),
+        ("rehearsal-updates-buffers", "runtime/rehearsal.py", "apply_buffer_updates=False,", "", unit("rehearsal")),
+        ("rehearsal-reduces", "runtime/rehearsal.py", "played.pending.start_reduce = _reduce_nothing", "pass", unit("rehearsal")),
+        ("rehearsal-draws-numbers", "runtime/rehearsal.py", "with _same_random_numbers(self.world.device):", "if True:", unit("rehearsal")),
+        (
+            "new-sizes-not-rehearsed", "runtime/rehearsal.py",
+            "return not (self._sizes_of(kind, rows) <= self._sizes and", "return not (bool(self._sizes) and",
+            unit("hangs"),
+        ),
+        ("turn-before-the-post", "schedule/turns.py", "run.place[sender], run.place[receiver]", "0, 0", unit("turns")),
+        ("pieces-in-no-order", "runtime/queue_turns.py", "in sorted(set(found)):", "in found:", unit("turns")),
+        ("communicators-of-one-device", "partition/interval_costs.py", "number * (num_devices > 1)", "number", unit("interval_costs")),
         ("reduced-before-all-is-there", "runtime/buckets.py", "blocked.add(bucket.ranks)", "pass", unit("buckets")),
         (
             "delayed-gradient-counted-twice", "runtime/accumulation.py",

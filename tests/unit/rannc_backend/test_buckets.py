@@ -53,6 +53,18 @@ def step(buckets: GradientBuckets, value: float, scale: float = 1.0) -> None:
     buckets.publish(pending, scale, keep=False)
 
 
+def test_sums_over_several_stages_start_after_the_last_backward() -> None:
+    """Other stages may need what this backward sends before they come to theirs."""
+    buckets, reductions = make({"a": STAGE, "b": (0, 1, 2), "c": STAGE})
+    pending = buckets.pending()
+    pending.arm()
+    for name in "bac":
+        give(pending, name, torch.ones(4))
+    assert [ranks for _, ranks in reductions.started] == [STAGE]
+    pending.finish()
+    assert [ranks for _, ranks in reductions.started] == [STAGE, (0, 1, 2)]
+
+
 def test_sum_over_micro_batches_then_over_ranks() -> None:
     buckets, reductions = make({"a": STAGE, "b": STAGE, "c": STAGE})
     pending = buckets.pending()

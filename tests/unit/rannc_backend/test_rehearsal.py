@@ -46,7 +46,7 @@ def test_nothing_is_left_behind() -> None:
     rehearsal = rehearsal_of(rank)
     rehearsal.run("train", rank.executor, [("train", *rank.program("train")[:2])], state, lambda: pending, dict)
     assert torch.equal(torch.get_rng_state(), generator) and counter.item() == 0 and not ended
-    assert not (state.saved or state.values or state.receives or state.sends or state.partials or state.buffers_read or state.user_gradients)
+    assert not (state.saved or state.values or state.receives or state.sends or state.partials or state.buffers_read)
     assert not rank.device.queued and not rank.device.unfinished, "no message was queued"
     # The rank's own rows, and in the place of the other's the first of them.
     assert [x[:, 0].tolist() for x in given] == [[7.0, 8.0, 9.0], [7.0, 7.0]]
