@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from rannc_backend.runtime.buckets import PendingGradients, plan_buckets
 from rannc_backend.runtime.rehearsal import Rehearsal
 from rannc_backend.runtime.rows import RowTable
+from rannc_backend.runtime.transport import DoneWork
 from tests.played_ranks import Fabric
 from tests.played_steps import PlayedRank, Setting
 
@@ -41,8 +43,13 @@ def test_nothing_is_left_behind() -> None:
     state.inputs["input"] += 7
     generator = torch.get_rng_state()
     ended: list[str] = []
-    pending = rank.pending()
-    pending.start_reduce = lambda buffer, ranks: ended.append("reduced")  # type: ignore[assignment, return-value]
+    layout = plan_buckets([("weight", torch.zeros(4))], {"weight": (0, 1)}, (0, 1), 2.0**20)
+
+    def reduce(buffer: torch.Tensor, ranks: tuple[int, ...]) -> DoneWork:
+        ended.append("reduced")
+        return DoneWork()
+
+    pending = PendingGradients(layout=layout, buffers=[torch.ones(layout.buckets[0].numel)], start_reduce=reduce)
     rehearsal = rehearsal_of(rank)
     rehearsal.run("train", rank.executor, [("train", *rank.program("train")[:2])], state, lambda: pending, dict)
     assert torch.equal(torch.get_rng_state(), generator) and counter.item() == 0 and not ended
