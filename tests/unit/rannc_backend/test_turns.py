@@ -75,7 +75,7 @@ def made_programs(
     return lower(build_order(schedule, num_stages, number), edges, phase, number)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(SCHEDULES),
     st.sampled_from(PHASES),
