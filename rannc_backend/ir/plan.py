@@ -123,7 +123,7 @@ class StageCost(_Record):
 
     Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step. `idle_share`: part
     of the predicted step in which the rank computes nothing. Bytes are the most that lies in memory at one time: activations
-    of all micro-batches in flight, messages and returned outputs in `buffer_bytes`, what operators need only while they run
+    of all micro-batches in flight, messages, returned outputs and communicators in `buffer_bytes`, what operators need only while they run
     in `workspace_bytes`; `peak_bytes` is the sum of the six.
     """
 

@@ -7,7 +7,7 @@ divided by the replicas, rounded up.
 
 What is counted. Seconds: the blocks', and adding parameter gradients up. Messages: what an interval reads of earlier blocks and
 of the batch, all in one message from the stage before, and the gradients of what earlier blocks made back. Memory: parameters,
-gradients, optimizer state, returned outputs, workspace, message buffers; and for each micro-batch in flight what the blocks
+gradients, optimizer state, returned outputs, workspace, message buffers, communicators; and for each micro-batch in flight what the blocks
 save and what was received. Workspace is what the fullest moment needs beyond the rest: while a block runs, the blocks behind it
 have not saved yet or have let go of it again, but may hold their parameters' gradients (`BlockPricer.holds_gradients`).
 At the activation budget 0.0 a stage saves nothing of its own, runs its forward again before backward and then holds what

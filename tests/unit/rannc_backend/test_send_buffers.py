@@ -19,6 +19,7 @@ from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
 from rannc_backend.runtime.step_counts import StepCounts
 from rannc_backend.runtime.step_state import StepState
+from rannc_backend.runtime.transport import SingleTransport
 
 ROUTE = Channel(0, 1, "F")
 
@@ -107,7 +108,10 @@ class Transport:
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
 
-    def begin_step(self) -> None:
+    def begin_step(self, turns: Sequence[Any]) -> None:
+        return
+
+    def reach(self, place: int) -> None:
         return
 
     def after_compute(self) -> None:
@@ -226,7 +230,7 @@ def test_the_first_step_is_told_once_and_by_all_ranks(caplog: pytest.LogCaptureF
         return [words, words]
 
     monitor, control = SimpleNamespace(begin_call=lambda: None), SimpleNamespace(allgather=allgather)
-    world: Any = SimpleNamespace(monitor=monitor, control=control, counts=StepCounts())
+    world: Any = SimpleNamespace(monitor=monitor, control=control, counts=StepCounts(), transport=SingleTransport())
     first, second = StepCopies(), StepCopies()
     first.add(BUCKETS, 0, CopyReport(0, 2**20, 0))
     quiet = CopyLog(label="graph 0", world=world, stage_ranks=((0,), (1,)), verbose=False)
