@@ -5,8 +5,8 @@ of torch itself alone, and below one of nn.Sequential there may be no other: the
 itself, and nobody would be told.
 
 What is private to torch here: the context that `torch.compile` applies to what it is given, and `wrap_inline`, by which Dynamo itself
-traces torch's modules and functions, but for the one that `nn.Module.compile` gives it (seen on torch 2.11.0 and 2.13.0; see
-tests/unit/rannc_backend/test_capture_in_place.py).
+traces torch's modules and functions, but for the one that `nn.Module.compile` gives it; and where what it made keeps the user's function
+(seen on torch 2.11.0 and 2.13.0; see tests/unit/rannc_backend/test_capture_in_place.py).
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ def trace_modules_of_torch(
         _TorchDynamoContext.__call__ = original  # type: ignore[method-assign]
 
     return end
+
+
+def plain_function(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What was given to Dynamo, of what came back: the user's function, or the call of a module."""
+    function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    return function
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -137,6 +137,8 @@ class GraphRuntime:
 
         ``user_tensors``: by ``inputs``.
         """
+        if self.switches.observer is not None:
+            self.switches.observer.begun(self, user_tensors)
         tensors = {spec.name: without_marks(tensor.detach()) for spec, tensor in zip(self.inputs, user_tensors, strict=True)}
         # The graphs are of contiguous batches (see capture_trace.py), and labels[:, 1:] is none.
         tensors |= {spec.name: plain_memory(tensors[spec.name]) for spec in self.inputs if spec.kind == "batch"}
@@ -378,6 +380,8 @@ class GraphRuntime:
             gradients = self._run_deferred(step.state, grads, flagged, means, keep=keep)
         if self.copies is not None and step.state.copies is not None:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
+        if self.switches.observer is not None:
+            self.switches.observer.published(self)
         return gradients
 
     def _publish_eager(self, step: TrainingStep, gradient: Number, *, keep: bool) -> list[torch.Tensor | None]:
