@@ -20,6 +20,7 @@ from rannc_backend.cli_config import config
 from rannc_backend.cli_doctor import doctor
 from rannc_backend.cli_errors import errors
 from rannc_backend.cli_show import PlanPath
+from rannc_backend.cli_verify import verify
 from rannc_backend.config import environment_name
 from rannc_backend.deployment_file import read_plan
 from rannc_backend.disabled_compile import disabling_variables
@@ -45,6 +46,8 @@ app.command("plan")(cli_plan.plan)
 app.command("show")(cli_show.show)
 app.command("diff")(cli_show.diff)
 app.command("simulate")(cli_show.simulate)
+# What follows the script is the script's.
+app.command("verify", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

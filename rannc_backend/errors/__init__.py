@@ -73,6 +73,7 @@ from rannc_backend.errors.training import (
     PlainGradientError,
     ShardingOptimizerError,
     UnsynchronizedGradientError,
+    VerificationError,
 )
 
 __all__ = [
@@ -122,6 +123,7 @@ __all__ = [
     "UnsynchronizedGradientError",
     "UserInputError",
     "ValueNotMadeError",
+    "VerificationError",
     "WrappedModelError",
     "failure_of_rank",
     "is_of_user",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rannc_backend.errors.base import UserInputError, shorten
+from rannc_backend.errors.base import RanncError, UserInputError, shorten
 
 
 class UnsynchronizedGradientError(UserInputError):
@@ -57,3 +57,10 @@ class PartialStateError(UserInputError):
     """The state of an optimizer lacks parameters that the optimizer has state for, or that other ranks own."""
 
     default_cure = "save and load optimizer states on all ranks, or use save_checkpoint and load_checkpoint."
+
+class VerificationError(RanncError):
+    """`rannc verify` could not compare a script: it failed, did not end, or did nothing that could be compared."""
+
+    def __init__(self, problem: str, *, cure: str, place: str = "", output: str = "") -> None:
+        self.output = output
+        super().__init__(problem, cure=cure, location=place)

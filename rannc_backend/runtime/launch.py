@@ -6,6 +6,7 @@ In: environment variables. Out: a `Launch`. Terms: a *launcher* is mpirun/srun (
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,11 @@ _MPI_VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 _MOST_DIGITS = 9
+# Left by a launcher to its processes, and to what these start.
+_LEFT_BY_LAUNCHERS = re.compile(
+    r"^(PMI_|PMIX_|HYDI_|MPI_LOCAL|OMPI_COMM_WORLD_|OMPI_UNIVERSE|SLURM_(PROCID|STEP_|LOCALID|NODEID)|TORCHELASTIC_|GROUP_|LOCAL_|ROLE_)"
+    r"|^(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
+)
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -62,6 +68,11 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         return Launch(launcher="torchrun", rank=rank, size=size, source="WORLD_SIZE")
     return Launch(launcher="single", rank=0, size=1)
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for ranks of a job of its own: without what another launcher has left in it."""
+    return {name: value for name, value in environ.items() if not _LEFT_BY_LAUNCHERS.match(name)}
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -19,12 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rannc_backend.backend import REGISTRY
 from rannc_backend.capture_in_place import plain_function
 from rannc_backend.errors import BYTES_PER_GB, UserInputError
+from rannc_backend.ir.plan import Plan
 from rannc_backend.runtime.graph_runtime import GraphRuntime
 from rannc_backend.runtime.user_outputs import UnavailableOutput
 from rannc_backend.verify.leaves import replaced, tensors_of
 from rannc_backend.verify.models import Models, start_tensors
 from rannc_backend.verify.records import Records, backward_event, call_event, start_event, step_event
-from rannc_backend.verify.settings import MOST_CALLS_PER_STEP, VerifySettings, progress_file
+from rannc_backend.verify.settings import MOST_CALLS_PER_STEP, VerifySettings, plan_file, progress_file, write_whole
 
 
 class EnoughError(SystemExit):
@@ -137,6 +138,8 @@ class Recorder:
         if any("statistics" in session.notices.said for session in REGISTRY.sessions.values()) and not self.settings.evaluation:
             raise OtherSettingsNeededError("batch statistics")
         self.current.runtime = runtime
+        if self.rank == 0 and self.current.number == 0:
+            write_whole(plan_file(self.records.directory), "; ".join(_in_words(session.plan) for session in REGISTRY.sessions.values()))
         for spec, tensor in zip(runtime.inputs, user_tensors, strict=True):
             self.current.known_ids.add(id(tensor))
             if spec.kind == "batch":
@@ -177,3 +180,11 @@ class Recorder:
                 f"{free / BYTES_PER_GB:.1f} GB for temporary files",
                 cure="let TMPDIR name a larger disk, or give fewer --steps or --layers.",
             )
+
+
+def _in_words(plan: Plan | None) -> str:
+    if plan is None:
+        return "none"
+    stages = " | ".join(",".join(map(str, stage.ranks)) for stage in plan.stages)
+    micro_batches = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}"
+    return f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''} on ranks {stages}, {micro_batches}, {plan.schedule}"

@@ -135,6 +135,11 @@ def result_file(directory: Path) -> Path:
     return directory / "result.json"
 
 
+def plan_file(directory: Path) -> Path:
+    """Where rank 0 says in a line what plan it follows."""
+    return directory / "plan.txt"
+
+
 def progress_file(directory: Path, mode: Mode) -> Path:
     """A line per step that rank 0 has done."""
     return directory / f"progress-{mode}.txt"

@@ -57,6 +57,7 @@ from rannc_backend.errors import (
     UnsynchronizedGradientError,
     UserInputError,
     ValueNotMadeError,
+    VerificationError,
     WrappedModelError,
     failure_of_rank,
     user_location,
@@ -122,6 +123,10 @@ EXAMPLES = [
     (CoupledOptimizerError("Odd", known=False), ["Odd may update", "check_optimizers"]),
     (ShardingOptimizerError("ZeroRedundancyOptimizer"), ["ZeroRedundancyOptimizer", "the optimizer that it wraps"]),
     (PartialStateError("9 of 11 entries", cure="save on all ranks"), ["9 of 11", "all ranks"]),
+    (
+        VerificationError("train.py failed on rank 1: KeyError: 'x'", cure="start it by hand", place="train.py:3, in main"),
+        ["rank 1", "train.py:3", "start it by hand"],
+    ),
     (ValueNotMadeError("wte.weight", use="norm"), ["'wte.weight'", "no value yet", "norm", "call the compiled model"]),
 ]
 IDS = [type(error).__name__ for error, _ in EXAMPLES]
