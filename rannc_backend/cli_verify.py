@@ -23,7 +23,8 @@ from rannc_backend.doctor import find_devices
 from rannc_backend.errors import OptionValueError, VerificationError
 from rannc_backend.runtime.launch import without_launch
 from rannc_backend.user_files import UserFile, require_file
-from rannc_backend.verify.launching import Listener, Verified, verify as run_verification
+from rannc_backend.verify import launching
+from rannc_backend.verify.launching import Listener, Verified
 from rannc_backend.verify.settings import Difference, Mode, Result, VerifySettings
 
 EXIT_DIFFERENT = 1
@@ -72,7 +73,7 @@ def verify(
     device = "CPU" if num_devices < num_ranks else "GPU"
     console.print(f"[bold]rannc verify {escape(script.name)}[/]: {steps} steps on {_ranks(num_ranks)} ({device}) beside one process")
     try:
-        verified = run_verification(settings, command, environ, _Lines(console).listener(), may_use_own_dtype=dtype == "auto")
+        verified = launching.verify(settings, command, environ, _Lines(console).listener(), may_use_own_dtype=dtype == "auto")
     except VerificationError as error:
         if error.output:
             console.print(f"the last lines of the script:\n{_indented(error.output)}", style="dim", markup=False)
@@ -142,18 +143,20 @@ def print_verified(verified: Verified, console: Console) -> None:
     dtype = "converted to float64" if settings.dtype == "float64" else "in the script's own dtypes"
     cut = ", ".join(f"{path} cut to {number}" for path, number in settings.layers.items())
     compared = f"{result.num_parameters:,} parameters, {dtype}{', ' if cut else ''}{cut}"
-    console.print(f"\nmodel: {compared}\nplan:  {verified.plan or 'unknown'}", markup=False)
-    console.print(f"may differ: {result.tolerance:.1e} of the largest element{_why(result)}", markup=False)
-    for note in result.notes:
-        console.print(f"note:  {note}", markup=False)
+    lines = [("model", compared), ("plan", verified.plan or "unknown")]
+    lines.append(("rounding", f"up to {result.tolerance:.1e} of a tensor's largest element{_why(result)}"))
+    lines += [("note", note) for note in result.notes]
+    console.print()
+    for word, text in lines:
+        console.print(f"{word:<9} {text}", markup=False, soft_wrap=True)
     console.print(_table(result))
     for difference in result.differences[:5]:
-        console.print(f"[bold red]differs[/]  {escape(described(difference))}")
+        console.print(f"[bold red]differs[/]   {escape(described(difference))}", soft_wrap=True)
     if result.num_differences > 5:
-        console.print(f"         and {result.num_differences - 5} more")
+        console.print(f"          and {result.num_differences - 5} more")
     seconds = f"{verified.seconds['ranks']:.0f} s with the backend, {verified.seconds['reference']:.0f} s in one process"
     style = "bold red" if result.num_differences else "green"
-    console.print(f"{verdict(verified)} ({seconds})", style=style, markup=False)
+    console.print(f"{verdict(verified)} ({seconds})", style=style, markup=False, soft_wrap=True)
 
 
 def _why(result: Result) -> str:
@@ -163,11 +166,12 @@ def _why(result: Result) -> str:
 
 def _table(result: Result) -> Table:
     kinds = [kind for kind in _KINDS if any(kind in step.largest for step in result.steps)]
-    table = Table("step", "loss on the ranks", "loss in one process", *(f"largest difference: {kind}" for kind in kinds))
+    table = Table("step", "loss, ranks", "loss, one process", *(f"{kind}s" for kind in kinds), title="Largest differences of each step")
+    table.title_justify = "left"
     for step in result.steps:
-        here, there = (f"{value:.10g}" for value in step.loss) if step.loss else ("outside of the model", "")
+        here, there = (f"{value:.10g}" for value in step.loss) if step.loss else ("outside", "")
         found = [step.largest.get(kind) for kind in kinds]
-        cells = ["" if largest is None else f"{largest.relative:.1e} {largest.name if largest.relative else ''}" for largest in found]
+        cells = ["" if largest is None else f"{largest.relative:.1e} {largest.name}" if largest.relative else "0" for largest in found]
         table.add_row(str(step.number), here, there, *map(escape, cells))
     return table
 
@@ -180,9 +184,10 @@ def described(difference: Difference) -> str:
     if difference.problem:
         return f"{where}: {difference.problem}"
     element = f"element [{', '.join(map(str, difference.index))}] " if difference.index else ""
+    allowed = difference.allowed / difference.scale if difference.scale else 0.0
     return (
-        f"{where}: {element}is {difference.here:.10g}, in one process {difference.there:.10g}; the difference is {difference.relative:.1e} of "
-        f"the largest element, and {difference.allowed / difference.scale if difference.scale else 0.0:.1e} may be rounding"
+        f"{where}: {element}is {difference.here:.10g}, in one process {difference.there:.10g}; the difference is {difference.relative:.1e} "
+        f"of the largest element, where {allowed:.1e} may be rounding"
     )
 
 

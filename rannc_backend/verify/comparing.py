@@ -72,7 +72,7 @@ class NarrowestDtype(TorchFunctionMode):
 
 
 def _place_of_caller() -> str:
-    return user_location("".join(traceback.format_list(traceback.extract_stack()[:-3])))
+    return user_location("".join(traceback.format_list(traceback.extract_stack()[:-2])))
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from rannc_backend.verify.settings import (
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0  # after the limit, for what ranks write about themselves
 _TAIL_LINES = 12
+_ENDING_SECONDS = 5.0  # of a job of which a rank has failed
 _MOST_OUTPUT_BYTES = 2**20
 _KILLED = 128 + signal.SIGKILL
 _STACK_LINE = re.compile(r'^  (File "[^"]+", line \d+ in .+)$', re.MULTILINE)
@@ -125,25 +126,36 @@ def _run(
     seconds: dict[Mode, float] = {}
     for mode in ("ranks", "reference"):
         listener.begins(mode)
-        ended = _run_job([*command, str(directory), mode], environ, settings.limit_seconds, lambda: _tell_steps(directory, mode, listener))
+        watch = _Watch(directory, mode, settings.num_ranks, listener)
+        ended = _run_job([*command, str(directory), mode], environ, settings.limit_seconds, watch)
         seconds[mode] = ended.seconds
         _check_end(settings, directory, mode, ended)
     return seconds
 
 
-def _tell_steps(directory: Path, mode: Mode, listener: Listener) -> int:
-    file = progress_file(directory, mode)
-    number = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
-    listener.step(mode, number)
-    return number
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Looks at what a job leaves in its directory while it runs."""
+
+    directory: Path
+    mode: Mode
+    num_ranks: int
+    listener: Listener
+
+    def tell_steps(self) -> None:
+        file = progress_file(self.directory, self.mode)
+        self.listener.step(self.mode, len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0)
+
+    def has_failed(self) -> bool:
+        return any(failure_file(self.directory, self.mode, rank).exists() for rank in range(self.num_ranks))
 
 
 def _check_end(settings: VerifySettings, directory: Path, mode: Mode, ended: _Ended) -> None:
     what = os.path.basename(settings.script)
     run = "on its ranks" if mode == "ranks" else "in one process"
-    if ended.code is None:
-        raise _out_of_time(settings, directory, mode, f"{what} {run} has not come to its end", ended)
     failures = _failures(directory, mode, settings.num_ranks)
+    if ended.code is None and not failures:
+        raise _out_of_time(settings, directory, mode, f"{what} {run} has not come to its end", ended)
     if ended.code == 0 and not failures:
         _check_recorded(settings, directory, mode, what)
         return
@@ -211,7 +223,7 @@ def _innermost(stacks: str) -> str:
     """The user's innermost line in what faulthandler wrote of a process: the main thread comes last, innermost line first."""
     _, _, main = stacks.rpartition("(most recent call first):\n")
     lines = [line.replace(" in ", ", in ", 1) for line in reversed(_STACK_LINE.findall(main))]
-    own = os.path.dirname(os.path.abspath(__file__))
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return user_location("\n".join(line for line in lines if own not in line and "runpy" not in line))
 
 
@@ -225,21 +237,26 @@ def _ended_by_itself(what: str, mode: Mode, ended: _Ended) -> VerificationError:
     return VerificationError(f"{what} ended with exit code {ended.code} and said no reason", cure=cure, output=_tail(ended.output))
 
 
-def _run_job(command: Sequence[str], environ: Mapping[str, str], limit_seconds: float, look: Callable[[], object]) -> _Ended:
-    """Run a job, at most so long; whatever happens, none of its processes is left."""
+def _run_job(command: Sequence[str], environ: Mapping[str, str], limit_seconds: float, watch: _Watch) -> _Ended:
+    """Run a job, at most so long, and not much longer than one of its ranks; whatever happens, none of its processes is left."""
     begin = time.monotonic()
+    until, failed_at = begin + limit_seconds + _GRACE_SECONDS, begin
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(environ), start_new_session=True
         )
         try:
-            while process.poll() is None and time.monotonic() - begin < limit_seconds + _GRACE_SECONDS:
-                look()
+            while process.poll() is None and time.monotonic() < until:
+                watch.tell_steps()
+                if not watch.has_failed():
+                    failed_at = time.monotonic()
+                else:  # others may wait for that rank for long
+                    until = min(until, failed_at + _ENDING_SECONDS)
                 time.sleep(_POLL_SECONDS)
             code = process.poll()
         finally:
             _end_group(process)
-        look()
+        watch.tell_steps()
         output.seek(max(0, output.seek(0, os.SEEK_END) - _MOST_OUTPUT_BYTES))
         text = output.read().decode("utf-8", errors="replace")
     return _Ended(code=code, seconds=time.monotonic() - begin, output=text)

@@ -153,7 +153,8 @@ def keep_layers(module: nn.Module, path: str, number: int) -> None:
     found = lists.get(path)
     if found is None:
         near = did_you_mean(nearest(path, lists)) or (f"it has {', '.join(list(lists)[:3])}. " if lists else "")
-        raise UserInputError(f"{type(module).__name__} has no list of layers {path!r}", cure=f"{near}Names are as model.named_modules() gives them.")
+        problem = f"{type(module).__name__} has no list of layers {path!r}"
+        raise UserInputError(problem, cure=f"{near}Names are as model.named_modules() gives them.")
     if not 1 <= number <= len(found):
         raise UserInputError(f"{path!r} has {len(found)} layers, and {number} were to be kept", cure=f"give 1 to {len(found)}.")
     del found[number:]
