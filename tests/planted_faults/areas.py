@@ -117,6 +117,11 @@ AREAS = (
     ),
     Area(name="randomness", files={"passes/randomness.py": 4}, tests=passes("randomness")),
     Area(
+        name="devices behind the host",
+        files={"schedule/turns.py": 4, "runtime/queue_turns.py": 2, "runtime/rehearsal.py": 3},
+        tests=unit("turns", "rehearsal", "hangs"),
+    ),
+    Area(
         name="schedules",
         files={"schedule/orders.py": 1, "schedule/lowering.py": 2, "schedule/simulator.py": 1, "schedule/verify.py": 2},
         tests=unit("schedule_lowering", "schedule_verify", "schedule_simulator", "progress"),
