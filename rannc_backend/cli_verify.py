@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rannc_backend.doctor import find_devices
+from rannc_backend.doctor.host import find_devices
 from rannc_backend.errors import OptionValueError, VerificationError
 from rannc_backend.runtime.launch import without_launch
 from rannc_backend.user_files import UserFile, require_file

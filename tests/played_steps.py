@@ -275,7 +275,7 @@ class PlayedRank:
     def pending(self) -> PendingGradients:
         """Gradients of no parameters."""
         layout = plan_buckets([], {}, (self.rank,), 2.0**20)
-        return PendingGradients(layout=layout, buffers=[], start_reduce=lambda buffer, ranks: None)  # type: ignore[arg-type, return-value]
+        return PendingGradients(layout=layout, memory=[], start_reduce=lambda buffer, ranks: None)  # type: ignore[arg-type, return-value]
 
     def state(self, step: int, rows: RowTable) -> StepState:
         """A step that begins; inputs hold the numbers of their rows."""

@@ -63,6 +63,9 @@ class EmptyEvent:
     def is_completed(self) -> bool:
         return True
 
+    def exception(self) -> None:
+        return
+
 
 class EmptyStream:
     """Queues nothing."""
@@ -105,11 +108,11 @@ class EmptyCalls:
     def exchange(self, sends: Any, receives: Any, group: Any) -> EmptyEvent:
         return EVENT
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any) -> None:
-        return
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> EmptyEvent:
+        return EVENT
 
-    def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> None:
-        return
+    def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> EmptyEvent:
+        return EVENT
 
 
 class EmptyKernel:

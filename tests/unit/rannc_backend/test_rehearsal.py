@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rannc_backend.runtime.buckets import PendingGradients, plan_buckets
+from rannc_backend.runtime.buckets import BucketMemory, PendingGradients, plan_buckets
 from rannc_backend.runtime.rehearsal import Rehearsal
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.transport import DoneWork
@@ -49,7 +49,7 @@ def test_nothing_is_left_behind() -> None:
         ended.append("reduced")
         return DoneWork()
 
-    pending = PendingGradients(layout=layout, buffers=[torch.ones(layout.buckets[0].numel)], start_reduce=reduce)
+    pending = PendingGradients(layout=layout, memory=[BucketMemory(torch.ones(layout.buckets[0].numel), {})], start_reduce=reduce)
     rehearsal = rehearsal_of(rank)
     rehearsal.run("train", rank.executor, [("train", *rank.program("train")[:2])], state, lambda: pending, dict)
     assert torch.equal(torch.get_rng_state(), generator) and counter.item() == 0 and not ended
