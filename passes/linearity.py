@@ -47,7 +47,7 @@ def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partial
         return results
 
     with symbolic_sizes(values):
-        traced = make_fx(gradients)(*values)
+        traced = make_fx(gradients, decomposition_table={})(*values)
     by_name = {node.name: inner for node, inner in zip(inputs, placeholders(traced.graph))}
     forbidden = {by_name[name] for name in partials}
     read = nodes_behind(traced.graph.output_node().all_input_nodes, stop=_reads_no_values)

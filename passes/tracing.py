@@ -50,7 +50,7 @@ def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
     values = [node.meta["val"] for node in nodes]
     with symbolic_sizes(values):
-        module = make_fx(run)(*values)
+        module = make_fx(run, decomposition_table={})(*values)
     output = module.graph.output_node().args[0]
     outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
     return InnerGraph(module, tuple(placeholders(module.graph)), nodes, outputs)

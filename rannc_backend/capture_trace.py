@@ -99,7 +99,8 @@ def trace_aten(
         return tuple(outputs)
 
     with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), torch.enable_grad():
-        graph_module = make_fx(_functionalized(forward, mutated), record_module_stack=True)(*fakes)
+        # A table, if an empty one: without it torch 2.14 makes `alias` of `detach`, and gradients go on where the model stops them.
+        graph_module = make_fx(_functionalized(forward, mutated), decomposition_table={}, record_module_stack=True)(*fakes)
     graph_module.graph.eliminate_dead_code()
     _check_gradients(graph_module.graph)
     return AtenTrace(

@@ -303,3 +303,16 @@ def test_importing_the_backend_starts_nothing() -> None:
 def test_torch_compile_finds_the_backend_by_name() -> None:
     points = importlib.metadata.entry_points(group="torch_dynamo_backends")
     assert {point.name: point.value for point in points}.get("rannc") == "rannc_backend.backend:rannc"
+
+
+def test_every_trace_names_its_decompositions() -> None:
+    """Without a table, torch from 2.14 on makes `alias` of `detach`, and gradients go on where the model stops them."""
+    calls = [
+        (path.name, node)
+        for folder in ("rannc_backend", "passes")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "make_fx"
+    ]
+    assert len(calls) >= 4
+    assert not [name for name, call in calls if "decomposition_table" not in {word.arg for word in call.keywords}]
