@@ -45,6 +45,8 @@ def begin_symbolically(
     `before`: called at the start of each compilation for such a backend; `after`: at the end of every compilation.
     """
 
+    begun: list[weakref.finalize[..., Any]] = []
+
     def begin(event: dynamo_callback.CallbackArgs) -> None:
         if event.callback_trigger is not dynamo_callback.CallbackTrigger.DYNAMO:
             return
@@ -54,7 +56,7 @@ def begin_symbolically(
                 return
             # The context lives as long as the compilation, also where its exception is kept: settings go back however it ends.
             context = CompileContext.get()
-            weakref.finalize(context, begin_rare_collections())
+            begun.append(weakref.finalize(context, begin_rare_collections()))
             if before is not None:
                 before()
             refuse_wrapped(compilation)
@@ -70,6 +72,9 @@ def begin_symbolically(
             logger.debug("the first trace begins without a symbolic batch size", exc_info=True)
 
     def ended(event: dynamo_callback.CallbackArgs) -> None:
+        # Contexts may be kept for longer (torch 2.14): until a collection, which would be rare.
+        while begun:
+            begun.pop()()
         if after is not None:
             after()
 
