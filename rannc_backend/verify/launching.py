@@ -98,7 +98,7 @@ def verify(
             except _OtherSettings as other:
                 reason, settings = other.reason, other.settings
             except VerificationError as error:
-                if not may_use_own_dtype or settings.dtype == "own" or not isinstance(error.__cause__, _Failed):
+                if not may_use_own_dtype or settings.dtype == "own" or not isinstance(error.__cause__, _FailedInCall):
                     raise
                 reason = f"in float64 {_first_line(error.problem)}; its own dtypes are compared"
                 settings = settings.model_copy(update={"dtype": "own"})
@@ -115,8 +115,8 @@ class _OtherSettings(Exception):  # noqa: N818
         super().__init__(reason)
 
 
-class _Failed(Exception):  # noqa: N818
-    """The script itself raised something."""
+class _FailedInCall(Exception):  # noqa: N818
+    """The script raised something once a model had been called, which may be because of its dtype."""
 
 
 def _run(
@@ -171,7 +171,8 @@ def _check_end(settings: VerifySettings, directory: Path, mode: Mode, ended: _En
         else "the second run gives the script rank 0's rows of every output: what it does with them must fit."
     )
     text = f"{what} {run} failed on rank {rank}: {says}"
-    raise VerificationError(text, cure=cure, place=failure.place, output=_tail(ended.output)) from _Failed()
+    has_called = (directory / "rank-0").is_dir()
+    raise VerificationError(text, cure=cure, place=failure.place) from (_FailedInCall() if has_called else None)
 
 
 def _failures(directory: Path, mode: Mode, num_ranks: int) -> dict[int, Failure]:

@@ -200,11 +200,14 @@ if case == "hangs":
 if case == "waits":
     fail(1, kind="KeyError", text="'lr'", place="train.py:3, in main")
     time.sleep(100)
+if case == "early":
+    fail(0, kind="ImportError" if settings["dtype"] == "float64" else "tried again", text=""); sys.exit(1)
 if case == "dies":
     print("the last words"); sys.exit(3)
 if case == "noise" and not settings["evaluation"]:
     fail(0, kind="random numbers", text=""); fail(1, kind="other rank", text="rank 0 has gone"); sys.exit(1)
 if case == "dtypes" and settings["dtype"] == "float64":
+    (folder / "rank-0").mkdir()
     fail(0, kind="RuntimeError", text="Double and Float\nmore"); sys.exit(1)
 if case in ("one", "noise", "dtypes", "two"):
     for rank in range(1 if case == "one" else 2):
@@ -224,6 +227,7 @@ def run_job(case: str, **settings: object) -> Verified:
     ("case", "words"),
     [
         ("hangs", ["train.py on its ranks has not come to its end after", "at rank 1: /x/train.py:7, in load", "--timeout-seconds"]),
+        ("early", ["failed on rank 0: ImportError"]),
         ("waits", ["failed on rank 1: KeyError: 'lr'", "at train.py:3, in main", "by hand"]),
         ("dies", ["ended with exit code 3", "rannc doctor"]),
         ("never", ["without a call of a model", "torch.compile"]),
@@ -234,7 +238,7 @@ def test_jobs_that_end_badly_have_cause_place_and_cure(case: str, words: list[st
     monkeypatch.setattr("rannc_backend.verify.launching._ENDING_SECONDS", 0.2)
     monkeypatch.setattr("rannc_backend.verify.launching._GRACE_SECONDS", 0.2)
     with pytest.raises(VerificationError) as caught:
-        run_job(case, limit_seconds=0.5 if case == "hangs" else 30.0, num_steps=1)
+        run_job(case, limit_seconds=0.5 if case == "hangs" else 30.0, num_steps=3 if case == "early" else 1)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert case != "dies" or caught.value.output == "the last words"
 
