@@ -130,6 +130,9 @@ class Reference:
                 tensor.copy_(saved[name])
         if self.rank == 0:
             self._remember()
+            for tensor in mine.values():
+                if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.narrowest.dtype).eps:
+                    self.narrowest.dtype = tensor.dtype
 
     def _remember(self) -> None:
         self.before = {f"{kind}.{name}": tensor.detach().cpu().clone() for kind, name, tensor in self.models.tensors()}

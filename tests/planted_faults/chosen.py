@@ -335,5 +335,22 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "root = min(same, key=lambda report: report.rank, default=first)", "root = first",
             unit("monitor_hub"),
         ),
+        # verification
+        (
+            "one-nan-is-as-good-as-two", "verify/comparing.py",
+            "mine.isnan() & theirs.isnan()", "mine.isnan() | theirs.isnan()",
+            unit("verify"),
+        ),
+        (
+            "row-tangents-not-averaged", "verify/rows.py",
+            "return gradient / len(parts) if averages", "return gradient if averages",
+            unit("verify"),
+        ),
+        ("dropout-left-on", "verify/models.py", "part.p = 0.0", "pass", unit("verify")),
+        (
+            "consequences-named", "verify/replay.py",
+            "if found and next(iter(found.values())).shape == parameter.shape:", "if False:",
+            ("tests/distributed/test_verify.py::test_a_wrong_gradient_of_one_rank_is_named[options0]",),
+        ),
     )
 )
