@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -24,14 +23,10 @@ from rannc_backend.config import ENVIRONMENT_PREFIX
 from rannc_backend.doctor.answers import JobResult, abort_finding, measured_findings, printed_answer, training_finding
 from rannc_backend.doctor.findings import Finding
 from rannc_backend.errors import OptionValueError
+from rannc_backend.runtime.launch import without_launch
 
 _NEEDED = ("two ranks", "connections")  # without these there is no job
 _POLL_SECONDS = 0.02
-# Left by a launcher that this process runs under; its ranks are not ours.
-_LAUNCHED = re.compile(
-    r"^(PMI_|PMIX_|HYDI_|MPI_LOCAL|OMPI_COMM_WORLD_|OMPI_UNIVERSE|SLURM_(PROCID|STEP_|LOCALID|NODEID)|TORCHELASTIC_|GROUP_|LOCAL_|ROLE_)"
-    r"|^(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$"
-)
 RunJob = Callable[[str], JobResult]
 """Runs "measure", "abort" or "train"."""
 
@@ -78,7 +73,7 @@ def rank_environment(environ: Mapping[str, str], *, num_devices: int) -> dict[st
 
     Nor the user's options, which `check_configuration` looks at: they may name plans and files that are for another model.
     """
-    kept = {name: value for name, value in environ.items() if not _LAUNCHED.match(name) and not name.startswith(ENVIRONMENT_PREFIX)}
+    kept = {name: value for name, value in without_launch(environ).items() if not name.startswith(ENVIRONMENT_PREFIX)}
     kept.setdefault("OMP_NUM_THREADS", "1")
     if num_devices < 2:
         kept["CUDA_VISIBLE_DEVICES"] = ""

@@ -130,6 +130,7 @@ AREAS = (
     Area(name="planner: cuts", files={"partition/line_cuts.py": 1, "partition/coarsening.py": 1}, tests=unit("blocks_line")),
     Area(name="planner: pins", files={"partition/pins.py": 1}, tests=unit("blocks_line", "planner_names", "blocks")),
     Area(name="planner: costs", files={"cost/transfer.py": 1}, tests=unit("cost")),
+    Area(name="verification", files={"verify/rows.py": 2, "verify/comparing.py": 2}, tests=unit("verify")),
     Area(name="configuration", files={"config_sources.py": 2, "toml_lines.py": 1}, tests=unit("config_sources", "config")),
 )
 
