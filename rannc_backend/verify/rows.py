@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MOST_OUTER = 16
+_OUTER = range(1, 17)  # nobody puts more values of a row under one another
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +96,4 @@ def _is_near(part: Tensor, other: Tensor) -> bool:
 
 def _common_divisors(sizes: Sequence[int]) -> list[int]:
     common = math.gcd(*sizes) or 1
-    return [divisor for divisor in range(1, min(common, _MOST_OUTER) + 1) if common % divisor == 0]
+    return [divisor for divisor in _OUTER if common % divisor == 0]

@@ -113,6 +113,14 @@ def test_another_shape_and_a_missing_value_are_differences() -> None:
     assert [difference.problem for difference in comparison.differences] == ["shape [2] in place of [3]", "no rank has a gradient"]
 
 
+def test_of_many_differences_the_first_are_kept_and_all_counted() -> None:
+    comparison = Comparison()
+    for index in range(25):
+        comparison.missing("gradient", str(index), "no rank has a gradient")
+    assert [difference.name for difference in comparison.differences] == [str(index) for index in range(20)]
+    assert comparison.num_differences == 25
+
+
 def test_zeros_have_the_scale_of_their_kind() -> None:
     comparison, noise = Comparison(), torch.full((2,), 1e-17, dtype=torch.float64)
     assert comparison.value("gradient", "key.bias", 0, noise, torch.zeros(2), floor=1e-3)
