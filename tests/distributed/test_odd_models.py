@@ -9,8 +9,8 @@ from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 
 CASES = (
-    Case(name="odd-models", check="odd_models", world=2, replicas="1,1", num_micro_batches=2),
-    Case(name="odd-models-replicas", check="odd_models", world=2, replicas="2", num_micro_batches=2),
+    Case(name="odd-models", check="odd_models", world=2, replicas="1,1", num_micro_batches=2, limit_seconds=120.0),
+    Case(name="odd-models-replicas", check="odd_models", world=2, replicas="2", num_micro_batches=2, limit_seconds=120.0),
     Case(name="odd-library", check="library_models", world=2, replicas="1,1", num_micro_batches=2, limit_seconds=200.0),
     Case(name="odd-notices", check="notices", world=2, replicas="1,1", rows=(4, 4)),
     Case(name="odd-notices-replicas", check="notices", world=2, replicas="2", rows=(4, 4)),
