@@ -34,7 +34,7 @@ def every_rank_is_traced(context: Context) -> None:
         entry.call(compiled, context.local(context.batch(3)))
     written = rannc_backend.write_event_trace()
     context.findings.that(written == path, f"it is in {written}")
-    runtime_programs = [program for runtime in REGISTRY.sessions[model].runtimes.values() for program, _ in runtime._programs.values()]
+    runtime_programs = [program for runtime in REGISTRY.sessions[model].runtimes.values() for program, *_ in runtime._programs.values()]
     spelled = [[str(action) for action in program] for program in runtime_programs]
     gathered = [json.loads(text) for text in _of_all_ranks(json.dumps(spelled))]
     # The next case of this process begins a trace of its own.

@@ -311,5 +311,6 @@ def test_nothing_else_opens_files() -> None:
                 if called in OPENING and not ours:
                     found.add(name)
     # The runtime reads /proc and opens sockets and memory; its helpers are scripts that know no other module.
-    assert {name for name in found if not name.startswith("runtime/")} <= OWN_FILES, sorted(found)
+    # `rannc verify` has a private folder of its own, in which all its processes write and read.
+    assert {name for name in found if not name.startswith(("runtime/", "verify/"))} <= OWN_FILES, sorted(found)
     assert not found & {"runtime/trace_file.py", "runtime/bootstrap.py"}
