@@ -25,7 +25,7 @@ FAILURES = {
     "user": ("rank 1", "KeyError: 'a mistake in the script'", f"{WORKER}:{line_of('RAISED')}, in main", None, 1),
     "both": ("rank 0", "KeyError: 'a mistake in the script'", f"{WORKER}:{line_of('RAISED')}, in main", None, 1),
     "refused": ("rank 0", REFUSED, f"{WORKER}:{line_of('REFUSED')}, in forward", "write it with torch.where", 0),
-    "option": ("rank [01]", "UnknownOptionError: unknown option 'partition_nom' (from options)", "options", "did you mean 'partition_num'", 0),
+    "option": ("rank [01]", "UnknownOptionError: unknown option 'partition_nom' (from options)", "options", "did you mean", 0),
     "memory": ("rank 1", "OutOfMemoryError: CUDA out of memory.", "first_lines_worker.py", "more micro-batches", 1),
     "kill": ("rank 1", "ended without a word", None, "the kernel's log", 0),
 }
