@@ -30,7 +30,10 @@ class Model(nn.Module):
 def arrive(rank: int) -> None:
     """Wait for the other rank: a busy machine starts them seconds apart, and who is late says what nobody is there to have said."""
     Path(f"arrived_{rank}").touch()
+    limit = time.monotonic() + 60
     while not Path(f"arrived_{1 - rank}").exists():
+        if time.monotonic() > limit:
+            sys.exit("the other rank did not arrive within 60 s")
         time.sleep(0.01)
 
 
