@@ -35,7 +35,7 @@ SOME = [("refused", "mpirun"), ("option", "mpirun"), ("user", "torchrun")]
 
 @pytest.mark.parametrize(("how", "launcher"), mostly(CASES, SOME))
 def test_the_first_lines_are_the_cause(tmp_path: Path, how: str, launcher: str) -> None:
-    job = run_job(tmp_path, 2, "first_lines_worker", how, launcher=launcher, limit_seconds=90)
+    job = run_job(tmp_path, 2, "first_lines_worker", how, str(tmp_path), launcher=launcher, limit_seconds=90)
     rank, cause, place, cure, num_tracebacks = FAILURES[how]
     assert job.code not in (0, None), job.output
     # What is said of a plan that works is no part of the end.

@@ -1,4 +1,4 @@
-"""Trains a small model over two ranks, and fails as it is told: `first_lines_worker.py user|both|refused|option|memory|kill`."""
+"""Trains a small model over two ranks, and fails as it is told: `first_lines_worker.py user|both|refused|option|memory|kill DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Model(nn.Module):
         return self.second(hidden).square().mean()
 
 
-def arrive(rank: int) -> None:
+def arrive(rank: int, directory: Path) -> None:
     """Wait for the other rank: a busy machine starts them seconds apart, and who is late says what nobody is there to have said."""
-    Path(f"arrived_{rank}").touch()
+    (directory / f"arrived_{rank}").touch()
     limit = time.monotonic() + 60
-    while not Path(f"arrived_{1 - rank}").exists():
+    while not (directory / f"arrived_{1 - rank}").exists():
         if time.monotonic() > limit:
             sys.exit("the other rank did not arrive within 60 s")
         time.sleep(0.01)
 
 
-def main(how: str) -> None:
+def main(how: str, directory: Path) -> None:
     rank = int(os.environ.get("PMI_RANK", os.environ.get("RANK", "0")))
     options = {"partition_num": 2, "costs": "rules", "cluster": "generic-cpu", "stage_compiler": "eager"}
     options |= {"partition_nom": 2} if how == "option" else {}
     torch.manual_seed(0)
     model = torch.compile(Model(branches=how == "refused"), backend="rannc", options=options)
-    arrive(rank)
+    arrive(rank, directory)
     for step in range(3):
         if step == 1 and (how == "both" or (how == "user" and rank == 1)):
             raise KeyError("a mistake in the script")  # RAISED
@@ -54,4 +54,4 @@ def main(how: str) -> None:
         model(torch.ones(2, 4)).backward()
 
 
-main(sys.argv[1])
+main(sys.argv[1], Path(sys.argv[2]))
