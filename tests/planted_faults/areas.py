@@ -83,7 +83,7 @@ AREAS = (
     Area(
         name="executor",
         files={"runtime/executor.py": 3, "runtime/graph_runtime.py": 4, "runtime/user_outputs.py": 1},
-        tests=(*unit("send_buffers"), *STEP),
+        tests=(*unit("send_buffers", "rehearsal"), *STEP),
     ),
     Area(
         name="messages",
@@ -131,7 +131,7 @@ AREAS = (
     Area(name="planner: pins", files={"partition/pins.py": 1}, tests=unit("blocks_line", "planner_names", "blocks")),
     Area(name="planner: costs", files={"cost/transfer.py": 1}, tests=unit("cost")),
     Area(name="verification", files={"verify/rows.py": 2, "verify/comparing.py": 2}, tests=unit("verify")),
-    Area(name="configuration", files={"config_sources.py": 2, "toml_lines.py": 1}, tests=unit("config_sources", "config")),
+    Area(name="configuration", files={"config_sources.py": 2, "toml_lines.py": 1}, tests=unit("config_sources", "config", "config_values")),
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rannc_backend.config import Config, environment_name
 from rannc_backend.config_retired import RETIRED
-from rannc_backend.config_sources import option_from_text, resolve
+from rannc_backend.config_sources import choices_of, option_from_text, resolve
 from rannc_backend.errors import ConfigurationFileError, LaunchError, OptionValueError
 from rannc_backend.log import setup_logging
 from rannc_backend.runtime.bootstrap import options_of
@@ -131,3 +131,9 @@ def test_the_level_of_the_log(text: str) -> None:
         setup_logging(0, {"RANNC_LOG_LEVEL": text})
     except OptionValueError as error:
         assert "RANNC_LOG_LEVEL" in str(error) and len(str(error)) < 500
+
+
+def test_what_an_item_may_be_is_known_by_its_names() -> None:
+    assert choices_of("coarsen_by_time") == ["true", "false"]
+    assert choices_of("schedule") == ["1f1b", "fill_drain"]
+    assert choices_of("pipeline_num") == choices_of("cache_dir") == []

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rannc_backend.runtime.buckets import BucketMemory, PendingGradients, plan_buckets
+from rannc_backend.runtime.buckets import BucketMemory, GradientBuckets, PendingGradients, plan_buckets
+from rannc_backend.runtime.graph_runtime import GraphRuntime
 from rannc_backend.runtime.rehearsal import Rehearsal
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.transport import DoneWork
@@ -88,3 +89,32 @@ def test_rows_that_are_local_already_are_not_connected() -> None:
     assert rows.pairs(-1, 0) == frozenset()
     rows = RowTable(local_rows=(4, 2), num_micro_batches=1, stage_ranks=((0, 1),))
     assert rows.pairs(-1, 0) == {(0, 1)}
+
+
+def test_a_step_takes_the_buckets_of_its_rehearsal() -> None:
+    """The rehearsal of a step comes before the step's own buckets are taken, so that memory holds them once."""
+    weight = torch.zeros(4)
+    layout = plan_buckets([("weight", weight)], {"weight": (0,)}, (0,), 2.0**20)
+    buckets = GradientBuckets(layout=layout, parameters={"weight": weight}, stage_ranks=(0,), start_reduce=_reduced)
+    rehearsed: list[int] = []
+
+    def executor(kind: str, rows: Any, state: Any) -> None:
+        if not rehearsed:
+            rehearsed.append(len(buckets.pending().memory))
+
+    runtime: Any = SimpleNamespace(
+        executor=executor,
+        buckets=buckets,
+        scalars=SimpleNamespace(seeds=lambda *given: {}),
+        world=SimpleNamespace(device=None),
+        _num_scalars=1,
+        _loss_scalar=0,
+        _run=lambda kind, phase, state: executor(kind, state.rows, state),
+    )
+    state: Any = SimpleNamespace(rows=None, scalars={}, pending=None, loss_gradient=None, seeds=None)
+    GraphRuntime._run_eager(runtime, state, 1.0)
+    assert rehearsed == [1] and state.pending is not None and len(buckets.tensors()) == 1
+
+
+def _reduced(buffer: torch.Tensor, ranks: tuple[int, ...]) -> DoneWork:
+    return DoneWork()
