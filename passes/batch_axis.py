@@ -26,6 +26,7 @@ from .batch_split import GLOBAL_ROWS
 from .layouts import Constant, Layout, PartialSum, Reduced, RowCount, RowIndex, Rows, Several, SliceStatistic
 from .operator_call import ADVICE, Call, has_rows, operator_name, rows_dims, rows_multiple
 from .pipeline import PassError
+from .probe_rows import probe_rows
 from .row_wise import is_row_wise, refuse_row_count, row_wise_rule
 from .tracing import trace_decomposition
 
@@ -193,6 +194,9 @@ class _Analysis:
         if rule is None and not call.name.startswith("aten.") and (is_row_wise(node.target) or torch.Tag.pointwise in node.target.tags):
             refuse_row_count(call)
             rule = row_wise_rule if is_row_wise(node.target) else RULES["_to_copy"]
+            layout = self._checked(node, rule(call), value)
+            probe_rows(call)
+            return layout
         if rule is None and torch.Tag.pointwise in node.target.tags:
             rule = RULES["_to_copy"]
         layout = rule(call) if rule else self._by_decomposition(node)

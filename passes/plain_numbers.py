@@ -6,10 +6,12 @@ time that they take over symbols, and bind no symbol to anything. (Torch's own: 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def plain_mode() -> FakeTensorMode:
@@ -28,3 +30,8 @@ def at_hint(value: Any, mode: FakeTensorMode) -> Any:
     sizes, strides = ([at_hint(number, mode) for number in numbers] for numbers in (value.shape, value.stride()))
     with mode, torch.no_grad():
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+def without_modes() -> AbstractContextManager[None]:
+    """Operators run as they are, whatever traces or fakes them around."""
+    return _disable_current_modes()

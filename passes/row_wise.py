@@ -21,8 +21,8 @@ Operator = TypeVar("Operator", bound=Callable[..., Any])
 def row_wise(operator: Operator) -> Operator:
     """Declare that an operator works row by row, over dimension 0; also a decorator above ``torch.library.custom_op``.
 
-    Nothing checks it: an operator that mixes rows and is declared so trains with wrong numbers. Element by element is declared to torch
-    itself, with ``tags=(torch.Tag.pointwise,)``.
+    It is tried on a few made-up rows when a model is compiled, and refused if it mixes them there; what it does with other numbers is
+    believed. Element by element is declared to torch itself, with ``tags=(torch.Tag.pointwise,)``.
 
     Args:
         operator: what ``custom_op`` or ``triton_op`` gives, ``torch.ops.library.name``, or one of its overloads.

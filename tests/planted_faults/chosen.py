@@ -306,6 +306,13 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "raise UnknownOptionError(variable, valid=names, source=\"environment\")", "continue",
             unit("config_sources"),
         ),
+        # declarations of custom operators
+        ("declarations-believed", "passes/batch_axis.py", "probe_rows(call)\n", "pass\n", passes("row_wise")),
+        (
+            "derivatives-believed", "passes/probe_rows.py",
+            "for differentiate in (False, True):", "for differentiate in (False,):",
+            passes("row_wise"),
+        ),
         # the doctor
         ("secret-values-stay", "doctor/redaction.py", "text = text.replace(value, LEFT_OUT)", "pass", unit("doctor_report")),
         (

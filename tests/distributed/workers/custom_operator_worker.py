@@ -45,6 +45,12 @@ def mean_of_rows(values: torch.Tensor) -> torch.Tensor:
     return values - values.mean(0, keepdim=True)
 
 
+@rannc_backend.row_wise
+@torch.library.custom_op("docs::centred", mutates_args=())
+def centred(values: torch.Tensor) -> torch.Tensor:
+    return values - values.mean(0, keepdim=True)
+
+
 @torch.library.custom_op("docs::count", mutates_args=(), tags=(torch.Tag.pointwise,))
 def count(values: torch.Tensor, num_rows: int) -> torch.Tensor:
     return values / num_rows
@@ -65,7 +71,7 @@ def unit_rows_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     return (gradient - result * along) / values.norm(dim=-1, keepdim=True)
 
 
-for operator in (unit_rows, mean_of_rows):
+for operator in (unit_rows, mean_of_rows, centred):
     operator.register_fake(lambda values: torch.empty_like(values))
 unit_rows.register_autograd(unit_rows_backward, setup_context=keep_input)
 mean_of_rows.register_autograd(lambda ctx, gradient: gradient - gradient.mean(0, keepdim=True))
@@ -91,6 +97,8 @@ class Model(nn.Module):
             hidden = torch.ops.docs.unit_rows(hidden.t()).t()
         elif self.case == "undeclared":
             hidden = torch.ops.docs.mean_of_rows(hidden)
+        elif self.case == "declared_wrongly":
+            hidden = torch.ops.docs.centred(hidden)
         elif self.case == "row_count":
             hidden = torch.ops.docs.count(hidden, hidden.shape[0])
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rannc_backend.passes.plain_numbers import at_hint, plain_mode
+from rannc_backend.passes.plain_numbers import at_hint, plain_mode, without_modes
 from tests.unit.passes.batch_tracing import trace
 
 
@@ -26,3 +26,9 @@ def test_values_are_those_of_the_hint_and_bind_nothing() -> None:
     with mode:
         assert all(type(size) is int for size in (plain[0] @ plain[3][0]).shape)
     assert graph.rows_symbol not in graph.fake_mode.shape_env.replacements
+
+
+def test_operators_run_as_they_are_without_modes() -> None:
+    """Seen on torch 2.13."""
+    with plain_mode(), without_modes():
+        assert torch.zeros(2).tolist() == [0.0, 0.0]
