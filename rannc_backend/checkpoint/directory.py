@@ -40,13 +40,13 @@ class Disk:
             file.write(content)
 
     def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """A safetensors file of contiguous CPU tensors."""
+        """A safetensors file of contiguous CPU tensors; complex128, which the format lacks, as pairs of float64."""
         descriptor = _create(path)
         try:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         finally:
             os.close(descriptor)
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file({name: _in_the_format(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
         # The library makes files that their owner alone can read.
         os.chmod(path, mode)
 
@@ -201,3 +201,7 @@ def rotate(path: Path, keep: int | None, disk: Disk) -> None:
         if not item.path.is_symlink():
             disk.remove(item.path / MANIFEST_FILE)
         disk.remove(item.path)
+
+
+def _in_the_format(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype == torch.complex128 else tensor

@@ -137,7 +137,7 @@ class CheckpointReader:
         record = self.record(name)
         key = self.index.aliases.get(name, name)
         try:
-            tensor = self._file(record.file).get_tensor(key)
+            tensor = _of_its_dtype(self._file(record.file).get_tensor(key), record)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise self._torn(record.file, str(error)) from None
         if tuple(tensor.shape) != record.shape or tensor.dtype != self.dtype(name):
@@ -150,7 +150,7 @@ class CheckpointReader:
         """Elements ``slices`` of a tensor: its file's size is compared, its checksum is not."""
         record = self.record(name)
         try:
-            return self._file(record.file).get_slice(self.index.aliases.get(name, name))[slices]
+            return _of_its_dtype(self._file(record.file).get_slice(self.index.aliases.get(name, name))[slices], record)
         except (SafetensorError, OSError, ValueError, RuntimeError, IndexError) as error:
             raise self._torn(record.file, str(error)) from None
 
@@ -180,3 +180,9 @@ class CheckpointReader:
             f"{name} of the checkpoint {str(self.path)!r} is torn or was changed: {problem}",
             cure="load an older checkpoint: give its own directory instead of the directory of all of them.",
         )
+
+
+def _of_its_dtype(tensor: torch.Tensor, record: TensorRecord) -> torch.Tensor:
+    """Files hold complex128 as pairs of float64."""
+    pairs = record.dtype == "complex128" and tensor.dtype == torch.float64
+    return torch.view_as_complex(tensor.contiguous()) if pairs else tensor

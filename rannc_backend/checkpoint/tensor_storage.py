@@ -30,6 +30,7 @@ from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.directory import Disk
 from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX, FileRecord, TensorRecord
 from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.errors import CheckpointStateError
 from rannc_backend.kernels.plain_memory import plain_memory
 
 # A new file is begun beyond this: only so many bytes of a GPU's tensors are on the host at a time.
@@ -86,6 +87,11 @@ class SafetensorsWriter(StorageWriter):
         batch: dict[str, torch.Tensor] = {}
         num_bytes = 0
         for key, tensor in tensors:
+            if tensor.is_quantized or tensor.layout != torch.strided:
+                raise CheckpointStateError(
+                    f"{key!r} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a checkpoint cannot hold",
+                    cure="keep it as plain tensors (its values, scales and indices), or register it with persistent=False.",
+                )
             host = plain_memory(tensor.detach().to("cpu"))
             if batch and num_bytes + host.nbytes > self._file_bytes:
                 self._write_file(kind, batch)

@@ -306,6 +306,11 @@ CHOSEN: tuple[Fault, ...] = tuple(
             "raise UnknownOptionError(variable, valid=names, source=\"environment\")", "continue",
             unit("config_sources"),
         ),
+        (
+            "complex-left-as-pairs", "checkpoint/reader.py",
+            'pairs = record.dtype == "complex128" and', "pairs = False and",
+            unit("checkpoint_reader"),
+        ),
         # declarations of custom operators
         ("declarations-believed", "passes/batch_axis.py", "probe_rows(call)\n", "pass\n", passes("row_wise")),
         (

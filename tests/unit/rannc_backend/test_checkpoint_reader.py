@@ -23,6 +23,7 @@ from rannc_backend.errors import (
     CheckpointFileError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointStateError,
     CheckpointVersionError,
     RanncError,
 )
@@ -34,6 +35,10 @@ KINDS = {
     "half": torch.randn(5).to(torch.bfloat16),
     "float8": torch.randn(4).to(torch.float8_e4m3fn),
     "complex": torch.randn(3, dtype=torch.complex64),
+    "complex128": torch.randn(3, 2, dtype=torch.complex128).t(),
+    "conjugate": torch.randn(3, dtype=torch.complex128).conj(),
+    "complex_number": torch.randn((), dtype=torch.complex128),
+    "no_complex": torch.empty(0, dtype=torch.complex128),
     "flags": torch.tensor([True, False]),
     "count": torch.tensor(3),
     "nothing": torch.empty(0, 4),
@@ -42,7 +47,7 @@ KINDS = {
 
 
 def bits(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return bytes(tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -95,6 +100,18 @@ def test_a_part_of_a_tensor_is_read_for_a_sharded_one(tmp_path: Path) -> None:
     own = tensors(a=(6, 4))
     save(tmp_path, [own])
     assert torch.equal(CheckpointReader(tmp_path).part("a", (slice(2, 5), slice(0, 2))), own["a"][2:5, :2])
+
+
+def test_a_part_of_complex_numbers(tmp_path: Path) -> None:
+    value = torch.randn(4, 3, dtype=torch.complex128)
+    reader = CheckpointReader(save(tmp_path, [{"value": value}]))
+    assert torch.equal(reader.part("value", (slice(1, 3), slice(0, 2))), value[1:3, 0:2])
+    assert load_file(next(reader.path.glob("model-*.safetensors")))["value"].shape == (4, 3, 2)
+
+
+def test_a_tensor_without_a_form_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointStateError, match="'weight' is a tensor of .*layout torch.sparse_coo"):
+        save(tmp_path, [{"weight": torch.eye(2).to_sparse()}])
 
 
 def test_targets_are_filled_in_place(tmp_path: Path) -> None:
