@@ -88,7 +88,8 @@ class CompileWatch:
             return [f"still {COMPILING}{self._what}, {spent} so far"]
         left = [state for state in states if state.phase.startswith(COMPILING)]
         others = [state for state in states if not state.phase.startswith(("compiled", COMPILING))]
-        parts = []
+        num_done = len(states) - len(left) - len(others)
+        parts = [f"{num_done} of {len(states)} ranks have compiled"] if left or others else []
         if left:
             parts.append(f"still compiling: {_names(left)}")
         if others:
