@@ -452,7 +452,7 @@ def _differentiable_scalars(analysis: GraphAnalysis) -> frozenset[int]:
                 tainted.add(node)
         elif any(argument in tainted for argument in node.all_input_nodes):
             fake = node.meta.get("val")
-            if node.op == "output" or not isinstance(fake, torch.Tensor) or fake.is_floating_point():
+            if node.op == "output" or not isinstance(fake, torch.Tensor) or fake.is_floating_point() or fake.is_complex():
                 tainted.add(node)
     outputs = epilogue.graph.output_node().args[0]
     return frozenset(index for index, node in enumerate(outputs) if node in tainted)

@@ -129,6 +129,36 @@ class NamedLikeInternals(nn.Module):
         return nets["nets"](nets["first"](self.first(x)).tanh()).square().mean()
 
 
+class ComplexMean(nn.Module):
+    """The loss is made of a complex sum over the batch; so are two other outputs in `parts`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        spectrum = torch.fft.rfft(self.mix(x)) * torch.view_as_complex(self.gain)
+        return spectrum.sum(0).mean(0) / x.shape[0], spectrum
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.parts(x)[0].sum()
+        return mean.real + mean.imag
+
+
+class ComplexOutputs(ComplexMean):
+    """Outputs by `how`: numbers, a vector, or a complex number, all summed over the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        mean, spectrum = self.parts(x)
+        loss, total = spectrum.abs().mean(), mean.sum()
+        return {"numbers": (loss, total.real, total.imag), "vector": (loss, mean.real), "complex": (loss, total)}[self.how]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transposed_norm": TransposedNorm,
     "gated_decay": GatedDecay,
@@ -137,6 +167,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "fourier": FourierOperator,
     "conjugates": Conjugates,
     "marked_tensors": MarkedTensors,
+    "complex_mean": ComplexMean,
     "named_like_internals": NamedLikeInternals,
 }
 

@@ -43,7 +43,7 @@ from rannc_backend.runtime.step_state import StepState
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.tangents import Number, if_within, means_on_device, ratio
 from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
-from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs
+from rannc_backend.runtime.user_outputs import RuntimeOutput, collect_outputs, refuse_several_numbers
 from rannc_backend.runtime.versions import VersionCheck, refuse_changes
 from rannc_backend.runtime.world import QueueTurn, World
 
@@ -353,6 +353,7 @@ class GraphRuntime:
         Raises:
             UserInputError: what backward needs was modified in place since the forward.
         """
+        refuse_several_numbers(grads, self.outputs)
         self.world.counts.num_backwards += 1
         kinds = [None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)]
         scalars = [grad if kind == "scalar" else None for grad, kind in zip(grads, kinds, strict=True)]

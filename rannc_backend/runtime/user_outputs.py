@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rannc_backend.errors import OutputNotAvailableError
+from rannc_backend.errors import OutputNotAvailableError, UserInputError
 from rannc_backend.ir.action import OUTPUT
 from rannc_backend.ir.exchange import Value
 from rannc_backend.kernels.plain_memory import plain_memory
@@ -44,6 +44,28 @@ class RuntimeOutput:
         value = self.value
         assert value is not None, "no shape without a value"
         return tuple(num_rows * value.outer * value.inner if i == value.dim else size for i, size in enumerate(value.shape))
+
+
+def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequence[RuntimeOutput]) -> None:
+    """Gradients of outputs that are summed over the batch are one real number each.
+
+    Raises:
+        UserInputError: one has several elements, or an imaginary part.
+    """
+    for index, (grad, output) in enumerate(zip(grads, outputs, strict=True)):
+        if grad is None or output.kind != "scalar":
+            continue
+        place = f"output {index} of the compiled model is summed over the batch and has"
+        if grad.numel() != 1:
+            raise UserInputError(
+                f"{place} {grad.numel()} elements; such outputs are differentiated one number at a time",
+                cure="compute the loss within the model, or return the elements one by one: tuple(value.unbind()).",
+            )
+        if grad.is_complex():
+            raise UserInputError(
+                f"{place} complex numbers, which are not differentiated from outside of the model",
+                cure="compute the loss within the model, or return the two parts: value.real, value.imag.",
+            )
 
 
 class UnavailableOutput(torch.Tensor):

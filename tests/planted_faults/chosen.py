@@ -311,6 +311,11 @@ CHOSEN: tuple[Fault, ...] = tuple(
             'pairs = record.dtype == "complex128" and', "pairs = False and",
             unit("checkpoint_reader"),
         ),
+        (
+            "complex-sums-have-no-gradient", "deployment.py",
+            "or fake.is_floating_point() or fake.is_complex():", "or fake.is_floating_point():",
+            unit("odd_models"),
+        ),
         # declarations of custom operators
         ("declarations-believed", "passes/batch_axis.py", "probe_rows(call)\n", "pass\n", passes("row_wise")),
         (

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend.capture_model import capture_model
-from tests.odd_models import LENGTH, MODELS, WIDTH, Conjugates, batch, worst_error
+from rannc_backend.errors import UserInputError
+from tests.odd_models import LENGTH, MODELS, WIDTH, ComplexOutputs, Conjugates, batch, worst_error
 from tests.unit.stage_models import capture
 
 
@@ -28,6 +29,24 @@ def test_one_process(name: str) -> None:
     expected.backward()
     assert abs(float(loss - expected)) <= 1e-12 * abs(float(expected))
     assert worst_error(model, alone) <= 1e-12
+
+
+def test_parts_of_a_complex_sum_are_outputs_with_gradients() -> None:
+    torch.manual_seed(0)
+    model = ComplexOutputs("numbers").double()
+    alone = copy.deepcopy(model)
+    for each in (alone, torch.compile(model, backend="rannc", options={"stage_compiler": "eager", "pipeline_num": 2})):
+        loss, real, imaginary = each(batch(4))
+        (loss + real * imaginary).backward()
+    assert worst_error(model, alone) <= 1e-12
+
+
+@pytest.mark.parametrize(("how", "words"), [("vector", "elements"), ("complex", "complex numbers")])
+def test_gradients_of_several_numbers_are_refused_with_the_cure(how: str, words: str) -> None:
+    compiled = torch.compile(ComplexOutputs(how).double(), backend="rannc", options={"stage_compiler": "eager"})
+    loss, other = compiled(batch(4))
+    with pytest.raises(UserInputError, match=rf"output 1 of the compiled model.*{words}"):
+        (loss + other.abs().square().sum()).backward()
 
 
 def test_no_value_is_only_marked_as_a_conjugate() -> None:
