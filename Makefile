@@ -30,7 +30,7 @@ demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the
 
 # The tests for CPUs leave a GPU alone: their models would move to it, several ranks to one device.
 test: $(READY) ## all tests but those for GPUs and the full matrix
-	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest tests/distributed tests/unit tests/test_architecture.py -n 2 --no-loadscope-reorder \
+	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest tests/distributed tests/unit tests/test_architecture.py tests/test_hooks.py -n 2 --no-loadscope-reorder \
 	$(PYTEST_ARGS) </dev/null
 
 test-full: $(READY) ## all tests, with the whole matrix of models and plans, and the page in a browser (chromium, chromium-driver)
@@ -48,12 +48,16 @@ bench: $(READY) ## step time beside torch.distributed.pipelining, DDP and plain 
 bench-gpu: $(READY) ## kernels, step, backward, profile and host time on a GPU; prints JSON lines (BENCH_ARGS="--tiny --device cpu" runs anywhere)
 	@$(RUN) python -m tests.benchmarks.all_gpu $(BENCH_ARGS) </dev/null
 
-lint: $(READY) ## ruff, import contracts and size limits
-	@$(RUN) ruff check . && python -m pytest -q tests/test_architecture.py </dev/null
+lint: $(READY) ## ruff, mypy, import contracts, size limits and hooks
+	@$(RUN) ruff check . && python scripts/check_types.py && \
+	python -m pytest -q tests/test_architecture.py tests/test_hooks.py </dev/null
 
-docs: $(READY) ## write docs/configuration.md and docs/troubleshooting.md from the code
+docs: $(READY) ## write what is generated in docs/: options, errors, the API reference, the history of benchmarks, the drawing of imports
 	@$(RUN) rannc config --markdown >docs/configuration.md
 	@$(RUN) rannc errors --markdown >docs/troubleshooting.md
+	@$(RUN) python -m scripts.api_reference
+	@$(RUN) python -m scripts.benchmark_history
+	@$(RUN) python -m scripts.draw_imports --page docs/architecture.md
 
 clean: ## remove the environment and caches
-	@rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	@rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache .import_linter_cache

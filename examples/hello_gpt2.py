@@ -2,7 +2,8 @@
 
     mpirun -np 2 python examples/hello_gpt2.py      # or: torchrun --nproc-per-node 2 examples/hello_gpt2.py
 
-In: nothing (random weights, random tokens). Out: the losses of three steps of each, and the plan of the pipeline in plan.json.
+In: nothing (random weights, random tokens). Out: the losses of three steps of each, and the plan of the
+pipeline in plan.json.
 """
 
 import copy
@@ -30,7 +31,15 @@ def main() -> None:
     """Train three copies of a model on the same batches."""
     torch.manual_seed(0)
     # Without dropout, as plain torch draws other random numbers.
-    sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": TOKENS, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "n_layer": 4,
+        "n_embd": 128,
+        "n_head": 4,
+        "n_positions": TOKENS,
+        "vocab_size": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     alone = GPT2LMHeadModel(config)
     planned, piped = copy.deepcopy(alone), copy.deepcopy(alone)
@@ -40,7 +49,12 @@ def main() -> None:
 
     size, rank = rannc_backend.get_world_size(), rannc_backend.get_rank()
     shares = [batch.chunk(size)[rank] for batch in batches]  # each rank loads its own rows
-    two_stages = {"partition_num": min(2, size), "pipeline_num": 4, "save_deployment": True, "deployment_file": "plan.json"}
+    two_stages = {
+        "partition_num": min(2, size),
+        "pipeline_num": 4,
+        "save_deployment": True,
+        "deployment_file": "plan.json",
+    }
     found = {
         "planned": train(torch.compile(planned, backend="rannc"), planned, shares),
         "two stages": train(torch.compile(piped, backend="rannc", options=two_stages), piped, shares),

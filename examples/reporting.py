@@ -1,6 +1,8 @@
-"""What the examples print: speed and loss as they train, on rank 0. The plan is printed by the backend's own log.
+"""What the examples print: speed and loss as they train, on rank 0. The plan is printed by the backend's own
+log.
 
-In: the launcher's environment, numbers of each step. Out: lines on rank 0's stdout. Nothing here is needed to train.
+In: the launcher's environment, numbers of each step. Out: lines on rank 0's stdout. Nothing here is needed to
+train.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Progress:
     def end(self, **results: Any) -> None:
         """The last line: first and last loss, and whatever else came out."""
         text = "".join(f", {name} {value}" for name, value in results.items())
-        self._say(f"done: loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {len(self.losses)} steps{text}")
+        self._say(
+            f"done: loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {len(self.losses)} steps{text}"
+        )
 
     def _say(self, text: str) -> None:
         if self._speaks:

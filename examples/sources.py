@@ -1,6 +1,7 @@
 """What several examples begin with: a text that every machine has, and the checkpoint of an earlier run.
 
-In: the standard library's own sources; the flags --save and --resume. Out: bytes as a tensor; whether there is something to resume.
+In: the standard library's own sources; the flags --save and --resume. Out: bytes as a tensor; whether there
+is something to resume.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Pre-train an enlarged BERT on the text of the Python standard library's own sources, in the way of RaNNC's BERT example.
+"""Pre-train an enlarged BERT on the text of the Python standard library's own sources, in the way of RaNNC's
+BERT example.
 
     mpirun -np 2 python examples/train_bert.py --hidden 256 --layers 8
     mpirun -np 2 python examples/train_bert.py --accumulate 4 --precision bfloat16 --save run --resume
 
-The model is Hugging Face's, unmodified: masked words and the next sentence are guessed, and both losses are added inside the model.
-Words are bytes; a "sentence" is a run of bytes of a module, and the second half of a pair follows the first half or comes from elsewhere.
-Each rank draws its own pairs, by step and rank alone, so that a resumed run sees what an uninterrupted one would have seen.
+The model is Hugging Face's, unmodified: masked words and the next sentence are guessed, and both losses are
+added inside the model. Words are bytes; a "sentence" is a run of bytes of a module, and the second half of a
+pair follows the first half or comes from elsewhere. Each rank draws its own pairs, by step and rank alone, so
+that a resumed run sees what an uninterrupted one would have seen.
 """
 
 from __future__ import annotations
@@ -34,16 +36,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq", type=int, default=64, help="tokens per pair of sentences")
     parser.add_argument("--batch", type=int, default=8, help="pairs per rank and forward")
-    parser.add_argument("--accumulate", type=int, default=1, help="forwards per update; gradients are reduced once per update")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="forwards per update; gradients are reduced once per update"
+    )
     parser.add_argument("--steps", type=int, default=60, help="updates")
     parser.add_argument("--lr", type=float, default=1e-3, help="after the warm-up")
-    parser.add_argument("--warmup", type=int, default=10, help="updates in which the learning rate rises; it falls linearly afterwards")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients; 0: no clipping")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=10,
+        help="updates in which the learning rate rises; it falls linearly afterwards",
+    )
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest norm of all gradients; 0: no clipping"
+    )
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--precision", choices=("float32", "bfloat16", "float16"), default="float32", help="of autocast")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16", "float16"), default="float32", help="of autocast"
+    )
     parser.add_argument("--save", default="", help="directory for checkpoints; empty: none")
-    parser.add_argument("--save-every", type=int, default=0, help="updates between two checkpoints; 0: at the end only")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --save, if there is one")
+    parser.add_argument(
+        "--save-every", type=int, default=0, help="updates between two checkpoints; 0: at the end only"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in --save, if there is one"
+    )
     parser.add_argument("--micro-batches", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stages", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stage-compiler", default="inductor" if torch.cuda.is_available() else "eager")
@@ -51,8 +68,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def draw_pairs(text: torch.Tensor, rows: int, length: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """A batch: [rows, length] tokens CLS first SEP second SEP with some of them masked, and what is to be guessed."""
+def draw_pairs(
+    text: torch.Tensor, rows: int, length: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """A batch: [rows, length] tokens CLS first SEP second SEP with some of them masked, and what is to be
+    guessed.
+    """
     half = (length - 3) // 2
     starts = torch.randint(len(text) - 2 * half, (rows,), generator=generator)
     # 1: the second sentence comes from elsewhere, as Hugging Face has it.
@@ -70,7 +91,9 @@ def draw_pairs(text: torch.Tensor, rows: int, length: int, generator: torch.Gene
     labels = tokens.masked_fill(~hidden, IGNORED)
     # Of the words to be guessed 80 % are masked, 10 % are another word, 10 % stay.
     random = torch.randint(PAD, (rows, length), generator=generator)
-    masked = torch.where(chance < 0.8 * SHARE_MASKED, MASK, torch.where(chance < 0.9 * SHARE_MASKED, random, tokens))
+    masked = torch.where(
+        chance < 0.8 * SHARE_MASKED, MASK, torch.where(chance < 0.9 * SHARE_MASKED, random, tokens)
+    )
     return {
         "input_ids": torch.where(hidden, masked, tokens),
         "token_type_ids": segments,
@@ -148,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         progress.step(mean_loss, world * flags.batch * flags.accumulate)
         done = update + 1
         if flags.save and (done == flags.steps or (flags.save_every and done % flags.save_every == 0)):
-            rannc_backend.save_checkpoint(flags.save, net, optimizer, scheduler, scaler=scaler, step=done, keep=2)
+            rannc_backend.save_checkpoint(
+                flags.save, net, optimizer, scheduler, scaler=scaler, step=done, keep=2
+            )
     progress.end()
     return progress.losses
 

@@ -29,7 +29,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients; 0: no clipping")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest norm of all gradients; 0: no clipping"
+    )
     parser.add_argument("--micro-batches", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stages", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stage-compiler", default="inductor" if torch.cuda.is_available() else "eager")

@@ -1,11 +1,13 @@
-"""Train an enlarged ResNet on scikit-learn's images of digits, with the loss outside of the model and validation after each epoch.
+"""Train an enlarged ResNet on scikit-learn's images of digits, with the loss outside of the model and
+validation after each epoch.
 
     mpirun -np 2 python examples/train_resnet.py --width-factor 2
     mpirun -np 4 python examples/train_resnet.py --arch resnet50x2 --batch 256 --save run --resume
 
-The model is Hugging Face's, unmodified. `--arch` is the small one for digits, or resnet50, resnet101, resnet152; a factor behind it, as in
-RaNNC's resnet152x8, multiplies every number of channels, as --width-factor does. The last batch of an epoch is smaller, and the ranks'
-shares of it differ. In validation the model is in eval mode: BatchNorm then uses its running statistics.
+The model is Hugging Face's, unmodified. `--arch` is the small one for digits, or resnet50, resnet101,
+resnet152; a factor behind it, as in RaNNC's resnet152x8, multiplies every number of channels, as
+--width-factor does. The last batch of an epoch is smaller, and the ranks' shares of it differ. In validation
+the model is in eval mode: BatchNorm then uses its running statistics.
 """
 
 from __future__ import annotations
@@ -36,14 +38,18 @@ ARCHITECTURES = {
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; see --help."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-a", "--arch", default="digits", help=f"{', '.join(ARCHITECTURES)}; with a width factor: resnet50x2")
+    parser.add_argument(
+        "-a", "--arch", default="digits", help=f"{', '.join(ARCHITECTURES)}; with a width factor: resnet50x2"
+    )
     parser.add_argument("--width-factor", type=float, default=1.0, help="multiplies every number of channels")
     parser.add_argument("--batch", type=int, default=128, help="images per step over all ranks")
     parser.add_argument("--epochs", type=int, default=3, help="in all, those before --resume included")
     parser.add_argument("--images", type=int, default=1500, help="images to train on")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--save", default="", help="directory for checkpoints after each epoch; empty: none")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --save, if there is one")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in --save, if there is one"
+    )
     parser.add_argument("--micro-batches", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stages", type=int, default=0, help="0: the planner decides")
     parser.add_argument("--stage-compiler", default="inductor" if torch.cuda.is_available() else "eager")
@@ -78,7 +84,9 @@ def build(arch: str, width_factor: float) -> ResNetForImageClassification:
     """The model, in training mode; `arch` as in the flags."""
     name, _, multiple = arch.partition("x")
     if name not in ARCHITECTURES or not (multiple or "1").isdigit():
-        raise SystemExit(f"--arch {arch}: there are {', '.join(ARCHITECTURES)}, with x2, x4, ... behind for a width factor")
+        raise SystemExit(
+            f"--arch {arch}: there are {', '.join(ARCHITECTURES)}, with x2, x4, ... behind for a width factor"
+        )
     factor = width_factor * int(multiple or 1)
     kind, embedding, channels, depths = ARCHITECTURES[name]
     config = ResNetConfig(

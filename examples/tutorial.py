@@ -1,6 +1,6 @@
 """The shortest complete example: a deep MLP that is cut into stages by itself.
 
-    mpirun -np 4 python examples/tutorial.py --hidden 2048 --layers 20
+mpirun -np 4 python examples/tutorial.py --hidden 2048 --layers 20
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The tutorial in RaNNC's form: a deep MLP, wrapped by RaNNCModule, trained over all ranks of mpirun.
 
-    mpirun -np 8 python examples/tutorial_rannc.py --hidden 5000 --layers 100 --batch 64    # 2.5 billion parameters, as RaNNC's
+    mpirun -np 8 python examples/tutorial_rannc.py --hidden 5000 --layers 100 --batch 64    # 2.5 billion
+    parameters, as RaNNC's
 
 A script written for RaNNC changes the import and nothing else. `tutorial.py` is the same with torch.compile.
 """
@@ -32,7 +33,9 @@ class Net(nn.Module):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; see --help. The backend's own options come from rannc_conf.toml and RANNC_<NAME>, as with RaNNC."""
+    """The flags; see --help. The backend's own options come from rannc_conf.toml and RANNC_<NAME>, as with
+    RaNNC.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=10)
@@ -44,7 +47,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train; give the losses of all steps."""
     flags = parse(argv)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     torch.manual_seed(0)
     model = Net(flags.hidden, flags.layers)  # stays on the host: each rank takes its own stages to its device
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,1 @@
+"""Triton kernels for messages and gradient buckets, with references in torch."""

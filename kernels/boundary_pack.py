@@ -1,29 +1,29 @@
 """Many tensors to one message and back, in one launch; nothing that need not be copied is copied.
 
-In: tensors of any dtype and size, and a layout (`message_layout.plan_message`) that says how each travels: as it is, as bfloat16, or as
-float8 with one scale per 128 elements. Out: one contiguous byte buffer, or views of one that came. Unpacking copies nothing but tensors
-whose dtype changes, those in one launch too. One contiguous tensor that travels as it is needs no packing: its memory is the message. Nor
-does a tensor that lies in its place of the message already.
+In: tensors of any dtype and size, and a layout (`message_layout.plan_message`) that says how each travels: as
+it is, as bfloat16, or as float8 with one scale per 128 elements. Out: one contiguous byte buffer, or views of
+one that came. Unpacking copies nothing but tensors whose dtype changes, those in one launch too. One
+contiguous tensor that travels as it is needs no packing: its memory is the message. Nor does a tensor that
+lies in its place of the message already.
 
-float8 is e4m3; a group's scale is its largest finite or infinite magnitude / 448. A NaN stays one NaN; an infinity turns its group to NaN.
-It is refused for integers and float64 (`plan_message`) and on NVIDIA GPUs before compute capability 8.9 (here).
+float8 is e4m3; a group's scale is its largest finite or infinite magnitude / 448. A NaN stays one NaN; an
+infinity turns its group to NaN. It is refused for integers and float64 (`plan_message`) and on NVIDIA GPUs
+before compute capability 8.9 (here).
 
-This file holds the kernels, what starts them, and the plain-PyTorch form, which defines what the kernels must produce.
+This file holds the kernels, what starts them, and the plain-PyTorch form, which defines what the kernels must
+produce.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.library import wrap_triton
 
 from rannc_backend.kernels.chunk_moves import cast_to, copy_bytes, from_float8, move_elements, to_float8
 from rannc_backend.kernels.message_layout import (
-    GROUP_ELEMENTS,
     MessageLayout,
     Wire,
     message_offsets,
@@ -32,13 +32,43 @@ from rannc_backend.kernels.message_layout import (
     slot_view,
     wire_item_bytes,
 )
-from rannc_backend.kernels.plain_memory import has_plain_memory, plain_memory
-from rannc_backend.kernels.record_table import LARGE, SMALL, CopyReport, KernelError, LaunchConfig, RecordTables, Span, make_records
-from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, operator, tl
+from rannc_backend.kernels.pack_reference import (
+    Packed,
+    Unpacked,
+    check_buffer,
+    check_float8,
+    check_tensors,
+    count_copies,
+    reference_pack,
+    reference_unpack,
+)
+from rannc_backend.kernels.plain_memory import all_plain, has_plain_memory, plain_memory
+from rannc_backend.kernels.record_table import (
+    LARGE,
+    SMALL,
+    CopyReport,
+    LaunchConfig,
+    RecordTables,
+    Span,
+    make_records,
+    upload,
+)
+from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, tl
 
-__all__ = ["Packed", "Unpacked", "Wire", "message_offsets", "message_views", "pack", "pack_message", "plan_message", "unpack"]
+__all__ = [
+    "Packed",
+    "Unpacked",
+    "Wire",
+    "message_offsets",
+    "message_views",
+    "pack",
+    "pack_message",
+    "plan_message",
+    "unpack",
+]
 
-# What happens to a chunk. The kinds of one wire format are the dtypes that it accepts; COPY is for all that travels as it is.
+# What happens to a chunk. The kinds of one wire format are the dtypes that it accepts; COPY is for all that
+# travels as it is.
 COPY = 0
 KINDS = {
     (Wire.BFLOAT16, torch.float32): 1,
@@ -47,10 +77,6 @@ KINDS = {
     (Wire.FLOAT8, torch.float16): 4,
     (Wire.FLOAT8, torch.bfloat16): 5,
 }
-FLOAT8_MAX = 448.0
-SMALLEST_MAGNITUDE = 1e-30
-"""Groups of smaller values are scaled as if they held this, so that 448 / magnitude stays finite."""
-FLOAT8_CAPABILITY = (8, 9)
 LARGE_FROM_BYTES = 4 << 20
 
 
@@ -61,7 +87,13 @@ def choose_config(num_bytes: int) -> LaunchConfig:
 
 @jit
 def _pack_kernel(
-    message, table, scales_offset, kinds: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr
+    message,
+    table,
+    scales_offset,
+    kinds: tl.constexpr,
+    block: tl.constexpr,
+    lanes: tl.constexpr,
+    simulated: tl.constexpr,
 ):
     """Program i moves chunk i to ``message``. ``kinds``: one bit for each kind that is in ``table``."""
     record = table + tl.program_id(0).to(tl.int64) * 4
@@ -76,14 +108,31 @@ def _pack_kernel(
                 elif each <= 2:
                     _narrow(address, start + offset, count, each, block, lanes, simulated)
                 else:
-                    _quantize(address, start + offset, start + scales_offset + (offset >> 7) * 4, count, each, block, simulated)
+                    _quantize(
+                        address,
+                        start + offset,
+                        start + scales_offset + (offset >> 7) * 4,
+                        count,
+                        each,
+                        block,
+                        simulated,
+                    )
 
 
 @jit
 def _unpack_kernel(
-    message, output, table, scales_offset, kinds: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr
+    message,
+    output,
+    table,
+    scales_offset,
+    kinds: tl.constexpr,
+    block: tl.constexpr,
+    lanes: tl.constexpr,
+    simulated: tl.constexpr,
 ):
-    """Program i moves chunk i of ``message`` to the byte of ``output`` that its record's first column names."""
+    """Program i moves chunk i of ``message`` to the byte of ``output`` that its record's first column
+    names.
+    """
     record = table + tl.program_id(0).to(tl.int64) * 4
     address, offset = output.to(tl.int64) + tl.load(record), tl.load(record + 1)
     count, kind = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
@@ -94,27 +143,54 @@ def _unpack_kernel(
                 if each <= 2:
                     _widen(start + offset, address, count, each, block, lanes, simulated)
                 else:
-                    _dequantize(start + offset, start + scales_offset + (offset >> 7) * 4, address, count, each, block, simulated)
+                    _dequantize(
+                        start + offset,
+                        start + scales_offset + (offset >> 7) * 4,
+                        address,
+                        count,
+                        each,
+                        block,
+                        simulated,
+                    )
 
 
 @jit
-def _narrow(source, target, count, kind: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr):
+def _narrow(
+    source,
+    target,
+    count,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+    lanes: tl.constexpr,
+    simulated: tl.constexpr,
+):
     dtype: tl.constexpr = tl.float32 if kind == 1 else tl.float64
-    move_elements(source, target, count, 1.0, False, dtype, tl.bfloat16, dtype, False, True, block, lanes, simulated)
+    move_elements(source, target, count, False, dtype, tl.bfloat16, dtype, block, lanes, simulated)
 
 
 @jit
-def _widen(source, target, count, kind: tl.constexpr, block: tl.constexpr, lanes: tl.constexpr, simulated: tl.constexpr):
+def _widen(
+    source,
+    target,
+    count,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+    lanes: tl.constexpr,
+    simulated: tl.constexpr,
+):
     dtype: tl.constexpr = tl.float32 if kind == 1 else tl.float64
-    move_elements(source, target, count, 1.0, False, tl.bfloat16, dtype, dtype, False, True, block, lanes, simulated)
+    move_elements(source, target, count, False, tl.bfloat16, dtype, dtype, block, lanes, simulated)
 
 
 @jit
-def _quantize(source, target, scales, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr):
+def _quantize(
+    source, target, scales, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr
+):
     dtype: tl.constexpr = tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16
     from_items, to_items = source.to(tl.pointer_type(dtype)), target.to(tl.pointer_type(tl.float8e4nv))
     if ((source | count) & 15) == 0:
-        # The same code; here the compiler knows that 16 bytes may be loaded at once, and that the mask allows it.
+        # The same code; here the compiler knows that 16 bytes may be loaded at once, and that the mask allows
+        # it.
         aligned_from, aligned_to = tl.multiple_of(from_items, 16), tl.multiple_of(to_items, 16)
         _quantize_groups(aligned_from, aligned_to, scales, (count >> 4) << 4, block, simulated)
     else:
@@ -131,11 +207,15 @@ def _quantize_groups(source, target, scales, count, block: tl.constexpr, simulat
     largest = tl.maximum(largest, 1e-30)
     scaled = values * tl.div_rn(448.0, largest)[:, None]
     tl.store(target + offsets, to_float8(scaled, simulated), mask=inside)
-    tl.store(scales.to(tl.pointer_type(tl.float32)) + groups, largest * (1.0 / 448.0), mask=groups * 128 < count)
+    tl.store(
+        scales.to(tl.pointer_type(tl.float32)) + groups, largest * (1.0 / 448.0), mask=groups * 128 < count
+    )
 
 
 @jit
-def _dequantize(source, scales, target, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr):
+def _dequantize(
+    source, scales, target, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr
+):
     dtype: tl.constexpr = tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16
     from_items, to_items = source.to(tl.pointer_type(tl.float8e4nv)), target.to(tl.pointer_type(dtype))
     if ((target | count) & 15) == 0:
@@ -146,29 +226,15 @@ def _dequantize(source, scales, target, count, kind: tl.constexpr, block: tl.con
 
 
 @jit
-def _dequantize_groups(source, target, scales, count, dtype: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr):
+def _dequantize_groups(
+    source, target, scales, count, dtype: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr
+):
     groups = tl.arange(0, block // 128)
     offsets = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = offsets < count
     scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + groups, mask=groups * 128 < count, other=0.0)
     values = from_float8(tl.load(source + offsets, mask=inside), simulated) * scale[:, None]
     tl.store(target + offsets, cast_to(values, dtype, simulated), mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A message and what it took to make it."""
-
-    message: torch.Tensor
-    report: CopyReport
-
-
-@dataclass(frozen=True, slots=True)
-class Unpacked:
-    """The tensors of a message, in the layout's order, and what it took to get them."""
-
-    tensors: list[torch.Tensor]
-    report: CopyReport
 
 
 def pack(
@@ -180,156 +246,95 @@ def pack(
 ) -> Packed:
     """``tensors`` as one message: one launch, or none where one contiguous tensor is the message.
 
-    ``message``: a buffer of ``layout.num_bytes`` uint8 to write to, else a new one; tensors that lie in their place of it already are left
-    alone. ``tables``: the caller's cache, without which a table is built anew. Raises KernelError for tensors unlike ``layout`` and for
-    float8 on a GPU that has none.
+    ``message``: a buffer of ``layout.num_bytes`` uint8 to write to, else a new one; tensors that lie in their
+    place of it already are left alone. ``tables``: the caller's cache, without which a table is built anew.
+    Raises KernelError for tensors unlike ``layout`` and for float8 on a GPU that has none.
     """
-    _check(tensors, layout)
-    report = CopyReport()
-    strided = [tensor for tensor in tensors if not has_plain_memory(tensor)]
-    if strided:
-        report += CopyReport(bytes_copied=sum(each.nbytes for each in strided), launches=len(strided))
+    check_tensors(tensors, layout)
+    strided: list[torch.Tensor] = []
+    if not all_plain(tensors):
+        strided = [tensor for tensor in tensors if not has_plain_memory(tensor)]
         tensors = [plain_memory(tensor) for tensor in tensors]
+    report = (
+        CopyReport(bytes_copied=sum([each.nbytes for each in strided]), launches=len(strided))
+        if strided
+        else None
+    )
     if layout.is_plain_tensor and message is None:
-        return Packed(tensors[0], report + CopyReport(bytes_without_copy=0 if strided else tensors[0].nbytes))
+        return Packed(tensors[0], report or CopyReport(bytes_without_copy=tensors[0].nbytes))
     device = tensors[0].device
     if message is None:
         message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-    _check_buffer(message, layout.num_bytes, device)
+    check_buffer(message, layout.num_bytes, device)
     start = message.data_ptr()
     moved = [
         wire != Wire.SAME or tensor.data_ptr() != start + offset
         for tensor, wire, offset in zip(tensors, layout.wires, layout.offsets)
     ]
     if HAS_TRITON and message.is_cuda:
-        num_launches = launch_pack(message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved, tables)
+        num_launches = launch_pack(
+            message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved, tables
+        )
     else:
         reference_pack(message, tensors, layout.offsets, layout.wires, layout.scales_offset, moved)
         num_launches = sum(moved)
-    return Packed(message, report + _count(layout, moved, num_launches))
+    counted = count_copies(layout, moved, num_launches)
+    return Packed(message, counted if report is None else report + counted)
 
 
-def pack_message(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``tensors`` in one new uint8 buffer, all as they are, laid out by :func:`message_offsets`."""
-    layout = plan_message([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
+def pack_message(tensors: Sequence[torch.Tensor], layout: MessageLayout | None = None) -> torch.Tensor:
+    """``tensors`` in one new uint8 buffer, all as they are, laid out by :func:`message_offsets`, or by the
+    layout that they must have.
+    """
+    layout = layout or plan_message(
+        [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
+    )
     message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=tensors[0].device)
     return pack(tensors, layout, message=message).message
 
 
 def unpack(
-    message: torch.Tensor, layout: MessageLayout, *, output: torch.Tensor | None = None, tables: RecordTables | None = None
+    message: torch.Tensor,
+    layout: MessageLayout,
+    *,
+    output: torch.Tensor | None = None,
+    tables: RecordTables | None = None,
 ) -> Unpacked:
-    """The tensors of ``message``: views of it, except for those whose dtype changes, which one launch writes to ``output``.
+    """The tensors of ``message``: views of it, except for those whose dtype changes, which one launch writes
+    to ``output``.
 
-    ``output``: a buffer of ``layout.output_bytes`` uint8, else a new one. The tensors are aligned to 128 bytes if their buffers are.
+    ``output``: a buffer of ``layout.output_bytes`` uint8, else a new one. The tensors are aligned to 128
+    bytes if their buffers are.
     """
     if layout.is_plain_tensor:
         tensor = slot_view(message.view(-1).view(torch.uint8), 0, layout.shapes[0], layout.dtypes[0])
         return Unpacked([tensor], CopyReport(bytes_without_copy=tensor.nbytes))
-    _check_buffer(message, layout.num_bytes, message.device)
+    check_buffer(message, layout.num_bytes, message.device)
     moved = [wire != Wire.SAME for wire in layout.wires]
     if any(moved):
         if output is None:
             output = torch.empty(layout.output_bytes, dtype=torch.uint8, device=message.device)
-        _check_buffer(output, layout.output_bytes, message.device)
-        _check_float8(layout.wires, message.device)
+        check_buffer(output, layout.output_bytes, message.device)
+        check_float8(layout.wires, message.device)
+    wide = message if output is None else output
     tensors = [
-        slot_view(output if converted else message, offset, shape, dtype)
+        slot_view(wide if converted else message, offset, shape, dtype)
         for converted, offset, shape, dtype in zip(moved, layout.output_offsets, layout.shapes, layout.dtypes)
     ]
     num_launches = 0
     if any(moved):
         converted = [index for index, narrowed in enumerate(moved) if narrowed]
         targets = [tensors[index] for index in converted]
-        offsets, wires = [layout.offsets[index] for index in converted], [layout.wires[index] for index in converted]
+        offsets, wires = (
+            [layout.offsets[index] for index in converted],
+            [layout.wires[index] for index in converted],
+        )
         if HAS_TRITON and message.is_cuda:
             num_launches = launch_unpack(message, targets, offsets, wires, layout.scales_offset, tables)
         else:
             reference_unpack(message, targets, offsets, wires, layout.scales_offset)
             num_launches = len(targets)
-    return Unpacked(tensors, _count(layout, moved, num_launches))
-
-
-def _count(layout: MessageLayout, moved: Sequence[bool], num_launches: int) -> CopyReport:
-    bytes_copied = sum([size for size, was_moved in zip(layout.wire_bytes, moved) if was_moved])
-    return CopyReport(bytes_copied, sum(layout.wire_bytes) - bytes_copied, num_launches)
-
-
-def _check(tensors: Sequence[torch.Tensor], layout: MessageLayout) -> None:
-    if [tensor.shape for tensor in tensors] != list(layout.shapes) or [tensor.dtype for tensor in tensors] != list(layout.dtypes):
-        given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        raise KernelError(f"tensors {given} do not fit a message for {list(zip(layout.shapes, layout.dtypes))}")
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) != 1:
-        raise KernelError(f"the tensors of a message must be on one device, not on {sorted(map(str, devices))}")
-    _check_float8(layout.wires, devices.pop())
-
-
-def _check_float8(wires: Sequence[Wire], device: torch.device) -> None:
-    if Wire.FLOAT8 not in wires or device.type != "cuda" or torch.version.hip is not None:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FLOAT8_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        raise KernelError(
-            f"{name} has compute capability {capability[0]}.{capability[1]} and float8 messages need 8.9 or more; use bfloat16 there"
-        )
-
-
-def _check_buffer(buffer: torch.Tensor, num_bytes: int, device: torch.device) -> None:
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != device:
-        raise KernelError(
-            f"a buffer must be contiguous uint8 of one dimension on {device}, not {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
-        )
-    if buffer.numel() < num_bytes or buffer.data_ptr() % 16:
-        raise KernelError(f"a buffer of {num_bytes} bytes, aligned to 16, is needed, not {buffer.numel()} bytes at {buffer.data_ptr():#x}")
-
-
-def reference_pack(
-    message: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    wires: Sequence[int],
-    scales_offset: int,
-    moved: Sequence[bool],
-) -> None:
-    """What the kernel does, in plain PyTorch; also what graphs are traced with."""
-    for tensor, offset, wire, move in zip(tensors, offsets, wires, moved):
-        if not move or tensor.numel() == 0:
-            continue
-        if wire == Wire.SAME:
-            slot_view(message, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        elif wire == Wire.BFLOAT16:
-            slot_view(message, offset, tensor.shape, torch.bfloat16).copy_(tensor)
-        else:
-            values, scales = quantize(tensor)
-            slot_view(message, offset, values.shape, torch.float8_e4m3fn).copy_(values)
-            slot_view(message, scales_offset + offset // GROUP_ELEMENTS * 4, scales.shape, torch.float32).copy_(scales)
-
-
-def reference_unpack(
-    message: torch.Tensor, targets: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
-) -> None:
-    """What the kernel does, in plain PyTorch; also what graphs are traced with."""
-    for target, offset, wire in zip(targets, offsets, wires):
-        if target.numel() == 0:
-            continue
-        if wire == Wire.BFLOAT16:
-            target.copy_(slot_view(message, offset, target.shape, torch.bfloat16))
-        else:
-            num_groups = -(-target.numel() // GROUP_ELEMENTS)
-            scales = slot_view(message, scales_offset + offset // GROUP_ELEMENTS * 4, (num_groups,), torch.float32)
-            values = slot_view(message, offset, target.shape, torch.float8_e4m3fn).to(torch.float32)
-            target.copy_(values * scales.repeat_interleave(GROUP_ELEMENTS)[: target.numel()].view(target.shape))
-
-
-def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 values [numel] and float32 scales [groups] of ``tensor``, which is not empty."""
-    values = torch.nn.functional.pad(tensor.reshape(-1).to(torch.float32), (0, -tensor.numel() % GROUP_ELEMENTS))
-    groups = values.view(-1, GROUP_ELEMENTS)
-    largest = groups.abs().masked_fill(groups.isnan(), 0.0).amax(dim=1).clamp(min=SMALLEST_MAGNITUDE)
-    scaled = groups * torch.div(torch.full_like(largest, FLOAT8_MAX), largest)[:, None]
-    return scaled.view(-1)[: tensor.numel()].to(torch.float8_e4m3fn), largest * (1.0 / FLOAT8_MAX)
+    return Unpacked(tensors, count_copies(layout, moved, num_launches))
 
 
 def launch_pack(
@@ -342,24 +347,30 @@ def launch_pack(
     tables: RecordTables | None,
     config: LaunchConfig | None = None,
 ) -> int:
-    """Start the kernel on contiguous ``tensors`` where ``moved``, and give the number of launches: one, or none if nothing moves."""
+    """Start the kernel on contiguous ``tensors`` where ``moved``, and give the number of launches: one, or
+    none if nothing moves.
+    """
     config = config or choose_config(message.numel())
-    pointers, numels = tuple([tensor.data_ptr() for tensor in tensors]), tuple([tensor.numel() for tensor in tensors])
+    pointers, numels = (
+        tuple([tensor.data_ptr() for tensor in tensors]),
+        tuple([tensor.numel() for tensor in tensors]),
+    )
     dtypes = tuple([tensor.dtype for tensor in tensors])
 
-    def build() -> np.ndarray:
-        return _records(pointers, numels, dtypes, offsets, wires, moved, config)
+    def build() -> tuple[torch.Tensor, int, int]:
+        table = upload(_records(pointers, numels, dtypes, offsets, wires, moved, config), message.device)
+        return table, table.shape[0], _kind_bits(tuple(wires), dtypes, tuple(moved))
 
-    key = ("pack", config, pointers, numels, dtypes, tuple(offsets), tuple(wires), tuple(moved))
-    table = (tables or RecordTables()).get(key, message.device, build)
-    if table.shape[0] == 0:
+    key = ("pack", config.block, pointers, numels, dtypes, tuple(offsets), tuple(wires), tuple(moved))
+    table, num_chunks, kinds = (tables or RecordTables()).kept(key, message.device, build)
+    if num_chunks == 0:
         return 0
     with on_device(message):
-        _pack_kernel[(table.shape[0],)](
+        _pack_kernel[(num_chunks,)](
             message,
             table,
             scales_offset,
-            kinds=_kind_bits(tuple(wires), dtypes, tuple(moved)),
+            kinds=kinds,
             block=config.block,
             lanes=32 * config.num_warps,
             simulated=SIMULATED,
@@ -378,12 +389,17 @@ def launch_unpack(
     tables: RecordTables | None,
     config: LaunchConfig | None = None,
 ) -> int:
-    """Start the kernel that fills ``targets``, and give the number of launches: one, or none if all are empty."""
+    """Start the kernel that fills ``targets``, and give the number of launches: one, or none if all are
+    empty.
+    """
     config = config or choose_config(message.numel())
     # Relative to the first target: with all of them in one buffer the table serves any buffer.
     first = targets[0].data_ptr()
     places = tuple([target.data_ptr() - first for target in targets])
-    numels, dtypes = tuple([target.numel() for target in targets]), tuple([target.dtype for target in targets])
+    numels, dtypes = (
+        tuple([target.numel() for target in targets]),
+        tuple([target.dtype for target in targets]),
+    )
 
     def build() -> np.ndarray:
         return _records(places, numels, dtypes, offsets, wires, [True] * len(targets), config)
@@ -436,28 +452,3 @@ def _records(
             step = wire_item_bytes(dtype, Wire(wire))
             spans.append(Span(address, offset, numel, _kind(wire, dtype), dtype.itemsize, step, config.block))
     return make_records(spans)
-
-
-@operator("rannc::pack_message", mutates_args=("message",))
-def pack_operator(
-    message: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
-) -> None:
-    """:func:`pack` for graphs, into a given message."""
-    contiguous, moved = [plain_memory(tensor) for tensor in tensors], [True] * len(tensors)
-    _check_float8(wires, message.device)
-    if HAS_TRITON and message.is_cuda and wrap_triton(_pack_kernel) is _pack_kernel:
-        launch_pack(message, contiguous, offsets, wires, scales_offset, moved, None)
-    else:
-        reference_pack(message, contiguous, offsets, wires, scales_offset, moved)
-
-
-@operator("rannc::unpack_message", mutates_args=("targets",))
-def unpack_operator(
-    message: torch.Tensor, targets: Sequence[torch.Tensor], offsets: Sequence[int], wires: Sequence[int], scales_offset: int
-) -> None:
-    """The converting part of :func:`unpack` for graphs, into given contiguous tensors."""
-    _check_float8(wires, message.device)
-    if HAS_TRITON and message.is_cuda and wrap_triton(_unpack_kernel) is _unpack_kernel:
-        launch_unpack(message, targets, offsets, wires, scales_offset, None)
-    else:
-        reference_unpack(message, targets, offsets, wires, scales_offset)

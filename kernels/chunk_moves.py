@@ -2,14 +2,18 @@
 
 In: addresses (int64), a count, dtypes. Each function is Triton code, inlined in a kernel.
 
-Why it is written this way (seen in the code that Triton 3.6 and 3.7 make for sm_80 to sm_100 and gfx942; docs/kernels.md):
-- A load is 128 bits wide only if the compiler can prove alignment, and that its mask changes at multiples of its width. Hence a branch on
-  the address, and a mask against a count that was rounded down; the few elements left over move one by one.
-- Where element sizes differ, 16-byte accesses on both sides would need an exchange through shared memory. Claiming a lesser alignment
-  on the narrow side makes each thread own the same elements on both sides: 16 bytes on the wide one.
-- A loop over masked blocks of several elements per thread makes such an exchange too: one element per access there.
-- `simulated`: the interpreter truncates where a GPU rounds to the nearest even, and its float8 is wrong in several ways; there the bits
-  are made by integer arithmetic.
+Why it is written this way (seen in the code that Triton 3.6 and 3.7 make for sm_80 to sm_100 and gfx942;
+docs/kernels.md):
+- A load is 128 bits wide only if the compiler can prove alignment, and that its mask changes at multiples of
+  its width. Hence a branch on the address, and a mask against a count that was rounded down; the few elements
+  left over move one by one.
+- Where element sizes differ, 16-byte accesses on both sides would need an exchange through shared memory.
+  Claiming a lesser alignment on the narrow side makes each thread own the same elements on both sides: 16
+  bytes on the wide one.
+- A loop over masked blocks of several elements per thread makes such an exchange too: one element per access
+  there.
+- `simulated`: the interpreter truncates where a GPU rounds to the nearest even, and its float8 is wrong in
+  several ways; there the bits are made by integer arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from rannc_backend.kernels.triton_support import jit, tl
 
 @jit
 def cast_to(x, dtype: tl.constexpr, simulated: tl.constexpr):
-    """``x`` (float32 or float64) as ``dtype``, rounded to the nearest even; by way of float32 to 16 bits, as PyTorch does."""
+    """``x`` (float32 or float64) as ``dtype``, rounded to the nearest even; by way of float32 to 16 bits, as
+    PyTorch does.
+    """
     if dtype.primitive_bitwidth == 16:
         x = x.to(tl.float32)
     if dtype == tl.bfloat16:
@@ -75,7 +81,9 @@ def copy_bytes(source, target, count, words: tl.constexpr, lanes: tl.constexpr):
 
 @jit
 def copy_one_by_one(source, target, count, dtype: tl.constexpr, lanes: tl.constexpr):
-    """``count`` items of ``dtype`` between addresses that need not be aligned to more than an item; four loads per thread at a time."""
+    """``count`` items of ``dtype`` between addresses that need not be aligned to more than an item; four
+    loads per thread at a time.
+    """
     from_items, to_items = source.to(tl.pointer_type(dtype)), target.to(tl.pointer_type(dtype))
     first = count * 0 + tl.arange(0, lanes)
     start = count * 0
@@ -98,44 +106,31 @@ def move_elements(
     source,
     target,
     count,
-    factor,
     accumulate,
     from_dtype: tl.constexpr,
     to_dtype: tl.constexpr,
     compute: tl.constexpr,
-    statistics: tl.constexpr,
-    store: tl.constexpr,
     block: tl.constexpr,
     lanes: tl.constexpr,
     simulated: tl.constexpr,
 ):
-    """``count`` elements (at most ``block``) of ``from_dtype``, times ``factor``, to ``to_dtype``; added to what is there on request.
-
-    Gives the sum of squares of what was written and how many of it are infinite or NaN; zeros without ``statistics``.
+    """``count`` elements (at most ``block``) of ``from_dtype`` to ``to_dtype``; added, in ``compute``, to
+    what is there on request.
     """
     from_bytes: tl.constexpr = from_dtype.primitive_bitwidth // 8
     to_bytes: tl.constexpr = to_dtype.primitive_bitwidth // 8
     from_items, to_items = source.to(tl.pointer_type(from_dtype)), target.to(tl.pointer_type(to_dtype))
-    squares = tl.zeros((), dtype=compute)
-    num_bad = tl.zeros((), dtype=tl.int32)
     if ((source | target) & 15) == 0:
-        aligned_from = tl.multiple_of(from_items, 16 * from_bytes // to_bytes if from_bytes < to_bytes else 16)
+        aligned_from = tl.multiple_of(
+            from_items, 16 * from_bytes // to_bytes if from_bytes < to_bytes else 16
+        )
         aligned_to = tl.multiple_of(to_items, 16 * to_bytes // from_bytes if to_bytes < from_bytes else 16)
         vectors = (count >> 3) << 3
-        squares, num_bad = _move_at_once(
-            aligned_from, aligned_to, 0, vectors, factor, accumulate, compute, statistics, store, block, simulated
-        )
+        _move_at_once(aligned_from, aligned_to, 0, vectors, accumulate, compute, block, simulated)
         if vectors < count:
-            more_squares, more_bad = _move_at_once(
-                from_items, to_items, vectors, count, factor, accumulate, compute, statistics, store, 8, simulated
-            )
-            squares += more_squares
-            num_bad += more_bad
+            _move_at_once(from_items, to_items, vectors, count, accumulate, compute, 8, simulated)
     else:
-        squares, num_bad = _move_one_by_one(
-            from_items, to_items, count, factor, accumulate, compute, statistics, store, lanes, simulated
-        )
-    return squares, num_bad
+        _move_one_by_one(from_items, to_items, count, accumulate, compute, lanes, simulated)
 
 
 @jit
@@ -144,22 +139,17 @@ def _move_at_once(
     target,
     start,
     stop,
-    factor,
     accumulate,
     compute: tl.constexpr,
-    statistics: tl.constexpr,
-    store: tl.constexpr,
     block: tl.constexpr,
     simulated: tl.constexpr,
 ):
     offsets = start + tl.arange(0, block)
-    values = _load(source, target, offsets, offsets < stop, factor, accumulate, compute)
-    written = _store(values, target, offsets, offsets < stop, compute, store, simulated)
-    squares = tl.zeros((), dtype=compute)
-    num_bad = tl.zeros((), dtype=tl.int32)
-    if statistics:
-        squares, num_bad = tl.sum(written * written), tl.sum(_is_bad(written))
-    return squares, num_bad
+    inside = offsets < stop
+    values = tl.load(source + offsets, mask=inside, other=0.0).to(compute)
+    if accumulate:
+        values += tl.load(target + offsets, mask=inside, other=0.0).to(compute)
+    _store(values, target, offsets, inside, simulated)
 
 
 @jit
@@ -167,67 +157,36 @@ def _move_one_by_one(
     source,
     target,
     count,
-    factor,
     accumulate,
     compute: tl.constexpr,
-    statistics: tl.constexpr,
-    store: tl.constexpr,
     lanes: tl.constexpr,
     simulated: tl.constexpr,
 ):
     """One element per access, four accesses per thread at a time."""
-    squares_by_lane = tl.zeros((lanes,), dtype=compute)
-    bad_by_lane = tl.zeros((lanes,), dtype=tl.int32)
     first = count * 0 + tl.arange(0, lanes)
     start = count * 0
     while start < count:
         second, third, fourth = first + lanes, first + 2 * lanes, first + 3 * lanes
-        a = tl.load(source + first, mask=first < count, other=0.0)
-        b = tl.load(source + second, mask=second < count, other=0.0)
-        c = tl.load(source + third, mask=third < count, other=0.0)
-        d = tl.load(source + fourth, mask=fourth < count, other=0.0)
+        a = tl.load(source + first, mask=first < count, other=0.0).to(compute)
+        b = tl.load(source + second, mask=second < count, other=0.0).to(compute)
+        c = tl.load(source + third, mask=third < count, other=0.0).to(compute)
+        d = tl.load(source + fourth, mask=fourth < count, other=0.0).to(compute)
         # One branch for all four: with one for each, every access would wait for the one before.
         if accumulate:
             e = tl.load(target + first, mask=first < count, other=0.0)
             f = tl.load(target + second, mask=second < count, other=0.0)
             g = tl.load(target + third, mask=third < count, other=0.0)
             h = tl.load(target + fourth, mask=fourth < count, other=0.0)
-            a_sum, b_sum = a.to(compute) * factor + e.to(compute), b.to(compute) * factor + f.to(compute)
-            c_sum, d_sum = c.to(compute) * factor + g.to(compute), d.to(compute) * factor + h.to(compute)
-        else:
-            a_sum, b_sum, c_sum, d_sum = a.to(compute) * factor, b.to(compute) * factor, c.to(compute) * factor, d.to(compute) * factor
-        a_sum = _store(a_sum, target, first, first < count, compute, store, simulated)
-        b_sum = _store(b_sum, target, second, second < count, compute, store, simulated)
-        c_sum = _store(c_sum, target, third, third < count, compute, store, simulated)
-        d_sum = _store(d_sum, target, fourth, fourth < count, compute, store, simulated)
-        if statistics:
-            squares_by_lane += a_sum * a_sum + b_sum * b_sum + (c_sum * c_sum + d_sum * d_sum)
-            bad_by_lane += _is_bad(a_sum) + _is_bad(b_sum) + _is_bad(c_sum) + _is_bad(d_sum)
+            a, b = a + e.to(compute), b + f.to(compute)
+            c, d = c + g.to(compute), d + h.to(compute)
+        _store(a, target, first, first < count, simulated)
+        _store(b, target, second, second < count, simulated)
+        _store(c, target, third, third < count, simulated)
+        _store(d, target, fourth, fourth < count, simulated)
         first += 4 * lanes
         start += 4 * lanes
-    squares = tl.zeros((), dtype=compute)
-    num_bad = tl.zeros((), dtype=tl.int32)
-    if statistics:
-        squares, num_bad = tl.sum(squares_by_lane), tl.sum(bad_by_lane)
-    return squares, num_bad
 
 
 @jit
-def _load(source, target, offsets, inside, factor, accumulate, compute: tl.constexpr):
-    values = tl.load(source + offsets, mask=inside, other=0.0).to(compute) * factor
-    if accumulate:
-        values += tl.load(target + offsets, mask=inside, other=0.0).to(compute)
-    return values
-
-
-@jit
-def _store(values, target, offsets, inside, compute: tl.constexpr, store: tl.constexpr, simulated: tl.constexpr):
-    written = cast_to(values, target.dtype.element_ty, simulated)
-    if store:
-        tl.store(target + offsets, written, mask=inside)
-    return written.to(compute)
-
-
-@jit
-def _is_bad(values):
-    return tl.where(tl.abs(values) < float("inf"), 0, 1)
+def _store(values, target, offsets, inside, simulated: tl.constexpr):
+    tl.store(target + offsets, cast_to(values, target.dtype.element_ty, simulated), mask=inside)

@@ -1,10 +1,13 @@
-"""Operators by which a backward graph writes parameter gradients where they stay: into views of gradient buckets.
+"""Operators by which a backward graph writes parameter gradients where they stay: into views of gradient
+buckets.
 
-In: a view of a bucket, and what the gradient is made of. Out: nothing; the view holds the sum over the micro-batches so far. The operators
-are registered with torch.library, so they stay visible in graphs, and Inductor keeps them as they are.
+In: a view of a bucket, and what the gradient is made of. Out: nothing; the view holds the sum over the
+micro-batches so far. The operators are registered with torch.library, so they stay visible in graphs, and
+Inductor keeps them as they are.
 
-Terms. The *turn* says what a view holds before: nothing (FIRST) or a sum to add to (LATER). It is a number of the graph, hence not 0 or 1,
-which torch takes for constants. The *listener* is told as soon as a gradient has its last term; it is who reduces the bucket over ranks.
+Terms. The *accumulate* says what a view holds before: nothing (FIRST) or a sum to add to (LATER). It is a
+number of the graph, hence not 0 or 1, which torch takes for constants. The *listener* is told as soon as a
+gradient has its last term; it is who reduces the bucket over ranks.
 """
 
 from __future__ import annotations
@@ -26,27 +29,35 @@ FIRST, LATER = 2, 3
 class Listener(Protocol):
     """Who wants to know that gradients are complete."""
 
-    def made(self, position: int) -> None:
-        """The gradient of parameter `position` (whatever the graph's maker counts) has its last term of this micro-batch."""
+    def all_made(self, positions: Sequence[int]) -> None:
+        """The gradients of parameters `positions` (whatever the graph's maker counts) have their last terms
+        of this micro-batch.
+        """
 
 
-# Graphs hold tensors and numbers only, so who listens is known by who calls: set for the time of one call, by `listening`.
+# Graphs hold tensors and numbers only, so who listens is known by who calls: set for the time of one call, by
+# `listening`.
 _LISTENER: ContextVar[Listener | None] = ContextVar("gradient listener", default=None)
 _TABLES: ContextVar[GradientTables | None] = ContextVar("gradient tables", default=None)
 
 _LIBRARY = torch.library.Library("rannc", "FRAGMENT")
 _LIBRARY.define(
-    "write_product_(Tensor(a!) bucket, int[] size, int[] stride, Tensor left, Tensor right, SymInt turn) -> ()",
+    "write_product_(Tensor(a!) bucket, int[] size, int[] stride, Tensor left, Tensor right, SymInt "
+    "accumulate) -> ()",
     tags=(torch.Tag.flexible_layout,),  # products read either order
 )
-_LIBRARY.define("write_rows_(Tensor(a!) bucket, Tensor index, Tensor rows, int padding_index, SymInt turn) -> ()")
-_LIBRARY.define("write_gradients_(Tensor(a!)[] buckets, Tensor[] gradients, SymInt turn) -> ()")
+_LIBRARY.define(
+    "write_rows_(Tensor(a!) bucket, Tensor index, Tensor rows, int padding_index, SymInt accumulate) -> ()"
+)
+_LIBRARY.define("write_gradients_(Tensor(a!)[] buckets, Tensor[] gradients, SymInt accumulate) -> ()")
 _LIBRARY.define("gradients_made_(Tensor(a!)[] buckets, int[] positions) -> ()")
 
 
 @contextlib.contextmanager
 def listening(listener: Listener, tables: GradientTables | None = None) -> Iterator[None]:
-    """Tell `listener` of gradients that graphs called in this context complete; `tables`: those of the stage whose graphs they are."""
+    """Tell `listener` of gradients that graphs called in this context complete; `tables`: those of the stage
+    whose graphs they are.
+    """
     token, tables_token = _LISTENER.set(listener), _TABLES.set(tables)
     try:
         yield
@@ -55,16 +66,18 @@ def listening(listener: Listener, tables: GradientTables | None = None) -> Itera
         _TABLES.reset(tables_token)
 
 
-def write_product(bucket: Tensor, size: Sequence[int], stride: Sequence[int], left: Tensor, right: Tensor, turn: int) -> None:
+def write_product(
+    bucket: Tensor, size: Sequence[int], stride: Sequence[int], left: Tensor, right: Tensor, accumulate: int
+) -> None:
     """bucket (+)= left @ right, by the matrix product itself: nothing is written beside the bucket.
 
     Args:
-        bucket: a gradient; `size` and `stride` are how its memory looks as the product, [m, n] or [batch, m, n].
-        left, right: [m, k] and [k, n], or with a batch dimension in front.
-        turn: FIRST or LATER.
+        bucket: a gradient; `size` and `stride` are how its memory looks as the product, [m, n] or [batch, m,
+        n]. left, right: [m, k] and [k, n], or with a batch dimension in front.
+        accumulate: FIRST or LATER.
     """
     out = bucket.as_strided(size, stride)
-    if turn == FIRST:
+    if accumulate == FIRST:
         (torch.mm if len(size) == 2 else torch.bmm)(left, right, out=out)
     elif len(size) == 2:
         out.addmm_(left, right)
@@ -72,16 +85,17 @@ def write_product(bucket: Tensor, size: Sequence[int], stride: Sequence[int], le
         out.baddbmm_(left, right)
 
 
-def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, turn: int) -> None:
-    """bucket[index[i]] += rows[i], over all i, as the gradient of an embedding table; only rows that occur are touched after FIRST.
+def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, accumulate: int) -> None:
+    """bucket[index[i]] += rows[i], over all i, as the gradient of an embedding table; only rows that occur
+    are touched after FIRST.
 
     Args:
         bucket: [rows of the table, *features].
         index: integers of any shape; those equal to `padding_index` are left out.
         rows: [*index.shape, *features].
-        turn: FIRST or LATER.
+        accumulate: FIRST or LATER.
     """
-    if turn == FIRST:
+    if accumulate == FIRST:
         bucket.zero_()
     if padding_index >= 0:
         padding = (index == padding_index).reshape(*index.shape, *[1] * (rows.dim() - index.dim()))
@@ -90,18 +104,20 @@ def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, 
 
 
 def can_launch(tensor: Tensor) -> bool:
-    """Whether a kernel can be started where ``tensor`` is, and now: what a CUDA graph records cannot be given a table any more."""
-    return HAS_TRITON and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+    """Whether a kernel can be started where ``tensor`` is."""
+    return HAS_TRITON and tensor.is_cuda
 
 
-def write_gradients(buckets: Sequence[Tensor], gradients: Sequence[Tensor], turn: int) -> None:
-    """buckets[i] (+)= gradients[i], cast where the dtypes differ; on a GPU one launch for those of a dtype."""
+def write_gradients(buckets: Sequence[Tensor], gradients: Sequence[Tensor], accumulate: int) -> None:
+    """buckets[i] (+)= gradients[i], cast where the dtypes differ; on a GPU one launch for those of a
+    dtype.
+    """
     if len(buckets) > 1 and can_launch(buckets[0]):
         tables = _TABLES.get() or GradientTables()
-        if tables.write(buckets, gradients, accumulate=turn == LATER) is not None:
+        if tables.write(buckets, gradients, accumulate=accumulate == LATER) is not None:
             return
     for bucket, gradient in zip(buckets, gradients, strict=True):
-        if turn == FIRST:
+        if accumulate == FIRST:
             bucket.copy_(gradient)
         else:
             bucket.add_(gradient)
@@ -112,8 +128,7 @@ def gradients_made(buckets: Sequence[Tensor], positions: Sequence[int]) -> None:
     del buckets
     listener = _LISTENER.get()
     if listener is not None:
-        for position in positions:
-            listener.made(position)
+        listener.all_made(positions)
 
 
 for _name, _function in (

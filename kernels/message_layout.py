@@ -1,11 +1,14 @@
 """Where each tensor lies in a message.
 
-In: shapes, dtypes and wire formats. Out: byte offsets, sizes, and views of a buffer. Sender and receiver compute the same layout.
+In: shapes, dtypes and wire formats. Out: byte offsets, sizes, and views of a buffer. Sender and receiver
+compute the same layout.
 
-Every tensor starts at a multiple of 128 bytes, so that a view of it is aligned for any kernel. Tensors in FLOAT8 lie first, and behind all
-tensors lies one float32 scale per 128 elements of them: the scale of the elements at byte b is number b / 128.
+Every tensor starts at a multiple of 128 bytes, so that a view of it is aligned for any kernel. Tensors in
+FLOAT8 lie first, and behind all tensors lies one float32 scale per 128 elements of them: the scale of the
+elements at byte b is number b / 128.
 
-Terms. The *wire format* of a tensor is how it travels: SAME (its bytes), BFLOAT16, or FLOAT8 (e4m3 with scales).
+Terms. The *wire format* of a tensor is how it travels: SAME (its bytes), BFLOAT16, or FLOAT8 (e4m3 with
+scales).
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class Wire(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT8 = 2
 
+    __hash__ = int.__hash__  # that of Enum is a function of Python, and tables are found by wires
+
 
 NARROWED = {
     Wire.SAME: (),
@@ -46,8 +51,8 @@ NARROWED = {
 def choose_wires(dtypes: Sequence[torch.dtype], wanted: Wire, *, backward: bool = False) -> tuple[Wire, ...]:
     """The format for each dtype when ``wanted`` is asked for a whole edge.
 
-    Gradients are more delicate than activations and travel as BFLOAT16 where FLOAT8 is wanted. What a format does not make smaller
-    (integers, bool, bfloat16 under BFLOAT16) travels as it is.
+    Gradients are more delicate than activations and travel as BFLOAT16 where FLOAT8 is wanted. What a format
+    does not make smaller (integers, bool, bfloat16 under BFLOAT16) travels as it is.
     """
     if backward and wanted == Wire.FLOAT8:
         wanted = Wire.BFLOAT16
@@ -60,7 +65,9 @@ def wire_item_bytes(dtype: torch.dtype, wire: Wire) -> int:
 
 
 def slot_elements(numel: int, dtype: torch.dtype) -> int:
-    """Elements that a tensor of ``numel`` takes in a flat buffer of ``dtype`` whose next tensor is to be aligned, too."""
+    """Elements that a tensor of ``numel`` takes in a flat buffer of ``dtype`` whose next tensor is to be
+    aligned, too.
+    """
     step = ALIGNMENT_BYTES // dtype.itemsize
     return -(-numel // step) * step
 
@@ -72,7 +79,9 @@ def align(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageLayout:
-    """Shapes, dtypes and wire formats of the tensors of a message, and where they lie in it, in bytes. Made by :func:`plan_message`."""
+    """Shapes, dtypes and wire formats of the tensors of a message, and where they lie in it, in bytes. Made
+    by :func:`plan_message`.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -81,10 +90,17 @@ class MessageLayout:
     scales_offset: int
     num_bytes: int
     output_offsets: tuple[int, ...]
-    """Where each tensor lies when it has been unpacked: in the message if it travels as SAME, else in a buffer for the others."""
+    """Where each tensor lies when it has been unpacked: in the message if it travels as SAME, else in a
+    buffer for the others.
+    """
     output_bytes: int
     wire_bytes: tuple[int, ...]
     """Bytes of each tensor in the message, its scales included."""
+    strides: tuple[tuple[int, ...], ...]
+    """Those of contiguous tensors of these shapes."""
+
+    def __hash__(self) -> int:
+        return hash((self.shapes, self.num_bytes))  # asked for with every message; equal layouts are few
 
     @property
     def is_plain_tensor(self) -> bool:
@@ -96,14 +112,36 @@ class MessageLayout:
         assert self.wires[index] == Wire.SAME, f"tensor {index} travels as {self.wires[index].name}"
         return slot_view(message, self.offsets[index], self.shapes[index], self.dtypes[index])
 
+    def views(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """All tensors of ``message``, which must travel as SAME; no copy."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        found = []
+        for index, (offset, shape, dtype) in enumerate(zip(self.offsets, self.shapes, self.dtypes)):
+            if dtype not in typed and message.numel() % dtype.itemsize == 0:
+                typed[dtype] = message.view(dtype)
+            if dtype in typed and self.wires[index] == Wire.SAME:
+                whole = typed[dtype]
+                found.append(
+                    whole.as_strided(
+                        shape, self.strides[index], whole.storage_offset() + offset // dtype.itemsize
+                    )
+                )
+            else:
+                found.append(self.view(message, index))
+        return found
+
 
 def slot_view(message: torch.Tensor, offset: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of ``shape`` and ``dtype`` in the memory of ``message`` (uint8, one dimension) from byte ``offset`` on."""
+    """A tensor of ``shape`` and ``dtype`` in the memory of ``message`` (uint8, one dimension) from byte
+    ``offset`` on.
+    """
     size = math.prod(shape) * dtype.itemsize
     return message[offset : offset + size].view(dtype).view(tuple(shape))
 
 
-def plan_message(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], wires: Sequence[Wire] | None = None) -> MessageLayout:
+def plan_message(
+    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], wires: Sequence[Wire] | None = None
+) -> MessageLayout:
     """The layout of a message. ``wires``: one format per tensor, all SAME if left out.
 
     Raises KernelError for a format that does not fit a dtype.
@@ -114,11 +152,16 @@ def plan_message(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], wires: 
 
 # The same few messages are sent in every step.
 @functools.lru_cache(maxsize=1024)
-def _planned(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], wires: tuple[Wire, ...]) -> MessageLayout:
+def _planned(
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], wires: tuple[Wire, ...]
+) -> MessageLayout:
     for index, (dtype, wire) in enumerate(zip(dtypes, wires, strict=True)):
         if wire != Wire.SAME and dtype not in NARROWED[wire]:
             fitting = ", ".join(map(str, NARROWED[wire]))
-            raise KernelError(f"tensor {index} of a message is {dtype}, which cannot travel as {wire.name}: that is for {fitting}")
+            raise KernelError(
+                f"tensor {index} of a message is {dtype}, which cannot travel as {wire.name}: that is for "
+                f"{fitting}"
+            )
     offsets = [0] * len(shapes)
     end = num_groups = 0
     # A stable sort: FLOAT8 first, otherwise in the order given.
@@ -148,16 +191,25 @@ def _planned(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...
         output_offsets=tuple(output_offsets),
         output_bytes=output_bytes,
         wire_bytes=tuple(sizes),
+        strides=tuple(map(_strides, shapes)),
     )
 
 
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([math.prod(shape[place + 1 :]) for place in range(len(shape))])
+
+
 def message_offsets(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> tuple[tuple[int, ...], int]:
-    """Byte offset of each tensor in a message where all travel as they are, and the message's size in bytes."""
+    """Byte offset of each tensor in a message where all travel as they are, and the message's size in
+    bytes.
+    """
     layout = plan_message(shapes, dtypes)
     return layout.offsets, layout.num_bytes
 
 
-def message_views(message: torch.Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+def message_views(
+    message: torch.Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
     """Views into ``message`` (uint8, one dimension) of the tensors packed there, all as they are."""
     layout = plan_message(shapes, dtypes)
     return [layout.view(message, index) for index in range(len(shapes))]

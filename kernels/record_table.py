@@ -1,10 +1,12 @@
-"""The work list of a kernel in device memory: one record per chunk, so that one launch serves any number of tensors of any size.
+"""The work list of a kernel in device memory: one record per chunk, so that one launch serves any number of
+tensors of any size.
 
-In: addresses, offsets, sizes and kinds of tensors. Out: an int64 tensor [chunks, 4] of (address, offset, count, kind), kept while the
-addresses stay. Copies are counted in a `CopyReport`.
+In: addresses, offsets, sizes and kinds of tensors. Out: an int64 tensor [chunks, 4] of (address, offset,
+count, kind), kept while the addresses stay. Copies are counted in a `CopyReport`.
 
-Terms. A *chunk* is what one program of a kernel moves. `address` is absolute, `offset` counts bytes from the start of the message or
-bucket, so a table serves every message with the same layout. `kind` says what happens to the chunk; each kernel has its own.
+Terms. A *chunk* is what one program of a kernel moves. `address` is absolute, `offset` counts bytes from the
+start of the message or bucket, so a table serves every message with the same layout. `kind` says what happens
+to the chunk; each kernel has its own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Kept = TypeVar("Kept")
 
 
 class KernelError(ValueError):
-    """Tensors, formats or a device that a kernel refuses. The message is one sentence that says which, and what to do."""
+    """Tensors, formats or a device that a kernel refuses. The message is one sentence that says which, and
+    what to do.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,9 @@ class CopyReport:
     bytes_copied: int = 0
     """Bytes written by kernels or copies."""
     bytes_without_copy: int = 0
-    """Bytes that were where they belong already: views, single tensors sent as they are, tensors made in place."""
+    """Bytes that were where they belong already: views, single tensors sent as they are, tensors made in
+    place.
+    """
     launches: int = 0
     """Kernels started on a device; on a CPU, copies made."""
 
@@ -74,14 +80,19 @@ class Span:
 
 
 def make_records(spans: Sequence[Span]) -> np.ndarray:
-    """One int64 row (address, offset, count, kind) per chunk of ``spans``, in order; empty spans have none."""
+    """One int64 row (address, offset, count, kind) per chunk of ``spans``, in order; empty spans have
+    none.
+    """
     return record_template(spans)[0]
 
 
 def record_template(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of `make_records`, and the number of the span that each is of: tables of equal spans elsewhere differ by a sum."""
+    """The rows of `make_records`, and the number of the span that each is of: tables of equal spans elsewhere
+    differ by a sum.
+    """
     columns = np.array(
-        [(s.address, s.offset, s.count, s.kind, s.address_step, s.offset_step, s.chunk) for s in spans], dtype=np.int64
+        [(s.address, s.offset, s.count, s.kind, s.address_step, s.offset_step, s.chunk) for s in spans],
+        dtype=np.int64,
     ).reshape(-1, 7)
     address, offset, count, kind, address_step, offset_step, chunk = columns.T
     num_chunks = -(-count // chunk)
@@ -101,49 +112,45 @@ def upload(records: np.ndarray, device: torch.device) -> torch.Tensor:
     table = torch.from_numpy(records)
     if device.type != "cuda":
         return table
-    if torch.cuda.is_current_stream_capturing():
-        raise KernelError("a record table was needed for the first time during the capture of a CUDA graph; run the step once before")
     return table.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(slots=True)
 class RecordTables:
-    """Tables on the device (or what holds one), found again by addresses. Whoever packs owns one of these; it belongs to one device.
+    """Tables on the device (or what holds one), found again by addresses. Whoever packs owns one of these; it
+    belongs to one device.
 
-    At most ``capacity`` tables are kept, the ones used last; those that a CUDA graph was captured with are kept for good: it reads them.
+    At most ``capacity`` tables are kept, the ones used last.
     """
 
     capacity: int = 16
     num_built: int = 0
     _tables: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
-    _captured: dict[Hashable, Any] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Drop all tables but those of CUDA graphs."""
+        """Drop all tables."""
         self._tables.clear()
 
     def get(self, key: Hashable, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
-        """The table of ``key``, which must hold everything that ``build`` depends on; built and uploaded when it is not here."""
+        """The table of ``key``, which must hold everything that ``build`` depends on; built and uploaded when
+        it is not here.
+        """
         return self.kept(key, device, lambda: upload(build(), device))
 
     def kept(self, key: Hashable, device: torch.device, make: Callable[[], Kept]) -> Kept:
-        """What ``make`` gave for ``key``, which must hold everything that it depends on; made and uploaded when it is not here."""
-        capturing = False
+        """What ``make`` gave for ``key``, which must hold everything that it depends on; made and uploaded
+        when it is not here.
+        """
         if device.type == "cuda":
             # A table uploaded on one stream may not have arrived when another one reads it.
             key = (key, torch.cuda.current_stream(device).cuda_stream)
-            capturing = torch.cuda.is_current_stream_capturing()
         table = self._tables.get(key)
-        if table is None:
-            table = self._captured.get(key)
         if table is None:
             table = make()
             self.num_built += 1
             if len(self._tables) >= self.capacity:
                 self._tables.popitem(last=False)
             self._tables[key] = table
-        elif key in self._tables:
+        else:
             self._tables.move_to_end(key)
-        if capturing:
-            self._captured[key] = table
         return table

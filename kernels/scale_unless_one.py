@@ -1,7 +1,9 @@
-"""Scales flat buffers in place by a number that is on the device, and touches no memory when that number is 1.
+"""Scales flat buffers in place by a number that is on the device, and touches no memory when that number is
+1.
 
-In: contiguous floating buffers of one dimension, a scale of one element on their device. Out: ``buffer *= scale``. The host must not read
-the scale, which nearly always is 1: a plain multiplication would read and write all gradients once a step for nothing.
+In: contiguous floating buffers of one dimension, a scale of one element on their device. Out: ``buffer *=
+scale``. The host must not read the scale, which nearly always is 1: a plain multiplication would read and
+write all gradients once a step for nothing.
 
 The product is formed in float32 (float64 for a float64 buffer) and rounded once.
 """
@@ -16,13 +18,15 @@ from rannc_backend.kernels.triton_support import HAS_TRITON, jit, on_device, tl
 
 BLOCK = 4096
 """Elements that a program scales at a time."""
-MOST_PROGRAMS = 1024
+MAX_PROGRAMS = 1024
 NUM_WARPS = 8
 
 
 @jit
 def _scale_kernel(values, scale, num_values, wide: tl.constexpr, block: tl.constexpr):
-    """Each program scales every ``num_programs``-th block, the first also the few elements that are left over."""
+    """Each program scales every ``num_programs``-th block, the first also the few elements that are left
+    over.
+    """
     factor = tl.load(scale).to(tl.float64 if wide else tl.float32)
     if factor != 1.0:
         # A mask that changes at multiples of 16 elements lets accesses have 128 bits.
@@ -56,7 +60,7 @@ def scale_unless_one(buffers: Sequence[torch.Tensor], scale: torch.Tensor) -> No
 
 
 def _launch(buffer: torch.Tensor, scale: torch.Tensor) -> None:
-    grid = (min(-(-buffer.numel() // BLOCK), MOST_PROGRAMS),)
+    grid = (min(-(-buffer.numel() // BLOCK), MAX_PROGRAMS),)
     wide = buffer.dtype == torch.float64
     with on_device(buffer):
         _scale_kernel[grid](buffer, scale, buffer.numel(), wide=wide, block=BLOCK, num_warps=NUM_WARPS)

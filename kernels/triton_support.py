@@ -1,16 +1,17 @@
 """Triton where it is installed, and what the kernel files need to live without it.
 
-Out: `triton`, `tl` and `jit`, which leaves a function as it is where there is no Triton; nothing can be launched then and the
-plain-PyTorch references do the work. `SIMULATED` is true in Triton's interpreter (TRITON_INTERPRET=1), whose casts round otherwise than
-a GPU does. `operator` registers a function under a name in torch's dispatcher.
+Out: `triton`, `tl` and `jit`, which leaves a function as it is where there is no Triton; nothing can be
+launched then and the plain-PyTorch references do the work. `SIMULATED` is true in Triton's interpreter
+(TRITON_INTERPRET=1), whose casts round otherwise than a GPU does.
 
-Terms. A *kernel* is a function decorated with `jit`; a *launcher* starts it on tensors of a GPU; a *reference* does the same with PyTorch.
+Terms. A *kernel* is a function decorated with `jit`; a *launcher* starts it on tensors of a GPU; a
+*reference* does the same with PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,19 +43,3 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Makes the device of ``tensor`` the current one, where kernels start."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def operator(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..., None]], Any]:
-    """Register a function, which also serves as its own description of shapes and types, as ``torch.ops.<name>``.
-
-    With Triton it is a `torch.library.triton_op`: AOTAutograd traces through it. Without, a custom operator that a graph calls as it is.
-    """
-
-    def register(function: Callable[..., None]) -> Any:
-        if HAS_TRITON:
-            return torch.library.triton_op(name, mutates_args=mutates_args)(function)
-        registered = torch.library.custom_op(name, mutates_args=mutates_args)(function)
-        registered.register_fake(function)
-        return registered
-
-    return register

@@ -1,0 +1,1 @@
+"""Rewrites of FX graphs that know neither plans nor ranks."""

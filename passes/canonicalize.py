@@ -3,14 +3,15 @@
 In: a functional ATen graph with `meta["val"]`. Out: the same computation in which
 - tensor constants are gone where an operator can make them (`aten.full`),
 - no operator does nothing but name other strides for the same elements,
-- operators that stand for in-place ones (`aten.copy`, random fills, writing a slice) are differentiable, for complex numbers too,
+- operators that stand for in-place ones (`aten.copy`, random fills, writing a slice) are differentiable, for
+  complex numbers too,
 - there are no assertions, and nothing is computed that no output needs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,9 +26,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class FoldConstants(GraphPass):
-    """Replace constants of one repeated value by `aten.full`, and leave empty ones out of `aten.cat`."""
+    """Replace constants of one repeated value by `aten.full`, also where they are made in the shape of another
+    value, and leave empty ones out of `aten.cat`.
+
+    The ones that autograd begins with have the shape of a sum over the batch, and nothing of its value.
+    """
 
     name: ClassVar[str] = "fold_constants"
+    requires: ClassVar[frozenset[str]] = frozenset({"no_assertions"})
+    provides: ClassVar[frozenset[str]] = frozenset({"constants_folded"})
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
@@ -37,6 +44,8 @@ class FoldConstants(GraphPass):
                 graph.erase_node(node)
             elif node.target is aten.cat.default:
                 _drop_empty_parts(graph, node)
+            elif node.target in _LIKE:
+                _fill_like(graph, node)
         graph.eliminate_dead_code()
         for node in list(graph.nodes):
             if node.op == "get_attr":
@@ -46,12 +55,16 @@ class FoldConstants(GraphPass):
 
 @dataclass(frozen=True, slots=True)
 class EraseRestriding(GraphPass):
-    """Erase `aten.as_strided` that gives its operand's elements at their places: strides of dimensions of size 1 mean nothing.
+    """Erase `aten.as_strided` that gives its operand's elements at their places: strides of dimensions of
+    size 1 mean nothing.
 
-    torch's own pooling to one element uses it on channels-last operands, and what it does to rows of a batch could not be known.
+    torch's own pooling to one element uses it on channels-last operands, and what it does to rows of a batch
+    could not be known.
     """
 
     name: ClassVar[str] = "erase_restriding"
+    requires: ClassVar[frozenset[str]] = frozenset({"functional"})
+    provides: ClassVar[frozenset[str]] = frozenset({"no_restriding"})
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         for node in graph_module.graph.find_nodes(op="call_function", target=aten.as_strided.default):
@@ -66,10 +79,14 @@ class EraseAssertions(GraphPass):
     """Erase run-time assertions: they hold no value, and stages would have to carry their operands."""
 
     name: ClassVar[str] = "erase_assertions"
+    requires: ClassVar[frozenset[str]] = frozenset({"functional"})
+    provides: ClassVar[frozenset[str]] = frozenset({"no_assertions"})
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         for node in reversed(list(graph_module.graph.nodes)):
-            if node.op == "call_function" and _name(node.target).startswith(("aten::_assert", "aten::sym_constrain")):
+            if node.op == "call_function" and _name(node.target).startswith(
+                ("aten::_assert", "aten::sym_constrain")
+            ):
                 graph_module.graph.erase_node(node)
         graph_module.graph.eliminate_dead_code()
         return graph_module
@@ -77,13 +94,15 @@ class EraseAssertions(GraphPass):
 
 @dataclass(frozen=True, slots=True)
 class DifferentiableFills(GraphPass):
-    """Give operators that overwrite a tensor a derivative: `y.copy_(x)` is x in y's shape, `y.normal_()` needs no y.
+    """Give operators that overwrite a tensor a derivative: `y.copy_(x)` is x in y's shape, `y.normal_()`
+    needs no y.
 
     torch knows derivatives for the in-place spellings only.
     """
 
     name: ClassVar[str] = "differentiable_fills"
-    provides: ClassVar[frozenset[str]] = frozenset({"differentiable"})
+    requires: ClassVar[frozenset[str]] = frozenset({"functional"})
+    provides: ClassVar[frozenset[str]] = frozenset({"differentiable_fills"})
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         graph = graph_module.graph
@@ -95,7 +114,9 @@ class DifferentiableFills(GraphPass):
                 graph.erase_node(node)
             elif node.target in _RANDOM_FILLS:
                 with graph.inserting_before(node):
-                    detached = _call(graph, aten.detach.default, (node.args[0],), node, node.args[0].meta["val"])
+                    detached = _call(
+                        graph, aten.detach.default, (node.args[0],), node, node.args[0].meta["val"]
+                    )
                 node.args = (detached, *node.args[1:])
         graph.eliminate_dead_code()
         return graph_module
@@ -103,31 +124,56 @@ class DifferentiableFills(GraphPass):
 
 @dataclass(frozen=True, slots=True)
 class ComplexScatters(GraphPass):
-    """Write slices of complex tensors as pairs of real numbers: torch knows the derivative of `aten.slice_scatter` for those only.
+    """Write slices of complex tensors as pairs of real numbers: torch knows the derivative of
+    `aten.slice_scatter` for those only.
 
-    A model that writes `out[:, :k] = z` does not have this operator, whose in-place spelling has a derivative: it stands for that.
+    A model that writes `out[:, :k] = z` does not have this operator, whose in-place spelling has a
+    derivative: it stands for that.
     """
 
     name: ClassVar[str] = "complex_scatters"
-    provides: ClassVar[frozenset[str]] = frozenset({"differentiable"})
+    requires: ClassVar[frozenset[str]] = frozenset({"functional"})
+    provides: ClassVar[frozenset[str]] = frozenset({"differentiable_scatters"})
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         for node in list(graph_module.graph.nodes):
             if node.target in _SCATTERS and node.meta["val"].is_complex():
-                inline(node, trace_function(functools.partial(_scatter_pairs, node.target), node.args, node.kwargs))
+                inline(
+                    node,
+                    trace_function(functools.partial(_scatter_pairs, node.target), node.args, node.kwargs),
+                )
         return graph_module
 
 
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default)
 _RANDOM_FILLS = (aten.normal_functional.default, aten.bernoulli.p, aten.bernoulli.Tensor)
 
+_LIKE: Mapping[Any, int | None] = {
+    aten.ones_like.default: 1,
+    aten.zeros_like.default: 0,
+    aten.full_like.default: None,
+}
+
 #: In this order; `run_passes(graph_module, CANONICALIZE)`.
-CANONICALIZE: Sequence[GraphPass] = (EraseAssertions(), EraseRestriding(), FoldConstants(), DifferentiableFills(), ComplexScatters())
+CANONICALIZE: Sequence[GraphPass] = (
+    EraseAssertions(),
+    EraseRestriding(),
+    FoldConstants(),
+    DifferentiableFills(),
+    ComplexScatters(),
+)
+#: What holds for a traced graph, and what for one that has become canonical.
+TRACED = frozenset({"functional"})
+CANONICAL = TRACED.union(*(item.provides for item in CANONICALIZE))
 
 
-def _scatter_pairs(operator: Any, value: torch.Tensor, source: torch.Tensor, *places: Any, **named: Any) -> torch.Tensor:
+def _scatter_pairs(
+    operator: Any, value: torch.Tensor, source: torch.Tensor, *places: Any, **named: Any
+) -> torch.Tensor:
     """`operator` on real and imaginary parts, which are the last dimension then."""
-    options = {argument.name: default for argument, default in zip(operator._schema.arguments[2:], places)} | named
+    options = {
+        argument.name: default for argument, default in zip(operator._schema.arguments[2:], places)
+    } | named
     for name, given in options.items():
         if name.startswith("dim") and given < 0:
             options[name] = given + value.dim()
@@ -147,7 +193,9 @@ def _has_the_elements_of(value: torch.Tensor, operand: torch.Tensor) -> bool:
     """Whether a view of `operand` differs in strides that mean nothing at most."""
 
     def meaning(tensor: torch.Tensor) -> list[tuple[str, str]]:
-        places = [(str(size), str(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        places = [
+            (str(size), str(stride)) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
         return [(size, "" if size == "1" else stride) for size, stride in places]
 
     return meaning(value) == meaning(operand) and str(value.storage_offset()) == str(operand.storage_offset())
@@ -170,8 +218,24 @@ def _drop_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
     if str(part.meta["val"].stride()) != str(value.stride()):
         # Views of the result were chosen for the layout that cat gave it.
         with graph.inserting_before(node):
-            part = _call(graph, aten.clone.default, (part,), node, value, memory_format=torch.contiguous_format)
+            part = _call(
+                graph, aten.clone.default, (part,), node, value, memory_format=torch.contiguous_format
+            )
     node.replace_all_uses_with(part)
+    graph.erase_node(node)
+
+
+def _fill_like(graph: fx.Graph, node: fx.Node) -> None:
+    """Only of known sizes: in the shape of rows an operator knows best what it makes."""
+    value = node.meta["val"]
+    if not all(isinstance(size, int) for size in value.shape) or not value.is_contiguous():
+        return
+    number = node.args[1] if _LIKE[node.target] is None else _LIKE[node.target]
+    with graph.inserting_before(node):
+        arguments: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        full = graph.call_function(aten.full.default, (list(value.shape), number), arguments)
+    full.meta.update(node.meta)
+    node.replace_all_uses_with(full)
     graph.erase_node(node)
 
 
@@ -188,8 +252,10 @@ def _fill_constant(graph_module: fx.GraphModule, node: fx.Node) -> None:
     if not bool((value == first).all()):
         return
     with graph_module.graph.inserting_before(node):
-        arguments = {"dtype": value.dtype, "device": value.device}
-        full = graph_module.graph.call_function(aten.full.default, (list(value.shape), first.item()), arguments)
+        arguments: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        full = graph_module.graph.call_function(
+            aten.full.default, (list(value.shape), first.item()), arguments
+        )
     full.meta.update(node.meta)
     node.replace_all_uses_with(full)
     graph_module.graph.erase_node(node)
@@ -197,7 +263,9 @@ def _fill_constant(graph_module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _broadcast_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The values of `aten.copy(like, source)`: source in the type, shape and (contiguous) layout of `like`."""
+    """The values of `aten.copy(like, source)`: source in the type, shape and (contiguous) layout of
+    `like`.
+    """
     like, source = node.args[0], node.args[1]
     assert isinstance(like, fx.Node) and isinstance(source, fx.Node), "aten.copy takes two tensors"
     value, target = source.meta["val"], node.meta["val"]
@@ -205,9 +273,13 @@ def _broadcast_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
         value = value.to(dtype=target.dtype, device=target.device)
         kwargs = {"dtype": target.dtype, "device": target.device}
         source = _call(graph, aten._to_copy.default, (source,), node, value, **kwargs)
-    if len(value.shape) != len(target.shape) or any(str(a) != str(b) for a, b in zip(value.shape, target.shape)):
+    if len(value.shape) != len(target.shape) or any(
+        str(a) != str(b) for a, b in zip(value.shape, target.shape)
+    ):
         sizes = [
-            _call(graph, aten.sym_size.int, (like, dim), node, size) if isinstance(size, torch.SymInt) else size
+            _call(graph, aten.sym_size.int, (like, dim), node, size)
+            if isinstance(size, torch.SymInt)
+            else size
             for dim, size in enumerate(target.shape)
         ]
         value = value.expand(target.shape)
@@ -215,7 +287,9 @@ def _broadcast_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return _call(graph, aten.clone.default, (source,), node, target, memory_format=torch.contiguous_format)
 
 
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, value: object, **kwargs: Any) -> fx.Node:
+def _call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, value: object, **kwargs: Any
+) -> fx.Node:
     """A new call with the user's line of `origin` and the value `value`."""
     node = graph.call_function(target, args, kwargs)
     node.meta.update({**origin.meta, "val": value})

@@ -12,12 +12,14 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.graph_queries import nodes_behind, output_values
-
-from .tracing import inline_value, trace_function
+from rannc_backend.passes.pipeline import facts_of, with_facts
+from rannc_backend.passes.tracing import inline_value, trace_function
 
 
 class GraphBuilder:
-    """A graph in the making. A copied node keeps its metadata, and its name as long as nothing was traced into the graph."""
+    """A graph in the making. A copied node keeps its metadata, and its name as long as nothing was traced
+    into the graph.
+    """
 
     def __init__(self, source: fx.GraphModule) -> None:
         self.source = source
@@ -29,7 +31,7 @@ class GraphBuilder:
 
     @staticmethod
     def copy_of(source: fx.GraphModule) -> fx.GraphModule:
-        """A copy of the whole graph: same names, same metadata, constants shared."""
+        """A copy of the whole graph: same names, same metadata, same facts, constants shared."""
         builder = GraphBuilder(source)
         for node in source.graph.nodes:
             if node.op == "placeholder":
@@ -37,7 +39,8 @@ class GraphBuilder:
             elif node.op != "output":
                 builder.copy(node)
         outputs = output_values(source.graph)
-        return builder.finish([builder.find(item) if isinstance(item, fx.Node) else item for item in outputs])
+        copy = builder.finish([builder.find(item) if isinstance(item, fx.Node) else item for item in outputs])
+        return with_facts(copy, facts_of(source))
 
     def find(self, node: fx.Node) -> fx.Node | None:
         return self._copies.get(node)
@@ -63,7 +66,8 @@ class GraphBuilder:
 
     def copy(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
-            _set_attribute(self.module, node.target, getattr(self.source, node.target))
+            name = str(node.target)
+            _set_attribute(self.module, name, getattr(self.source, name))
         made = self.graph.node_copy(node, self._copies.__getitem__)
         assert made.name == node.name or self._has_traced, f"name {node.name} is taken"
         self._copies[node] = made
@@ -80,7 +84,6 @@ class GraphBuilder:
 
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
-        self.graph.lint()
         self.module.recompile()
         return self.module
 

@@ -1,7 +1,7 @@
 """Read-only questions about a graph that several passes ask.
 
-In: an `fx.Graph` or its nodes. Out: nodes. Nothing here changes a graph. Term: a node lies *behind* another when the other's
-value is computed from it.
+In: an `fx.Graph` or its nodes. Out: nodes. Nothing here changes a graph. Term: a node lies *behind* another
+when the other's value is computed from it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -24,8 +25,32 @@ def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def nodes_behind(nodes: Iterable[fx.Node], *, stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """The given nodes and all that lie behind them; nothing that lies only behind nodes of which `stop` is true."""
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, for whoever knows the operator: its schema says what they are, the type that
+    fx gives all arguments does not.
+    """
+    return node.args
+
+
+def overload_of(node: fx.Node) -> OpOverload:
+    """The operator that a node calls, with its schema."""
+    assert isinstance(node.target, OpOverload), f"{node} calls no operator of torch's dispatcher"
+    return node.target
+
+
+def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
+    """The mode that the first tensor among the nodes' values, all of them fake, belongs to."""
+    values = (node.meta["val"] for node in nodes)
+    tensor: Any = next(value for value in values if isinstance(value, Tensor))
+    return tensor.fake_mode
+
+
+def nodes_behind(
+    nodes: Iterable[fx.Node], *, stop: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """The given nodes and all that lie behind them; nothing that lies only behind nodes of which `stop` is
+    true.
+    """
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -38,8 +63,8 @@ def nodes_behind(nodes: Iterable[fx.Node], *, stop: Callable[[fx.Node], bool] = 
 
 
 def nearest_node(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The wanted node that belongs closest to `node`: the first of the same module of the user's, else the one with the
-    fewest edges between them, in either direction; None where no path leads to one."""
+    """The wanted node that belongs closest to `node`: the first of the same module of the user's, else the
+    one with the fewest edges between them, in either direction; None where no path leads to one."""
     path = node.meta.get("module_path", "")
     if path and node.op != "placeholder":
         for other in node.graph.nodes:

@@ -1,7 +1,8 @@
 """Fake values whose sizes are plain numbers: for questions whose answer does not depend on the batch size.
 
-In: values over a symbolic batch size. Out: the same at its hint, under a fake mode of their own. Operators on them take a third of the
-time that they take over symbols, and bind no symbol to anything. (Torch's own: fake modes and a symbol's hint, seen on 2.11.0 and 2.13.0.)
+In: values over a symbolic batch size. Out: the same at its hint, under a fake mode of their own. Operators on
+them take a third of the time that they take over symbols, and bind no symbol to anything. (Torch's own: fake
+modes and a symbol's hint, seen on 2.11.0 and 2.13.0.)
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ def plain_mode() -> FakeTensorMode:
 
 
 def at_hint(value: Any, mode: FakeTensorMode) -> Any:
-    """A tensor like `value` with memory of its own and without gradient, under `mode`; a number; a tuple or list of them."""
+    """A tensor like `value` with memory of its own and without gradient, under `mode`; a number; a tuple or
+    list of them.
+    """
     if isinstance(value, (tuple, list)):
         return type(value)(at_hint(item, mode) for item in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value.node.hint
     if not isinstance(value, torch.Tensor):
         return value
-    sizes, strides = ([at_hint(number, mode) for number in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = (
+        [at_hint(number, mode) for number in numbers] for numbers in (value.shape, value.stride())
+    )
     with mode, torch.no_grad():
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 

@@ -1,7 +1,7 @@
 """Put what a Python function does on tensors into a graph, in place of a node.
 
-In: a node with fake values, and a function of its arguments. Out: the function's ATen operators, traced over the same symbolic
-sizes, as an inner graph or inlined before the node with the node's own metadata.
+In: a node with fake values, and a function of its arguments. Out: the function's ATen operators, traced over
+the same symbolic sizes, as an inner graph or inlined before the node with the node's own metadata.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rannc_backend.passes.graph_queries import placeholders
+from rannc_backend.passes.graph_queries import arguments_of, placeholders
 
 
 @dataclass(frozen=True, slots=True)
 class InnerGraph:
-    """A traced function: `placeholders[i]` stands for the outer node `arguments[i]`; outputs are nodes, constants or None."""
+    """A traced function: `placeholders[i]` stands for the outer node `arguments[i]`; outputs are nodes,
+    constants or None.
+    """
 
     module: fx.GraphModule
     placeholders: tuple[fx.Node, ...]
@@ -58,9 +60,11 @@ def trace_function(function: Callable[..., Any], args: Any, kwargs: Mapping[str,
 
 @contextlib.contextmanager
 def symbolic_sizes(values: Sequence[Any]) -> Iterator[None]:
-    """Run operators on fake values so that sizes stay symbolic; AssertionError if an operator fixed one to a number.
+    """Run operators on fake values so that sizes stay symbolic; AssertionError if an operator fixed one to a
+    number.
 
-    Without the Python dispatcher some factories (arange) read the batch size as a number, for good and for all values.
+    Without the Python dispatcher some factories (arange) read the batch size as a number, for good and for
+    all values.
     """
     mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
     before = dict(mode.shape_env.replacements) if mode is not None else {}
@@ -73,14 +77,17 @@ def symbolic_sizes(values: Sequence[Any]) -> Iterator[None]:
 
 def trace_decomposition(node: fx.Node) -> InnerGraph | None:
     """What an operator is made of, by torch's table of decompositions; None if it is not in there."""
-    function = decomposition_table.get(node.target)
+    target: Any = node.target  # also what is no operator, and then not in the table
+    function = decomposition_table.get(target)
     if function is None:
         return None
     return trace_function(function, node.args, node.kwargs)
 
 
 def inline(node: fx.Node, inner: InnerGraph) -> list[fx.Node]:
-    """Replace `node` by the nodes of `inner`; gives the new nodes. The node's elements are replaced one by one if it is a tuple."""
+    """Replace `node` by the nodes of `inner`; gives the new nodes. The node's elements are replaced one by
+    one if it is a tuple.
+    """
     graph = node.graph
     copies: dict[fx.Node, fx.Node] = dict(zip(inner.placeholders, inner.arguments))
     new_nodes: list[fx.Node] = []
@@ -100,7 +107,7 @@ def inline(node: fx.Node, inner: InnerGraph) -> list[fx.Node]:
     else:
         for user in list(node.users):
             assert user.target is operator.getitem, f"{user} uses the tuple {node} as a whole"
-            user.replace_all_uses_with(outputs[user.args[1]])
+            user.replace_all_uses_with(outputs[arguments_of(user)[1]])
             graph.erase_node(user)
     graph.erase_node(node)
     # what nobody uses goes at once, so that no later pass refuses it
@@ -135,7 +142,7 @@ def _copy_attribute(graph: fx.Graph, module: fx.GraphModule, item: fx.Node) -> f
     while hasattr(owner, f"_inlined_constant{number}"):
         number += 1
     name = f"_inlined_constant{number}"
-    value = getattr(module, item.target)
+    value = getattr(module, str(item.target))
     if isinstance(value, torch.Tensor):
         owner.register_buffer(name, value, persistent=False)
     else:

@@ -1,6 +1,8 @@
-"""rannc_backend: `torch.compile(model, backend="rannc")` trains over pipeline stages and data-parallel replicas.
+"""rannc_backend: `torch.compile(model, backend="rannc")` trains over pipeline stages and data-parallel
+replicas.
 
-Importing this package imports neither torch.distributed nor mpi4py: the public names below load when first used.
+Importing this package imports neither torch.distributed nor mpi4py: the public names below load when first
+used.
 """
 
 from __future__ import annotations
@@ -12,49 +14,49 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it.
 _HOMES = {
-    "all_gather": "rannc_backend.tensor_coll",
-    "allreduce_grads": "rannc_backend.module",
-    "barrier": "rannc_backend.module",
+    "all_gather": "rannc_backend.pyrannc.tensor_coll",
+    "allreduce_grads": "rannc_backend.api.functions",
+    "barrier": "rannc_backend.api.functions",
     "CheckpointReader": "rannc_backend.checkpoint.reader",
-    "clear": "rannc_backend.module",
-    "clip_grad_norm_": "rannc_backend.module",
-    "Config": "rannc_backend.config",
-    "delay_grad_allreduce": "rannc_backend.module",
-    "DistributeModelParams": "rannc_backend.model_recording",
-    "get_dist_param_range": "rannc_backend.tensor_coll",
-    "get_dist_param_segment": "rannc_backend.tensor_coll",
-    "get_param": "rannc_backend.module",
-    "get_param_grad": "rannc_backend.module",
-    "get_rank": "rannc_backend.module",
-    "get_world_size": "rannc_backend.module",
-    "is_held": "rannc_backend.module",
-    "keep_graph": "rannc_backend.module",
-    "latest_checkpoint": "rannc_backend.checkpoint_api",
-    "load_checkpoint": "rannc_backend.checkpoint_api",
-    "load_deployment": "rannc_backend.module",
-    "load_dist_param": "rannc_backend.tensor_coll",
-    "materialize_by_stage": "rannc_backend.stage_values",
-    "patch_optimizer": "rannc_backend.module",
+    "clear": "rannc_backend.api.functions",
+    "clip_grad_norm_": "rannc_backend.api.functions",
+    "Config": "rannc_backend.settings.options",
+    "delay_grad_allreduce": "rannc_backend.api.functions",
+    "DistributeModelParams": "rannc_backend.api.record_model",
+    "get_dist_param_range": "rannc_backend.pyrannc.tensor_coll",
+    "get_dist_param_segment": "rannc_backend.pyrannc.tensor_coll",
+    "get_param": "rannc_backend.api.functions",
+    "get_param_grad": "rannc_backend.api.functions",
+    "get_rank": "rannc_backend.api.functions",
+    "get_world_size": "rannc_backend.api.functions",
+    "is_held": "rannc_backend.api.functions",
+    "keep_graph": "rannc_backend.api.functions",
+    "latest_checkpoint": "rannc_backend.api.checkpoints",
+    "load_checkpoint": "rannc_backend.api.checkpoints",
+    "load_deployment": "rannc_backend.api.functions",
+    "load_dist_param": "rannc_backend.pyrannc.tensor_coll",
+    "materialize_by_stage": "rannc_backend.api.materialize",
+    "patch_optimizer": "rannc_backend.api.functions",
     "RanncError": "rannc_backend.errors",
-    "row_wise": "rannc_backend.passes.row_wise",
-    "RaNNCModule": "rannc_backend.rannc_module",
-    "recreate_all_communicators": "rannc_backend.module",
-    "remove_dist_param": "rannc_backend.tensor_coll",
-    "save_checkpoint": "rannc_backend.checkpoint_api",
-    "save_deployment": "rannc_backend.module",
-    "set_dist_param": "rannc_backend.tensor_coll",
-    "set_dist_param_dtype": "rannc_backend.tensor_coll",
-    "show_deployment": "rannc_backend.module",
-    "store_dist_param": "rannc_backend.tensor_coll",
-    "sync_params_on_init": "rannc_backend.module",
-    "synchronize": "rannc_backend.synchronized_modules",
-    "undeploy": "rannc_backend.module",
-    "wait_for_checkpoint": "rannc_backend.checkpoint_api",
-    "write_event_trace": "rannc_backend.trace_api",
+    "row_wise": "rannc_backend.passes.batch.row_wise",
+    "RaNNCModule": "rannc_backend.pyrannc.rannc_module",
+    "recreate_all_communicators": "rannc_backend.api.functions",
+    "remove_dist_param": "rannc_backend.pyrannc.tensor_coll",
+    "save_checkpoint": "rannc_backend.api.checkpoints",
+    "save_deployment": "rannc_backend.api.functions",
+    "set_dist_param": "rannc_backend.pyrannc.tensor_coll",
+    "set_dist_param_dtype": "rannc_backend.pyrannc.tensor_coll",
+    "show_deployment": "rannc_backend.api.functions",
+    "store_dist_param": "rannc_backend.pyrannc.tensor_coll",
+    "sync_params_on_init": "rannc_backend.api.functions",
+    "synchronize": "rannc_backend.api.synchronized_modules",
+    "undeploy": "rannc_backend.api.functions",
+    "wait_for_checkpoint": "rannc_backend.api.checkpoints",
+    "write_event_trace": "rannc_backend.api.trace",
 }
 
 # RaNNC has these as submodules.
-_MODULES = ("amp", "tensor_coll")
+_MODULES = {"amp": "rannc_backend.pyrannc.amp", "tensor_coll": "rannc_backend.pyrannc.tensor_coll"}
 
 __all__ = [
     "__version__",
@@ -103,9 +105,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.disabled_compile").warn_if_disabled(os.environ, stacklevel=2)
+    importlib.import_module("rannc_backend.runtime.job.disabled_compile").warn_if_disabled(
+        os.environ, stacklevel=2
+    )
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(_MODULES[name])
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

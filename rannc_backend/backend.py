@@ -1,9 +1,12 @@
-"""The backend that `torch.compile(model, backend="rannc")` finds: from a Dynamo graph to the callable that plays this rank's part.
+"""The backend that `torch.compile(model, backend="rannc")` finds: from a Dynamo graph to the callable that
+plays this rank's part.
 
-In: Dynamo's graph and example inputs. Out: a callable over Dynamo's flat arguments. The story from top to bottom: resolve the options,
-capture, find the model's session (which analyses, plans, cuts and deploys), bind.
+In: Dynamo's graph and example inputs. Out: a callable over Dynamo's flat arguments. The story from top to
+bottom: resolve the options, capture, find the model's session (which analyses, plans, cuts and deploys),
+bind.
 
-What the user did wrong is raised when the compiled model is called, as one of `rannc_backend.errors`, not wrapped by Dynamo.
+What the user did wrong is raised when the compiled model is called, as one of `rannc_backend.errors`, not
+wrapped by Dynamo.
 """
 
 from __future__ import annotations
@@ -19,49 +22,57 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rannc_backend.disabled_compile import say_if_unused, warn_if_disabled, warn_if_looked_up_in_vain
-from rannc_backend.torch_version import refuse_old_torch
+from rannc_backend.runtime.job.disabled_compile import (
+    say_if_unused,
+    warn_if_disabled,
+    warn_if_looked_up_in_vain,
+)
+from rannc_backend.settings import hooks
+from rannc_backend.settings.torch_version import refuse_old_torch
 
 # Before the imports that an old torch would fail in, with names that say nothing to the user.
 refuse_old_torch(torch.__version__)
 warn_if_disabled(os.environ)
 warn_if_looked_up_in_vain(os.environ)
 
-from rannc_backend.runtime import bootstrap  # noqa: E402
-
-# torch.compile imports this module when it looks the backend up: before the first trace, and long before all ranks come to a call.
-bootstrap.watch_others()
-say_if_unused(os.environ, lambda: bootstrap.started() is not None)
-
-from rannc_backend import capture  # noqa: E402
-from rannc_backend.calibration import cache_directory  # noqa: E402
-from rannc_backend.capture_again import renew_guards  # noqa: E402
-from rannc_backend.capture_begin import begin_symbolically  # noqa: E402
-from rannc_backend.capture_compilation import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
-from rannc_backend.capture_errors import own_errors_only  # noqa: E402
-from rannc_backend.capture_in_place import trace_modules_of_torch  # noqa: E402
-from rannc_backend.capture_soft_labels import trace_soft_labels  # noqa: E402
-from rannc_backend.compiled_call import arrive, gated, note_compilation, refuse_wrappers  # noqa: E402
-from rannc_backend.config_sources import Resolution, resolve  # noqa: E402
+from rannc_backend.capture import graph as capture  # noqa: E402
+from rannc_backend.capture.errors import own_errors_only  # noqa: E402
+from rannc_backend.capture.first_trace import begin_symbolically  # noqa: E402
+from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa: E402
+from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E402
+from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
+from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
+from rannc_backend.capture.renew_guards import renew_guards  # noqa: E402
+from rannc_backend.capture.soft_labels import trace_soft_labels  # noqa: E402
+from rannc_backend.compiled_call import (  # noqa: E402
+    arrive,
+    gated,
+    note_capture,
+    note_compilation,
+    refuse_wrappers,
+)
 from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
-from rannc_backend.first_call import FirstCall, memory_of  # noqa: E402
-from rannc_backend.log import setup_logging  # noqa: E402
-from rannc_backend.narrator import log_narrator  # noqa: E402
+from rannc_backend.log.first_call import FirstCall, memory_of  # noqa: E402
+from rannc_backend.log.logger import setup_logging  # noqa: E402
+from rannc_backend.log.startup import say_options  # noqa: E402
+from rannc_backend.log.step_timer import log_step_timer  # noqa: E402
+from rannc_backend.nonstrict_call import NonstrictCalls  # noqa: E402
+from rannc_backend.passes.pipeline import dumping  # noqa: E402
+from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
 from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
-from rannc_backend.runtime.autograd import call_training  # noqa: E402
-from rannc_backend.runtime.graph_runtime import GraphRuntime  # noqa: E402
+from rannc_backend.runtime.job import bootstrap  # noqa: E402
+from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
+from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import World  # noqa: E402
-from rannc_backend.session import Session, SessionRegistry  # noqa: E402
-from rannc_backend.startup import say_options  # noqa: E402
-
-REGISTRY = SessionRegistry()
-"""The one piece of process-wide state: torch.compile hands a backend nothing that lives as long as the model."""
+from rannc_backend.session import Session  # noqa: E402
+from rannc_backend.session_registry import REGISTRY  # noqa: E402
+from rannc_backend.settings.options import Config  # noqa: E402
+from rannc_backend.settings.rare_collections import rare_collections  # noqa: E402
+from rannc_backend.settings.sources import Resolution, resolve  # noqa: E402
+from rannc_backend.stages.build import begin_compiling  # noqa: E402
+from rannc_backend.stages.graph_dump import pass_dump  # noqa: E402
 
 _FIRST_CALL = FirstCall()
-
-# Before the first trace, which is when these have to be known.
-capture.skip_library_loggers()
-trace_soft_labels()
 
 
 def rannc(
@@ -88,7 +99,10 @@ def rannc(
 
 
 def _compile(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, object] | None, mode: str | None
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, object] | None,
+    mode: str | None,
 ) -> Callable[..., Sequence[Any]]:
     try:
         with own_errors_only():
@@ -98,22 +112,28 @@ def _compile(
 
 
 def _compile_or_refuse(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, object] | None, mode: str | None
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, object] | None,
+    mode: str | None,
 ) -> Callable[..., Sequence[Any]]:
     if mode not in (None, "default"):
         raise UserInputError(f"mode={mode!r} means nothing to this backend", cure="use options={...}")
     resolution = _resolution(options)
     config = resolution.config
-    # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first time.
-    world = bootstrap.start(bootstrap.options_of(config))
-    world.monitor.phase("capture")
-    _FIRST_CALL.attach(world.monitor.current_phase, memory_of(cache_directory(config), graph_module, world.size, config))
-    _check_device(graph_module, example_inputs, world)
+    # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first
+    # time.
+    world = _started(config, str(graph_module.graph))
+    _check_device(example_inputs, world, lambda: capture.check_one_device(graph_module, example_inputs))
+    if config.stage_compiler == "inductor" and world.has_least_to_do():
+        begin_compiling({world.device.type})
     # Something else may have started the job, without these options: load_checkpoint, barrier.
     world.limit_waits(config.step_timeout_seconds)
-    with log_narrator(verbose=config.verbose).step("capture") as details:
-        captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
+    with log_step_timer(verbose=config.verbose).step("capture") as details:
+        with dumping(pass_dump(config.dump_graph_prefix, world.rank) if config.dump_graph else None):
+            captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+    note_capture()
     refuse_sharded(captured.root_module)
     session = REGISTRY.session_of(captured.root_module, config)
     say_options(resolution)
@@ -124,12 +144,61 @@ def _compile_or_refuse(
     return _bind(session, runtime, captured)
 
 
+def _started(config: Config, model: str) -> World:
+    """The job, in which the model is about to be captured. Collective the first time. `model`: its text."""
+    world = bootstrap.start(bootstrap.options_of(config))
+    world.monitor.phase("capture")
+    _FIRST_CALL.attach(
+        world.monitor.current_phase, memory_of(cache_directory(config), model, world.size, config)
+    )
+    return world
+
+
+def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictCalls | None:
+    """What serves the calls of a module that Dynamo refuses; None where it is no module's call."""
+    if module is None:
+        return None
+    return NonstrictCalls(
+        module=weakref.ref(module),
+        way=lambda: _resolution(told.get("options")).config.capture,
+        prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
+        leads=bootstrap.leads,
+    )
+
+
+def _prepare_without_dynamo(
+    options: Mapping[str, object] | None, module: nn.Module, call: Call
+) -> tuple[Capture, Callable[..., Sequence[Any]]]:
+    if bootstrap.leads():
+        _FIRST_CALL.begin()
+    restore_classes(REGISTRY.absent_tensors())
+    try:
+        with own_errors_only(), rare_collections():
+            resolution = _resolution(options)
+            config = resolution.config
+            world = _started(config, str(module))
+            _check_device([*(place.tensor() for place in places_of(module)), *call.tensors], world)
+            world.limit_waits(config.step_timeout_seconds)
+            with log_step_timer(verbose=config.verbose).step("capture") as details:
+                with dumping(pass_dump(config.dump_graph_prefix, world.rank) if config.dump_graph else None):
+                    found = capture_call(module, call, strides_of=strides_of)
+                details.append(f"{len(found.recorded.captured.graph_module.graph.nodes)} nodes")
+            note_capture()
+            refuse_sharded(module)
+            captured = found.recorded.captured
+            session = REGISTRY.session_of(module, config)
+            say_options(resolution)
+            _check_number(session)
+            runtime, _ = session.runtime_for(captured, found.num_rows(call))
+            return found.renewed(module), _bind(session, runtime, captured)
+    finally:
+        refuse_again(REGISTRY.absent_tensors())
+
+
 def _is_rannc(backend: object) -> bool:
     return backend is rannc
 
 
-trace_modules_of_torch(_is_rannc, functools.partial(gated, on_failure=_FIRST_CALL.cancel))
-refuse_wrappers(REGISTRY.has_spread)
 _GIVEN_UP = GivenUpModels(_is_rannc)
 
 
@@ -150,9 +219,6 @@ def _after_compilation() -> None:
     refuse_again(REGISTRY.absent_tensors())
 
 
-begin_symbolically(_is_rannc, before=_before_compilation, after=_after_compilation)
-
-
 def _resolution(options: Mapping[str, object] | None) -> Resolution:
     resolution = resolve(options, os.environ, REGISTRY.options_file)
     if REGISTRY.switches.sync_params is not None and "sync_params_on_init" not in (options or {}):
@@ -161,35 +227,51 @@ def _resolution(options: Mapping[str, object] | None) -> Resolution:
     return resolution
 
 
-def _check_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any], world: World) -> None:
+def _check_device(
+    values: Sequence[Any], world: World, check_one_device: Callable[[], object] = lambda: None
+) -> None:
     # A counter on the CPU goes with any device.
-    elsewhere = {value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.dim()} - {world.device}
+    elsewhere = {value.device for value in values if isinstance(value, torch.Tensor) and value.dim()} - {
+        world.device
+    }
     if elsewhere:
-        capture.check_one_device(graph_module, example_inputs)
+        check_one_device()
         raise UserInputError(
-            f"the model or its inputs are on {', '.join(sorted(map(str, elsewhere)))}, and this rank computes on {world.device}",
-            cure="call rannc_backend.materialize_by_stage(model) before torch.compile, which brings each rank the stages that it owns, "
-            f"and pass inputs on {world.device}; to compute on the CPU, start the ranks with CUDA_VISIBLE_DEVICES= in the environment.",
+            f"the model or its inputs are on {', '.join(sorted(map(str, elsewhere)))}, and this rank "
+            f"computes on {world.device}",
+            cure="call rannc_backend.materialize_by_stage(model) before torch.compile, which brings each "
+            f"rank the stages that it owns, and pass inputs on {world.device}; to compute on the CPU, start "
+            "the ranks with CUDA_VISIBLE_DEVICES= in the environment.",
         )
 
 
 def _check_number(session: Session) -> None:
-    """Of what Dynamo has compiled of the model, as its setting limits it: other models of the class do not count."""
+    """Of what Dynamo has compiled of the model, as its setting limits it: other models of the class do not
+    count.
+    """
     limit = recompile_limit()
     if session.world.size > 1 and len(session.compiled) >= limit:
         raise UserInputError(
-            f"Dynamo has compiled this model as often as torch._dynamo.config.recompile_limit ({limit}) allows",
-            cure="give inputs of fewer different shapes (pad them; the batch size may differ), or set it higher at the start.",
+            f"Dynamo has compiled this model as often as torch._dynamo.config.recompile_limit ({limit}) "
+            "allows",
+            cure="give inputs of fewer different shapes (pad them; the batch size may differ), or set it "
+            "higher at the start.",
         )
 
 
-def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGraph) -> Callable[..., Sequence[Any]]:
+def _bind(
+    session: Session, runtime: GraphRuntime, captured: capture.CapturedGraph
+) -> Callable[..., Sequence[Any]]:
     positions = {spec.name: spec.position for spec in captured.inputs}
     order = [positions[spec.name] for spec in runtime.inputs]
-    stored = [(spec.position, spec.fqn) for spec in captured.inputs if spec.kind in ("parameter", "buffer") and spec.fqn is not None]
+    stored = [
+        (spec.position, spec.fqn)
+        for spec in captured.inputs
+        if spec.kind in ("parameter", "buffer") and spec.fqn is not None
+    ]
     rows_at = _batch_position(captured)
-    # Dynamo keeps what is returned here for as long as it likes (a record of collectives has its callers' code): it must keep neither the
-    # model alive nor what steps need, which the session has.
+    # Dynamo keeps what is returned here for as long as it likes (a record of collectives has its callers'
+    # code): it must keep neither the model alive nor what steps need, which the session has.
     key, root = captured.fingerprint, weakref.ref(captured.root_module)
     session.captured[key] = replace(captured, root_module=nn.Module())
 
@@ -205,7 +287,9 @@ def _bind(session: Session, runtime: GraphRuntime, captured: capture.CapturedGra
                 session.table.take_replaced({name: flat_args[position] for position, name in stored})
         current = session.runtimes.get(key)
         if current is None:
-            current, _ = session.runtime_for(replace(session.captured[key], root_module=model), int(flat_args[rows_at].shape[0]))
+            current, _ = session.runtime_for(
+                replace(session.captured[key], root_module=model), int(flat_args[rows_at].shape[0])
+            )
         tensors = [flat_args[position] for position in order]
         if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
             results = call_training(current, tensors)
@@ -229,3 +313,21 @@ def _raising(error: RanncError) -> Callable[..., Sequence[Any]]:
         raise error
 
     return call
+
+
+# torch.compile imports this module when it looks the backend up: before the first trace, and long before all
+# ranks come to a call.
+hooks.install(
+    (
+        bootstrap.watch_others,
+        lambda: say_if_unused(os.environ, lambda: bootstrap.started() is not None),
+        capture.skip_library_loggers,
+        trace_soft_labels,
+        lambda: trace_modules_of_torch(
+            _is_rannc,
+            lambda compiled, module, told: gated(compiled, _FIRST_CALL.cancel, _second_way(module, told)),
+        ),
+        lambda: refuse_wrappers(REGISTRY.has_spread),
+        lambda: begin_symbolically(_is_rannc, before=_before_compilation, after=_after_compilation),
+    )
+)

@@ -1,8 +1,9 @@
 """The one gate: every call of a function or model that was compiled for this backend passes here.
 
-In: the callable that Dynamo made. Out: one that does the same, or raises one of `rannc_backend.errors`, the same on all ranks: where
-Dynamo ran the plain model in its place, where another wrapper calls it, where Dynamo or the model raise. Terms: a call *arrives* when the
-backend's own callable runs within it; one that never arrives was run without the backend, whatever the cause.
+In: the callable that Dynamo made. Out: one that does the same, or raises one of `rannc_backend.errors`, the
+same on all ranks: where Dynamo ran the plain model in its place, where another wrapper calls it, where Dynamo
+or the model raise. Terms: a call *arrives* when the backend's own callable runs within it; one that never
+arrives was run without the backend, whatever the cause.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from rannc_backend.capture_compilation import is_inside_ddp, plain_reason, wrapper_of
-from rannc_backend.capture_errors import own_error
-from rannc_backend.capture_in_place import is_compiled
+from rannc_backend.capture.errors import own_error
+from rannc_backend.capture.module_compile import is_compiled
+from rannc_backend.capture.refusals import is_inside_ddp, plain_reason, wrapper_of
 from rannc_backend.errors import (
+    ModelError,
     PlainCallError,
     ReleasedParameterError,
     WrappedModelError,
 )
-from rannc_backend.runtime import bootstrap
-from rannc_backend.runtime.failures import share_failure
+from rannc_backend.runtime.agreement import share_failure
+from rannc_backend.runtime.job import bootstrap
+from rannc_backend.settings import hooks
 
 
 @dataclass(slots=True)
 class _Call:
     arrived: bool = False
     compiled: bool = False  # Dynamo has compiled something, with an operator in it or without
+    captured: bool = False  # the model has become a graph: what fails now is not its capture
 
 
 _CURRENT: ContextVar[_Call | None] = ContextVar("rannc_call", default=None)
@@ -47,6 +51,29 @@ def arrive() -> None:
         call.arrived = True
 
 
+def note_capture() -> None:
+    """The model of the call under way has become a graph."""
+    call = _CURRENT.get()
+    if call is not None:
+        call.captured = True
+
+
+class SecondWay(Protocol):
+    """Calls of one compiled module, captured in another way than by Dynamo."""
+
+    def is_chosen(self) -> bool:
+        """Whether calls go this way from now on."""
+        ...
+
+    def choose(self, error: ModelError) -> bool:
+        """Dynamo has refused with this error; whether calls go this way from now on."""
+        ...
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call."""
+        ...
+
+
 def note_compilation() -> None:
     """Dynamo has compiled a function for this backend: within a call, where that is under way."""
     call = _CURRENT.get()
@@ -55,7 +82,8 @@ def note_compilation() -> None:
 
 
 def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], None]:
-    """From now on, modules that make replicas or shards cannot be made of a compiled model; gives what ends this.
+    """From now on, modules that make replicas or shards cannot be made of a compiled model; gives what ends
+    this.
 
     ``is_planned``: whether a module has parameters of a model that is spread over ranks.
     """
@@ -66,11 +94,17 @@ def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], Non
             if any(is_compiled(part) for part in submodule.modules()) or is_planned(submodule):
                 raise WrappedModelError(wrapper)
 
-    return register_module_module_registration_hook(registered).remove
+    return hooks.register("wrappers", register_module_module_registration_hook, registered)
 
 
-def gated(compiled: Callable[..., Any], on_failure: Callable[[], None] = lambda: None) -> Callable[..., Any]:
-    """``compiled`` behind the gate; Dynamo sees through it as through what it made itself. ``on_failure``: told of calls that raise."""
+def gated(
+    compiled: Callable[..., Any],
+    on_failure: Callable[[], None] = lambda: None,
+    second: SecondWay | None = None,
+) -> Callable[..., Any]:
+    """``compiled`` behind the gate; Dynamo sees through it as through what it made itself. ``on_failure``:
+    told of calls that raise. ``second``: serves the calls of a model that Dynamo refuses.
+    """
 
     has_no_operator = False
 
@@ -82,9 +116,11 @@ def gated(compiled: Callable[..., Any], on_failure: Callable[[], None] = lambda:
         counts = bootstrap.counts()
         counts.num_calls += 1
         try:
-            result, served = _served(compiled, args, kwargs)
+            result, served = _served_either_way(compiled, second, args, kwargs)
             # A function without any operator never comes to a backend, and is itself what it does to rows.
-            has_no_operator = not served.arrived and (served.compiled or has_no_operator) and not plain_reason()
+            has_no_operator = (
+                not served.arrived and (served.compiled or has_no_operator) and not plain_reason()
+            )
             if not served.arrived and not has_no_operator:
                 _refuse_plain_call()
             return result
@@ -100,13 +136,27 @@ def gated(compiled: Callable[..., Any], on_failure: Callable[[], None] = lambda:
     return call
 
 
-def _served(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Call]:
+def _served_either_way(
+    compiled: Callable[..., Any], second: SecondWay | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, _Call]:
     if is_inside_ddp() and not bootstrap.is_alone():
         raise WrappedModelError("DistributedDataParallel")
+    if second is None or not second.is_chosen():
+        call = _Call()
+        try:
+            return _served(call, compiled, args, kwargs), call
+        except ModelError as error:
+            # What fails in a step, here or on another rank, is not the capture.
+            if call.arrived or call.captured or second is None or not second.choose(error):
+                raise
     call = _Call()
+    return _served(call, lambda *args, **kwargs: second(args, kwargs), args, kwargs), call
+
+
+def _served(call: _Call, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     token = _CURRENT.set(call)
     try:
-        return compiled(*args, **kwargs), call
+        return compiled(*args, **kwargs)
     except ReleasedParameterError as error:
         if call.arrived:
             raise
@@ -124,4 +174,8 @@ def _served(compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _refuse_plain_call() -> None:
     if not bootstrap.is_alone():
         raise PlainCallError(plain_reason())
-    warnings.warn(f"Dynamo ran the plain model in place of the compiled one{plain_reason()}", RuntimeWarning, stacklevel=4)
+    warnings.warn(
+        f"Dynamo ran the plain model in place of the compiled one{plain_reason()}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,7 +1,7 @@
 """From an analysed graph and a plan to what this rank runs.
 
-In: a `GraphAnalysis`, the stage of every node, the ranks of every stage. Out: a `GraphRuntime` with the edges between endpoints, a
-factory that compiles this rank's stage, and one that makes its verified programs.
+In: a `GraphAnalysis`, the stage of every node, the ranks of every stage. Out: a `GraphRuntime` with the edges
+between endpoints, a factory that compiles this rank's stage, and one that makes its verified programs.
 """
 
 from __future__ import annotations
@@ -13,129 +13,54 @@ from typing import Any
 
 import torch
 
-from rannc_backend.analysis import GraphAnalysis, mixed_batch_error
-from rannc_backend.capture import GraphInput
-from rannc_backend.capture_errors import own_errors_only
-from rannc_backend.compile_cuda_graphs import GraphRecorder, recording
-from rannc_backend.compile_stages import CompileCache, CompiledStage, compile_stage
-from rannc_backend.compile_watched import DisplayedStage, VerifiedStage
-from rannc_backend.config import Config
+from rannc_backend.capture.analysis import GraphAnalysis
+from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError
-from rannc_backend.graph_dump import dump_graphs
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
-from rannc_backend.narrator import log_narrator
-from rannc_backend.partition.plan_checks import choose_schedule
-from rannc_backend.passes.pipeline import PassError
-from rannc_backend.passes.split_stages import StageGraph, split_stages
-from rannc_backend.runtime.accumulation import DelayableBuckets
-from rannc_backend.runtime.bucket_reductions import BucketReductions
-from rannc_backend.runtime.buckets import BucketLayout, BufferPool, Waitable, plan_buckets
-from rannc_backend.runtime.copy_report import CopyLog
-from rannc_backend.runtime.executor import Executor, Stage
-from rannc_backend.runtime.graph_runtime import GraphRuntime, RuntimeInput, RuntimeSettings, StepCounter
-from rannc_backend.runtime.late_reductions import LateReductions
+from rannc_backend.log.step_timer import log_step_timer
+from rannc_backend.passes.graph_queries import output_values
+from rannc_backend.passes.pipeline import dumping
+from rannc_backend.passes.stage.split_stages import StageGraph
+from rannc_backend.planner.plan_fits_graph import choose_schedule
+from rannc_backend.runtime.comm.checked import describe_values
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
+from rannc_backend.runtime.gradients.buckets import BucketLayout, BufferPool, Waitable, plan_buckets
+from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
+from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
-from rannc_backend.runtime.rehearsal import Rehearsal
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.scalars import ScalarGraphs, SumSpec
-from rannc_backend.runtime.send_buffers import SendBuffers, stored_names
 from rannc_backend.runtime.shared_buffers import SharedBuffers
+from rannc_backend.runtime.step.executor import Executor, Stage
+from rannc_backend.runtime.step.graph_runtime import GraphRuntime
+from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.step.rehearsal import Rehearsal
+from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
+from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
+from rannc_backend.runtime.step.user_outputs import RuntimeOutput
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
-from rannc_backend.runtime.transport_watch import describe_values
-from rannc_backend.runtime.user_outputs import RuntimeOutput
+from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import Ranks, Route, World
-from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order, in_flight_bounds
+from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
+from rannc_backend.settings.options import Config
+from rannc_backend.stages.checked_stage import DisplayedStage, VerifiedStage
+from rannc_backend.stages.compiled_stage import CompileCache, CompiledStage, compile_stage
+from rannc_backend.stages.cut_stages import StageCut, edge_specs
+from rannc_backend.stages.graph_dump import dump_graphs, pass_dump
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCut:
-    """A graph cut in stages: their graphs and the edges between endpoints."""
-
-    graphs: tuple[StageGraph, ...]
-    edges: dict[tuple[int, int], Edge]
-
-    @property
-    def buffer_makers(self) -> dict[str, int]:
-        """The stage that makes the new value of each buffer that the graph changes."""
-        return {slot.fqn: graph.index for graph in self.graphs for slot in graph.outputs if slot.fqn is not None}
-
-    def buffer_readers(self, inputs: Sequence[GraphInput]) -> dict[str, frozenset[int]]:
-        """The stages that read each buffer of the model; ``inputs``: those of the graph that was cut."""
-        names = {item.name: item.fqn for item in inputs if item.kind == "buffer" and item.fqn is not None}
-        readers: dict[str, set[int]] = {}
-        for graph in self.graphs:
-            for slot in graph.inputs:
-                if slot.name in names:
-                    readers.setdefault(names[slot.name], set()).add(graph.index)
-        return {name: frozenset(stages) for name, stages in readers.items()}
-
-
-def cut_stages(analysis: GraphAnalysis, stage_of: Mapping[str, int], num_stages: int, *, all_outputs: bool) -> StageCut:
-    """Cut the row-wise graph; ``all_outputs=False`` leaves row outputs where they are made."""
-    split = analysis.split
-    try:
-        graphs = split_stages(
-            split.rowwise,
-            split.outputs,
-            split.layouts,
-            stage_of,
-            num_stages,
-            input_kinds=analysis.input_kinds,
-            rows_symbol=analysis.captured.rows_symbol,
-        )
-    except PassError as error:
-        raise mixed_batch_error(error) from error
-    return StageCut(graphs=graphs, edges=_edges(analysis, graphs, all_outputs=all_outputs))
-
-
-def _edges(analysis: GraphAnalysis, graphs: tuple[StageGraph, ...], *, all_outputs: bool) -> dict[tuple[int, int], Edge]:
-    producer = {slot.name: graph.index for graph in graphs for slot in graph.outputs if slot.kind == "boundary"}
-    carried: dict[tuple[int, int], list[str]] = {}
-    for graph in graphs:
-        for slot in graph.inputs:
-            if slot.kind == "batch":
-                carried.setdefault((INPUT, graph.index), []).append(slot.name)
-            elif slot.kind == "boundary":
-                carried.setdefault((producer[slot.name], graph.index), []).append(slot.name)
-        for output in graph.outputs:
-            if output.kind == "rows" and all_outputs:
-                names = carried.setdefault((graph.index, OUTPUT), [])
-                if output.name not in names:
-                    names.append(output.name)
-    edges: dict[tuple[int, int], Edge] = {}
-    for (src, dst), names in carried.items():
-        values = tuple(analysis.value(name) for name in names)
-        gradient = tuple(value for value in values if value.name in analysis.needs_grad)
-        edges[src, dst] = Edge(src=src, dst=dst, forward=values, gradient=gradient)
-    return edges
-
-
-def edge_specs(edges: Mapping[tuple[int, int], Edge]) -> tuple[EdgeSpec, ...]:
-    """The schedule's view of the edges."""
-    return tuple(
-        EdgeSpec(
-            src=edge.src,
-            dst=edge.dst,
-            num_forward_values=len(edge.forward),
-            num_gradient_values=len(edge.gradient),
-            forward_bytes_per_row=sum(value.bytes_per_row for value in edge.forward),
-            gradient_bytes_per_row=sum(value.bytes_per_row for value in edge.gradient),
-        )
-        for edge in edges.values()
-    )
-
-
 def routes_of(edges: Mapping[tuple[int, int], Edge], stage_ranks: Sequence[Ranks], size: int) -> list[Route]:
-    """All channels that the edges can use with the ranks at their ends, in an order that is the same on every rank."""
+    """All channels that the edges can use with the ranks at their ends, in an order that is the same on every
+    rank.
+    """
     ends = {place: tuple(range(size)) for place in (INPUT, OUTPUT)} | dict(enumerate(stage_ranks))
     routes = []
     for src, dst in sorted(edges):
@@ -181,17 +106,25 @@ class Deployer:
             limit_seconds=self.config.step_timeout_seconds,
         )
         if self.config.dump_graph and self.world.rank == 0:
-            paths = dump_graphs(self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs)
+            paths = dump_graphs(
+                self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs
+            )
             logger.info("%s and its stages are written to %s", label, ", ".join(paths))
         if self.stage_index is not None:
             own = cut.graphs[self.stage_index]
-            trace_artifact(f"rannc_stage_{own.index}_of_{label}", "string", lambda: own.graph_module.print_readable(print_output=False))
+            trace_artifact(
+                f"rannc_stage_{own.index}_of_{label}",
+                "string",
+                lambda: own.graph_module.print_readable(print_output=False),
+            )
         outputs = self._outputs(analysis, cut)
         losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
+        # Of this graph, not of the plan: the planned graph may have been one without a loss.
+        schedule = schedule_named(choose_schedule(analysis.split, analysis.needs_grad, self.config))
         return GraphRuntime(
             label=label,
             world=self.world,
-            settings=self._settings(analysis),
+            settings=self._settings(analysis, schedule),
             counter=self.counter,
             inputs=self._inputs(analysis),
             outputs=outputs,
@@ -204,22 +137,22 @@ class Deployer:
                 limit_seconds=self.config.step_timeout_seconds,
             ),
             make_executor=self._executor_factory(analysis, cut),
-            make_program=self._program_factory(cut),
+            make_program=self._program_factory(cut, schedule),
             loss_index=losses[0] if losses else None,
-            copies=CopyLog(label=label, world=self.world, stage_ranks=self.stage_ranks, verbose=self.config.verbose),
+            copies=CopyLog(
+                label=label, world=self.world, stage_ranks=self.stage_ranks, verbose=self.config.verbose
+            ),
             rehearsal=Rehearsal.of(self.world, cut.edges),
             is_random=any(name == "rng_seed" for name in analysis.input_kinds),
             switches=self.switches,
         )
 
-    def _settings(self, analysis: GraphAnalysis) -> RuntimeSettings:
+    def _settings(self, analysis: GraphAnalysis, schedule: Schedule) -> RuntimeSettings:
         config = self.config
-        # Of this graph, not of the plan: the planned graph may have been one without a loss.
-        schedule = choose_schedule(analysis.split, analysis.needs_grad, config)
         return RuntimeSettings(
             stage_ranks=self.stage_ranks,
             num_micro_batches=config.pipeline_num or self.plan.num_micro_batches,
-            eager_backward=schedule == "1f1b",
+            eager_backward=schedule.eager_backward,
             narrow_range=_has_narrow_range(analysis),
             gather_inputs=config.gather_inputs,
             mean_gradients=config.mean_gradients,
@@ -235,28 +168,42 @@ class Deployer:
                     f"input {spec.name} has no batch dimension and requires a gradient",
                     cure="make it a parameter of the model, or give it a batch dimension",
                 )
-        return tuple(RuntimeInput(name=spec.name, kind=spec.kind, requires_grad=spec.requires_grad) for spec in specs)
+        return tuple(
+            RuntimeInput(name=spec.name, kind=spec.kind, requires_grad=spec.requires_grad) for spec in specs
+        )
 
     def _outputs(self, analysis: GraphAnalysis, cut: StageCut) -> tuple[RuntimeOutput, ...]:
         wanted = self.config.outputs == "all"
         scalars = _differentiable_scalars(analysis)
-        maker = {slot.name: graph.index for graph in cut.graphs for slot in graph.outputs if slot.kind == "replicated"}
+        maker = {
+            slot.name: graph.index
+            for graph in cut.graphs
+            for slot in graph.outputs
+            if slot.kind == "replicated"
+        }
         results = []
         for output in analysis.split.user_outputs:
             if output.kind == "rows":
+                assert output.name is not None, "outputs of this kind have a name"
                 value = analysis.value(output.name) if wanted else None
                 differentiable = wanted and output.name in analysis.needs_grad
                 results.append(RuntimeOutput(kind="rows", value=value, differentiable=differentiable))
             elif output.kind == "scalar":
+                assert output.index is not None, "outputs of this kind have an index"
                 differentiable = output.index in scalars
-                results.append(RuntimeOutput(kind="scalar", scalar_index=output.index, differentiable=differentiable))
+                results.append(
+                    RuntimeOutput(kind="scalar", scalar_index=output.index, differentiable=differentiable)
+                )
             elif output.kind == "replicated":
+                assert output.name is not None, "outputs of this kind have a name"
                 results.append(self._replicated_output(analysis, output.name, maker))
             else:
                 results.append(RuntimeOutput(kind="none", constant=output.value))
         return tuple(results)
 
-    def _replicated_output(self, analysis: GraphAnalysis, name: str, maker: Mapping[str, int]) -> RuntimeOutput:
+    def _replicated_output(
+        self, analysis: GraphAnalysis, name: str, maker: Mapping[str, int]
+    ) -> RuntimeOutput:
         if name in analysis.needs_grad:
             raise UnsupportedModelError(
                 f"output {name} does not depend on the batch but requires a gradient",
@@ -271,7 +218,9 @@ class Deployer:
             static_shape=tuple(int(size) for size in fake.shape),
         )
 
-    def _buckets(self, analysis: GraphAnalysis, cut: StageCut, reductions: BucketReductions) -> DelayableBuckets:
+    def _buckets(
+        self, analysis: GraphAnalysis, cut: StageCut, reductions: BucketReductions
+    ) -> DelayableBuckets:
         index = self.stage_index
         capacity_bytes = self.config.bucket_mb * 2**20
         if index is None:
@@ -286,17 +235,25 @@ class Deployer:
                 pool=self.pool,
             )
         own_order = _backward_order(cut.graphs[index])
-        names = {spec.name: spec.fqn for spec in analysis.captured.inputs if spec.name in analysis.trained_parameters}
+        names = {
+            spec.name: spec.fqn
+            for spec in analysis.captured.inputs
+            if spec.name in analysis.trained_parameters
+        }
         owned = [fqn for fqn in names.values() if fqn is not None and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
         ranks = self.stage_ranks[index]
-        layout = plan_buckets([(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, capacity_bytes)
+        layout = plan_buckets(
+            [(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, capacity_bytes
+        )
         return DelayableBuckets(
             layout=layout,
             parameters={fqn: self.tensors[fqn] for fqn in owned},
             stage_ranks=ranks,
-            start_reduce=LateReductions(reductions.start) if self.config.sync_allreduce else reductions.start,
+            start_reduce=DeferredReductions(reductions.start)
+            if self.config.sync_allreduce
+            else reductions.start,
             new_buffer=reductions.new_buffer,
             table=self.table,
             switches=self.switches,
@@ -304,7 +261,9 @@ class Deployer:
             pool=self.pool,
         )
 
-    def _executor_factory(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[str, RowTable], Executor]:
+    def _executor_factory(
+        self, analysis: GraphAnalysis, cut: StageCut
+    ) -> Callable[[str, RowTable], Executor]:
         index = self.stage_index
         if index is None:
             return lambda kind, rows: self._idle_executor(cut)
@@ -317,7 +276,9 @@ class Deployer:
 
         def make(kind: str, rows: RowTable) -> Executor:
             start, stop = rows.interval(index, self.world.rank, 0)
-            with own_errors_only(), recording(self._recorder(index, rows)):
+            config = self.config
+            dump = pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
+            with own_errors_only(), dumping(dump):
                 stage = self._watched(analysis, cut, kind, stop - start)
             return Executor(
                 world=self.world,
@@ -327,21 +288,14 @@ class Deployer:
                 edges=cut.edges,
                 tensors=tensors,
                 buffers={fqn: self.tensors[fqn] for fqn in made_here if fqn is not None},
-                parameter_names={spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None},
+                parameter_names={
+                    spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None
+                },
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in cut.buffer_makers),
                 limit_seconds=self.config.step_timeout_seconds,
             )
 
         return make
-
-    def _recorder(self, stage: int, rows: RowTable) -> GraphRecorder | None:
-        """What records this rank's compiled graphs as CUDA graphs; "auto" leaves out micro-batches of different sizes."""
-        mode, rank = self.config.cuda_graphs, self.world.rank
-        intervals = [rows.interval(stage, rank, m) for m in range(rows.num_micro_batches)]
-        changes = len({stop - start for start, stop in intervals}) > 1
-        if mode == "off" or self.world.device.type != "cuda" or (mode == "auto" and changes):
-            return None
-        return GraphRecorder(mode=mode)
 
     def _idle_executor(self, cut: StageCut) -> Executor:
         return Executor(
@@ -362,18 +316,23 @@ class Deployer:
         index = self.stage_index
         assert index is not None, "no stage here"
         budget = self.plan.stages[index].recompute
-        stage: Stage = self._compile(analysis, cut, kind, num_rows, budget)
+        compiled = self._compile(analysis, cut, kind, num_rows, budget)
+        stage: CompiledStage | VerifiedStage = compiled
         if self.config.verify_recomp and kind != "infer" and budget < 1.0:
-            stage = VerifiedStage(stage, self._compile(analysis, cut, kind, num_rows, 1.0), index)
+            stage = VerifiedStage(compiled, self._compile(analysis, cut, kind, num_rows, 1.0), index)
         return DisplayedStage(stage, index, describe_values) if self.config.display_act_value else stage
 
-    def _compile(self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int, budget: float) -> CompiledStage:
+    def _compile(
+        self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int, budget: float
+    ) -> CompiledStage:
         assert self.stage_index is not None, "no stage here"
         graph = cut.graphs[self.stage_index]
         stored, stored_gradients = stored_names(cut.edges, graph.index, [slot.name for slot in graph.outputs])
-        needs_grad = analysis.needs_grad - (graph.outputs_for_the_user_alone if kind == "loss" else frozenset())
+        needs_grad = analysis.needs_grad - (
+            graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
+        )
         compiler = self.plan.stage_compiler
-        with log_narrator(verbose=self.config.verbose).step("compile") as details:
+        with log_step_timer(verbose=self.config.verbose).step("compile") as details:
             details += [f"stage {graph.index}", kind, compiler]
             return compile_stage(
                 graph,
@@ -390,18 +349,21 @@ class Deployer:
                 stored_gradients=stored_gradients,
             )
 
-    def _program_factory(self, cut: StageCut) -> Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]:
+    def _program_factory(
+        self, cut: StageCut, schedule: Schedule
+    ) -> Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]:
         @own_errors_only()
         def make(kind: str, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
-            schedule: Any = "1f1b" if kind == "loss" else "fill_drain"
             num_stages = len(cut.graphs)
             specs = edge_specs(cut.edges)
-            order = build_order(schedule, num_stages, num_micro_batches)
+            order = schedule.order(num_stages, num_micro_batches)
             programs = lower(order, specs, phase, num_micro_batches)
-            bounds = in_flight_bounds(schedule, num_stages, num_micro_batches)
+            # Without their backwards, or before them, all micro-batches are kept.
+            bounds = schedule.in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
             verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds)
             index = self.stage_index
-            # Ranks without a stage: only the roles that every rank has, owner of input rows and of output rows.
+            # Ranks without a stage: only the roles that every rank has, owner of input rows and of output
+            # rows.
             without_stage = tuple(action for action in programs[0] if action.stage < 0)
             turns: tuple[Turn, ...] = ()
             if self.world.runs_behind and self.world.size > 1:
@@ -410,7 +372,11 @@ class Deployer:
             if index is None:
                 return without_stage, turns
             program = programs[index]
-            trace_artifact(f"rannc_program_of_stage_{index}_{kind}_{phase}", "string", lambda: "\n".join(map(str, program)))
+            trace_artifact(
+                f"rannc_program_of_stage_{index}_{kind}_{phase}",
+                "string",
+                lambda: "\n".join(map(str, program)),
+            )
             if self.config.print_program:
                 logger.info("program of stage %d, %s: %s", index, phase, " ".join(map(str, program)))
             return program, turns
@@ -436,7 +402,9 @@ def _backward_order(graph: StageGraph) -> list[str]:
 def _has_narrow_range(analysis: GraphAnalysis) -> bool:
     """Whether some value is of a dtype whose largest number a scaled gradient may pass, such as float16."""
     values = [node.meta.get("val") for node in analysis.split.rowwise.graph.nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    dtypes = {
+        value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
     return any(torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max for dtype in dtypes)
 
 
@@ -452,9 +420,14 @@ def _differentiable_scalars(analysis: GraphAnalysis) -> frozenset[int]:
                 tainted.add(node)
         elif any(argument in tainted for argument in node.all_input_nodes):
             fake = node.meta.get("val")
-            if node.op == "output" or not isinstance(fake, torch.Tensor) or fake.is_floating_point() or fake.is_complex():
+            if (
+                node.op == "output"
+                or not isinstance(fake, torch.Tensor)
+                or fake.is_floating_point()
+                or fake.is_complex()
+            ):
                 tainted.add(node)
-    outputs = epilogue.graph.output_node().args[0]
+    outputs = output_values(epilogue.graph)
     return frozenset(index for index, node in enumerate(outputs) if node in tainted)
 
 
@@ -462,12 +435,13 @@ def _scalar_graphs(analysis: GraphAnalysis) -> ScalarGraphs:
     split = analysis.split
     partial_names = [output.name for output in split.outputs if output.kind == "partial"]
     fakes = {node.name: node.meta.get("val") for node in split.rowwise.graph.nodes}
-    prologue_outputs = split.prologue.graph.output_node().args[0] if split.prologue is not None else ()
+    prologue_outputs = output_values(split.prologue.graph) if split.prologue is not None else ()
     return ScalarGraphs(
         prologue=split.prologue,
         prologue_inputs=_placeholders(split.prologue),
         prologue_sums=tuple(
-            _sum_spec(name, node.meta["val"]) for name, node in zip(split.prologue_sums, prologue_outputs, strict=True)
+            _sum_spec(name, node.meta["val"])
+            for name, node in zip(split.prologue_sums, prologue_outputs, strict=True)
         ),
         epilogue=split.epilogue,
         epilogue_inputs=_placeholders(split.epilogue),

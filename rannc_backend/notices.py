@@ -1,8 +1,9 @@
-"""Says, once for a model and on rank 0, where its numbers are not those of one process: the exceptions of docs/semantics.md.
+"""Says, once for a model and on rank 0, where its numbers are not those of one process: the exceptions of
+docs/semantics.md.
 
-In: an analysed graph, its cut, the plan. Out: a line of the log per exception that applies, with what it means and the option that avoids
-it. Whether one applies is read off the graph and the plan, never off the names or classes of modules. Terms: a *slice* is a micro-batch
-on one replica.
+In: an analysed graph, its cut, the plan. Out: a line of the log per exception that applies, with what it
+means and the option that avoids it. Whether one applies is read off the graph and the plan, never off the
+names or classes of modules. Terms: a *slice* is a micro-batch on one replica.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rannc_backend.analysis import GraphAnalysis
-from rannc_backend.config import Config
+from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.ir.plan import Plan
-from rannc_backend.passes.layouts import Layout, Several, SliceStatistic
+from rannc_backend.passes.batch.layouts import Layout, Several, SliceStatistic
+from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
 
@@ -65,23 +66,26 @@ def _statistics(deployed: Deployed) -> str:
     names = [name for name, layout in layouts.items() if _is_statistic(layout) and name in deployed.stage_of]
     found = next((slices for name in names if (slices := deployed.slices(deployed.stage_of[name]))), "")
     return found and (
-        f"batch normalisation in training mode uses the statistics of each slice of the batch ({found}), as it does in gradient "
-        "accumulation and in DDP, not those of the whole batch, and its running statistics advance once per micro-batch; "
-        "pipeline_num=1 with replica_num=1 gives the statistics of the whole batch"
+        f"batch normalisation in training mode uses the statistics of each slice of the batch ({found}), as "
+        "it does in gradient accumulation and in DDP, not those of the whole batch, and its running "
+        "statistics advance once per micro-batch; pipeline_num=1 with replica_num=1 gives the statistics of "
+        "the whole batch"
     )
 
 
 def _is_statistic(layout: Layout) -> bool:
-    return isinstance(layout, Several) and any(isinstance(element, SliceStatistic) for element in layout.elements)
+    return isinstance(layout, Several) and any(
+        isinstance(element, SliceStatistic) for element in layout.elements
+    )
 
 
 def _random_numbers(deployed: Deployed) -> str:
     if "rng_seed" not in deployed.analysis.input_kinds:
         return ""
     return (
-        "dropout and other random operators draw numbers that depend on the seed, the operator and the row alone, not on stages, "
-        "replicas or micro-batches; they are not the numbers that plain torch draws: to compare the two, switch them off (p=0, or "
-        "evaluation mode)"
+        "dropout and other random operators draw numbers that depend on the seed, the operator and the row "
+        "alone, not on stages, replicas or micro-batches; they are not the numbers that plain torch draws: "
+        "to compare the two, switch them off (p=0, or evaluation mode)"
     )
 
 
@@ -91,11 +95,14 @@ def _narrow_sums(deployed: Deployed) -> str:
     for index, stage in enumerate(deployed.plan.stages):
         slices = deployed.slices(index)
         dtypes = {_dtype(deployed.analysis, names[name]) for name in stage.parameters if name in names}
-        found = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if torch.finfo(dtype).bits <= _NARROW_BITS)
+        found = sorted(
+            str(dtype).removeprefix("torch.") for dtype in dtypes if torch.finfo(dtype).bits <= _NARROW_BITS
+        )
         if slices and found:
             return (
-                f"gradients of parameters in {' and '.join(found)} are added up over slices of the batch ({slices}) in that type, and each "
-                "addition rounds; parameters in float32 under torch.autocast, or pipeline_num=1 with replica_num=1, avoid it"
+                f"gradients of parameters in {' and '.join(found)} are added up over slices of the batch "
+                f"({slices}) in that type, and each addition rounds; parameters in float32 under "
+                "torch.autocast, or pipeline_num=1 with replica_num=1, avoid it"
             )
     return ""
 
@@ -113,8 +120,9 @@ def _mean_over_ranks(deployed: Deployed) -> str:
         return ""
     what = "mean" if deployed.config.mean_gradients else "sum"
     return (
-        f"the loss is computed outside of the compiled model: gradients are the {what} over ranks of each rank's own, as in DDP, which is "
-        "not the gradient of the mean over all rows where ranks have different numbers of rows; compute the loss in forward to have that"
+        f"the loss is computed outside of the compiled model: gradients are the {what} over ranks of each "
+        "rank's own, as in DDP, which is not the gradient of the mean over all rows where ranks have "
+        "different numbers of rows; compute the loss in forward to have that"
     )
 
 
@@ -124,4 +132,6 @@ EXCEPTIONS: Mapping[str, Callable[[Deployed], str]] = {
     "narrow sums": _narrow_sums,
     "mean over ranks": _mean_over_ranks,
 }
-"""By kind: the sentence about a graph, "" where the exception does not apply. A row of docs/semantics.md, section 7, each."""
+"""By kind: the sentence about a graph, "" where the exception does not apply. A row of docs/semantics.md,
+section 7, each.
+"""

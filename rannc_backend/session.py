@@ -1,7 +1,9 @@
-"""One user model on this rank: planned once, then every graph that Dynamo makes of it runs under the same owners.
+"""One user model on this rank: planned once, then every graph that Dynamo makes of it runs under the same
+owners.
 
-In: captured graphs of the model. Out: a `GraphRuntime` per distinct graph. Training, evaluation, no_grad and autocast give different
-graphs; a rank whose local batch is 1 gives the same graph again. Parameters move once, when the first graph is planned.
+In: captured graphs of the model. Out: a `GraphRuntime` per distinct graph. Training, evaluation, no_grad and
+autocast give different graphs; a rank whose local batch is 1 gives the same graph again. Parameters move
+once, when the first graph is planned.
 """
 
 from __future__ import annotations
@@ -15,59 +17,50 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
-from rich.console import Console
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from rannc_backend.analysis import GraphAnalysis, analyze
-from rannc_backend.calibration import choose_cluster, device_memory_bytes
-from rannc_backend.capture import CapturedGraph
-from rannc_backend.compile_stages import CompileCache
-from rannc_backend.config import Config, check_same_options
-from rannc_backend.config_sources import FileOnce
-from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.small_models import why_eager
-from rannc_backend.deployment import Deployer, StageCut, cut_stages
-from rannc_backend.deployment_file import read_plan_text, write_text
-from rannc_backend.errors import OptionValueError, RanksDifferError, RanncError, UserInputError, rebuild_error
+from rannc_backend.capture.analysis import GraphAnalysis, analyze
+from rannc_backend.capture.graph import CapturedGraph
+from rannc_backend.deployment import Deployer
+from rannc_backend.errors import RanksDifferError, RanncError, UserInputError, rebuild_error
 from rannc_backend.ir.plan import Plan
-from rannc_backend.log import setup_logging
-from rannc_backend.measured import report_of
-from rannc_backend.narrator import log_narrator
+from rannc_backend.ir.plan_file import read_plan_text, write_text
+from rannc_backend.log.progress import planning_progress
+from rannc_backend.log.startup import say_places
+from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.notices import Deployed, Notices
-from rannc_backend.partition.plan_checks import check_options, check_plan, exact_schedules
-from rannc_backend.partition.projection import project_plan
-from rannc_backend.planning import num_elements, plan_analysis, settled_for
-from rannc_backend.planning_search import PlanningQuestion
-from rannc_backend.profiling import answer_leader, leading, make_bench, measures
-from rannc_backend.progress import Progress, planning_progress
-from rannc_backend.report.tables import plan_report
-from rannc_backend.runtime import bootstrap
-from rannc_backend.runtime.absent_tensors import is_absent
-from rannc_backend.runtime.accumulation import DelayableBuckets
+from rannc_backend.passes.pipeline import GraphDump, dumping
+from rannc_backend.planner.blocks.measure import answer_leader, make_bench, measures
+from rannc_backend.planner.cluster.this_machine import choose_cluster, device_memory_bytes
+from rannc_backend.planner.cost.small_models import why_eager
+from rannc_backend.planner.plan_fits_graph import check_options, check_plan, exact_schedules
+from rannc_backend.planner.plan_model import num_elements, settled_for
+from rannc_backend.planner.plan_on_ranks import plan_job
+from rannc_backend.planner.projection import project_plan
+from rannc_backend.report.run_report import report_of
+from rannc_backend.report.tables import plan_report, stdout_console
 from rannc_backend.runtime.agreement import agree
-from rannc_backend.runtime.buckets import BufferPool
-from rannc_backend.runtime.clipping import norms_over_ranks
-from rannc_backend.runtime.event_trace import EventTrace
-from rannc_backend.runtime.grad_scaler import unscale_over_ranks
-from rannc_backend.runtime.graph_runtime import GraphRuntime, StepCounter
-from rannc_backend.runtime.host_memory import give_back_memory
-from rannc_backend.runtime.meter import StepMeter
-from rannc_backend.runtime.optimizer_states import OptimizerStates
-from rannc_backend.runtime.optimizer_watch import OptimizerWatch
+from rannc_backend.runtime.comm.checked import watch_transport
+from rannc_backend.runtime.deferred import DeferredValues
+from rannc_backend.runtime.gradients.buckets import BufferPool
+from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
+from rannc_backend.runtime.gradients.optimizer_state_dicts import OptimizerStates
+from rannc_backend.runtime.host_resources import give_back_memory
 from rannc_backend.runtime.parameters import ParameterTable
-from rannc_backend.runtime.promises import Promises
+from rannc_backend.runtime.step.graph_runtime import GraphRuntime
+from rannc_backend.runtime.step.graph_settings import StepCounter
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
-from rannc_backend.runtime.trace_file import begin_trace
-from rannc_backend.runtime.transport_watch import watch_transport
+from rannc_backend.runtime.trace.event_trace import EventTrace
+from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import World
-from rannc_backend.startup import say_places
-from rannc_backend.torch_version import mention_untried_torch
+from rannc_backend.settings.options import Config, check_same_options
+from rannc_backend.stages.compiled_stage import CompileCache
+from rannc_backend.stages.cut_stages import StageCut, cut_stages
+from rannc_backend.stages.graph_dump import pass_dump
 
 logger = logging.getLogger(__name__)
 
-_PIPED_COLUMNS = 100
 _DEPLOYMENT = "option deployment_file"
 
 
@@ -75,7 +68,9 @@ class Follower(Protocol):
     """Something that keeps values beside parameters, where the parameters are: an optimizer's state."""
 
     def parameters_moved(self, table: ParameterTable, before: Mapping[str, tuple[int, ...]] | None) -> None:
-        """Parameters have gone to the owners that ``table`` says; ``before``: those until now, None at the first time. Collective."""
+        """Parameters have gone to the owners that ``table`` says; ``before``: those until now, None at the
+        first time. Collective.
+        """
         ...
 
 
@@ -86,7 +81,7 @@ class Session:
     root: weakref.ref[nn.Module]
     config: Config
     world: World
-    promises: Promises
+    deferred_values: DeferredValues
     switches: Switches
     followers: list[Follower]
     states: OptimizerStates | None = None  # of all optimizers that are not among the followers
@@ -95,19 +90,24 @@ class Session:
     counter: StepCounter = field(default_factory=StepCounter)
     pool: BufferPool = field(default_factory=BufferPool)
     plan: Plan | None = None
-    deferred: bool = False  # the plan chose fill_drain where 1f1b was possible
+    schedule: str | None = None  # that the plan chose where a preferred one was possible
     table: ParameterTable | None = None
     runtimes: dict[str, GraphRuntime] = field(default_factory=dict)
     captured: dict[str, CapturedGraph] = field(default_factory=dict)  # without their model
-    buffer_stages: dict[str, frozenset[int]] = field(default_factory=dict)  # that read a buffer, or make its new value, in some graph
+    buffer_stages: dict[str, frozenset[int]] = field(
+        default_factory=dict
+    )  # that read a buffer, or make its new value, in some graph
     changing_buffers: set[str] = field(default_factory=set)
     trace: EventTrace | None = None
     notices: Notices = field(default_factory=Notices)
-    compiled: weakref.WeakSet[Callable[..., Any]] = field(default_factory=weakref.WeakSet)  # what Dynamo calls for this model
+    compiled: weakref.WeakSet[Callable[..., Any]] = field(
+        default_factory=weakref.WeakSet
+    )  # what Dynamo calls for this model
 
     @without_anomaly_detection
     def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
-        """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then stale).
+        """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then
+        stale).
 
         Collective for a graph that is new.
         """
@@ -132,8 +132,9 @@ class Session:
         _check_same(answers)
         say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
-        with log_narrator(verbose=self.config.verbose).step("analysis") as details:
-            analysis = analyze(captured)
+        with log_step_timer(verbose=self.config.verbose).step("analysis") as details:
+            with dumping(self._dump):
+                analysis = analyze(captured)
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         moved, fresh = False, self.plan is None
         if self.plan is None and self.config.partitioning_dry_run_np:
@@ -142,14 +143,19 @@ class Session:
             plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
             stage_of = self._check_plan(plan, analysis)
             self.plan = plan
-            self.deferred = plan.schedule == "fill_drain" and "1f1b" in exact_schedules(analysis.split, analysis.needs_grad)
+            preferred = exact_schedules(analysis.split, analysis.needs_grad)[0]
+            self.schedule = plan.schedule if plan.schedule != preferred else None
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
-        cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=self.config.outputs == "all")
+        with dumping(self._dump):
+            every = self.config.outputs == "all"
+            cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=every)
         buffers_moved = self._place_buffers(cut, captured)
         moved = self._take_ownership(self.plan, changed=fresh or buffers_moved)
         runtime = self._deployer().deploy(_without_model(analysis), cut, label=f"graph {len(self.runtimes)}")
-        if not any(other.meter for other in self.runtimes.values()) and any(output.differentiable for output in runtime.outputs):
+        if not any(other.meter for other in self.runtimes.values()) and any(
+            output.differentiable for output in runtime.outputs
+        ):
             runtime.meter = self._meter(runtime)
         if self.trace is not None:
             self.trace.follow(runtime.buckets, stage_index=self.plan.stage_of_rank(self.world.rank))
@@ -157,20 +163,34 @@ class Session:
         self.runtimes[key] = runtime
         self._report_outputs(analysis, rows)
         if self.world.rank == 0:
-            self.notices.say(Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config))
+            self.notices.say(
+                Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config)
+            )
         return self.runtimes[key], moved
 
+    @property
+    def _dump(self) -> GraphDump | None:
+        """Where passes write their graphs."""
+        config = self.config
+        return pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
+
     def _dry_run(self, analysis: GraphAnalysis, rows: list[int]) -> NoReturn:
-        """Plan for more or fewer ranks than there are, print and save that, and end the process as a success, on every rank."""
+        """Plan for more or fewer ranks than there are, print and save that, and end the process as a success,
+        on every rank.
+        """
         num_devices = self.config.partitioning_dry_run_np
         # Every rank of that job is expected to bring as many rows as the ranks of this one.
         batch_rows = max(1, sum(rows) * num_devices // len(rows)) if self.config.gather_inputs else rows[0]
         plan = self._make_plan(analysis, batch_rows, num_devices)
         if self.world.rank == 0:
-            console = Console(highlight=False) if sys.stdout.isatty() else Console(width=_PIPED_COLUMNS, highlight=False)
+            console = stdout_console(highlight=False)
             for section in plan_report(plan):
                 console.print(section)
-            console.print(f"dry run: plan for {num_devices} ranks saved in {self.config.deployment_file}", soft_wrap=True, markup=False)
+            console.print(
+                f"dry run: plan for {num_devices} ranks saved in {self.config.deployment_file}",
+                soft_wrap=True,
+                markup=False,
+            )
             sys.stdout.flush()
         # Neither Dynamo nor the user's `except Exception` takes this for a failure.
         raise SystemExit(0)
@@ -186,14 +206,25 @@ class Session:
             profiled = cluster is not None and not dry and measures(self.config, self.world)
             if profiled and self.world.rank != 0:
                 assert cluster is not None
-                bench = make_bench(analysis, settled_for(analysis, self.config, cluster), cluster, self.world.device)
+                bench = make_bench(
+                    analysis, settled_for(analysis, self.config, cluster), cluster, self.world.device
+                )
                 answer_leader(bench, self.world, limit_seconds=self.config.compile_timeout_seconds)
             if self.world.rank == 0:
                 try:
                     text = (
                         self._loaded_text(analysis)
                         if cluster is None
-                        else self._plan_here(analysis, batch_rows, cluster, progress, profiled=profiled).to_json()
+                        else plan_job(
+                            analysis,
+                            self.config,
+                            cluster,
+                            self.world,
+                            batch_rows=batch_rows,
+                            progress=progress,
+                            profiled=profiled,
+                            check=None if dry else lambda plan: self._check_plan(plan, analysis),
+                        ).to_json()
                     )
                     if dry or (self.config.save_deployment and not loaded):
                         write_text(self.config.deployment_file, text, what="plan", named_by=_DEPLOYMENT)
@@ -223,7 +254,9 @@ class Session:
         return text
 
     def _check_plan(self, plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
-        """The stage of every node, on each rank for itself: a plan that was loaded is not trusted, and one that was made is the same."""
+        """The stage of every node, on each rank for itself: a plan that was loaded is not trusted, and one
+        that was made is the same.
+        """
         return check_plan(
             plan,
             analysis.split,
@@ -235,26 +268,12 @@ class Session:
             possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
         )
 
-    def _plan_here(
-        self, analysis: GraphAnalysis, batch_rows: int, cluster: Cluster, progress: Progress, *, profiled: bool
-    ) -> Plan:
-        config = settled_for(analysis, self.config, cluster)
-        bench = make_bench(analysis, config, cluster, self.world.device) if profiled else None
-        question = PlanningQuestion(
-            config=config,
-            cluster=cluster,
-            # A first batch that is too small for the replicas asked for is an error of its step, not of the plan.
-            batch_rows=max(batch_rows, *self.config.stage_replica_counts, self.config.replica_num),
-            progress=progress,
-            narrator=log_narrator(verbose=self.config.verbose),
-        )
-        with leading(bench, self.world, limit_seconds=self.config.compile_timeout_seconds, progress=progress) as profiler:
-            return plan_analysis(analysis, question, profiler=profiler)
-
     def _place_buffers(self, cut: StageCut, captured: CapturedGraph) -> bool:
-        """Note which stages need the buffers that the model changes; whether those of a buffer are others than they were.
+        """Note which stages need the buffers that the model changes; whether those of a buffer are others
+        than they were.
 
-        A buffer that some graph changes belongs to the stages that make its new value or read it; every other one to all ranks.
+        A buffer that some graph changes belongs to the stages that make its new value or read it; every other
+        one to all ranks.
         """
         before = {name: self.buffer_stages[name] for name in self.changing_buffers}
         for name, stages in cut.buffer_readers(captured.inputs).items():
@@ -265,7 +284,9 @@ class Session:
         return before != {name: self.buffer_stages[name] for name in self.changing_buffers}
 
     def _take_ownership(self, plan: Plan, *, changed: bool) -> bool:
-        """Bring parameters and buffers to the ranks that the plan, and the graphs so far, want them on; whether any moved."""
+        """Bring parameters and buffers to the ranks that the plan, and the graphs so far, want them on;
+        whether any moved.
+        """
         if not changed:
             return False
         root = self.root()
@@ -284,10 +305,12 @@ class Session:
         else:
             before = None
             if self.states is not None:
-                self.states.check_before_move(ranks_of, {parameter: name for name, parameter in root.named_parameters()})
+                self.states.check_before_move(
+                    ranks_of, {parameter: name for name, parameter in root.named_parameters()}
+                )
             self.table = ParameterTable.build(root, ranks_of, self.world, self.number)
             self.table.states_on_all_ranks = self.config.states_on_all_ranks
-            moved = self.table.settle(self.promises, synchronize=self.config.sync_params_on_init)
+            moved = self.table.settle(self.deferred_values, synchronize=self.config.sync_params_on_init)
         for follower in (*self.followers, *([self.states] if self.states is not None else [])):
             follower.parameters_moved(self.table, before)
         logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, moved.freed_bytes / 2**20)
@@ -302,7 +325,9 @@ class Session:
             buckets.reduce()
 
     def undeploy(self) -> None:
-        """Free what steps need (compiled stages, gradients, buffers), and take the parameters off the device; the next call plans anew."""
+        """Free what steps need (compiled stages, gradients, buffers), and take the parameters off the device;
+        the next call plans anew.
+        """
         self.runtimes.clear()
         self.cache = CompileCache()
         self.pool = BufferPool()
@@ -318,7 +343,9 @@ class Session:
         assert root is not None and self.plan is not None and self.table is not None, "not planned yet"
         return Deployer(
             world=watch_transport(self.world, self.config),
-            config=self.config.model_copy(update={"schedule": "fill_drain"}) if self.deferred else self.config,
+            config=self.config.model_copy(update={"schedule": self.schedule})
+            if self.schedule is not None
+            else self.config,
             plan=self.plan,
             table=self.table,
             tensors=named_tensors(root),
@@ -351,15 +378,28 @@ class Session:
         logger.info("%s", report.table())
         if self.config.run_file:
             try:
-                write_text(self.config.run_file, report.to_json(), what="measured steps", named_by="option run_file")
+                write_text(
+                    self.config.run_file, report.to_json(), what="measured steps", named_by="option run_file"
+                )
             except UserInputError as error:
                 logger.warning("%s", error)  # no reason to end a run that works
 
     def _report_outputs(self, analysis: GraphAnalysis, rows: list[int]) -> None:
-        names = [output.name for output in analysis.split.user_outputs if output.kind == "rows"]
+        names = [
+            output.name
+            for output in analysis.split.user_outputs
+            if output.kind == "rows" and output.name is not None
+        ]
         scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
-        if self.world.rank == 0 and self.world.size > 1 and scalars and names and self.config.outputs == "all":
-            size = sum(analysis.value(name).bytes_per_row for name in names) * sum(rows)
+        if (
+            self.world.rank == 0
+            and self.world.size > 1
+            and scalars
+            and names
+            and self.config.outputs == "all"
+        ):
+            bytes_per_row: int = sum(analysis.value(name).bytes_per_row for name in names)
+            size = bytes_per_row * sum(rows)
             logger.info(
                 "%d outputs beside the loss come back as each rank's rows, which moves %.1f MB per step; "
                 "options={'outputs': 'loss'} leaves them out",
@@ -380,120 +420,10 @@ def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def _check_same(answers: list[dict[str, object]]) -> None:
     check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
-    for what, item in (("versions of torch", "torch"), ("models or inputs (hash of the captured graph)", "fingerprint")):
+    for what, item in (
+        ("versions of torch", "torch"),
+        ("models or inputs (hash of the captured graph)", "fingerprint"),
+    ):
         values = [str(answer[item])[:16] for answer in answers]
         if len(set(values)) > 1:
             raise RanksDifferError(what, value_by_rank=values)
-
-
-@dataclass(slots=True)
-class SessionRegistry:
-    """The sessions of this process, by root module; they end with their modules."""
-
-    sessions: weakref.WeakKeyDictionary[nn.Module, Session] = field(default_factory=weakref.WeakKeyDictionary)
-    promises: Promises = field(default_factory=Promises)
-    switches: Switches = field(default_factory=Switches)
-    options_file: FileOnce = field(default_factory=FileOnce)
-    followers: weakref.WeakKeyDictionary[nn.Module, list[Follower]] = field(default_factory=weakref.WeakKeyDictionary)
-    recordings: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # of models that are built without memory
-    stored: dict[int, Any] = field(default_factory=dict)  # parameters that are spread over the ranks, by id: see tensor_coll.py
-    optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(default_factory=weakref.WeakKeyDictionary)
-    trace: EventTrace | None = None  # of all models that are traced
-    states: OptimizerStates | None = None
-    num_models: int = 0  # so far
-    synchronized: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # see synchronized_modules.py
-    ends: tuple[Callable[[], None], ...] = ()  # of what GradScalers and torch's clipping of gradients do over ranks until then
-
-    def of(self, model: nn.Module) -> Session | None:
-        """The session of a model, compiled or not; None before its first call."""
-        while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        return self.sessions.get(model)
-
-    def session_of(self, root: nn.Module, config: Config) -> Session:
-        """The model's session, begun if there is none. Collective then.
-
-        Raises:
-            OptionValueError: the model is planned already, under other options.
-        """
-        session = self.sessions.get(root)
-        if session is None:
-            world = bootstrap.start(bootstrap.options_of(config))
-            setup_logging(world.rank, os.environ)
-            if world.rank == 0:
-                mention_untried_torch(torch.__version__)
-            if world.size > 1 and not self.ends:
-                watch = OptimizerWatch(world, self.tables, self.is_synchronized, lambda: self.checks_optimizers)
-                self.states = OptimizerStates(world, self.tables, lambda: self.gives_all_states, lambda each: each in self.optimizers)
-                self.ends = (
-                    unscale_over_ranks(world, self.tables),
-                    norms_over_ranks(self.tables),
-                    watch.install(),
-                    self.states.install(),
-                )
-            session = Session(
-                root=weakref.ref(root),
-                config=config,
-                world=world,
-                promises=self.promises,
-                switches=self.switches,
-                followers=self.followers.setdefault(root, []),
-                states=self.states,
-                number=self.num_models,
-            )
-            self.num_models += 1
-            weakref.finalize(root, world.counts.forget, session.number)
-            if config.trace_events:
-                self.trace = session.trace = begin_trace(world, config.event_trace_file, self.trace)
-            self.sessions[root] = session
-        elif session.plan is None and not session.runtimes:
-            session.config = config
-        elif session.config != config:
-            changed = [item for item in Config.model_fields if getattr(session.config, item) != getattr(config, item)]
-            raise OptionValueError(
-                changed[0],
-                value=getattr(config, changed[0]),
-                source="options",
-                expected=f"{getattr(session.config, changed[0])!r}, as when this model was planned",
-            )
-        return session
-
-    def reset_switches(self) -> None:
-        """Set the switches as they were at the start, for the models that exist, too."""
-        start = Switches()
-        for name in Switches.__dataclass_fields__:
-            setattr(self.switches, name, getattr(start, name))
-
-    def plan_of(self, model: nn.Module) -> Plan | None:
-        """The plan of a model, compiled or not; None before its first call."""
-        session = self.of(model)
-        return None if session is None else session.plan
-
-    def absent_tensors(self) -> list[torch.Tensor]:
-        """All parameters and buffers of this process whose values are not on this rank."""
-        modules = [module for table in self.tables() if (module := table.root()) is not None]
-        known = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return [tensor for tensor in (*known, *self.promises.parameters()) if is_absent(tensor)]
-
-    def has_spread(self, module: nn.Module) -> bool:
-        """Whether a module has parameters of a model that is planned for several ranks."""
-        tables = [table for table in self.tables() if table.world.size > 1]
-        return bool(tables) and any(table.name_of(parameter) is not None for parameter in module.parameters() for table in tables)
-
-    def is_synchronized(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradients of a parameter outside of compiled models are averaged over ranks."""
-        return parameter in self.synchronized
-
-    @property
-    def checks_optimizers(self) -> bool:
-        """Whether optimizers are tried before their first step; all models must have been compiled so."""
-        return all(session.config.check_optimizers for session in self.sessions.values())
-
-    @property
-    def gives_all_states(self) -> bool:
-        """Whether every rank gets whole states, not rank 0 alone; some model must have been compiled so."""
-        return any(session.config.states_on_all_ranks for session in self.sessions.values())
-
-    def tables(self) -> list[ParameterTable]:
-        """Ownership of every planned model."""
-        return [session.table for session in self.sessions.values() if session.table is not None]

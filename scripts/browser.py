@@ -1,7 +1,8 @@
-"""A headless browser of this machine: opens a page in a window of any size, light or dark, runs scripts in it, and takes its picture.
+"""A headless browser of this machine: opens a page in a window of any size, light or dark, runs scripts in
+it, and takes its picture.
 
-In: chromium and its driver from the system's packages (or their paths in BROWSER and BROWSER_DRIVER). Out: a `Browser` over the W3C's
-WebDriver protocol, which is JSON over HTTP on the loopback. Every call has a limit.
+In: chromium and its driver from the system's packages (or their paths in BROWSER and BROWSER_DRIVER). Out: a
+`Browser` over the W3C's WebDriver protocol, which is JSON over HTTP on the loopback. Every call has a limit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any
 
 INSTALL = "apt-get install chromium chromium-driver"
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run")
+_ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-first-run",
+)
 _LIMIT_SECONDS = 60.0
 
 
@@ -40,12 +48,18 @@ class Browser:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._base = f"http://127.0.0.1:{port}"
-        self._driver = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._driver = subprocess.Popen(
+            [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             self._await_driver()
             arguments = [f"--user-data-dir={self._directory.name}", *_ARGUMENTS]
             options = {"binary": browser, "args": arguments}
-            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            wanted = {
+                "browserName": "chrome",
+                "goog:chromeOptions": options,
+                "goog:loggingPrefs": {"browser": "ALL"},
+            }
             session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
             self._base += f"/session/{session['sessionId']}"
         except BaseException:
@@ -53,15 +67,21 @@ class Browser:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self._call("DELETE", "", None)
         except BrowserError:
             pass
         self._end()
 
-    def open(self, page: Path, *, width: int, height: int = 900, dark: bool = False, phone: bool = False) -> None:
-        """Show a file. `width`, `height`: of the window in CSS pixels, of which a phone has three dots each way."""
+    def open(
+        self, page: Path, *, width: int, height: int = 900, dark: bool = False, phone: bool = False
+    ) -> None:
+        """Show a file. `width`, `height`: of the window in CSS pixels, of which a phone has three dots each
+        way.
+        """
         size = {"width": width, "height": height, "deviceScaleFactor": 3 if phone else 1, "mobile": phone}
         self._tool("Emulation.setDeviceMetricsOverride", size)
         self._tool("Emulation.setTouchEmulationEnabled", {"enabled": phone})
@@ -91,7 +111,9 @@ class Browser:
     def picture(self, *, width: int, height: int, scale: float = 1.0) -> bytes:
         """The left upper part of the page as PNG, `scale` dots to a CSS pixel."""
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": scale}
-        answer = self._tool("Page.captureScreenshot", {"format": "png", "clip": clip, "captureBeyondViewport": True})
+        answer = self._tool(
+            "Page.captureScreenshot", {"format": "png", "clip": clip, "captureBeyondViewport": True}
+        )
         return base64.b64decode(answer["data"])
 
     def page_height(self) -> int:
@@ -114,7 +136,9 @@ class Browser:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data=data, method=method, headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self._base + path, data=data, method=method, headers={"Content-Type": "application/json"}
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=_LIMIT_SECONDS) as response:
@@ -137,5 +161,8 @@ class Browser:
 def _found(variable: str, names: tuple[str, ...]) -> str:
     path = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        raise BrowserError(f"there is no {names[0]} on this machine. What to change: {INSTALL} (or give its path in {variable}).")
+        raise BrowserError(
+            f"there is no {names[0]} on this machine. What to change: {INSTALL} (or give its path in "
+            f"{variable})."
+        )
     return path

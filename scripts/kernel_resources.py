@@ -1,8 +1,10 @@
-"""What the compilers make of the Triton kernels for GPUs that are not here: registers, memory, width of loads and stores.
+"""What the compilers make of the Triton kernels for GPUs that are not here: registers, memory, width of loads
+and stores.
 
-`python scripts/kernel_resources.py` prints the table of docs/kernels.md; `--json` a list of objects; `--targets` and `--variants` choose.
-Needs Triton alone, whose package holds the compilers and disassemblers. NVIDIA cubins are measured with cuobjdump and, with `--disassemble`
-(half a second each), nvdisasm; without, the widths are read from PTX. AMD's are read from the assembly.
+`python scripts/kernel_resources.py` prints the table of docs/kernels.md; `--json` a list of objects;
+`--targets` and `--variants` choose. Needs Triton alone, whose package holds the compilers and disassemblers.
+NVIDIA cubins are measured with cuobjdump and, with `--disassemble` (half a second each), nvdisasm; without,
+the widths are read from PTX. AMD's are read from the assembly.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rannc_backend.kernels import boundary_pack, gradient_bucket, scale_unless_one
+from rannc_backend.kernels import boundary_pack, gradient_views, scale_unless_one
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -63,7 +65,9 @@ class Resources:
     exchanges: int | None
     """Instructions that use shared memory or wait for other warps; None where nothing was disassembled."""
     narrow_in_flight: int | None = None
-    """Loads of single elements under way at a time, which hides the latency of unaligned tensors; see `narrow_loads_in_flight`."""
+    """Loads of single elements under way at a time, which hides the latency of unaligned tensors; see
+    `narrow_loads_in_flight`.
+    """
 
 
 def variants() -> Iterator[Variant]:
@@ -81,35 +85,29 @@ def variants() -> Iterator[Variant]:
     yield message("pack, bf16 to fp8", boundary_pack._pack_kernel, 1 << 5, float8=True, reduces=True)
     yield message("unpack, bf16 to fp32", boundary_pack._unpack_kernel, 1 << 1)
     yield message("unpack, fp8 to bf16", boundary_pack._unpack_kernel, 1 << 5, float8=True, reduces=True)
-    for name, dtype, codes, to_bucket, statistics in (
-        ("bucket, fp32", tl.float32, 1, True, False),
-        ("bucket, bf16 to fp32", tl.float32, 4, True, False),
-        ("bucket, fp32 to fp16", tl.float16, 1, True, False),
-        ("bucket, bf16", tl.bfloat16, 4, True, False),
-        ("bucket, fp32, statistics", tl.float32, 1, True, True),
-        ("bucket, all dtypes to fp32, statistics", tl.float32, 15, True, True),
-        ("from bucket, fp16 to fp32", tl.float16, 1, False, False),
+    for name, dtype, codes in (
+        ("bucket, fp32", tl.float32, 1),
+        ("bucket, bf16 to fp32", tl.float32, 4),
+        ("bucket, fp32 to fp16", tl.float16, 1),
+        ("bucket, bf16", tl.bfloat16, 4),
     ):
-        yield bucket(name, dtype, codes, to_bucket, statistics)
+        yield bucket(name, dtype, codes)
     for name, pointer in (("scale, fp32", "*fp32"), ("scale, bf16", "*bf16")):
         types = {"values": pointer, "scale": "*fp32", "num_values": "i64"}
         constants = dict(wide=False, block=scale_unless_one.BLOCK)
         yield Variant(name, scale_unless_one._scale_kernel, types, constants, scale_unless_one.NUM_WARPS)
 
 
-def bucket(name: str, dtype: Any, codes: int, to_bucket: bool, statistics: bool) -> Variant:
-    """A variant of the bucket kernel; ``codes`` has a bit for each dtype among the gradients."""
-    config = gradient_bucket.LARGE
+def bucket(name: str, dtype: Any, codes: int) -> Variant:
+    """A variant of the kernel for gradients; ``codes`` has a bit for each dtype among them."""
+    config = gradient_views.LARGE
     block = config.block // 2 if codes & 8 or dtype == tl.float64 else config.block
     pointer = {tl.float32: "*fp32", tl.float16: "*fp16", tl.bfloat16: "*bf16", tl.float64: "*fp64"}[dtype]
-    types = {"bucket": pointer, "table": "*i64", "scale_bits": "i64", "num_chunks": "i32"}
-    constants: dict[str, Any] = dict(bucket_dtype=dtype, codes=codes, to_bucket=to_bucket, statistics=statistics, store=True)
-    constants |= dict(device_scale=None, block=block, lanes=32 * config.num_warps, simulated=False)
-    if statistics:
-        types |= {"results": "*fp32", "partials": "*fp32", "ticket": "*i32"}
-    else:
-        constants |= {"results": None, "partials": None, "ticket": None}
-    return Variant(name, gradient_bucket._bucket_kernel, types, constants, config.num_warps, reduces=statistics)
+    types = {"bucket": pointer, "table": "*i64"}
+    constants = dict(
+        bucket_dtype=dtype, codes=codes, block=block, lanes=32 * config.num_warps, simulated=False
+    )
+    return Variant(name, gradient_views._gradient_kernel, types, constants, config.num_warps)
 
 
 def compile_variant(variant: Variant, target: GPUTarget) -> Any:
@@ -117,9 +115,13 @@ def compile_variant(variant: Variant, target: GPUTarget) -> Any:
     names = variant.kernel.arg_names
     types = {name: "constexpr" if name in variant.constants else variant.types[name] for name in names}
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")}
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")
+    }
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=target, options={"num_warps": variant.num_warps, "enable_fp_fusion": False})
+    return triton.compile(
+        source, target=target, options={"num_warps": variant.num_warps, "enable_fp_fusion": False}
+    )
 
 
 def measure(variant: Variant, target: str, *, disassemble: bool) -> Resources:
@@ -135,7 +137,10 @@ def measure(variant: Variant, target: str, *, disassemble: bool) -> Resources:
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     loads, stores = r"LDG\.E\.128", r"STG\.E\.128"
     if code is None:
-        loads, stores = r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64"
+        loads, stores = (
+            r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64",
+            r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64",
+        )
     text = compiled.asm["ptx"] if code is None else code
     return Resources(
         variant=variant.name,
@@ -152,9 +157,11 @@ def measure(variant: Variant, target: str, *, disassemble: bool) -> Resources:
 
 
 def narrow_loads_in_flight(code: str) -> int:
-    """Loads of at most 8 bytes per thread that a disassembled kernel starts before it uses what one of them gives.
+    """Loads of at most 8 bytes per thread that a disassembled kernel starts before it uses what one of them
+    gives.
 
-    Of the two places where it starts the most, the one with fewer: elements are loaded in one, what they are added to in the other.
+    Of the two places where it starts the most, the one with fewer: elements are loaded in one, what they are
+    added to in the other.
     """
     runs, under_way = [0, 0], set()
     for line in code.splitlines():
@@ -189,7 +196,9 @@ def _measure_amd(variant: Variant, target: str, assembly: str) -> Resources:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([str(NVIDIA_TOOLS / tool), *arguments], capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(
+        [str(NVIDIA_TOOLS / tool), *arguments], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
 
 
 def supported(variant: Variant, target: str) -> bool:
@@ -199,11 +208,18 @@ def supported(variant: Variant, target: str) -> bool:
 
 def markdown(found: list[Resources], targets: list[str]) -> str:
     """A row per variant, a column per target: registers, and bytes of shared memory where there are any."""
-    cells = {(each.variant, each.target): f"{each.registers}" + f" + {each.shared_bytes} B" * (each.shared_bytes > 0) for each in found}
+    cells = {
+        (each.variant, each.target): f"{each.registers}"
+        + f" + {each.shared_bytes} B" * (each.shared_bytes > 0)
+        for each in found
+    }
     measured = {each.variant for each in found}
     names = [each.name for each in variants() if each.name in measured]
     lines = [f"| kernel | {' | '.join(targets)} |", "|" + "---|" * (len(targets) + 1)]
-    lines += [f"| {name} | {' | '.join(cells.get((name, target), 'refused') for target in targets)} |" for name in names]
+    lines += [
+        f"| {name} | {' | '.join(cells.get((name, target), 'refused') for target in targets)} |"
+        for name in names
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -215,7 +231,11 @@ def main() -> None:
     parser.add_argument("--disassemble", nargs="*", default=[], help="targets whose code is disassembled")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    chosen = [each for each in variants() if not arguments.variants or each.name.startswith(tuple(arguments.variants))]
+    chosen = [
+        each
+        for each in variants()
+        if not arguments.variants or each.name.startswith(tuple(arguments.variants))
+    ]
     found = [
         measure(variant, target, disassemble=target in arguments.disassemble)
         for target in arguments.targets

@@ -1,8 +1,10 @@
-"""Makes docs/images/plan_page.png, the picture of a plan's page in the README: `python -m scripts.page_picture`.
+"""Makes docs/images/plan_page.png, the picture of a plan's page in the README: `python -m
+scripts.page_picture`.
 
-The plan is that of `examples/train_gpt2.py --stages 2` for two ranks: a GPT-2 of 4 layers, width 128, as a pipeline of two stages, on the
-CPU that `rannc_backend/cost/clusters/generic-cpu.toml` describes. It lies beside the picture as JSON; `--keep-plan` pictures it again as it
-is. The picture says which page it shows (`shown_page`), so a test sees when it is out of date.
+The plan is that of `examples/train_gpt2.py --stages 2` for two ranks: a GPT-2 of 4 layers, width 128, as a
+pipeline of two stages, on the CPU that `rannc_backend/planner/cluster/clusters/generic-cpu.toml` describes.
+It lies beside the picture as JSON; `--keep-plan` pictures it again as it is. The picture says which page it
+shows (`shown_page`), so a test sees when it is out of date.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from rannc_backend.config import Config
-from rannc_backend.cost.cluster_file import load_cluster
-from rannc_backend.deployment_file import read_plan
 from rannc_backend.ir.plan import Plan
+from rannc_backend.ir.plan_file import read_plan
+from rannc_backend.planner.cluster.cluster_file import load_cluster
 from rannc_backend.report.page import plan_page
+from rannc_backend.settings.options import Config
 from scripts.browser import Browser
 
 COMMAND = "python -m scripts.page_picture --keep-plan"
@@ -37,8 +39,8 @@ def example_plan() -> Plan:
     import torch
     import transformers
 
-    from rannc_backend.planning import plan_model
-    from rannc_backend.planning_search import PlanningQuestion
+    from rannc_backend.planner.plan_blocks import PlanningQuestion
+    from rannc_backend.planner.plan_model import plan_model
 
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0, use_cache=False,
@@ -47,7 +49,11 @@ def example_plan() -> Plan:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
         tokens = torch.zeros(8, 128, dtype=torch.int64)
-    question = PlanningQuestion(config=Config(partition_num=2, outputs="loss"), cluster=load_cluster("generic-cpu", 2, None), batch_rows=16)
+    question = PlanningQuestion(
+        config=Config(partition_num=2, outputs="loss"),
+        cluster=load_cluster("generic-cpu", 2, None),
+        batch_rows=16,
+    )
     return plan_model(model, (), {"input_ids": tokens, "labels": tokens}, question)
 
 
@@ -76,7 +82,8 @@ def make_picture(plan: Plan) -> bytes:
         browser.open(page, width=_WIDTH)
         script = (
             "return [...document.querySelectorAll('main > section')].find((section) => "
-            "section.querySelector('h2 .term')?.firstChild.textContent === arguments[0]).getBoundingClientRect().bottom"
+            "section.querySelector('h2 .term')?.firstChild.textContent === "
+            "arguments[0]).getBoundingClientRect().bottom"
         )
         height = round(browser.run(script, _LAST_SECTION)) + 9
         picture = browser.picture(width=_WIDTH, height=height)

@@ -9,12 +9,17 @@ import pytest
 
 
 def mostly(values: Iterable[Any], by_default: Collection[Any]) -> list[Any]:
-    """pytest parameters of `values`; those not in `by_default` are marked `full`. A tuple stands for several arguments."""
+    """pytest parameters of `values`; those not in `by_default` are marked `full`. A tuple stands for several
+    arguments.
+    """
     values = list(values)
     unknown = [value for value in by_default if value not in values]
     assert not unknown, f"{unknown} are no parameters"
     return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in by_default else pytest.mark.full)
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in by_default else pytest.mark.full,
+        )
         for value in values
     ]
 
@@ -26,8 +31,13 @@ class Named(Protocol):
 
 
 def cases(values: Iterable[Named], prefix: str, only_in_full: Collection[str] = ()) -> list[Any]:
-    """pytest parameters of cases, by their names without the prefix; those in `only_in_full` are marked so."""
+    """pytest parameters of cases, by their names without the prefix; those in `only_in_full` are marked
+    so.
+    """
     named = {case.name.removeprefix(f"{prefix}-"): case for case in values}
     unknown = set(only_in_full) - set(named)
     assert not unknown, f"{unknown} are no cases"
-    return [pytest.param(case, id=name, marks=pytest.mark.full if name in only_in_full else ()) for name, case in named.items()]
+    return [
+        pytest.param(case, id=name, marks=pytest.mark.full if name in only_in_full else ())
+        for name, case in named.items()
+    ]

@@ -1,4 +1,6 @@
-"""Settings for all tests: the same examples on every run, no deadline on a busy machine, nothing from the user's environment."""
+"""Settings for all tests: the same examples on every run, no deadline on a busy machine, nothing from the
+user's environment.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ for variable in [name for name in os.environ if name.startswith("RANNC_")]:
     del os.environ[variable]
 # A folder without files of options or logging, in place of the one in the home directory.
 os.environ["RANNC_CONF_DIR"] = os.path.dirname(os.path.abspath(__file__))
-# No plan of a test depends on how fast this machine is, and only tests of the calibration itself wait for one.
+# No plan of a test depends on how fast this machine is, and only tests of the calibration itself wait for
+# one.
 os.environ["RANNC_CLUSTER"] = "generic-cpu"
-# Where cuts are matters to tests of the planner, which say what they plan with; tracing each distinct block to price it would be a third
-# of the time of all others.
+# Where cuts are matters to tests of the planner, which say what they plan with; tracing each distinct block
+# to price it would be a third of the time of all others.
 os.environ["RANNC_COSTS"] = "rules"
 # The tests build small random models from configurations; no weights are fetched.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,19 +38,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-gpu", action="store_true", help="without a CUDA device, or with a test skipped, the run fails")
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="without a CUDA device, or with a test skipped, the run fails",
+    )
 
 
 class FilesTogether(LoadScopeScheduling):
-    """With several workers the tests of a file stay together, as they share captured models, and those of all files with cases do too.
+    """With several workers the tests of a file stay together, as they share captured models, and those of all
+    files with cases do too.
 
-    A worker that is asked for one distributed case runs all of them. The processes that their ranks are forked from are its own.
+    A worker that is asked for one distributed case runs all of them. The processes that their ranks are
+    forked from are its own.
     """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
-        texts = {path.name: path.read_text(encoding="utf-8") for path in (Path(__file__).parent / "distributed").glob("test_*.py")}
-        self._with_cases = {name for name, text in texts.items() if any(fixture in text for fixture in ("outcome_of", "templates"))}
+        texts = {
+            path.name: path.read_text(encoding="utf-8")
+            for path in (Path(__file__).parent / "distributed").glob("test_*.py")
+        }
+        self._with_cases = {
+            name
+            for name, text in texts.items()
+            if any(fixture in text for fixture in ("outcome_of", "templates"))
+        }
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]

@@ -1,15 +1,19 @@
-"""A device that works behind the host, played on the CPU: it finds races and host waits in code that was written for CUDA.
+"""A device that works behind the host, played on the CPU: it finds races and host waits in code that was
+written for CUDA.
 
-In: CPU tensors that stand for device memory. Out: `FakeDevice`, which is the runtime's `DeviceLayer`, and a list of what was wrong.
-Numbers are computed at once, as the host comes along; what is checked is whether a device that starts each queue's work as late, and
-different queues' work in as strange an order, as events allow would have computed the same.
+In: CPU tensors that stand for device memory. Out: `FakeDevice`, which is the runtime's `DeviceLayer`, and a
+list of what was wrong. Numbers are computed at once, as the host comes along; what is checked is whether a
+device that starts each queue's work as late, and different queues' work in as strange an order, as events
+allow would have computed the same.
 
-Terms. An *operation* reads and writes storages on one stream. Operation a is *before* b when a's stream is b's and a was queued first, or
-b's stream had waited for an event behind a. Two operations that touch one storage, one of them writing, must be one before the other.
-Torch's allocator gives memory of the compute stream out again in that stream's order: when a storage dies, whatever other streams do
-with it must be before what is queued on the compute stream next. Everything else is a *race*.
+Terms. An *operation* reads and writes storages on one stream. Operation a is *before* b when a's stream is
+b's and a was queued first, or b's stream had waited for an event behind a. Two operations that touch one
+storage, one of them writing, must be one before the other. Torch's allocator gives memory of the compute
+stream out again in that stream's order: when a storage dies, whatever other streams do with it must be before
+what is queued on the compute stream next. Everything else is a *race*.
 
-`FakeLinks` play NCCL's part, with a stream of its own in each group, as torch has it: over gloo between processes, by mail within one.
+`FakeLinks` play NCCL's part, with a stream of its own in each group, as torch has it: over gloo between
+processes, by mail within one.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ HOST_READS = {
 
 @dataclass
 class FakeEvent:
-    """A place in a stream: the operations before it (bits), and what is to be finished on the host once somebody waits."""
+    """A place in a stream: the operations before it (bits), and what is to be finished on the host once
+    somebody waits.
+    """
 
     seen: int
     finish: tuple[Callable[[], None], ...] = ()
@@ -121,7 +127,14 @@ class FakeDevice:
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def operation(self, name: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), stream: Any = None) -> None:
+    def operation(
+        self,
+        name: str,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        stream: Any = None,
+    ) -> None:
         """Queue an operation on ``stream`` (None: the current one)."""
         stream = self.compute() if stream is None else stream
         self._num_operations += 1
@@ -170,11 +183,16 @@ class FakeDevice:
 
 
 def _storages(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    return [
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+    ]
 
 
 class OnDevice(TorchDispatchMode):
-    """Within it, every ATen operator is an operation of the device's current stream; reading a value on the host is noted.
+    """Within it, every ATen operator is an operation of the device's current stream; reading a value on the
+    host is noted.
 
     Args:
         allowed_reads: how many values may be read (the seed of a step is drawn on the host's own generator).
@@ -211,7 +229,9 @@ class OnDevice(TorchDispatchMode):
             self._device.host_waits.append(name)
         self._allowed_reads = max(0, self._allowed_reads - 1)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in HOST_READS:
             self._note_read(str(func))
@@ -256,7 +276,9 @@ class FakePosted:
 
 
 class FakeLinks:
-    """Stands for `transport_nccl.NcclCalls`; a `FakeDevice` judges the order. Subclasses move the bytes, each with a function to finish."""
+    """Stands for `transport_nccl.NcclCalls`; a `FakeDevice` judges the order. Subclasses move the bytes, each
+    with a function to finish.
+    """
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -270,7 +292,12 @@ class FakeLinks:
             self._inner[id(group)] = self._device.new_stream()
         return group
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: Any) -> FakePosted:
+    def exchange(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        group: Any,
+    ) -> FakePosted:
         inner = self._inner[id(group)]
         inner.wait_event(self._device.compute().record_event())
         finish = []
@@ -281,7 +308,9 @@ class FakeLinks:
             for tensor, peer in receives:
                 self._device.operation(f"receive from {peer}", writes=[tensor], stream=inner)
                 finish.append(self.start_receive(tensor, peer, group))
-        self._device.posted.append(FakePosted(self._device, FakeEvent(inner.seen, tuple(finish), device=self._device)))
+        self._device.posted.append(
+            FakePosted(self._device, FakeEvent(inner.seen, tuple(finish), device=self._device))
+        )
         return self._device.posted[-1]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> FakePosted:
@@ -338,44 +367,52 @@ class MailGroup:
 
 
 class MailLinks(FakeLinks):
-    """Between transports of one process, which share a ``mail`` box. An all-reduce finds the same on every rank and multiplies."""
+    """Between transports of one process, which share a ``mail`` box. An all-reduce finds the same on every
+    rank and multiplies.
+    """
 
-    def __init__(self, device: FakeDevice, rank: int, mail: dict[Any, list[torch.Tensor]]) -> None:
+    def __init__(self, device: FakeDevice, rank: int, local_messages: dict[Any, list[torch.Tensor]]) -> None:
         super().__init__(device)
         self._rank = rank
-        self._mail = mail
+        self._local_messages = local_messages
         self.exchanges: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
 
     def make_group(self, ranks: tuple[int, ...]) -> MailGroup | None:
         return MailGroup(ranks, len(self.created)) if self._rank in ranks else None
 
     def exchange(self, sends: Any, receives: Any, group: MailGroup) -> FakePosted:
-        self.exchanges.append((group.number, tuple(peer for _, peer in sends), tuple(peer for _, peer in receives)))
+        self.exchanges.append(
+            (group.number, tuple(peer for _, peer in sends), tuple(peer for _, peer in receives))
+        )
         return super().exchange(sends, receives, group)
 
     def start_send(self, tensor: torch.Tensor, peer: int, group: MailGroup) -> Callable[[], None]:
-        self._mail.setdefault((group.number, self._rank, peer), []).append(tensor.clone())
+        self._local_messages.setdefault((group.number, self._rank, peer), []).append(tensor.clone())
         return lambda: None
 
     def start_receive(self, tensor: torch.Tensor, peer: int, group: MailGroup) -> Callable[[], None]:
         held = [tensor]
 
         def finish() -> None:
-            waiting = self._mail.get((group.number, peer, self._rank))
+            waiting = self._local_messages.get((group.number, peer, self._rank))
             if held and waiting:
                 with without_modes():
                     held.pop().copy_(waiting.pop(0))
 
         return finish
 
-    def start_collective(self, tensor: torch.Tensor, group: MailGroup, root: int | None) -> Callable[[], None]:
+    def start_collective(
+        self, tensor: torch.Tensor, group: MailGroup, root: int | None
+    ) -> Callable[[], None]:
         if root is None:
             tensor.mul_(len(group.ranks))
         return lambda: None
 
 
 def _once(work: Any, tensor: torch.Tensor) -> Callable[[], None]:
-    """Wait for a work of gloo, the first time. Not for the device's sake, so the tensor's memory is not kept by it afterwards."""
+    """Wait for a work of gloo, the first time. Not for the device's sake, so the tensor's memory is not kept
+    by it afterwards.
+    """
     held = [(work, tensor)]
 
     def finish() -> None:

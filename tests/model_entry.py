@@ -1,8 +1,10 @@
-"""What a test needs to know about one model: how to build it, feed it, read its outputs, and how exact it can be.
+"""What a test needs to know about one model: how to build it, feed it, read its outputs, and how exact it can
+be.
 
-In: functions that build modules and batches. Out: `Entry`. Terms: *rows* are samples; a *batch* is a dict of tensors by
-name; *outside* names belong to the loss outside of the model and are not passed to it; *replicated* names have no rows;
-*batch statistics* are those of BatchNorm: such a model is computed slice by slice (micro-batch on one replica).
+In: functions that build modules and batches. Out: `Entry`. Terms: *rows* are samples; a *batch* is a dict of
+tensors by name; *outside* names belong to the loss outside of the model and are not passed to it;
+*replicated* names have no rows; *batch statistics* are those of BatchNorm: such a model is computed slice by
+slice (micro-batch on one replica).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Entry:
         tolerance: bound of the relative error in float64.
         deep: has enough layers with parameters to be cut into four stages that each own some.
         shared: parameter names that several stages may own.
-        adam_epsilon: AdamW's eps; large where rounding noise of a zero gradient would be normalised to full steps.
+        adam_epsilon: AdamW's eps; large where rounding noise of a zero gradient would be normalised to full
+        steps.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """The models that the distributed tests train: small, random weights, one for each thing that can go wrong.
 
-In: nothing. Out: `ENTRIES` by name, and `entry(name)`. The Hugging Face ones are in models_huggingface.py and are imported
-only when asked for. Terms as in model_entry.py. The first block repeats the ten models of RaNNC's test suite and its
-spare ones (normalisation, nesting, tied embedding, identity); the second has one model per point of the semantics.
+In: nothing. Out: `ENTRIES` by name, and `entry(name)`. The Hugging Face ones are in models_huggingface.py and
+are imported only when asked for. Terms as in model_entry.py. The first block repeats the ten models of
+RaNNC's test suite and its spare ones (normalisation, nesting, tied embedding, identity); the second has one
+model per point of the semantics.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class MlpLoss(nn.Module):
 
 
 class LongSkip(nn.Module):
-    """The first value is used again after every third later layer and at the end: three stages later and in between."""
+    """The first value is used again after every third later layer and at the end: three stages later and in
+    between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +215,9 @@ class DataclassOutput(nn.Module):
         self.body = Mlp()
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, *, features: Tensor, extra: dict[str, Tensor] | None = None, labels: Tensor) -> Prediction:
+    def forward(
+        self, *, features: Tensor, extra: dict[str, Tensor] | None = None, labels: Tensor
+    ) -> Prediction:
         if extra is not None:
             features = features + extra["shift"]
         hidden = self.body(features)
@@ -345,7 +350,9 @@ def _no_shift(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batc
 
 
 def _with_table(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    return _regression(WIDTH)(rows, generator, dtype) | {"table": _normal(generator, WIDTH, WIDTH, dtype=dtype)}
+    return _regression(WIDTH)(rows, generator, dtype) | {
+        "table": _normal(generator, WIDTH, WIDTH, dtype=dtype)
+    }
 
 
 def _outside(name: str, module: Any, width: int, *, make_batch: Any = None, **options: Any) -> Entry:
@@ -395,15 +402,26 @@ RANNC_SPARE: tuple[Entry, ...] = (
     _outside("layer_norm", HandLayerNorm, 3),
     _outside("custom_operator", CustomOperator, 3),
     _outside("identity", nn.Identity, 10, trains=False),
-    _outside("norm_affine", lambda: OneNorm(affine=True, track_running_stats=False), 10, batch_statistics=True),
-    _outside("norm_running", lambda: OneNorm(affine=False, track_running_stats=True), 10, batch_statistics=True),
-    _outside("norm_plain", lambda: OneNorm(affine=False, track_running_stats=False), 10, batch_statistics=True),
+    _outside(
+        "norm_affine", lambda: OneNorm(affine=True, track_running_stats=False), 10, batch_statistics=True
+    ),
+    _outside(
+        "norm_running", lambda: OneNorm(affine=False, track_running_stats=True), 10, batch_statistics=True
+    ),
+    _outside(
+        "norm_plain", lambda: OneNorm(affine=False, track_running_stats=False), 10, batch_statistics=True
+    ),
 )
 CONTRACT: tuple[Entry, ...] = (
     _outside("mlp", Mlp, WIDTH, deep=True),
     _inside("mlp_loss", MlpLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
-    _inside("tied_ring", TiedRing, _regression(WIDTH), positional=("x", "target"),
-            shared=frozenset(f"layers.{i}.weight" for i in range(3))),
+    _inside(
+        "tied_ring",
+        TiedRing,
+        _regression(WIDTH),
+        positional=("x", "target"),
+        shared=frozenset(f"layers.{i}.weight" for i in range(3)),
+    ),
     _outside("long_skip", LongSkip, WIDTH, deep=True),
     _inside("long_skip_loss", LongSkipLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("frozen", Frozen, WIDTH),
@@ -427,7 +445,9 @@ CONTRACT: tuple[Entry, ...] = (
         deep=True,
     ),
     # The biases in front of its norms have a gradient of zero.
-    _outside("batch_norm", lambda: Mlp(batch_norm=True), WIDTH, deep=True, batch_statistics=True, adam_epsilon=1e-4),
+    _outside(
+        "batch_norm", lambda: Mlp(batch_norm=True), WIDTH, deep=True, batch_statistics=True, adam_epsilon=1e-4
+    ),
     _inside(
         "several_outputs",
         SeveralOutputs,

@@ -1,6 +1,7 @@
 """Hugging Face models in small configurations with random weights; nothing is downloaded.
 
-In: nothing. Out: `HUGGING_FACE`, entries by name. Terms as in model_entry.py. Every model computes its loss itself.
+In: nothing. Out: `HUGGING_FACE`, entries by name. Terms as in model_entry.py. Every model computes its loss
+itself.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def _llama(dtype: torch.dtype) -> nn.Module:
 
 
 def mixtral(dtype: torch.dtype, *, experts: str = "batched_mm") -> nn.Module:
-    """Experts for each token; `experts`: how they are computed, of which "batched_mm" computes each token by itself."""
+    """Experts for each token; `experts`: how they are computed, of which "batched_mm" computes each token by
+    itself.
+    """
     config = transformers.MixtralConfig(**_GROUPED, intermediate_size=24, num_local_experts=4)
     model = transformers.MixtralForCausalLM(config).to(dtype)
     model.set_experts_implementation(experts)
@@ -149,7 +152,8 @@ def _entry(name: str, build: Callable[[torch.dtype], nn.Module], make_batch: Any
     )
 
 
-# Gradients of attention's key biases are zero but for rounding; Adam must not turn float32 noise into full steps.
+# Gradients of attention's key biases are zero but for rounding; Adam must not turn float32 noise into full
+# steps.
 _NOISY: Mapping[str, Any] = {"tolerance": FLOAT32_INSIDE, "adam_epsilon": 1e-3}
 HUGGING_FACE: Mapping[str, Entry] = {
     entry.name: entry

@@ -14,7 +14,9 @@ class ChannelsLast(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3 if index == 0 else WIDTH, WIDTH, 3, padding=1) for index in range(4))
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(3 if index == 0 else WIDTH, WIDTH, 3, padding=1) for index in range(4)
+        )
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.to(memory_format=torch.channels_last)
@@ -26,7 +28,9 @@ class ChannelsLast(nn.Module):
 
 
 class Gated(nn.Module):
-    """Binary cross entropy of a gate, which torch writes with factories like those of the user's here: they read types, not values."""
+    """Binary cross entropy of a gate, which torch writes with factories like those of the user's here: they
+    read types, not values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class Gated(nn.Module):
 
 
 class SpectralNorm(nn.Module):
-    """Each call in training improves buffers that the weights are divided by, and that have nothing to do with the rows."""
+    """Each call in training improves buffers that the weights are divided by, and that have nothing to do
+    with the rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +60,9 @@ class SpectralNorm(nn.Module):
 
 
 class TiedRing(nn.Module):
-    """Three pairs of layers of which each has one weight with each other pair; backward comes to them in a ring."""
+    """Three pairs of layers of which each has one weight with each other pair; backward comes to them in a
+    ring.
+    """
 
     def __init__(self) -> None:
         super().__init__()

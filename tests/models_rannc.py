@@ -156,7 +156,9 @@ class Nested(nn.Module):
 
 @torch.library.custom_op("rannc_tests::cubed", mutates_args=(), tags=(torch.Tag.pointwise,))
 def cubed(x: Tensor) -> Tensor:
-    """The third power, by an operator that torch does not know; the tag says that it works element by element."""
+    """The third power, by an operator that torch does not know; the tag says that it works element by
+    element.
+    """
     return x**3
 
 

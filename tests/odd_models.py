@@ -12,11 +12,17 @@ WIDTH, LENGTH = 8, 6
 
 
 class TransposedNorm(nn.Module):
-    """Batch normalisation of a transposed value, then a view: on the CPU it lies in memory otherwise than torch's shape function says."""
+    """Batch normalisation of a transposed value, then a view: on the CPU it lies in memory otherwise than
+    torch's shape function says.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.norm, self.last = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
@@ -37,7 +43,9 @@ class GatedDecay(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each product's gradient is a transposed view of a parameter's, which no view of the bucket gives back."""
+    """Each product's gradient is a transposed view of a parameter's, which no view of the bucket gives
+    back.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +65,9 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.out = (nn.Parameter(torch.linspace(-1, 1 + k, WIDTH * WIDTH).view(WIDTH, 2, 4)) for k in range(3))
+        self.query, self.key, self.out = (
+            nn.Parameter(torch.linspace(-1, 1 + k, WIDTH * WIDTH).view(WIDTH, 2, 4)) for k in range(3)
+        )
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +84,10 @@ class FourierOperator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.low, self.high = (nn.Parameter(torch.linspace(-1, 1 + k, WIDTH * WIDTH * 4).view(WIDTH, WIDTH, 2, 2)) for k in range(2))
+        self.low, self.high = (
+            nn.Parameter(torch.linspace(-1, 1 + k, WIDTH * WIDTH * 4).view(WIDTH, WIDTH, 2, 2))
+            for k in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x).transpose(1, 2)
@@ -101,12 +114,16 @@ class Conjugates(nn.Module):
 
 
 class MarkedTensors(nn.Module):
-    """A parameter and a buffer that are only marked as conjugate and negative, and the size of a complex sum over the batch."""
+    """A parameter and a buffer that are only marked as conjugate and negative, and the size of a complex sum
+    over the batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        numbers = torch.polar(torch.ones(WIDTH, dtype=torch.float64), torch.linspace(0, 2, WIDTH, dtype=torch.float64))
+        numbers = torch.polar(
+            torch.ones(WIDTH, dtype=torch.float64), torch.linspace(0, 2, WIDTH, dtype=torch.float64)
+        )
         self.turned = nn.Parameter(numbers.conj())
         self.register_buffer("shift", numbers.conj().imag)
         self.register_buffer("phases", numbers.conj())
@@ -118,11 +135,16 @@ class MarkedTensors(nn.Module):
 
 
 class NamedLikeInternals(nn.Module):
-    """Finds its parts by way of the dictionary that modules have, and has parts of equal names on two levels."""
+    """Finds its parts by way of the dictionary that modules have, and has parts of equal names on two
+    levels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.nets = nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "nets": nn.Linear(WIDTH, WIDTH)})
+        self.first, self.nets = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "nets": nn.Linear(WIDTH, WIDTH)}),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         nets = self.__dict__["_modules"]["nets"]
@@ -156,7 +178,11 @@ class ComplexOutputs(ComplexMean):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         mean, spectrum = self.parts(x)
         loss, total = spectrum.abs().mean(), mean.sum()
-        return {"numbers": (loss, total.real, total.imag), "vector": (loss, mean.real), "complex": (loss, total)}[self.how]
+        return {
+            "numbers": (loss, total.real, total.imag),
+            "vector": (loss, mean.real),
+            "complex": (loss, total),
+        }[self.how]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -174,12 +200,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def batch(num_rows: int, seed: int = 0) -> Tensor:
     """In float64."""
-    return torch.randn(num_rows, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        num_rows, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def worst_error(model: nn.Module, alone: nn.Module) -> float:
     """The largest difference of a gradient that `model` has, relative to the largest gradient of `alone`."""
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
-    pairs = [(parameter.grad, expected[name]) for name, parameter in model.named_parameters() if parameter.grad is not None]
-    return max((float((mine - theirs).abs().max()) / scale for mine, theirs in pairs if theirs is not None), default=0.0)
+    pairs = [
+        (parameter.grad, expected[name])
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
+    return max(
+        (float((mine - theirs).abs().max()) / scale for mine, theirs in pairs if theirs is not None),
+        default=0.0,
+    )

@@ -1,7 +1,8 @@
 """Tests that run in `make test-full` alone though their file says nothing of it.
 
-`make test` has ten minutes on two cores. What is here was measured, and costs more than it adds: the same point on a larger model, over
-more ranks, or through another door, which another test of the default run shows. What a test adds decides, not its seconds alone.
+`make test` has ten minutes on two cores. What is here was measured, and costs more than it adds: the same
+point on a larger model, over more ranks, or through another door, which another test of the default run
+shows. What a test adds decides, not its seconds alone.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ _BY_FILE = {
         "test_buffers_that_a_model_changes[normalized-without_gradients]",
         "test_buffers_that_a_model_changes[averaging-training_first]",
     ),
-    "tests/distributed/test_checkpoints.py": (
-        "test_checkpoint[checkpoint-meta-mlp_loss-2]",
-    ),
+    "tests/distributed/test_checkpoints.py": ("test_checkpoint[checkpoint-meta-mlp_loss-2]",),
     "tests/distributed/test_contract.py": (
         "test_equals_one_process[written_into_messages]",
         "test_point[sizes_change_inductor]",
@@ -104,20 +103,20 @@ _BY_FILE = {
         "test_compiled_kernels_are_lean[newest-sm_90]",
         "test_kernels_give_what_their_references_give[3.6-every-8]",
         "test_the_scaling_kernel_gives_what_its_reference_gives[3.6]",
-        "test_kernels_give_what_their_references_give[3.7-every-2]",
+        "test_kernels_give_what_their_references_give[own-every-2]",
     ),
-    "tests/unit/passes/test_split_reductions.py": (
+    "tests/unit/passes/batch/test_split_reductions.py": (
         "test_model_families_are_the_same_in_slices[gpt2_masked]",
     ),
-    "tests/unit/rannc_backend/test_block_partitions.py": (
+    "tests/unit/rannc_backend/planner/blocks/test_block_partitions.py": (
         "test_peak_is_never_under_estimated_and_not_by_much_over[filters-2-0.25]",
         "test_peak_is_never_under_estimated_and_not_by_much_over[chain-3-1.0]",
     ),
-    "tests/unit/rannc_backend/test_blocks.py": (
+    "tests/unit/rannc_backend/planner/blocks/test_cut_blocks.py": (
         "test_blocks_cover_the_staged_nodes_in_order[gpt2-10]",
         "test_blocks_cover_the_staged_nodes_in_order[gpt2-160]",
     ),
-    "tests/unit/rannc_backend/test_blocks_structures.py": (
+    "tests/unit/rannc_backend/planner/blocks/test_blocks_structures.py": (
         "test_twice_as_many_layers_have_no_more_structures[gpt2]",
         "test_one_structure_is_enough_for_layers_that_are_whole_blocks[gpt2]",
         "test_blocks_of_one_structure_cost_the_same[gpt2-11]",
@@ -125,18 +124,16 @@ _BY_FILE = {
         "test_blocks_of_one_structure_cost_the_same[gpt2-160]",
         "test_models_are_not_cut_worse_than_their_line_as_it_is[gpt2]",
     ),
-    "tests/unit/rannc_backend/test_capture_model.py": (
+    "tests/unit/rannc_backend/capture/test_meta_model.py": (
         "test_a_model_on_meta_gives_the_graph_of_a_real_call_on_the_cpu[resnet]",
     ),
-    "tests/unit/rannc_backend/test_capture_models.py": (
+    "tests/unit/rannc_backend/capture/test_models.py": (
         "test_evaluation_without_gradients_and_a_first_batch_of_one",
         "test_outputs_and_gradients_equal_the_models[hf_gpt2_mask-True]",
         "test_outputs_and_gradients_equal_the_models[hf_t5-True]",
     ),
-    "tests/unit/rannc_backend/test_checkpoint_crash.py": (
-        "test_killed_for_real",
-    ),
-    "tests/unit/rannc_backend/test_compile_stages.py": (
+    "tests/unit/rannc_backend/checkpoint/test_crash.py": ("test_killed_for_real",),
+    "tests/unit/rannc_backend/stages/test_compiled_stage.py": (
         "test_recompute_changes_no_number[gpt2-0.5]",
         "test_every_place_can_be_cut[convolutions]",
         "test_no_operator_of_the_two_graphs_changes_its_operands[gpt2]",
@@ -147,30 +144,26 @@ _BY_FILE = {
         "test_saved_bytes_are_what_is_saved",
         "test_less_budget_saves_less",
     ),
-    "tests/unit/rannc_backend/test_monitor.py": (
-        "test_hooks_leave_the_users_handlers_alone",
-    ),
-    "tests/unit/rannc_backend/test_odd_models.py": (
-        "test_one_process[fourier]",
-    ),
-    "tests/unit/rannc_backend/test_planner.py": (
+    "tests/unit/rannc_backend/runtime/job/test_monitor.py": ("test_hooks_leave_the_users_handlers_alone",),
+    "tests/unit/rannc_backend/capture/test_odd_models.py": ("test_one_process[fourier]",),
+    "tests/unit/rannc_backend/planner/test_planner.py": (
         "test_plans_are_whole_and_can_be_cut[gpt2-1-{}]",
         "test_activations_are_estimated_near_what_the_compiled_stage_saves[gpt2-3-1.4]",
         "test_plans_are_whole_and_can_be_cut[gpt2-4-{'partition_num': 4}]",
     ),
-    "tests/unit/rannc_backend/test_planning.py": (
+    "tests/unit/rannc_backend/planner/test_plan_model.py": (
         "test_a_model_on_meta_is_planned[gpt2]",
         "test_the_plan_of_a_real_model_is_that_of_its_shapes[True]",
         "test_rules_trace_no_block_and_choose_much_the_same",
         "test_experts_that_sort_the_tokens_of_a_batch_are_refused_with_what_helps",
     ),
-    "tests/unit/rannc_backend/test_projection.py": (
+    "tests/unit/rannc_backend/planner/test_projection.py": (
         "test_gpt2_evaluates_without_labels_under_its_training_plan",
     ),
-    "tests/unit/rannc_backend/test_schedule_verify.py": (
+    "tests/unit/rannc_backend/schedule/test_verify.py": (
         "test_verification_takes_twice_as_long_for_twice_as_many_micro_batches",
     ),
-    "tests/unit/rannc_backend/test_traced_stages.py": (
+    "tests/unit/rannc_backend/planner/blocks/test_traced_stages.py": (
         "test_memory_of_a_stage_is_what_it_takes[gpt2-3-1.0]",
     ),
 }

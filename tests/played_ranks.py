@@ -1,9 +1,11 @@
-"""Several ranks in one process, each with a played device whose queues really wait: what synchronises a device may hang, and that is seen.
+"""Several ranks in one process, each with a played device whose queues really wait: what synchronises a
+device may hang, and that is seen.
 
-In: what each rank does, as a function. Out: nothing, or `Hang`, with what each rank waited for. Each rank is a thread. Its device runs as
-`tests/fake_device.py` has it: an operation starts when everything before it has ended; a message ends when both of its ends have started,
-and a communicator (a group of ranks) runs its operations one after the other. `PlayedDevice.synchronize` waits on the host for all that
-is queued. When every rank waits and no device can go on, nothing ever will: that is noticed at once, without a clock.
+In: what each rank does, as a function. Out: nothing, or `Hang`, with what each rank waited for. Each rank is
+a thread. Its device runs as `tests/fake_device.py` has it: an operation starts when everything before it has
+ended; a message ends when both of its ends have started, and a communicator (a group of ranks) runs its
+operations one after the other. `PlayedDevice.synchronize` waits on the host for all that is queued. When
+every rank waits and no device can go on, nothing ever will: that is noticed at once, without a clock.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Fabric:
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
         self.devices = [PlayedDevice(self, rank) for rank in range(size)]
-        self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}  # by rank: in what the host waits, and until when
+        self.waiting: dict[
+            int, tuple[str, Callable[[], bool]]
+        ] = {}  # by rank: in what the host waits, and until when
         self.num_running = size
         self.hung: str | None = None
         self.error: BaseException | None = None
@@ -100,7 +104,10 @@ class Fabric:
 
     def _look(self) -> None:
         if len(self.waiting) == self.num_running and not any(until() for _, until in self.waiting.values()):
-            parts = [f"rank {rank} in {what}, for {self.devices[rank].left()}" for rank, (what, _) in sorted(self.waiting.items())]
+            parts = [
+                f"rank {rank} in {what}, for {self.devices[rank].left()}"
+                for rank, (what, _) in sorted(self.waiting.items())
+            ]
             self.hung = "; ".join(parts)
             self.changed.notify_all()
 
@@ -131,7 +138,9 @@ class Fabric:
                     self._look()
                 self.changed.notify_all()
 
-        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(len(self.devices))]
+        threads = [
+            threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(len(self.devices))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -150,7 +159,16 @@ class PlayedDevice(FakeDevice):
         self.queued: list[_Operation] = []
         self.unfinished = 0
 
-    def message(self, name: str, key: tuple[Any, ...], num_ends: int, stream: Any, *, payload: Any = None, target: Any = None) -> None:
+    def message(
+        self,
+        name: str,
+        key: tuple[Any, ...],
+        num_ends: int,
+        stream: Any,
+        *,
+        payload: Any = None,
+        target: Any = None,
+    ) -> None:
         """Queue one end of a message."""
         before = stream.seen
         self._num_operations += 1
@@ -167,7 +185,9 @@ class PlayedDevice(FakeDevice):
 
     def left(self) -> str:
         """What has not ended."""
-        texts = [o.text for o in self.queued] + [o.text for ends in self.fabric.started.values() for o in ends if o.rank == self.rank]
+        texts = [o.text for o in self.queued] + [
+            o.text for ends in self.fabric.started.values() for o in ends if o.rank == self.rank
+        ]
         return ", ".join(texts) or "nothing"
 
 
@@ -187,13 +207,20 @@ class PlayedLinks(FakeLinks):
     def make_group(self, ranks: tuple[int, ...]) -> MailGroup | None:
         return MailGroup(ranks, len(self.created)) if self.device.rank in ranks else None
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: Any) -> FakePosted:
+    def exchange(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        group: Any,
+    ) -> FakePosted:
         inner, device = self._inner[id(group)], self.device
         inner.wait_event(device.compute().record_event())
         before, seen = inner.seen, inner.seen
         for tensor, peer in sends:
             inner.seen = before  # a batch starts as one
-            device.message(f"send to {peer}", (group.number, device.rank, peer), 2, inner, payload=tensor.clone())
+            device.message(
+                f"send to {peer}", (group.number, device.rank, peer), 2, inner, payload=tensor.clone()
+            )
             seen |= inner.seen
         for tensor, peer in receives:
             inner.seen = before

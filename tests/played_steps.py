@@ -1,7 +1,8 @@
-"""Steps of a pipeline on played ranks: the real executor, programs, transport and rehearsal, with stages that add one.
+"""Steps of a pipeline on played ranks: the real executor, programs, transport and rehearsal, with stages that
+add one.
 
-In: a plan (stages, replicas, micro-batches, schedule, skipping edges) and where stages wait for their device. Out: nothing, or `Hang`, or a
-wrong number. See `tests/played_ranks.py`.
+In: a plan (stages, replicas, micro-batches, schedule, skipping edges) and where stages wait for their device.
+Out: nothing, or `Hang`, or a wrong number. See `tests/played_ranks.py`.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from typing import Any
 
 import torch
 
-from rannc_backend.deployment import edge_specs, routes_of
+from rannc_backend.deployment import routes_of
 from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.kernels.record_table import CopyReport
-from rannc_backend.runtime.buckets import PendingGradients, plan_buckets
-from rannc_backend.runtime.device_watch import DeviceWatch
-from rannc_backend.runtime.executor import Executor, describe
-from rannc_backend.runtime.queue_turns import queue_turns
-from rannc_backend.runtime.rehearsal import Rehearsal
+from rannc_backend.runtime.comm.device_watch import DeviceWatch
+from rannc_backend.runtime.comm.gloo import OwnedGroups
+from rannc_backend.runtime.comm.nccl import NcclTransport
+from rannc_backend.runtime.gradients.buckets import PendingGradients, plan_buckets
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.send_buffers import SendBuffers
-from rannc_backend.runtime.step_state import StepState
-from rannc_backend.runtime.transport import OwnedGroups
-from rannc_backend.runtime.transport_nccl import NcclTransport
+from rannc_backend.runtime.step.executor import Executor, describe
+from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.runtime.step.rehearsal import Rehearsal
+from rannc_backend.runtime.step.send_buffers import SendBuffers
+from rannc_backend.runtime.step.step_state import StepState
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import ScheduleName, build_order
 from rannc_backend.schedule.turns import turns_of
+from rannc_backend.stages.cut_stages import edge_specs
 from tests.played_ranks import Fabric, PlayedDevice, PlayedLinks
 
 STATE = "state"
@@ -40,9 +42,10 @@ STATE = "state"
 class Setting:
     """A pipeline and how it is run.
 
-    ``synchronises``: "first runs" of each stage for a number of rows, "always", or "never". ``rehearses``, ``in_turn``: what is tested;
-    without turns each channel has a link of its own, as messages are queued when they are posted. ``outputs``: rows go back to the users.
-    ``replicas`` by stage. ``skips``: edges beside those between neighbours.
+    ``synchronises``: "first runs" of each stage for a number of rows, "always", or "never". ``rehearses``,
+    ``in_turn``: what is tested; without turns each channel has a link of its own, as messages are queued when
+    they are posted. ``outputs``: rows go back to the users. ``replicas`` by stage. ``skips``: edges beside
+    those between neighbours.
     """
 
     replicas: tuple[int, ...]
@@ -60,7 +63,9 @@ class Setting:
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks in order of stages."""
         starts = [sum(self.replicas[:stage]) for stage in range(len(self.replicas))]
-        return tuple(tuple(range(start, start + number)) for start, number in zip(starts, self.replicas, strict=True))
+        return tuple(
+            tuple(range(start, start + number)) for start, number in zip(starts, self.replicas, strict=True)
+        )
 
     @property
     def size(self) -> int:
@@ -95,7 +100,9 @@ def _value(name: str) -> Value:
 
 
 class AddingStage:
-    """Adds one to what the stage before it made; the gradient of everything is one more than what comes back."""
+    """Adds one to what the stage before it made; the gradient of everything is one more than what comes
+    back.
+    """
 
     def __init__(self, setting: Setting, index: int, device: PlayedDevice) -> None:
         edges = setting.edges()
@@ -117,11 +124,15 @@ class AddingStage:
 
     def forward(self, args: Sequence[torch.Tensor], destinations: Any) -> tuple[list[torch.Tensor], Any]:
         self._wait("forward", args[0].shape[0])
-        x = args[[slot.name for slot in self.inputs].index("input" if self._index == 0 else f"x{self._index - 1}")]
+        x = args[
+            [slot.name for slot in self.inputs].index("input" if self._index == 0 else f"x{self._index - 1}")
+        ]
         self.seen.append(x.clone())
         return [x + 1], (x.shape[0],)
 
-    def backward(self, saved: Any, grads: Sequence[torch.Tensor | None], sink: Any, destinations: Any) -> list[torch.Tensor]:
+    def backward(
+        self, saved: Any, grads: Sequence[torch.Tensor | None], sink: Any, destinations: Any
+    ) -> list[torch.Tensor]:
         self._wait("backward", saved[0])
         given = grads[0] if grads and grads[0] is not None else torch.zeros(saved[0], 2)
         return [given + 1 for _ in self.grad_inputs]
@@ -184,7 +195,9 @@ def transport_of(device: PlayedDevice, size: int, *, in_turn: bool = True) -> Nc
     watch = DeviceWatch(_Quiet(), rank=device.rank, limit_seconds=60, start_thread=False)
     kind = NcclTransport if in_turn else AsPosted
     groups, calls = OwnedGroups(owns_default_group=False), PlayedLinks(device)
-    return kind(rank=device.rank, size=size, limit_seconds=60, layer=device, calls=calls, watch=watch, groups=groups)  # type: ignore[arg-type]
+    return kind(
+        rank=device.rank, size=size, limit_seconds=60, layer=device, calls=calls, watch=watch, groups=groups
+    )  # type: ignore[arg-type]
 
 
 def run_steps(setting: Setting, phases: Sequence[str] = ("train",)) -> None:
@@ -192,10 +205,12 @@ def run_steps(setting: Setting, phases: Sequence[str] = ("train",)) -> None:
 
     Raises:
         Hang: the ranks wait for each other.
-        AssertionError: a stage was given something else than its inputs (looked at where every action waits for its device).
+        AssertionError: a stage was given something else than its inputs (looked at where every action waits
+        for its device).
     """
     fabric = Fabric(setting.size)
-    # A rank that holds all rows sends and never receives them: as posted, ranks that do both would need a link for each other rank.
+    # A rank that holds all rows sends and never receives them: as posted, ranks that do both would need a
+    # link for each other rank.
     local = _local_rows if setting.in_turn else lambda rows, size: (rows, *[0] * (size - 1))
     fabric.run(lambda rank: PlayedRank(setting, fabric, rank).run(phases, local))
 
@@ -244,7 +259,9 @@ class PlayedRank:
     def run(self, phases: Sequence[str], local_rows: Any) -> None:
         """All steps; ``local_rows``: how the rows of a batch are divided."""
         setting, fabric = self.setting, self.fabric
-        self.transport.prepare(channels=[STATE], routes=routes_of(self.edges, setting.stage_ranks, setting.size))
+        self.transport.prepare(
+            channels=[STATE], routes=routes_of(self.edges, setting.stage_ranks, setting.size)
+        )
         rehearsal = Rehearsal.of(self.world, self.edges)
         assert rehearsal is not None
         for step, num_rows in enumerate(setting.steps):
@@ -281,9 +298,11 @@ class PlayedRank:
         """A step that begins; inputs hold the numbers of their rows."""
         start, stop = rows.owned_rows(INPUT, self.rank)
         numbers = torch.arange(start, stop, dtype=torch.float32).view(-1, 1).expand(-1, 2).contiguous()
-        tangents = {f"x{len(self.setting.replicas) - 1}": torch.zeros(stop - start, 2)}
+        grad_outputs = {f"x{len(self.setting.replicas) - 1}": torch.zeros(stop - start, 2)}
         inputs = {"input": numbers, "labels": numbers.clone()}
-        return StepState(number=step + 1, rows=rows, inputs=inputs, scalars={}, training=True, tangents=tangents)
+        return StepState(
+            number=step + 1, rows=rows, inputs=inputs, scalars={}, training=True, grad_outputs=grad_outputs
+        )
 
     def program(self, phase: Any) -> tuple[Any, Any, Any]:
         """A phase's program, what its actions do, and all turns."""

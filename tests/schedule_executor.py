@@ -1,8 +1,10 @@
-"""A tiny executor of schedule programs, written apart from the package, that serves tests as the judge of programs.
+"""A tiny executor of schedule programs, written apart from the package, that serves tests as the judge of
+programs.
 
-In: programs, edges, a random generator. Out: nothing, or BadProgram. Values are hashes of what they were computed from, so
-a message that ends in the wrong place changes every result after it. Transport is as strict as allowed: nothing moves before
-both ends have posted, the i-th send of a channel meets the i-th receive whatever they are called, and delays are random.
+In: programs, edges, a random generator. Out: nothing, or BadProgram. Values are hashes of what they were
+computed from, so a message that ends in the wrong place changes every result after it. Transport is as strict
+as allowed: nothing moves before both ends have posted, the i-th send of a channel meets the i-th receive
+whatever they are called, and delays are random.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ class _Message:
 class Executor:
     """Runs one call; lane s runs stage s."""
 
-    def __init__(self, programs: Mapping[int, tuple[Action, ...]], edges: list[EdgeSpec], num_micro_batches: int, phase: str):
+    def __init__(
+        self,
+        programs: Mapping[int, tuple[Action, ...]],
+        edges: list[EdgeSpec],
+        num_micro_batches: int,
+        phase: str,
+    ):
         self.programs = programs
         self.num_micro_batches = num_micro_batches
         self.phase = phase
@@ -47,7 +55,9 @@ class Executor:
                 self.sources[edge.src, "B"].append(edge.dst)
                 self.targets[edge.dst, "B"].append(edge.src)
         self.reference = self._reference()
-        self.queues = defaultdict(lambda: ([], []))  # (source, destination, letter, from lane, to lane) -> sends, receives
+        self.queues = defaultdict(
+            lambda: ([], [])
+        )  # (source, destination, letter, from lane, to lane) -> sends, receives
         self.num_matched = defaultdict(int)
         self.in_transit = []
         self.num_done = defaultdict(int)  # (letter, stage) -> computes
@@ -60,11 +70,14 @@ class Executor:
         for m in range(self.num_micro_batches):
             for lane in stages:
                 values["F", -1, m, lane] = hash(("row", lane, m))
-                values["B", -2, m, lane] = hash(("tangent", lane, m))
+                values["B", -2, m, lane] = hash(("grad_output", lane, m))
             for letter, sequence in (("F", stages), ("B", reversed(stages))):
                 for stage in sequence:
                     values[letter, stage, m, stage] = self._value(
-                        letter, stage, m, {s: self._all(values, letter, s, m) for s in self.sources[stage, letter]}
+                        letter,
+                        stage,
+                        m,
+                        {s: self._all(values, letter, s, m) for s in self.sources[stage, letter]},
                     )
         return values
 
@@ -195,7 +208,9 @@ class Executor:
         if sent or posted:
             raise BadProgram(f"lane {lane} leaks {[*sent, *posted]}")
         letters = {"train": "FB", "forward": "F", "backward": "B", "infer": "F"}[self.phase]
-        expected = {(letter, m): self.reference[letter, lane, m, lane] for letter in letters for m in everything}
+        expected = {
+            (letter, m): self.reference[letter, lane, m, lane] for letter in letters for m in everything
+        }
         if results != expected:
             raise BadProgram(f"lane {lane} computed other values")
         owned = {

@@ -1,4 +1,6 @@
-"""Tables of documents that name the tests of a sentence: `test_x.py::test_y[case]`, or a whole file, of unit or distributed tests."""
+"""Tables of documents that name the tests of a sentence: `test_x.py::test_y[case]`, or a whole file, of unit
+or distributed tests.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"": "tests/unit/rannc_backend", "distributed ": "tests/distributed"}
-REFERENCE = re.compile(r"(distributed )?`(test_\w+\.py)(?:::(test_\w+)(?:\[([^\]`]+)\])?)?`")
+REFERENCE = re.compile(r"(distributed )?`((?:\w+/)*test_\w+\.py)(?:::(test_\w+)(?:\[([^\]`]+)\])?)?`")
 
 
 def rows(text: str) -> list[list[str]]:

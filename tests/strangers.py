@@ -11,7 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from rannc_backend.runtime import monitor_wire
+from rannc_backend.runtime.job import monitor_wire
 
 # Strangers that hold their connection stay until so many others have come.
 NUM_HELD = 150
@@ -27,12 +27,28 @@ def brackets(chance: random.Random) -> bytes:
 
 
 def json_lines(chance: random.Random) -> bytes:
-    value = chance.choice((b'{"token": "", "rank": 0}', b'{"type": "end", "code": 1}', b"1e999", b"null", b'"\\ud800"', b"9" * 5000))
+    value = chance.choice(
+        (
+            b'{"token": "", "rank": 0}',
+            b'{"type": "end", "code": 1}',
+            b"1e999",
+            b"null",
+            b'"\\ud800"',
+            b"9" * 5000,
+        )
+    )
     return (value + b"\n") * chance.randint(1, 20)
 
 
 def protocols(chance: random.Random) -> bytes:
-    return chance.choice((b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"\0" * 300))
+    return chance.choice(
+        (
+            b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+            b"SSH-2.0-x\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+            b"\0" * 300,
+        )
+    )
 
 
 def wrong_answer(chance: random.Random, challenge: bytes) -> bytes:
@@ -67,7 +83,9 @@ class Strangers:
             if chance.random() < 0.4:
                 challenge = connection.recv(monitor_wire.CHALLENGE_BYTES)
                 self.num_challenged += len(challenge) == monitor_wire.CHALLENGE_BYTES
-                said = wrong_answer(chance, challenge) if len(challenge) == monitor_wire.CHALLENGE_BYTES else b""
+                said = (
+                    wrong_answer(chance, challenge) if len(challenge) == monitor_wire.CHALLENGE_BYTES else b""
+                )
             else:
                 said = chance.choice(_SAYINGS)(chance)
             if chance.random() < 0.3:

@@ -1,7 +1,9 @@
-"""Says what is wrong with a file of the Trace Event Format, as far as this package writes it: JSON objects with X, b, e, s, f and M events.
+"""Says what is wrong with a file of the Trace Event Format, as far as this package writes it: JSON objects
+with X, b, e, s, f and M events.
 
-In: the parsed file. Out: the findings, as texts. Terms as in the format: ``ts`` and ``dur`` are microseconds, ``pid`` and ``tid`` name
-a track. Source: "Trace Event Format", the document that chrome://tracing and Perfetto's JSON import follow.
+In: the parsed file. Out: the findings, as texts. Terms as in the format: ``ts`` and ``dur`` are microseconds,
+``pid`` and ``tid`` name a track. Source: "Trace Event Format", the document that chrome://tracing and
+Perfetto's JSON import follow.
 """
 
 from __future__ import annotations
@@ -46,11 +48,17 @@ def _of_event(event: Any) -> str:
     return "" if event["ph"] == "X" or isinstance(event.get("id"), str) else "no id"
 
 
-def _of_time(event: dict[str, Any], ends: dict[tuple[int, int], float], flights: dict[tuple[int, str, str], float]) -> str:
+def _of_time(
+    event: dict[str, Any], ends: dict[tuple[int, int], float], flights: dict[tuple[int, str, str], float]
+) -> str:
     if event["ph"] == "X":
         track = (event["pid"], event["tid"])
         before, ends[track] = ends[track], event["ts"] + event["dur"]
-        return "" if event["ts"] >= before - _ROUNDING else f"begins before {before}, the end of the one before on its track"
+        return (
+            ""
+            if event["ts"] >= before - _ROUNDING
+            else f"begins before {before}, the end of the one before on its track"
+        )
     if event["ph"] == "b":
         flights[event["pid"], event["cat"], event["id"]] = event["ts"]
     elif event["ph"] == "e":
@@ -60,7 +68,8 @@ def _of_time(event: dict[str, Any], ends: dict[tuple[int, int], float], flights:
 
 
 def arrows(trace: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each arrow of a whole file the slice that it leaves and the slice that it leads to, both as a viewer finds them.
+    """Of each arrow of a whole file the slice that it leaves and the slice that it leads to, both as a viewer
+    finds them.
 
     AssertionError where an arrow has not both ends once, or an end lies in no slice of its track.
     """
@@ -76,7 +85,12 @@ def arrows(trace: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     found = []
     for identity, of_arrow in ends.items():
         assert of_arrow.keys() == {"s", "f"}, f"arrow {identity} has one end only: {of_arrow}"
-        found.append(tuple(_slice_at(slices[of_arrow[end]["pid"], of_arrow[end]["tid"]], of_arrow[end]["ts"]) for end in "sf"))
+        found.append(
+            tuple(
+                _slice_at(slices[of_arrow[end]["pid"], of_arrow[end]["tid"]], of_arrow[end]["ts"])
+                for end in "sf"
+            )
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The model and the data of docs/getting_started.md: a small language model, and rows that every script draws alike."""
+"""The model and the data of docs/getting_started.md: a small language model, and rows that every script draws
+alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages and replicas: `torchrun --nproc-per-node 8 with_rannc.py`, or `mpirun -np 8 python with_rannc.py`."""
+"""Stages and replicas: torchrun --nproc-per-node 8 with_rannc.py, or mpirun -np 8 python with_rannc.py."""
 
 import torch
 from model import LanguageModel, batches

@@ -1,0 +1,1 @@
+"""Checkpoints: each rank writes its part, and any layout reads them."""

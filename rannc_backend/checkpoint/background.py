@@ -1,12 +1,11 @@
 """The save that runs beside training, and how failures of the file system become errors of this package.
 
-In: a `SaveJob`. Out: a checkpoint some time later, or a problem that the next call raises. Where there is no next call, the problem
-fails the job at its end.
+In: a `SaveJob`. Out: a checkpoint some time later, or a problem that the next call raises. Where there is no
+next call, the problem fails the job at its end.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -16,14 +15,17 @@ from typing import Any
 
 from rannc_backend.checkpoint.saving import SaveJob
 from rannc_backend.errors import CheckpointWriteError, RanncError
-from rannc_backend.runtime.interpreter_exit import run_other_exit_functions
-from rannc_backend.runtime.monitor import SingleMonitor, end_process
+from rannc_backend.runtime.job.interpreter_exit import run_other_exit_functions
+from rannc_backend.runtime.job.monitor import SingleMonitor, end_process
 from rannc_backend.runtime.world import Monitor
+from rannc_backend.settings import hooks
 
 logger = logging.getLogger(__name__)
 
 
-def guarded(what: str, action: Callable[[], Any], kind: type[RanncError] = CheckpointWriteError) -> RanncError | None:
+def guarded(
+    what: str, action: Callable[[], Any], kind: type[RanncError] = CheckpointWriteError
+) -> RanncError | None:
     """Do it; the problem, of class ``kind``, where the file system or a library says no."""
     try:
         action()
@@ -55,12 +57,14 @@ class BackgroundSave:
     _pid: int = 0
 
     def start(self, job: SaveJob, monitor: Monitor) -> None:
-        """Write and publish ``job`` in a thread. ``monitor``: is told at the end of the process of a problem that nobody was told."""
+        """Write and publish ``job`` in a thread. ``monitor``: is told at the end of the process of a problem
+        that nobody was told.
+        """
         assert self._thread is None, "a save is under way"
         if self._monitor is None:
             self._monitor, self._pid = monitor, os.getpid()
             # After the hooks of the job, so that it runs before they say that this rank ends in order.
-            atexit.register(self._at_exit)
+            hooks.at_exit("checkpoint end", self._at_exit)
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"save {job.name}")
         self._thread.start()
 

@@ -1,11 +1,14 @@
-"""The directory of a run's checkpoints: which are complete, which is the latest, which go, and how one is published in one step.
+"""The directory of a run's checkpoints: which are complete, which is the latest, which go, and how one is
+published in one step.
 
-In: paths. Out: paths, and changes of the directory through a `Disk`, whose methods are the only file operations of saving.
+In: paths. Out: paths, and changes of the directory through a `Disk`, whose methods are the only file
+operations of saving.
 
-Terms. A checkpoint is the directory `step-00000120` in the run's directory, `step-00000120-2` when step 120 was saved again. It is
-*complete* when it holds a manifest, and gets its name by one rename when all of it is on disk. Before, it is `.step-00000120.tmp-<token>`,
-which no reader looks at and the next save removes. The *latest* has the greatest serial number, which is the last that was saved: after
-a return to step 100, step 110 is later than step 120 of before.
+Terms. A checkpoint is the directory `step-00000120` in the run's directory, `step-00000120-2` when step 120
+was saved again. It is *complete* when it holds a manifest, and gets its name by one rename when all of it is
+on disk. Before, it is `.step-00000120.tmp-<token>`, which no reader looks at and the next save removes. The
+*latest* has the greatest serial number, which is the last that was saved: after a return to step 100, step
+110 is later than step 120 of before.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ from safetensors.torch import save_file
 
 from rannc_backend.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
 from rannc_backend.errors import CheckpointFileError, CheckpointNotFoundError, RanncError
-from rannc_backend.user_files import NEW_FILE, UserFile, kind_of, names_in, read_bytes
+from rannc_backend.settings.user_files import NEW_FILE, UserFile, kind_of, names_in, read_bytes
 
 _NAME = re.compile(r"step-(?P<step>[0-9]{8,})(?:-(?P<attempt>[0-9]+))?")
 _TEMPORARY = re.compile(r"\.step-[0-9-]+\.tmp-[0-9a-f]+")
 
 
 class Disk:
-    """File operations of saving; what `write` has written may be lost in a crash until `sync` has returned, and so a rename."""
+    """File operations of saving; what `write` has written may be lost in a crash until `sync` has returned,
+    and so a rename.
+    """
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -40,13 +45,19 @@ class Disk:
             file.write(content)
 
     def write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """A safetensors file of contiguous CPU tensors; complex128, which the format lacks, as pairs of float64."""
+        """A safetensors file of contiguous CPU tensors; complex128, which the format lacks, as pairs of
+        float64.
+        """
         descriptor = _create(path)
         try:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         finally:
             os.close(descriptor)
-        save_file({name: _in_the_format(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: _in_the_format(tensor) for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
         # The library makes files that their owner alone can read.
         os.chmod(path, mode)
 
@@ -70,7 +81,9 @@ class Disk:
 
 
 def _create(path: Path) -> int:
-    """A new file with the mode that the user's umask gives; never one that is there, nor one that a link leads to."""
+    """A new file with the mode that the user's umask gives; never one that is there, nor one that a link
+    leads to.
+    """
     return os.open(path, NEW_FILE, 0o666)
 
 
@@ -88,14 +101,18 @@ def checkpoint_file(path: Path) -> UserFile:
     Raises:
         CheckpointFileError: it is a link that leads out of the directory that it is in.
     """
-    file = UserFile(path=path, what="checkpoint's file", error=CheckpointFileError, cure="load another checkpoint.")
+    file = UserFile(
+        path=path, what="checkpoint's file", error=CheckpointFileError, cure="load another checkpoint."
+    )
     if kind_of(file) and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent)):
         raise file.failed("cannot read the", "it is a link that leads out of the checkpoint")
     return file
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """A file's bytes. CheckpointFileError: it cannot be read, or is larger than anything that is written here."""
+    """A file's bytes. CheckpointFileError: it cannot be read, or is larger than anything that is written
+    here.
+    """
     return read_bytes(checkpoint_file(path), most_bytes)
 
 
@@ -126,15 +143,23 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     if found:
         return max(found, key=lambda item: item.manifest.serial).path
     raise CheckpointNotFoundError(
-        f"no complete checkpoint in {str(place)!r}: there is no {MANIFEST_FILE} in it, nor in a directory step-... in it",
-        cure="give the directory that was given to save_checkpoint; a save that was cut short leaves nothing to load.",
+        f"no complete checkpoint in {str(place)!r}: there is no {MANIFEST_FILE} in it, nor in a directory "
+        "step-... in it",
+        cure="give the directory that was given to save_checkpoint; a save that was cut short leaves nothing "
+        "to load.",
     )
 
 
 def checkpoints_in(path: Path) -> list[Found]:
-    """Complete checkpoints of a run's directory, the latest last. Those whose manifest cannot be read are left out."""
+    """Complete checkpoints of a run's directory, the latest last. Those whose manifest cannot be read are
+    left out.
+    """
     named = UserFile(path=path, what="directory of checkpoints", error=CheckpointFileError)
-    return sorted(_survey(named)[0], key=lambda item: item.manifest.serial) if kind_of(named) == "a directory" else []
+    return (
+        sorted(_survey(named)[0], key=lambda item: item.manifest.serial)
+        if kind_of(named) == "a directory"
+        else []
+    )
 
 
 def _survey(place: UserFile) -> tuple[list[Found], list[RanncError]]:
@@ -153,7 +178,12 @@ def _survey(place: UserFile) -> tuple[list[Found], list[RanncError]]:
 
 
 def _has_manifest(place: Path) -> bool:
-    file = UserFile(path=place / MANIFEST_FILE, what="checkpoint's file", error=CheckpointFileError, cure="load another checkpoint.")
+    file = UserFile(
+        path=place / MANIFEST_FILE,
+        what="checkpoint's file",
+        error=CheckpointFileError,
+        cure="load another checkpoint.",
+    )
     return os.path.isdir(place) and bool(kind_of(file))
 
 
@@ -190,14 +220,17 @@ def publish(temporary: Path, name: str, disk: Disk) -> Path:
 
 
 def rotate(path: Path, keep: int | None, disk: Disk) -> None:
-    """Remove all but the last ``keep`` complete checkpoints (None: all stay), and earlier ones of the step that was saved last."""
+    """Remove all but the last ``keep`` complete checkpoints (None: all stay), and earlier ones of the step
+    that was saved last.
+    """
     found = checkpoints_in(path)
     doomed = [item for item in found[:-1] if item.manifest.step == found[-1].manifest.step]
     rest = [item for item in found if item not in doomed]
     if keep is not None:
         doomed += rest[: len(rest) - keep]
     for item in doomed:
-        # Without its manifest it is no checkpoint any more, however far the rest of its removal comes. Of a link the link goes.
+        # Without its manifest it is no checkpoint any more, however far the rest of its removal comes. Of a
+        # link the link goes.
         if not item.path.is_symlink():
             disk.remove(item.path / MANIFEST_FILE)
         disk.remove(item.path)

@@ -1,10 +1,12 @@
 """Puts a checkpoint into this rank's part of a job: first compared as a whole, then read.
 
-In: a checkpoint's directory, the model with who owns what, optimizers, schedulers, scaler. Out: all of them as they were saved. No
+In: a checkpoint's directory, the model with who owns what, optimizers, schedulers, scaler. Out: all of them
+as they were saved. No
 collectives: each rank reads what it needs.
 
-Terms. Before a model is planned, nobody knows which parameters will live here: parameters that have no value yet are *promised* from
-the checkpoint (`runtime/promises.py`), and the optimizers' state is read by `finish`, when the plan is there.
+Terms. Before a model is planned, nobody knows which parameters will live here: parameters that have no value
+yet are *deferred* from the checkpoint (`runtime/deferred.py`), and the optimizers' state is read by `finish`,
+when the plan is there.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from rannc_backend.checkpoint.plain_values import decode
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.checkpoint.tensor_storage import read_tensors
 from rannc_backend.errors import CheckpointMismatchError
-from rannc_backend.runtime.graph_runtime import StepCounter
+from rannc_backend.runtime.deferred import DeferredValue, DeferredValues, give_no_memory
 from rannc_backend.runtime.parameters import ParameterTable
-from rannc_backend.runtime.promises import Promise, Promises, give_no_memory
+from rannc_backend.runtime.step.graph_settings import StepCounter
 from rannc_backend.runtime.world import World
 
 
 @dataclass(slots=True)
 class CheckpointSource:
-    """Values of promised parameters, from a checkpoint; see `runtime.promises.Source`."""
+    """Values of parameters with deferred values, from a checkpoint; see `runtime.deferred.Source`."""
 
     reader: CheckpointReader
     seed: int = 0
@@ -45,11 +47,13 @@ class CheckpointSource:
 
 @dataclass(slots=True, kw_only=True)
 class Loading:
-    """One load on one rank; the methods are called in the order in which they stand. ``table`` None: not planned yet."""
+    """One load on one rank; the methods are called in the order in which they stand. ``table`` None: not
+    planned yet.
+    """
 
     world: World
     table: ParameterTable | None
-    promises: Promises
+    deferred_values: DeferredValues
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[Any]
     scaler: Any
@@ -81,28 +85,41 @@ class Loading:
         self.missing, self.unexpected = model_state.check_fit(self._tensors, self.reader, strict=strict)
         if self.optimizers:
             optimizer_state.check_fit(self.optimizers, self.reader, self._tensors.names_of())
-        num_saved = len(self.reader.manifest.schedulers) if isinstance(self.reader.manifest.schedulers, list) else 0
+        num_saved = (
+            len(self.reader.manifest.schedulers) if isinstance(self.reader.manifest.schedulers, list) else 0
+        )
         if self.schedulers and len(self.schedulers) != num_saved:
             raise CheckpointMismatchError(
-                f"the checkpoint {str(self.reader.path)!r} has the state of {num_saved} scheduler(s); {len(self.schedulers)} were given",
+                f"the checkpoint {str(self.reader.path)!r} has the state of {num_saved} scheduler(s); "
+                f"{len(self.schedulers)} were given",
                 cure="give the schedulers that save_checkpoint was given, or scheduler=None to load none.",
             )
         if self.scaler is not None and self.reader.manifest.scaler is None:
             raise CheckpointMismatchError(
-                f"the checkpoint {str(self.reader.path)!r} has no state of a scaler", cure="load with scaler=None."
+                f"the checkpoint {str(self.reader.path)!r} has no state of a scaler",
+                cure="load with scaler=None.",
             )
 
     def load_tensors(self) -> None:
-        """Fill, or promise, the parameters, fill the buffers and, where it is known which are here, the optimizers' state."""
+        """Fill, or promise, the parameters, fill the buffers and, where it is known which are here, the
+        optimizers' state.
+        """
         saved = set(self.reader.names)
         source = CheckpointSource(self.reader)
         for name, tensor in self._tensors.tensors.items():
-            if isinstance(tensor, nn.Parameter) and name in saved and (tensor.is_meta or self.promises.of(tensor) is not None):
+            if (
+                isinstance(tensor, nn.Parameter)
+                and name in saved
+                and (tensor.is_meta or self.deferred_values.of(tensor) is not None)
+            ):
                 if tensor.is_meta:
                     give_no_memory(tensor, name, self.world.device)
-                self.promises.add(tensor, Promise(source=source, name=name))
+                self.deferred_values.add(tensor, DeferredValue(source=source, name=name))
         targets = model_state.targets(self._tensors, self.reader, self.world.rank)
-        read_tensors({name: tensor for name, tensor in targets.items() if not self._is_promised(name)}, self.reader)
+        read_tensors(
+            {name: tensor for name, tensor in targets.items() if not self._is_deferred_value(name)},
+            self.reader,
+        )
         for number, optimizer in enumerate(self.optimizers):
             optimizer_state.restore_groups(optimizer, number, self.reader)
         if self.table is not None or self.world.size == 1:
@@ -117,10 +134,14 @@ class Loading:
             self.scaler.load_state_dict(decode(manifest.scaler, "the scaler"))
         if random_state:
             parts = self.reader.index.parts
-            generators.restore(parts[self.world.rank if self.world.rank < len(parts) else 0].random, self.world.device)
+            generators.restore(
+                parts[self.world.rank if self.world.rank < len(parts) else 0].random, self.world.device
+            )
 
     def finish(self, table: ParameterTable, counter: StepCounter) -> None:
-        """When the model is planned: what the backend counts, and the optimizers' state of this rank's parameters."""
+        """When the model is planned: what the backend counts, and the optimizers' state of this rank's
+        parameters.
+        """
         counter.number = self.reader.manifest.runtime.num_steps_begun
         counter.loss_gradient = self.reader.manifest.runtime.loss_gradient
         if not self._has_optimizers:
@@ -132,5 +153,5 @@ class Loading:
             optimizer_state.restore_state(optimizer, number, self.reader, model.names_of(), mine)
         self._has_optimizers = True
 
-    def _is_promised(self, name: str) -> bool:
-        return self.promises.of(self._tensors.tensors[name]) is not None
+    def _is_deferred_value(self, name: str) -> bool:
+        return self.deferred_values.of(self._tensors.tensors[name]) is not None

@@ -1,7 +1,9 @@
-"""A directory of checkpoints belongs to one job at a time: another one would remove what this one is writing, and rotate its checkpoints.
+"""A directory of checkpoints belongs to one job at a time: another one would remove what this one is writing,
+and rotate its checkpoints.
 
-In: a directory. Out: a lock on it, or an error that says who has it. The lock is the system's, on the file `.rannc-lock` in the directory,
-and ends with the process that holds it, however that ends: nobody has to remove anything. The file tells who holds it, for people.
+In: a directory. Out: a lock on it, or an error that says who has it. The lock is the system's, on the file
+`.rannc-lock` in the directory, and ends with the process that holds it, however that ends: nobody has to
+remove anything. The file tells who holds it, for people.
 """
 
 from __future__ import annotations
@@ -19,34 +21,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rannc_backend.errors import CheckpointWriteError
-from rannc_backend.user_files import LOCKABLE_FILE, UserFile, make_directory
+from rannc_backend.settings.user_files import LOCKABLE_FILE, UserFile, make_directory
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".rannc-lock"
 # A process that saves in ever new directories keeps those of so many.
-_MOST_HELD = 8
-_MOST_BYTES = 1000
+_MAX_HELD = 8
+_MAX_BYTES = 1000
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
 
 @dataclass(slots=True)
 class DirectoryLocks:
-    """The directories that this process saves in. Not inherited by forked processes, whose own ends would not matter to it."""
+    """The directories that this process saves in. Not inherited by forked processes, whose own ends would not
+    matter to it.
+    """
 
     _held: OrderedDict[tuple[int, int], int] = field(default_factory=OrderedDict)
     _pid: int = 0
 
     def hold(self, path: Path) -> None:
-        """Hold the directory, which is made if it is not there, until this process ends or has saved in several others since.
+        """Hold the directory, which is made if it is not there, until this process ends or has saved in
+        several others since.
 
         Raises:
             CheckpointWriteError: another process holds it, or it cannot be made or written to.
         """
-        directory = UserFile(path=path, what="directory of checkpoints", error=CheckpointWriteError, cure=_CURE)
+        directory = UserFile(
+            path=path, what="directory of checkpoints", error=CheckpointWriteError, cure=_CURE
+        )
         make_directory(directory)
         if self._pid != os.getpid():
-            # Locks of this kind are the process's own: a parent's are not held here, and closing its files would not give them back.
+            # Locks of this kind are the process's own: a parent's are not held here, and closing its files
+            # would not give them back.
             self._held, self._pid = OrderedDict(), os.getpid()
         try:
             status = os.stat(path)
@@ -56,7 +64,7 @@ class DirectoryLocks:
         except OSError as error:
             raise directory.failed("cannot write in the", error.strerror or str(error)) from None
         self._held.move_to_end(key)
-        while len(self._held) > _MOST_HELD:
+        while len(self._held) > _MAX_HELD:
             os.close(self._held.popitem(last=False)[1])
 
 
@@ -70,14 +78,17 @@ def _lock(path: Path) -> int:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD_BY_ANOTHER:
-            holder = _holder(os.pread(descriptor, _MOST_BYTES, 0))
+            holder = _holder(os.pread(descriptor, _MAX_BYTES, 0))
             os.close(descriptor)
             raise CheckpointWriteError(
                 f"another job saves checkpoints in {str(path)!r}: {holder}",
-                cure="give each job a directory of its own, or wait until that one has ended; what it has saved can be loaded meanwhile.",
+                cure="give each job a directory of its own, or wait until that one has ended; what it has "
+                "saved can be loaded meanwhile.",
             ) from None
         logger.warning(
-            "the file system of %s has no locks (%s): a second job that saves there would not be noticed", path, error.strerror
+            "the file system of %s has no locks (%s): a second job that saves there would not be noticed",
+            path,
+            error.strerror,
         )
         return descriptor
     words = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}

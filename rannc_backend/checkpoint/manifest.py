@@ -2,9 +2,10 @@
 
 In: bytes. Out: frozen records, or errors that say what is wrong with which file.
 
-Terms. A *part* is what one rank wrote: its tensor files and what belongs to its process. `index.json` holds the parts; `checkpoint.json`,
-the *manifest*, is written last and vouches for the other JSON files by size and checksum. A tensor's *key* is the parameter's or
-buffer's name, or `optimizer/<number of the optimizer>/<parameter's name>/<name of the state>`.
+Terms. A *part* is what one rank wrote: its tensor files and what belongs to its process. `index.json` holds
+the parts; `checkpoint.json`, the *manifest*, is written last and vouches for the other JSON files by size and
+checksum. A tensor's *key* is the parameter's or buffer's name, or `optimizer/<number of the
+optimizer>/<parameter's name>/<name of the state>`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import zlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 
 from rannc_backend.errors import CheckpointFileError, CheckpointVersionError
 
@@ -99,7 +108,9 @@ class PartRecord(Record):
 
 
 class Index(Record):
-    """All parts, by rank. `aliases`: further names of tied tensors, each with the name under which the tensor is kept."""
+    """All parts, by rank. `aliases`: further names of tied tensors, each with the name under which the tensor
+    is kept.
+    """
 
     parts: Annotated[tuple[PartRecord, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     aliases: Mapping[Text, Text]
@@ -121,14 +132,18 @@ class Index(Record):
 
 
 class RuntimeRecord(Record):
-    """What the backend counts over steps: steps begun, and the gradient that the last backward started from."""
+    """What the backend counts over steps: steps begun, and the gradient that the last backward started
+    from.
+    """
 
     num_steps_begun: Count
     loss_gradient: float
 
 
 class Manifest(Record):
-    """See the module docstring. `serial` grows with every checkpoint of a directory: the greatest is the latest."""
+    """See the module docstring. `serial` grows with every checkpoint of a directory: the greatest is the
+    latest.
+    """
 
     kind: Literal["rannc checkpoint"] = "rannc checkpoint"
     schema_version: Literal[1] = 1
@@ -166,7 +181,12 @@ class Manifest(Record):
 
 def to_bytes(record: Record) -> bytes:
     """A record as JSON; equal records give equal bytes."""
-    return json.dumps(record.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return (
+        json.dumps(
+            record.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
+        ).encode()
+        + b"\n"
+    )
 
 
 def parse(kind: type[Parsed], content: bytes, name: str) -> Parsed:
@@ -193,7 +213,9 @@ def parse(kind: type[Parsed], content: bytes, name: str) -> Parsed:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise _invalid(name, f"{place[:200] + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')[:300]}") from None
+        raise _invalid(
+            name, f"{place[:200] + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')[:300]}"
+        ) from None
 
 
 def _refuse_constant(text: str) -> Any:
@@ -201,4 +223,6 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _invalid(name: str, problem: str) -> CheckpointFileError:
-    return CheckpointFileError(f"{name} of the checkpoint is not valid: {problem}", cure="load another checkpoint.")
+    return CheckpointFileError(
+        f"{name} of the checkpoint is not valid: {problem}", cure="load another checkpoint."
+    )

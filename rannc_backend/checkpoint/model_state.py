@@ -1,7 +1,8 @@
-"""What of a model goes into a checkpoint, which rank writes which tensor, and where a tensor that is loaded belongs.
+"""What of a model goes into a checkpoint, which rank writes which tensor, and where a tensor that is loaded
+belongs.
 
-In: the root module and, once it is planned, the ranks that own each tensor. Out: tensors by name. No rank talks to another here: every
-rank comes to the same division by itself.
+In: the root module and, once it is planned, the ranks that own each tensor. Out: tensors by name. No rank
+talks to another here: every rank comes to the same division by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class ModelTensors:
 
     @classmethod
     def of(cls, root: nn.Module, table: ParameterTable | None, world_size: int) -> ModelTensors:
-        """``table`` None: not planned yet; every rank has all of it then, and rank 0's values are those that count."""
+        """``table`` None: not planned yet; every rank has all of it then, and rank 0's values are those that
+        count.
+        """
         known = {id(tensor): name for name, tensor in [*root.named_parameters(), *root.named_buffers()]}
         first: dict[int, str] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -48,7 +51,10 @@ class ModelTensors:
                 first[id(tensor)] = name
                 tensors[name] = tensor
         everyone = tuple(range(world_size))
-        owners = {name: everyone if table is None else table.owners[known[id(tensor)]] for name, tensor in tensors.items()}
+        owners = {
+            name: everyone if table is None else table.owners[known[id(tensor)]]
+            for name, tensor in tensors.items()
+        }
         return cls(tensors=tensors, aliases=aliases, owners=owners)
 
     def names_of(self) -> dict[int, str]:
@@ -64,7 +70,11 @@ class ModelTensors:
         for name in sorted(self.tensors, key=lambda name: (-self.tensors[name].nbytes, name)):
             tensor, owners = self.tensors[name], self.owners[name]
             # Replicas count running statistics each for themselves until the first one's are shared.
-            rank = min(owners, key=lambda rank: (load.get(rank, 0), rank)) if isinstance(tensor, nn.Parameter) else owners[0]
+            rank = (
+                min(owners, key=lambda rank: (load.get(rank, 0), rank))
+                if isinstance(tensor, nn.Parameter)
+                else owners[0]
+            )
             load[rank] = load.get(rank, 0) + tensor.nbytes
             chosen[name] = rank
         return chosen
@@ -75,8 +85,10 @@ def _kept(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
     for prefix, module in root.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointStateError(
-                f"module {prefix or type(module).__name__!r} has extra state (get_extra_state), which a checkpoint cannot hold",
-                cure="give that state as extra={...} to save_checkpoint, and set it from what load_checkpoint returns.",
+                f"module {prefix or type(module).__name__!r} has extra state (get_extra_state), which a "
+                "checkpoint cannot hold",
+                cure="give that state as extra={...} to save_checkpoint, and set it from what "
+                "load_checkpoint returns.",
             )
         for local, tensor in module._buffers.items():
             if tensor is not None and local not in module._non_persistent_buffers_set:
@@ -98,22 +110,32 @@ def tensors_to_write(model: ModelTensors, writers: Mapping[str, int], rank: int)
             cure="call the compiled model once before save_checkpoint.",
         )
     if odd := [name for name in share if name.startswith(OPTIMIZER_PREFIX)]:
-        raise CheckpointStateError(f"no tensor of a model may be called {odd[0]!r}", cure=f"no name may begin with {OPTIMIZER_PREFIX!r}.")
+        raise CheckpointStateError(
+            f"no tensor of a model may be called {odd[0]!r}",
+            cure=f"no name may begin with {OPTIMIZER_PREFIX!r}.",
+        )
     return share
 
 
-def check_fit(model: ModelTensors, reader: CheckpointReader, *, strict: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def check_fit(
+    model: ModelTensors, reader: CheckpointReader, *, strict: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Compare names, shapes and dtypes before anything is changed; returns (missing, unexpected) names.
 
     Raises:
-        CheckpointMismatchError: names differ and ``strict``, or a tensor of the same name has another shape or dtype.
+        CheckpointMismatchError: names differ and ``strict``, or a tensor of the same name has another shape
+        or dtype.
     """
     saved = set(reader.names)
     mine = [*model.tensors, *model.aliases]
     missing = tuple(name for name in model.tensors if name not in saved)
     unexpected = tuple(sorted(saved.difference(mine)))
     if strict and (missing or unexpected):
-        parts = [f"{what} {_listing(names)}" for what, names in (("has no", missing), ("has, but the model has not:", unexpected)) if names]
+        parts = [
+            f"{what} {_listing(names)}"
+            for what, names in (("has no", missing), ("has, but the model has not:", unexpected))
+            if names
+        ]
         raise CheckpointMismatchError(
             f"the checkpoint {str(reader.path)!r} {' and '.join(parts)}",
             cure="build the model that was saved, or load with strict=False to take what is in both.",
@@ -121,9 +143,10 @@ def check_fit(model: ModelTensors, reader: CheckpointReader, *, strict: bool) ->
     for name, tensor in model.tensors.items():
         if name in saved and (tuple(tensor.shape), tensor.dtype) != (reader.shape(name), reader.dtype(name)):
             raise CheckpointMismatchError(
-                f"{name!r} has shape {list(tensor.shape)} and dtype {tensor.dtype} in the model, "
-                f"but {list(reader.shape(name))} and {reader.dtype(name)} in the checkpoint {str(reader.path)!r}",
-                cure="build the model with the sizes and the dtype that were saved; convert it after loading.",
+                f"{name!r} has shape {list(tensor.shape)} and dtype {tensor.dtype} in the model, but "
+                f"{list(reader.shape(name))} and {reader.dtype(name)} in the checkpoint {str(reader.path)!r}",
+                cure="build the model with the sizes and the dtype that were saved; convert it after "
+                "loading.",
             )
     return missing, unexpected
 

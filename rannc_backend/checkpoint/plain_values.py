@@ -1,7 +1,9 @@
-"""State of schedulers, scalers and users as JSON, and back exactly; nothing but plain values, and no code on either way.
+"""State of schedulers, scalers and users as JSON, and back exactly; nothing but plain values, and no code on
+either way.
 
-In: None, bools, numbers, texts, lists, tuples, dicts, Counters and tensors of one element, nested. Out: JSON-able values. What JSON has
-no form for becomes an object of one key that begins with "$". Anything else is refused, with its place.
+In: None, bools, numbers, texts, lists, tuples, dicts, Counters and tensors of one element, nested. Out:
+JSON-able values. What JSON has no form for becomes an object of one key that begins with "$". Anything else
+is refused, with its place.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ from rannc_backend.errors import CheckpointFileError, CheckpointStateError
 
 _MAX_DEPTH = 24
 _KEYS = (str, int, float, bool, type(None))
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)} | {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+} | {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 }
 
 
@@ -81,7 +87,8 @@ def _encode_scalar(value: torch.Tensor, place: str) -> Any:
 def _unsaved(place: str, what: str) -> CheckpointStateError:
     return CheckpointStateError(
         f"{place} {what}, which a checkpoint cannot hold",
-        cure="save plain values only: numbers, texts, lists, tuples, dicts and tensors of one element; make the rest again when loading.",
+        cure="save plain values only: numbers, texts, lists, tuples, dicts and tensors of one element; make "
+        "the rest again when loading.",
     )
 
 
@@ -133,7 +140,12 @@ def _counter(items: Any) -> Counter[Any]:
 
 def _tensor(parts: Any) -> torch.Tensor:
     name, shape, number = _tuple(parts)
-    if name not in _DTYPES or not isinstance(shape, list) or any(type(size) is not int or size != 1 for size in shape) or len(shape) > 8:
+    if (
+        name not in _DTYPES
+        or not isinstance(shape, list)
+        or any(type(size) is not int or size != 1 for size in shape)
+        or len(shape) > 8
+    ):
         raise ValueError(name)
     if not isinstance(number, int | float):
         raise TypeError(number)

@@ -1,4 +1,5 @@
-"""States of a rank's random generators: torch on the CPU and on this rank's device, Python's `random`, NumPy's.
+"""States of a rank's random generators: torch on the CPU and on this rank's device, Python's `random`,
+NumPy's.
 
 In: the rank's device. Out: plain values for a checkpoint; and back into the generators.
 """
@@ -19,7 +20,10 @@ from rannc_backend.errors import CheckpointFileError
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The generators' states, JSON-able."""
-    states = {"torch": _text_of(torch.get_rng_state()), "python": encode(random.getstate(), "the state of random")}
+    states = {
+        "torch": _text_of(torch.get_rng_state()),
+        "python": encode(random.getstate(), "the state of random"),
+    }
     if device.type == "cuda":
         states["cuda"] = _text_of(torch.cuda.get_rng_state(device))
     if numpy := sys.modules.get("numpy"):
@@ -41,7 +45,9 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
     if device.type == "cuda":
         setters["cuda"] = lambda text: torch.cuda.set_rng_state(_bytes_of(text), device)
     if numpy := sys.modules.get("numpy"):
-        setters["numpy"] = lambda state: numpy.random.set_state(tuple(decode(state, "the state of numpy.random")))
+        setters["numpy"] = lambda state: numpy.random.set_state(
+            tuple(decode(state, "the state of numpy.random"))
+        )
     for name, put in setters.items():
         if name in states:
             try:

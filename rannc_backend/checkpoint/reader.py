@@ -1,7 +1,8 @@
 """Reads one checkpoint, tensor by tensor, on any number of ranks and without torch.distributed.
 
-In: the path of a checkpoint, or of a directory of them. Out: tensors by the names that the model's own `named_parameters` gives, each
-compared with its checksum. Nothing in a checkpoint is code, and nothing is run.
+In: the path of a checkpoint, or of a directory of them. Out: tensors by the names that the model's own
+`named_parameters` gives, each compared with its checksum. Nothing in a checkpoint is code, and nothing is
+run.
 """
 
 from __future__ import annotations
@@ -31,24 +32,26 @@ from rannc_backend.checkpoint.plain_values import decode
 from rannc_backend.errors import CheckpointFileError, CheckpointMismatchError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
-from rannc_backend.user_files import kind_of
+from rannc_backend.settings.user_files import kind_of
 
-_MOST_OPEN_FILES = 8
+_MAX_OPEN_FILES = 8
 
 
 class CheckpointReader:
-    """A checkpoint to read from.
+    """Reads a checkpoint tensor by tensor, on any number of ranks. Not collective.
 
     Args:
-        path: a checkpoint, or a directory of checkpoints, of which the latest is read.
+        path: A checkpoint, or a directory of checkpoints, of which the latest is read.
 
     Attributes:
-        path: the checkpoint's own directory.
-        manifest: step, world size, versions; see `manifest.Manifest`.
+        path: The checkpoint's own directory.
+        manifest: Step, world size, versions; see `manifest.Manifest`.
 
     Raises:
-        CheckpointNotFoundError: there is no complete checkpoint.
-        CheckpointFileError, CheckpointVersionError: its description is torn, changed, or of a later release.
+        CheckpointNotFoundError: There is no complete checkpoint.
+        CheckpointFileError, CheckpointVersionError: Its description is truncated, was changed, or is of a
+        later
+            release.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,7 +59,9 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(self.path)
         self.index: Index = parse(Index, self._vouched(INDEX_FILE, MAX_INDEX_BYTES), INDEX_FILE)
         self._records = {key: record for part in self.index.parts for key, record in part.tensors.items()}
-        self._sizes = {name: record.num_bytes for part in self.index.parts for name, record in part.files.items()}
+        self._sizes = {
+            name: record.num_bytes for part in self.index.parts for name, record in part.files.items()
+        }
         self._open_files: OrderedDict[str, Any] = OrderedDict()
         # Memory is made for tensors before they are read: none may claim to be larger than its file.
         for key, record in self._records.items():
@@ -82,7 +87,10 @@ class CheckpointReader:
     def names(self) -> tuple[str, ...]:
         """Names of all parameters and persistent buffers, all names of tied ones included."""
         own = [key for key in self._records if not key.startswith(OPTIMIZER_PREFIX)]
-        return (*own, *(alias for alias, name in self.index.aliases.items() if not name.startswith(OPTIMIZER_PREFIX)))
+        return (
+            *own,
+            *(alias for alias, name in self.index.aliases.items() if not name.startswith(OPTIMIZER_PREFIX)),
+        )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -90,13 +98,19 @@ class CheckpointReader:
         return tuple(self._records)
 
     def plan(self) -> Plan | None:
-        """The plan under which the model ran, which is also in `plan.json`; None if it had not been planned yet."""
+        """The plan under which the model ran, which is also in `plan.json`; None if it had not been planned
+        yet.
+        """
         if PLAN_FILE not in self.manifest.files:
             return None
-        return Plan.from_json(self._vouched(PLAN_FILE, 4 * MAX_PLAN_CHARACTERS).decode("utf-8", errors="replace"))
+        return Plan.from_json(
+            self._vouched(PLAN_FILE, 4 * MAX_PLAN_CHARACTERS).decode("utf-8", errors="replace")
+        )
 
     def record(self, name: str) -> TensorRecord:
-        """File, dtype and shape of a tensor, by any of its names. CheckpointMismatchError: there is none of that name."""
+        """File, dtype and shape of a tensor, by any of its names. CheckpointMismatchError: there is none of
+        that name.
+        """
         record = self._records.get(self.index.aliases.get(name, name))
         if record is None:
             raise CheckpointMismatchError(
@@ -114,7 +128,9 @@ class CheckpointReader:
         record = self.record(name)
         dtype = getattr(torch, record.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise self._torn(record.file, f"{name!r} has the dtype {record.dtype!r}, which torch does not know")
+            raise self._torn(
+                record.file, f"{name!r} has the dtype {record.dtype!r}, which torch does not know"
+            )
         return dtype
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -127,7 +143,9 @@ class CheckpointReader:
         return self.mapped(name).clone()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and persistent buffers, for `load_state_dict` of a model in one process; tied ones share memory."""
+        """All parameters and persistent buffers, for `load_state_dict` of a model in one process; tied ones
+        share memory.
+        """
         kept = {name: self.index.aliases.get(name, name) for name in self.names}
         tensors = {name: self.tensor(name) for name in dict.fromkeys(kept.values())}
         return {name: tensors[own] for name, own in kept.items()}
@@ -141,7 +159,11 @@ class CheckpointReader:
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise self._torn(record.file, str(error)) from None
         if tuple(tensor.shape) != record.shape or tensor.dtype != self.dtype(name):
-            raise self._torn(record.file, f"{key!r} has shape {list(tensor.shape)} and dtype {tensor.dtype}, which was written otherwise")
+            raise self._torn(
+                record.file,
+                f"{key!r} has shape {list(tensor.shape)} and dtype {tensor.dtype}, which was written "
+                "otherwise",
+            )
         if crc32_of(tensor) != record.crc32:
             raise self._torn(record.file, f"the checksum of {key!r} is another one")
         return tensor
@@ -150,7 +172,9 @@ class CheckpointReader:
         """Elements ``slices`` of a tensor: its file's size is compared, its checksum is not."""
         record = self.record(name)
         try:
-            return _of_its_dtype(self._file(record.file).get_slice(self.index.aliases.get(name, name))[slices], record)
+            return _of_its_dtype(
+                self._file(record.file).get_slice(self.index.aliases.get(name, name))[slices], record
+            )
         except (SafetensorError, OSError, ValueError, RuntimeError, IndexError) as error:
             raise self._torn(record.file, str(error)) from None
 
@@ -163,7 +187,7 @@ class CheckpointReader:
                 has = "is not there" if size is None else f"has {size} bytes"
                 raise self._torn(name, f"it {has}, {self._sizes[name]} were written")
             self._open_files[name] = safe_open(path, framework="pt")
-            while len(self._open_files) > _MOST_OPEN_FILES:
+            while len(self._open_files) > _MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)
         self._open_files.move_to_end(name)
         return self._open_files[name]

@@ -1,9 +1,10 @@
 """Writes a checkpoint: every rank its part, rank 0 the manifest when all parts are there, then one rename.
 
-In: what this rank has to write. Out: a directory that is a complete checkpoint, or nothing that a reader would look at.
+In: what this rank has to write. Out: a directory that is a complete checkpoint, or nothing that a reader
+would look at.
 
-Ranks meet in the file system, not in collectives, so that the same code runs in a thread beside training: a rank's part is complete
-when its `part-<rank>.json` is there. Terms as in `manifest` and `directory`.
+Ranks meet in the file system, not in collectives, so that the same code runs in a thread beside training: a
+rank's part is complete when its `part-<rank>.json` is there. Terms as in `manifest` and `directory`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Snapshot:
 
     Attributes:
         tensors: this rank's share, by key; on a background save in memory of its own.
-        aliases, model_name, plan_text, runtime, schedulers, scaler, extra: what rank 0 writes; equal on all ranks.
+        aliases, model_name, plan_text, runtime, schedulers, scaler, extra: what rank 0 writes; equal on all
+        ranks.
     """
 
     step: int
@@ -80,7 +82,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """One rank's work on one checkpoint. ``temporary``: the directory it is written in; ``name``: the name it will have beside."""
+    """One rank's work on one checkpoint. ``temporary``: the directory it is written in; ``name``: the name it
+    will have beside.
+    """
 
     rank: int
     world_size: int
@@ -120,7 +124,9 @@ class SaveJob:
             logger.debug("rank %d could not even say that its part failed", self.rank)
 
     def publish(self) -> None:
-        """On rank 0: wait for all parts, write index, plan and manifest, give the checkpoint its name, remove older ones."""
+        """On rank 0: wait for all parts, write index, plan and manifest, give the checkpoint its name, remove
+        older ones.
+        """
         parts = [self._await_part(rank) for rank in range(self.world_size)]
         names = [name for part in parts for name in part.tensors]
         files = {INDEX_FILE: to_bytes(Index(parts=tuple(parts), aliases=self._aliases(set(names))))}
@@ -134,7 +140,9 @@ class SaveJob:
         self._write(MANIFEST_FILE, to_bytes(self._manifest(files)))
         directory.publish(self.temporary, self.name, self.disk)
         size = sum(record.num_bytes for part in parts for record in part.files.values())
-        logger.info("checkpoint %s: %.1f MB in %.2f s", self.path, size / 2**20, time.monotonic() - self.begun)
+        logger.info(
+            "checkpoint %s: %.1f MB in %.2f s", self.path, size / 2**20, time.monotonic() - self.begun
+        )
         directory.rotate(self.temporary.parent, self.keep, self.disk)
 
     def _write(self, name: str, content: bytes) -> None:
@@ -150,7 +158,9 @@ class SaveJob:
         begin = time.monotonic()
         while not place.exists():
             if failure.exists():
-                raise CheckpointWriteError(f"rank {rank} could not write its part of {str(self.path)!r}: {_read(failure)}")
+                raise CheckpointWriteError(
+                    f"rank {rank} could not write its part of {str(self.path)!r}: {_read(failure)}"
+                )
             if time.monotonic() - begin > PART_LIMIT_SECONDS:
                 raise CheckpointWriteError(
                     f"rank {rank}'s part of {str(self.path)!r} has not come within {PART_LIMIT_SECONDS:g} s",
@@ -160,7 +170,9 @@ class SaveJob:
         part = parse(PartRecord, directory.read_file(place, MAX_INDEX_BYTES), place.name)
         for name, record in part.files.items():
             if (self.temporary / name).stat().st_size != record.num_bytes:
-                raise CheckpointWriteError(f"{name} of {str(self.path)!r} has another size than rank {rank} has written")
+                raise CheckpointWriteError(
+                    f"{name} of {str(self.path)!r} has another size than rank {rank} has written"
+                )
         return part
 
     def _aliases(self, names: set[str]) -> dict[str, str]:
@@ -175,9 +187,16 @@ class SaveJob:
             step=snapshot.step,
             world_size=self.world_size,
             saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            versions={"rannc_backend": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions={
+                "rannc_backend": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             model_name=snapshot.model_name,
-            files={name: FileRecord(num_bytes=len(content), crc32=zlib.crc32(content)) for name, content in files.items()},  # type: ignore[misc]
+            files={
+                name: FileRecord(num_bytes=len(content), crc32=zlib.crc32(content))  # type: ignore[misc]
+                for name, content in files.items()
+            },
             runtime=snapshot.runtime,
             schedulers=snapshot.schedulers,
             scaler=snapshot.scaler,
@@ -186,7 +205,9 @@ class SaveJob:
 
 
 def begin_directory(path: Path, step: int, disk: Disk) -> tuple[str, str, int]:
-    """On rank 0: make the directory to write in; returns its name, the checkpoint's name and its serial number."""
+    """On rank 0: make the directory to write in; returns its name, the checkpoint's name and its serial
+    number.
+    """
     disk.make_directory(path)
     directory.remove_leftovers(path, disk)
     name = directory.free_name(path, step)
@@ -222,6 +243,13 @@ def _read(path: Path) -> str:
 
 
 def _weights_index(parts: list[PartRecord]) -> bytes:
-    weights = {key: record.file for part in parts for key, record in part.tensors.items() if not key.startswith(OPTIMIZER_PREFIX)}
-    size = sum(record.num_bytes for part in parts for name, record in part.files.items() if name.startswith("model"))
+    weights = {
+        key: record.file
+        for part in parts
+        for key, record in part.tensors.items()
+        if not key.startswith(OPTIMIZER_PREFIX)
+    }
+    size = sum(
+        record.num_bytes for part in parts for name, record in part.files.items() if name.startswith("model")
+    )
     return json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2).encode() + b"\n"

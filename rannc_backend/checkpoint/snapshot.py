@@ -1,6 +1,7 @@
 """What one rank would write of a job at this moment.
 
-In: the model with who owns what, the optimizers, schedulers and scaler. Out: a `Snapshot`. Nothing is written, and no other rank asked.
+In: the model with who owns what, the optimizers, schedulers and scaler. Out: a `Snapshot`. Nothing is
+written, and no other rank asked.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from rannc_backend.checkpoint.model_state import ModelTensors, tensors_to_write
 from rannc_backend.checkpoint.plain_values import encode
 from rannc_backend.checkpoint.saving import Snapshot
 from rannc_backend.errors import CheckpointStateError
-from rannc_backend.runtime.graph_runtime import StepCounter
 from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.step.graph_settings import StepCounter
 from rannc_backend.runtime.world import World
 
 
@@ -58,7 +59,9 @@ def take_snapshot(
         model_name=type(root).__name__,
         plan_text=plan_text,
         runtime=RuntimeRecord(num_steps_begun=counter.number, loss_gradient=float(counter.loss_gradient)),
-        schedulers=[_state_of(scheduler, f"scheduler {number}") for number, scheduler in enumerate(schedulers)],
+        schedulers=[
+            _state_of(scheduler, f"scheduler {number}") for number, scheduler in enumerate(schedulers)
+        ],
         scaler=None if scaler is None else _state_of(scaler, "the scaler"),
         extra=encode(extra, "extra"),
     )
@@ -67,7 +70,8 @@ def take_snapshot(
 def _state_of(thing: Any, place: str) -> Any:
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
         raise CheckpointStateError(
-            f"{place} is a {type(thing).__name__}, which has no state_dict and load_state_dict", cure="give one that has, or extra={...}."
+            f"{place} is a {type(thing).__name__}, which has no state_dict and load_state_dict",
+            cure="give one that has, or extra={...}.",
         )
     return encode(thing.state_dict(), f"{place} ({type(thing).__name__})")
 
@@ -77,10 +81,3 @@ def listed(things: Any) -> list[Any]:
     if things is None:
         return []
     return list(things) if isinstance(things, list | tuple) else [things]
-
-
-def root_of(model: nn.Module) -> nn.Module:
-    """The user's module behind a compiled one."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
-    return model

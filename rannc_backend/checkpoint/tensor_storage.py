@@ -1,9 +1,10 @@
 """`torch.distributed.checkpoint` over safetensors files and a JSON index, without its pickled metadata.
 
-In: tensors by key. Out: files that are on disk, and a record per tensor; and back. Each rank writes and reads for itself: no collectives.
+In: tensors by key. Out: files that are on disk, and a record per tensor; and back. Each rank writes and reads
+for itself: no collectives.
 
-`SafetensorsReader` may be given to `torch.distributed.checkpoint.load` by anyone: it then fills plain tensors, or each rank's part of
-DTensors, from a checkpoint of this package.
+`SafetensorsReader` may be given to `torch.distributed.checkpoint.load` by anyone: it then fills plain
+tensors, or each rank's part of DTensors, from a checkpoint of this package.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -64,13 +65,22 @@ class SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         for kind in ("model", "optimizer"):
-            items = [item for item in plan.items if item.index.fqn.startswith(OPTIMIZER_PREFIX) == (kind == "optimizer")]
-            tensors = ((item.index.fqn, planner.resolve_data(item)) for item in items)
+            items = [
+                item
+                for item in plan.items
+                if item.index.fqn.startswith(OPTIMIZER_PREFIX) == (kind == "optimizer")
+            ]
+            # `write_tensors` plans nothing but tensors.
+            tensors = ((item.index.fqn, cast("torch.Tensor", planner.resolve_data(item))) for item in items)
             self._write_kind(kind, tensors)
         result: Future[list[WriteResult]] = Future()
         result.set_result(
             [
-                WriteResult(index=item.index, size_in_bytes=item.tensor_storage_size() or 0, storage_data=self.tensors[item.index.fqn])
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=item.tensor_storage_size() or 0,
+                    storage_data=self.tensors[item.index.fqn],
+                )
                 for item in plan.items
             ]
         )
@@ -89,8 +99,10 @@ class SafetensorsWriter(StorageWriter):
         for key, tensor in tensors:
             if tensor.is_quantized or tensor.layout != torch.strided:
                 raise CheckpointStateError(
-                    f"{key!r} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a checkpoint cannot hold",
-                    cure="keep it as plain tensors (its values, scales and indices), or register it with persistent=False.",
+                    f"{key!r} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a "
+                    "checkpoint cannot hold",
+                    cure="keep it as plain tensors (its values, scales and indices), or register it with "
+                    "persistent=False.",
                 )
             host = plain_memory(tensor.detach().to("cpu"))
             if batch and num_bytes + host.nbytes > self._file_bytes:
@@ -102,14 +114,19 @@ class SafetensorsWriter(StorageWriter):
             self._write_file(kind, batch)
 
     def _write_file(self, kind: str, batch: dict[str, torch.Tensor]) -> None:
-        name = f"{kind}-{self._rank:05d}-{sum(other.startswith(kind) for other in self.files):05d}.safetensors"
+        name = (
+            f"{kind}-{self._rank:05d}-{sum(other.startswith(kind) for other in self.files):05d}.safetensors"
+        )
         path = self._directory / name
         self._disk.write_tensors(path, _in_memory_of_their_own(batch))
         self._disk.sync(path)
         self.files[name] = FileRecord(num_bytes=path.stat().st_size)
         for key, tensor in batch.items():
             self.tensors[key] = TensorRecord(
-                file=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), crc32=crc32_of(tensor)
+                file=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                crc32=crc32_of(tensor),
             )
 
 
@@ -131,7 +148,9 @@ class SafetensorsReader(StorageReader):
     """
 
     def __init__(self, checkpoint: CheckpointReader | str | os.PathLike[str]) -> None:
-        self._reader = checkpoint if isinstance(checkpoint, CheckpointReader) else CheckpointReader(checkpoint)
+        self._reader = (
+            checkpoint if isinstance(checkpoint, CheckpointReader) else CheckpointReader(checkpoint)
+        )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -144,7 +163,9 @@ class SafetensorsReader(StorageReader):
             storage_data={MetadataIndex(key, [0] * len(self._reader.shape(key))): key for key in keys},
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing: the index has been read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -158,7 +179,10 @@ class SafetensorsReader(StorageReader):
         for item in sorted(plan.items, key=lambda item: self._reader.record(item.storage_index.fqn).file):
             key = item.storage_index.fqn
             whole = tuple(item.lengths) == self._reader.shape(key)
-            slices = tuple(slice(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True))
+            slices = tuple(
+                slice(begin, begin + length)
+                for begin, length in zip(item.storage_offsets, item.lengths, strict=True)
+            )
             target = planner.resolve_tensor(item).detach()
             target.copy_(self._reader.mapped(key) if whole else self._reader.part(key, slices))
             planner.commit_tensor(item, target)
@@ -174,11 +198,15 @@ class SafetensorsReader(StorageReader):
 def _tensor_metadata(reader: CheckpointReader, key: str) -> TensorStorageMetadata:
     shape = torch.Size(reader.shape(key))
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
-    return TensorStorageMetadata(properties=TensorProperties(dtype=reader.dtype(key)), size=shape, chunks=[chunk])
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=reader.dtype(key)), size=shape, chunks=[chunk]
+    )
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], writer: SafetensorsWriter) -> None:
-    """One rank's part of `torch.distributed.checkpoint.save`: its planner and our writer, without collectives."""
+    """One rank's part of `torch.distributed.checkpoint.save`: its planner and our writer, without
+    collectives.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer.reset()
     planner.set_up_planner(dict(tensors), is_coordinator=True)
@@ -190,12 +218,16 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], writer: SafetensorsWriter
 
 
 def read_tensors(targets: Mapping[str, torch.Tensor], reader: CheckpointReader) -> None:
-    """Fill ``targets``, by key, in place: one rank's part of `torch.distributed.checkpoint.load`, without collectives.
+    """Fill ``targets``, by key, in place: one rank's part of `torch.distributed.checkpoint.load`, without
+    collectives.
 
     Raises:
         CheckpointFileError: a file is torn or was changed; some of the targets may have been filled by then.
     """
-    storage, planner = SafetensorsReader(reader), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    storage, planner = (
+        SafetensorsReader(reader),
+        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
     metadata = storage.read_metadata()
     planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
     storage.set_up_storage_reader(metadata, True)

@@ -1,8 +1,10 @@
-"""Whether each rank can connect to each other one, before the job that needs it starts: a firewall is told, with hosts and ports.
+"""Whether each rank can connect to each other one, before the job that needs it starts: a firewall is told,
+with hosts and ports.
 
-In: what the launcher says of this rank, and MPI or torchrun's store to tell addresses. Out: the attempts that failed.
-Every rank listens at the address that a job would use, at a port that the system chooses, as a job does. What connects must show the word
-that its rank was told. Bounded: a fixed number of tries of a fixed time, to all ranks at once.
+In: what the launcher says of this rank, and MPI or torchrun's store to tell addresses. Out: the attempts that
+failed. Every rank listens at the address that a job would use, at a port that the system chooses, as a job
+does. What connects must show the word that its rank was told. Bounded: a fixed number of tries of a fixed
+time, to all ranks at once.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from rannc_backend.runtime import meeting as meetings
-from rannc_backend.runtime.control import WireControl, poll
-from rannc_backend.runtime.control_mpi import MpiWire, load_mpi
+from rannc_backend.runtime.comm.control import WireControl, poll
+from rannc_backend.runtime.comm.control_mpi import MpiWire, load_mpi
+from rannc_backend.runtime.job import meeting as meetings
 from rannc_backend.runtime.launch import Launch, find_launch
 
 NUM_TRIES = 2
 TRY_SECONDS = 3.0
 _WORD_BYTES = 16
-_MOST_THREADS = 32
+_MAX_THREADS = 32
 _EVERY_ADDRESS = "0.0.0.0"
 
 Gather = Callable[[Any], list[Any]]
@@ -36,7 +38,9 @@ Gather = Callable[[Any], list[Any]]
 
 
 def connection_answer(environ: Mapping[str, str], limit_seconds: float) -> dict[str, Any] | None:
-    """Try all connections of this job; None where there is one rank, or no way to tell addresses but by the connections themselves."""
+    """Try all connections of this job; None where there is one rank, or no way to tell addresses but by the
+    connections themselves.
+    """
     launch = find_launch(environ)
     gather = _gather_of(launch, environ, limit_seconds) if launch.size > 1 else None
     return None if gather is None else try_connections(gather, launch.rank, environ)
@@ -46,19 +50,32 @@ def try_connections(gather: Gather, rank: int, environ: Mapping[str, str]) -> di
     """All connections between ranks, each way. Collective; every rank gets the same answer.
 
     Returns:
-        `num_ranks`, `addresses` (by rank, as "10.0.0.1 (eth0)"), and `failed`: for each connection that could not be made the ranks and
-        hosts of both ends, the address and port, and why.
+        `num_ranks`, `addresses` (by rank, as "10.0.0.1 (eth0)"), and `failed`: for each connection that could
+        not be made the ranks and hosts of both ends, the address and port, and why.
     """
-    networks, addresses = zip(*gather([meetings.network(), meetings.chosen_first(meetings.own_addresses(), environ)]), strict=True)
+    networks, addresses = zip(
+        *gather([meetings.network(), meetings.chosen_first(meetings.own_addresses(), environ)]), strict=True
+    )
     is_one_host = len(set(networks)) == 1
     interface, address = _listening_at(rank, networks, addresses)
     with _Listener(address) as listener:
         told = gather([socket.gethostname(), address, listener.port, listener.word.hex(), interface])
         others = [other for other in range(len(told)) if other != rank]
-        with ThreadPoolExecutor(min(_MOST_THREADS, max(1, len(others)))) as pool:
-            reasons = list(pool.map(lambda other: why_not(told[other][1], told[other][2], bytes.fromhex(told[other][3])), others))
+        with ThreadPoolExecutor(min(_MAX_THREADS, max(1, len(others)))) as pool:
+            reasons = list(
+                pool.map(
+                    lambda other: why_not(told[other][1], told[other][2], bytes.fromhex(told[other][3])),
+                    others,
+                )
+            )
         own = [
-            {"rank": rank, "host": told[rank][0], "peer": other, "peer_host": told[other][0], "at": f"{told[other][1]}:{told[other][2]}"}
+            {
+                "rank": rank,
+                "host": told[rank][0],
+                "peer": other,
+                "peer_host": told[other][0],
+                "at": f"{told[other][1]}:{told[other][2]}",
+            }
             | {"why": reason, "from": address}
             for other, reason in zip(others, reasons, strict=True)
             if reason
@@ -82,7 +99,9 @@ def why_not(address: str, port: int, word: bytes) -> str:
                 return ""
             reason = "something else answers there"
         except OSError as error:
-            reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+            reason = (
+                "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+            )
             reason += f" ({NUM_TRIES} tries of {TRY_SECONDS:g} s)"
             time.sleep(max(0.0, min(0.2, TRY_SECONDS - (time.monotonic() - begin))))
     return reason
@@ -122,8 +141,12 @@ def _received(connection: socket.socket) -> bytes:
     return data
 
 
-def _listening_at(rank: int, networks: Sequence[str], addresses: Sequence[Sequence[meetings.Address]]) -> tuple[str, str]:
-    """Interface and address where a job's ranks would listen: the loopback on one host, else what the user has named, or the first."""
+def _listening_at(
+    rank: int, networks: Sequence[str], addresses: Sequence[Sequence[meetings.Address]]
+) -> tuple[str, str]:
+    """Interface and address where a job's ranks would listen: the loopback on one host, else what the user
+    has named, or the first.
+    """
     if len(set(networks)) == 1:
         return "loopback", meetings.LOOPBACK
     own = addresses[rank]
@@ -133,7 +156,9 @@ def _listening_at(rank: int, networks: Sequence[str], addresses: Sequence[Sequen
 def _gather_of(launch: Launch, environ: Mapping[str, str], limit_seconds: float) -> Gather | None:
     if launch.launcher == "mpi":
         meetings.keep_mpi_inside(os.environ)
-        control = WireControl(MpiWire(load_mpi(launch)), rank=launch.rank, size=launch.size, limit_seconds=limit_seconds)
+        control = WireControl(
+            MpiWire(load_mpi(launch)), rank=launch.rank, size=launch.size, limit_seconds=limit_seconds
+        )
         return lambda value: control.allgather(value, what="addresses of the ranks")
     limit = datetime.timedelta(seconds=limit_seconds)
     store = meetings.store_of_agent(environ, rank=launch.rank, size=launch.size, limit=limit)
@@ -146,7 +171,9 @@ def _gather_of(launch: Launch, environ: Mapping[str, str], limit_seconds: float)
         keys = [f"rannc-doctor/{number}/{other}" for other in range(launch.size)]
         store.set(keys[launch.rank], json.dumps(value))
         if not poll(lambda: bool(store.check(keys)), limit_seconds):
-            raise TimeoutError(f"rank {launch.rank}: not all ranks have come to the store within {limit_seconds:g} s")
+            raise TimeoutError(
+                f"rank {launch.rank}: not all ranks have come to the store within {limit_seconds:g} s"
+            )
         return [meetings.parsed(store.get(key), key) for key in keys]
 
     return gather

@@ -1,6 +1,8 @@
-"""What a check of `rannc doctor` finds, and how checks ask the system: versions of packages, what commands print.
+"""What a check of `rannc doctor` finds, and how checks ask the system: versions of packages, what commands
+print.
 
-In: names of packages, commands with a limit of time. Out: `Finding`s and texts; nothing here raises where the system has no answer.
+In: names of packages, commands with a limit of time. Out: `Finding`s and texts; nothing here raises where the
+system has no answer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ Status = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One check. `cure`: what to do about it; "" where there is nothing to do. `details`: for the report alone, as a job's output."""
+    """One check. `cure`: what to do about it; "" where there is nothing to do. `details`: for the report
+    alone, as a job's output.
+    """
 
     name: str
     status: Status
@@ -34,7 +38,9 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def said_by(command: Sequence[str], limit_seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> str:
+def said_by(
+    command: Sequence[str], limit_seconds: float = 60.0, environ: Mapping[str, str] | None = None
+) -> str:
     """What a command prints, or the last line of its error; never empty. Blanks are single."""
     code, out, error = output_of(command, limit_seconds, environ)
     text = out.split("\0")[0] if code == 0 else "".join(error.strip().splitlines()[-1:])
@@ -42,8 +48,12 @@ def said_by(command: Sequence[str], limit_seconds: float = 60.0, environ: Mappin
     return "\n".join(line for line in lines if line) or f"exit code {code} and no word"
 
 
-def output_of(command: Sequence[str], limit_seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> tuple[int | None, str, str]:
-    """Exit code, output and error output of a command; None and why, where it cannot be started or does not end."""
+def output_of(
+    command: Sequence[str], limit_seconds: float = 60.0, environ: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Exit code, output and error output of a command; None and why, where it cannot be started or does not
+    end.
+    """
     try:
         # In a session of its own: whatever MPI starts there must not get this terminal's signals.
         result = subprocess.run(

@@ -1,7 +1,8 @@
 """`rannc doctor` on this host, without starting a rank: versions, devices, environment, memory, limits.
 
-In: versions, numbers and texts of the system, each passed in, so that tests can fake them. Out: a `Finding` for each check: what was
-found, whether it is good, and how to mend it. `host_findings` reads the system and makes them all. With ranks: ranks.py.
+In: versions, numbers and texts of the system, each passed in, so that tests can fake them. Out: a `Finding`
+for each check: what was found, whether it is good, and how to mend it. `host_findings` reads the system and
+makes them all. With ranks: ranks.py.
 """
 
 from __future__ import annotations
@@ -18,28 +19,32 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from rannc_backend.config_sources import configuration_directory, resolve
-from rannc_backend.disabled_compile import disabling_variables, shown_variables
 from rannc_backend.doctor.findings import Finding, package_version, read_text
 from rannc_backend.doctor.gpus import find_gpu_use
 from rannc_backend.doctor.mpi import find_mpi
 from rannc_backend.doctor.platforms import check_platform, check_python, check_torch, import_torch
 from rannc_backend.errors import BYTES_PER_GB, RanncError
-from rannc_backend.log import LOGGING_FILE
-from rannc_backend.log_file import logging_file
-from rannc_backend.runtime.device_connections import CURE, VARIABLE, WANTED, connections_problem
+from rannc_backend.log.logger import LOGGING_FILE
+from rannc_backend.log.logging_toml import logging_file
+from rannc_backend.runtime.comm.device_connections import CURE, VARIABLE, WANTED, connections_problem
+from rannc_backend.runtime.job.disabled_compile import disabling_variables, shown_variables
 from rannc_backend.runtime.launch import find_launch
-from rannc_backend.toml_lines import read_toml
+from rannc_backend.settings.sources import configuration_directory, resolve
+from rannc_backend.settings.toml_lines import read_toml
 
-_LEAST_TEMPORARY_BYTES = 2**30
-_LEAST_SHARED_BYTES = 2**28  # NCCL and MPI keep buffers of their ranks there; containers have 64 MB if nobody asks for more
-_LEAST_FILES = 1024  # every rank holds connections to others, and a file for each compiled kernel
-_LEAST_LOCKED_BYTES = 2**30
+_MIN_TEMPORARY_BYTES = 2**30
+_MIN_SHARED_BYTES = (
+    2**28
+)  # NCCL and MPI keep buffers of their ranks there; containers have 64 MB if nobody asks for more
+_MIN_FILES = 1024  # every rank holds connections to others, and a file for each compiled kernel
+_MIN_LOCKED_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """What torch sees of accelerators: a name and the bytes of memory of each. `cuda`: what torch was built for; None: CPUs."""
+    """What torch sees of accelerators: a name and the bytes of memory of each. `cuda`: what torch was built
+    for; None: CPUs.
+    """
 
     names: tuple[str, ...] = ()
     memory_bytes: tuple[int, ...] = ()
@@ -70,14 +75,23 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield check_memory(memory_limit_bytes(), physical_memory_bytes())
     yield check_cores(len(os.sched_getaffinity(0)), quota_cores(), environ.get("OMP_NUM_THREADS"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband=any_entry("/sys/class/infiniband"))
+    yield check_locked_memory(
+        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband=any_entry("/sys/class/infiniband")
+    )
 
 
 def check_devices(devices: Devices, *, driver_files: Sequence[str]) -> Finding:
     """Whether torch sees the accelerators that the host has."""
     if devices.names:
-        texts = [f"{name} ({size / BYTES_PER_GB:.0f} GB)" for name, size in zip(devices.names, devices.memory_bytes, strict=True)]
-        return Finding(name="devices", status="ok", text=f"{len(texts)}: {', '.join(dict.fromkeys(texts))}; CUDA {devices.cuda}")
+        texts = [
+            f"{name} ({size / BYTES_PER_GB:.0f} GB)"
+            for name, size in zip(devices.names, devices.memory_bytes, strict=True)
+        ]
+        return Finding(
+            name="devices",
+            status="ok",
+            text=f"{len(texts)}: {', '.join(dict.fromkeys(texts))}; CUDA {devices.cuda}",
+        )
     if driver_files and devices.cuda is None:
         text = f"the host has {', '.join(driver_files)}, and this torch is built for CPUs"
         return Finding(name="devices", status="problem", text=text, cure="install torch built for CUDA.")
@@ -92,14 +106,21 @@ def check_triton(found: str | None, *, num_devices: int) -> Finding:
     """Whether the compiler of GPU kernels is there where it is needed."""
     if found is None and num_devices:
         cure = "install triton as this torch wants it, or set stage_compiler to eager."
-        return Finding(name="Triton", status="problem", text="not installed; Inductor needs it on GPUs", cure=cure)
+        return Finding(
+            name="Triton", status="problem", text="not installed; Inductor needs it on GPUs", cure=cure
+        )
     return Finding(name="Triton", status="ok", text=found or "not installed, and not needed without GPUs")
 
 
 def check_nccl(devices: Devices) -> Finding:
     """Whether torch has NCCL where there is more than one device."""
     if len(devices.names) > 1 and devices.nccl is None:
-        return Finding(name="NCCL", status="problem", text="this torch has none", cure="install torch built for CUDA, which brings it.")
+        return Finding(
+            name="NCCL",
+            status="problem",
+            text="this torch has none",
+            cure="install torch built for CUDA, which brings it.",
+        )
     return Finding(name="NCCL", status="ok", text=devices.nccl or "none; messages between CPUs go over gloo")
 
 
@@ -110,7 +131,11 @@ def check_connections(environ: Mapping[str, str], *, num_devices: int) -> Findin
         text, _, cure = problem.rpartition("; ")
         return Finding(name=name, status="warning", text=text, cure=f"{cure}.")
     if VARIABLE in environ or not num_devices:
-        return Finding(name=name, status="ok", text=f"{VARIABLE}={environ[VARIABLE]}" if VARIABLE in environ else "no GPU")
+        return Finding(
+            name=name,
+            status="ok",
+            text=f"{VARIABLE}={environ[VARIABLE]}" if VARIABLE in environ else "no GPU",
+        )
     text = f"{VARIABLE} is not set: set to {WANTED} when torch.compile gets the backend, too late in scripts that use the GPU before"
     return Finding(name=name, status="warning", text=text, cure=f"{CURE}.")
 
@@ -125,12 +150,23 @@ def check_compile(environ: Mapping[str, str]) -> Finding:
     found = disabling_variables(environ)
     if found:
         cure = f"unset {' '.join(found)}: models run without the backend, each rank by itself."
-        return Finding(name="torch.compile", status="problem", text=f"switched off by {shown_variables(found)}", cure=cure)
+        return Finding(
+            name="torch.compile",
+            status="problem",
+            text=f"switched off by {shown_variables(found)}",
+            cure=cure,
+        )
     names = [entry.name for entry in entry_points(group="torch_dynamo_backends")]
     if "rannc" not in names:
         cure = "install the package, pip install ., in the environment that runs the script."
-        return Finding(name="torch.compile", status="problem", text='no backend "rannc" is installed', cure=cure)
-    return Finding(name="torch.compile", status="ok", text='finds backend="rannc"; a call with disable=True would not come to it')
+        return Finding(
+            name="torch.compile", status="problem", text='no backend "rannc" is installed', cure=cure
+        )
+    return Finding(
+        name="torch.compile",
+        status="ok",
+        text='finds backend="rannc"; a call with disable=True would not come to it',
+    )
 
 
 def check_launch(environ: Mapping[str, str]) -> Finding:
@@ -139,7 +175,11 @@ def check_launch(environ: Mapping[str, str]) -> Finding:
         launch = find_launch(environ)
     except RanncError as error:
         return Finding(name="launch", status="problem", text=error.problem, cure=error.cure)
-    text = "not started by a launcher" if launch.launcher == "single" else f"rank {launch.rank} of {launch.size}, by {launch.source}"
+    text = (
+        "not started by a launcher"
+        if launch.launcher == "single"
+        else f"rank {launch.rank} of {launch.size}, by {launch.source}"
+    )
     return Finding(name="launch", status="ok", text=text)
 
 
@@ -166,7 +206,11 @@ def check_logging(environ: Mapping[str, str]) -> Finding:
         return Finding(name="logging", status="problem", text=error.problem, cure=error.cure)
     if file is None or content is None:
         return Finding(name="logging", status="ok", text="no logging.toml: rank 0 writes to stderr")
-    return Finding(name="logging", status="ok", text=f"{file.path}: {len(content.sink)} sinks, {len(content.logger)} loggers")
+    return Finding(
+        name="logging",
+        status="ok",
+        text=f"{file.path}: {len(content.sink)} sinks, {len(content.logger)} loggers",
+    )
 
 
 def check_host_name(name: str) -> Finding:
@@ -175,7 +219,12 @@ def check_host_name(name: str) -> Finding:
         address = socket.gethostbyname(name)
     except OSError as error:
         cure = f"add `127.0.1.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface to use."
-        return Finding(name="host name", status="warning", text=f"{name} has no address ({error.strerror or error})", cure=cure)
+        return Finding(
+            name="host name",
+            status="warning",
+            text=f"{name} has no address ({error.strerror or error})",
+            cure=cure,
+        )
     return Finding(name="host name", status="ok", text=f"{name} is {address}")
 
 
@@ -186,7 +235,7 @@ def check_temporary(path: str, free_bytes: int | None = None) -> Finding:
         return Finding(name="temporary files", status="problem", text=f"{path} cannot be written", cure=cure)
     free = shutil.disk_usage(path).free if free_bytes is None else free_bytes
     text = f"{path}: {free / BYTES_PER_GB:.1f} GB free"
-    if free < _LEAST_TEMPORARY_BYTES:
+    if free < _MIN_TEMPORARY_BYTES:
         cure = "free some, or set TMPDIR to a larger file system: compiled kernels are kept there."
         return Finding(name="temporary files", status="warning", text=text, cure=cure)
     return Finding(name="temporary files", status="ok", text=text)
@@ -202,8 +251,10 @@ def check_shared_memory(path: str, *, num_devices: int, sizes: tuple[int, int] |
         sizes = (usage.total, usage.free)
     total, free = sizes
     text = f"{path}: {total / BYTES_PER_GB:.2f} GB, {free / BYTES_PER_GB:.2f} GB free"
-    if free < _LEAST_SHARED_BYTES:
-        return Finding(name="shared memory", status="problem" if num_devices > 1 else "warning", text=text, cure=cure)
+    if free < _MIN_SHARED_BYTES:
+        return Finding(
+            name="shared memory", status="problem" if num_devices > 1 else "warning", text=text, cure=cure
+        )
     return Finding(name="shared memory", status="ok", text=text)
 
 
@@ -229,17 +280,24 @@ def check_open_files(limit: int) -> Finding:
     """`ulimit -n`."""
     if limit == resource.RLIM_INFINITY:
         return Finding(name="open files", status="ok", text="no limit")
-    if limit < _LEAST_FILES:
-        return Finding(name="open files", status="warning", text=f"at most {limit}", cure=f"run `ulimit -n {_LEAST_FILES}` or more.")
+    if limit < _MIN_FILES:
+        return Finding(
+            name="open files",
+            status="warning",
+            text=f"at most {limit}",
+            cure=f"run `ulimit -n {_MIN_FILES}` or more.",
+        )
     return Finding(name="open files", status="ok", text=f"at most {limit}")
 
 
 def check_locked_memory(limit: int, *, has_infiniband: bool) -> Finding:
     """`ulimit -l`, which InfiniBand needs."""
     text = "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit / 2**20:.0f} MB"
-    if has_infiniband and limit != resource.RLIM_INFINITY and limit < _LEAST_LOCKED_BYTES:
+    if has_infiniband and limit != resource.RLIM_INFINITY and limit < _MIN_LOCKED_BYTES:
         cure = "set `ulimit -l unlimited` (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for containers)."
-        return Finding(name="locked memory", status="problem", text=f"{text}, and InfiniBand registers memory", cure=cure)
+        return Finding(
+            name="locked memory", status="problem", text=f"{text}, and InfiniBand registers memory", cure=cure
+        )
     return Finding(name="locked memory", status="ok", text=text)
 
 

@@ -1,8 +1,8 @@
 """The ranks that `rannc doctor` starts: `python -m rannc_backend.doctor.job measure|abort|train FILE`.
 
-In: what to do, and a file for the answer. Out, as JSON: rank 0 of "measure" tells which connections fail, and seconds of messages and
-all-reduces; in "abort" rank 1 tells the time and is gone, as if the system had killed it, while rank 0 waits for it; rank 0 of "train"
-tells the losses of some steps beside those of one process.
+In: what to do, and a file for the answer. Out, as JSON: rank 0 of "measure" tells which connections fail, and
+seconds of messages and all-reduces; in "abort" rank 1 tells the time and is gone, as if the system had killed
+it, while rank 0 waits for it; rank 0 of "train" tells the losses of some steps beside those of one process.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 
-from rannc_backend.config_sources import CONFIG_DIRECTORY_VARIABLE
 from rannc_backend.doctor.answers import ANSWER_MARK
 from rannc_backend.doctor.connections import connection_answer
 from rannc_backend.doctor.training import train
-from rannc_backend.runtime import bootstrap
-from rannc_backend.runtime.bucket_reductions import BucketReductions
-from rannc_backend.runtime.buckets import BucketSpec
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
+from rannc_backend.runtime.gradients.buckets import BucketSpec
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.launch import find_launch
-from rannc_backend.runtime.link_speed import allreduce_seconds, message_seconds
+from rannc_backend.runtime.trace.link_speed import allreduce_seconds, message_seconds
 from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.settings import hooks
+from rannc_backend.settings.sources import CONFIG_DIRECTORY_VARIABLE
 
 _LIMIT_SECONDS = 60.0
 # A bucket of 4 MB, which goes through shared memory; float32 has all these numbers and their sums.
@@ -38,7 +39,7 @@ _NUM_SUMMED = 2**20
 def main(task: str, file: str) -> None:
     """Run one rank."""
     # The user's options may name plans and files that are for another model, and this folder has none.
-    os.environ[CONFIG_DIRECTORY_VARIABLE] = str(Path(__file__).parent)
+    hooks.replace_item("doctor's job", os.environ, CONFIG_DIRECTORY_VARIABLE, str(Path(__file__).parent))
     connections = connection_answer(os.environ, _LIMIT_SECONDS) if task == "measure" else None
     if connections is not None and connections["failed"]:
         # A job would only wait for what cannot come.
@@ -49,7 +50,11 @@ def main(task: str, file: str) -> None:
     if task == "abort":
         abort(world, file)
         return
-    answer = train(world.rank, world.size, world.device) if task == "train" else {**measure(world), "connections": connections}
+    answer = (
+        train(world.rank, world.size, world.device)
+        if task == "train"
+        else {**measure(world), "connections": connections}
+    )
     if world.rank == 0:
         write_answer(file, answer)
     world.control.barrier(what="end of the test")
@@ -68,7 +73,9 @@ def measure(world: World) -> dict[str, Any]:
     )
     torch.arange(_NUM_SUMMED, out=numbers).add_(world.rank)
     reductions.start(numbers, everybody).wait()
-    expected = world.size * torch.arange(_NUM_SUMMED, dtype=torch.float32, device=world.device) + sum(everybody)
+    expected = world.size * torch.arange(_NUM_SUMMED, dtype=torch.float32, device=world.device) + sum(
+        everybody
+    )
     return {
         "num_ranks": world.size,
         "num_hosts": len(set(world.hosts)),

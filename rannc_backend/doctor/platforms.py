@@ -1,6 +1,7 @@
 """Which systems, Pythons and versions of torch the backend supports, and whether this one is among them.
 
-In: names and versions, passed in so that tests can fake them. Out: `Finding`s. README.md and pyproject.toml say the same: a test compares.
+In: names and versions, passed in so that tests can fake them. Out: `Finding`s. README.md and pyproject.toml
+say the same: a test compares.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from rannc_backend.doctor.findings import Finding
-from rannc_backend.torch_version import NEWEST, OLDEST
+from rannc_backend.settings.torch_version import NEWEST, OLDEST
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 _SYSTEM = "Linux"
@@ -24,19 +25,22 @@ def _numbers(version: Sequence[int]) -> str:
 
 
 _TORCH = f"{_numbers(OLDEST)} to {_numbers(NEWEST)}"
-SUPPORTED_PLATFORMS = (
-    f"{_SYSTEM} on {' or '.join(_MACHINES)}, CPython {_numbers(OLDEST_PYTHON)} to {_numbers(NEWEST_PYTHON)}, torch {_TORCH}"
-)
+_PYTHON = f"{_numbers(OLDEST_PYTHON)} to {_numbers(NEWEST_PYTHON)}"
+SUPPORTED_PLATFORMS = f"{_SYSTEM} on {' or '.join(_MACHINES)}, CPython {_PYTHON}, torch {_TORCH}"
 """In one line, as README.md says it."""
 
 
 def check_platform(system: str, machine: str) -> Finding:
-    """Whether this operating system and processor are supported; `system`, `machine`: as the module platform names them."""
+    """Whether this operating system and processor are supported; `system`, `machine`: as the module platform
+    names them.
+    """
     known = _OTHER_NAMES.get(machine.lower(), machine)
     if system != _SYSTEM or known not in _MACHINES:
         text = f"{system or 'an unknown system'} on {known or 'an unknown processor'} is not supported"
         return Finding(name="platform", status="problem", text=text, cure=f"use {SUPPORTED_PLATFORMS}.")
-    return Finding(name="platform", status="ok", text=f"{system} on {known}; supported: {SUPPORTED_PLATFORMS}")
+    return Finding(
+        name="platform", status="ok", text=f"{system} on {known}; supported: {SUPPORTED_PLATFORMS}"
+    )
 
 
 def check_python(found: Sequence[int], implementation: str = "") -> Finding:

@@ -1,7 +1,8 @@
-"""`rannc doctor` with ranks: they connect, a message and an all-reduce are timed, a job whose rank dies ends, a small model trains.
+"""`rannc doctor` with ranks: they connect, a message and an all-reduce are timed, a job whose rank dies ends,
+a small model trains.
 
-In: a launcher's command, the environment, a limit. Out: `Finding`s. The ranks run job.py; a job that does not end within the limit
-is ended here with all its processes.
+In: a launcher's command, the environment, a limit. Out: `Finding`s. The ranks run job.py; a job that does not
+end within the limit is ended here with all its processes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rannc_backend.config import ENVIRONMENT_PREFIX
-from rannc_backend.doctor.answers import JobResult, abort_finding, measured_findings, printed_answer, training_finding
+from rannc_backend.doctor.answers import (
+    JobResult,
+    abort_finding,
+    measured_findings,
+    printed_answer,
+    training_finding,
+)
 from rannc_backend.doctor.findings import Finding
 from rannc_backend.errors import OptionValueError
 from rannc_backend.runtime.launch import without_launch
+from rannc_backend.settings.options import ENVIRONMENT_PREFIX
 
 _NEEDED = ("two ranks", "connections")  # without these there is no job
 _POLL_SECONDS = 0.02
@@ -47,6 +54,24 @@ def _with_output(finding: Finding, result: JobResult) -> Finding:
     return replace(finding, details=result.output) if finding.status == "problem" else finding
 
 
+def words_of_launch(launch: str) -> list[str]:
+    """The words of a command that starts ranks, as the user gives it with ``--launch``.
+
+    Raises:
+        OptionValueError: it is no command.
+    """
+    try:
+        words = shlex.split(launch)
+    except ValueError:
+        words = []
+    if not words or shutil.which(words[0]) is None:
+        expected = (
+            "a command that starts ranks and is in PATH, as 'mpirun -np 2 -hosts a,b' or 'srun -N 2 -n 2'"
+        )
+        raise OptionValueError("--launch", value=launch, source="command line", expected=expected)
+    return words
+
+
 def launch_command(mpirun: str | None, launch: str = "") -> list[str]:
     """What starts ranks of the job: as the user has said, else two of them on this host.
 
@@ -55,32 +80,42 @@ def launch_command(mpirun: str | None, launch: str = "") -> list[str]:
     """
     job = [sys.executable, "-m", "rannc_backend.doctor.job"]
     if launch:
-        try:
-            words = shlex.split(launch)
-        except ValueError:
-            words = []
-        if not words or shutil.which(words[0]) is None:
-            expected = "a command that starts ranks and is in PATH, as 'mpirun -np 2 -hosts a,b' or 'srun -N 2 -n 2'"
-            raise OptionValueError("--launch", value=launch, source="command line", expected=expected)
-        return [*words, *job]
+        return [*words_of_launch(launch), *job]
     if mpirun is not None:
         return [mpirun, "-np", "2", *job]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rannc_backend.doctor.job"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "rannc_backend.doctor.job",
+    ]
 
 
 def rank_environment(environ: Mapping[str, str], *, num_devices: int) -> dict[str, str]:
-    """The environment of the ranks: no other launcher's, one thread each, and the CPU where there are fewer devices than ranks.
+    """The environment of the ranks: no other launcher's, one thread each, and the CPU where there are fewer
+    devices than ranks.
 
-    Nor the user's options, which `check_configuration` looks at: they may name plans and files that are for another model.
+    Nor the user's options, which `check_configuration` looks at: they may name plans and files that are for
+    another model.
     """
-    kept = {name: value for name, value in without_launch(environ).items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    kept = {
+        name: value
+        for name, value in without_launch(environ).items()
+        if not name.startswith(ENVIRONMENT_PREFIX)
+    }
     kept.setdefault("OMP_NUM_THREADS", "1")
     if num_devices < 2:
         kept["CUDA_VISIBLE_DEVICES"] = ""
     return kept
 
 
-def run_job(task: str, command: Sequence[str], environ: Mapping[str, str], *, limit_seconds: float) -> JobResult:
+def run_job(
+    task: str, command: Sequence[str], environ: Mapping[str, str], *, limit_seconds: float
+) -> JobResult:
     """Run a job, at most so long; whatever happens, none of its processes is left."""
     with tempfile.TemporaryDirectory(prefix="rannc_doctor_") as folder:
         file = Path(folder, "answer.json")
@@ -103,12 +138,18 @@ def run_job(task: str, command: Sequence[str], environ: Mapping[str, str], *, li
             end = time.time()
             output.seek(0)
             text = output.read(2**20).decode("utf-8", errors="replace")
-        answer = json.loads(file.read_text(encoding="utf-8")) if file.exists() and file.stat().st_size else printed_answer(text)
+        answer = (
+            json.loads(file.read_text(encoding="utf-8"))
+            if file.exists() and file.stat().st_size
+            else printed_answer(text)
+        )
     return JobResult(code=code, seconds=end - started, end_time=end, output=text, answer=answer)
 
 
 def has_ended(process: subprocess.Popen[bytes], limit_seconds: float) -> bool:
-    """Whether a process ends within the limit. It is not waited for yet: until then no other can have its number, or its group's."""
+    """Whether a process ends within the limit. It is not waited for yet: until then no other can have its
+    number, or its group's.
+    """
     if not hasattr(os, "waitid"):  # macOS
         try:
             return process.wait(limit_seconds) is not None

@@ -1,7 +1,8 @@
-"""The file of `rannc doctor --report FILE`: all that somebody needs who is to help, and nothing that looks secret.
+"""The file of `rannc doctor --report FILE`: all that somebody needs who is to help, and nothing that looks
+secret.
 
-In: findings, the environment, this host. Out: JSON where the file's name ends with .json, else text in sections; written whole or not at
-all. See `redaction` for what is left out.
+In: findings, the environment, this host. Out: JSON where the file's name ends with .json, else text in
+sections; written whole or not at all. See `redaction` for what is left out.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from importlib.metadata import distributions
 from typing import Any
 
 import rannc_backend
-from rannc_backend.config_sources import configuration_directory, resolve
 from rannc_backend.doctor.findings import Finding, output_of, read_text
 from rannc_backend.doctor.redaction import is_secret_name, redacted_all, secret_values
 from rannc_backend.errors import RanncError
-from rannc_backend.log import LOGGING_FILE
-from rannc_backend.log_file import logging_file
-from rannc_backend.toml_lines import read_toml
-from rannc_backend.user_files import UserFile, names_in, read_end, write_text
+from rannc_backend.log.logger import LOGGING_FILE
+from rannc_backend.log.logging_toml import logging_file
+from rannc_backend.settings.sources import configuration_directory, resolve
+from rannc_backend.settings.toml_lines import read_toml
+from rannc_backend.settings.user_files import UserFile, names_in, read_end, write_text
 
 _VARIABLES = re.compile(
     r"^(RANNC|NCCL|CUDA|NVIDIA|OMPI|OPAL|PRTE|PMIX|PMI|HYDRA|HYDI|MPI|MPICH|I_MPI|UCX|FI|SLURM|PBS|LSB|TORCH|PYTORCH|TORCHINDUCTOR"
@@ -37,7 +38,9 @@ _PACKAGES = re.compile(
     r"^(torch|triton|nvidia-|mpi|openmpi|impi|numpy|sympy|networkx|safetensors|pydantic|transformers|accelerate|psutil|typer|rich|rannc)",
     re.IGNORECASE,
 )
-_IDENTITIES = re.compile(r"^\s*(Serial Number|GPU UUID|Board ID|.*Part Number|Bus Id|Module Id|Chassis|Host ID)\b", re.IGNORECASE)
+_IDENTITIES = re.compile(
+    r"^\s*(Serial Number|GPU UUID|Board ID|.*Part Number|Bus Id|Module Id|Chassis|Host ID)\b", re.IGNORECASE
+)
 _COMMANDS = (
     ("nvidia-smi", ()),
     ("nvidia-smi", ("-q", "-d", "MEMORY,UTILIZATION,ECC,PERFORMANCE,COMPUTE,PIDS")),
@@ -45,8 +48,8 @@ _COMMANDS = (
     ("mpirun", ("--version",)),
 )
 _COMMAND_SECONDS = 30.0
-_MOST_LINES = 300
-_LOG_BYTES, _MOST_LOGS, _LOG_LINES = 2**16, 8, 60
+_MAX_LINES = 300
+_LOG_BYTES, _MAX_LOGS, _LOG_LINES = 2**16, 8, 60
 
 
 def write_report(path: str, findings: Sequence[Finding], environ: Mapping[str, str]) -> None:
@@ -66,10 +69,16 @@ def report_content(findings: Sequence[Finding], environ: Mapping[str, str]) -> d
     content = {
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": _versions(),
-        "checks": [asdict(finding) | {"details": _last(finding.details, _MOST_LINES)} for finding in findings],
+        "checks": [asdict(finding) | {"details": _last(finding.details, _MAX_LINES)} for finding in findings],
         "options": _options(environ),
-        "environment": {name: environ[name] for name in sorted(environ) if _VARIABLES.search(name) and not is_secret_name(name)},
-        "commands": {" ".join((name, *arguments)): _said(name, arguments, environ) for name, arguments in _COMMANDS},
+        "environment": {
+            name: environ[name]
+            for name in sorted(environ)
+            if _VARIABLES.search(name) and not is_secret_name(name)
+        },
+        "commands": {
+            " ".join((name, *arguments)): _said(name, arguments, environ) for name, arguments in _COMMANDS
+        },
         "logs": _logs(environ),
     }
     found: dict[str, Any] = redacted_all(content, secret_values(environ))
@@ -78,7 +87,10 @@ def report_content(findings: Sequence[Finding], environ: Mapping[str, str]) -> d
 
 def report_text(content: Mapping[str, Any]) -> str:
     """The same for people."""
-    lines = [f"rannc doctor: report made {content['made']}", "What looks secret is left out. Read it before you send it to anybody."]
+    lines = [
+        f"rannc doctor: report made {content['made']}",
+        "What looks secret is left out. Read it before you send it to anybody.",
+    ]
     lines += _section("versions", [f"{name}: {value}" for name, value in content["versions"].items()])
     checks = []
     for check in content["checks"]:
@@ -100,7 +112,11 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    packages = {str(found.metadata["Name"]): found.version for found in distributions() if _PACKAGES.search(str(found.metadata["Name"]))}
+    packages = {
+        str(found.metadata["Name"]): found.version
+        for found in distributions()
+        if _PACKAGES.search(str(found.metadata["Name"]))
+    }
     system = re.search(r'^PRETTY_NAME="?([^"\n]*)', read_text("/etc/os-release"), re.MULTILINE)
     return {
         "rannc-backend": f"{rannc_backend.__version__} ({os.path.dirname(rannc_backend.__file__)})",
@@ -123,8 +139,12 @@ def _said(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> st
     if program is None:
         return f"no {name} in PATH"
     code, out, error = output_of([program, *arguments], _COMMAND_SECONDS)
-    lines = [line.rstrip() for line in f"{out}\n{error}".splitlines() if line.strip() and not _IDENTITIES.search(line)]
-    return "\n".join([*lines[:_MOST_LINES], *([f"exit code {code}"] if code != 0 else [])])
+    lines = [
+        line.rstrip()
+        for line in f"{out}\n{error}".splitlines()
+        if line.strip() and not _IDENTITIES.search(line)
+    ]
+    return "\n".join([*lines[:_MAX_LINES], *([f"exit code {code}"] if code != 0 else [])])
 
 
 def _logs(environ: Mapping[str, str]) -> dict[str, str]:
@@ -144,7 +164,7 @@ def _logs(environ: Mapping[str, str]) -> dict[str, str]:
                 found[name] = str(error)
             else:
                 found[name] = _last(end.decode("utf-8", errors="replace"), _LOG_LINES)
-    return dict(list(found.items())[:_MOST_LOGS])
+    return dict(list(found.items())[:_MAX_LOGS])
 
 
 def _written_as(path: str) -> list[str]:

@@ -1,6 +1,8 @@
-"""The last check of `rannc doctor`: a small model trains some steps over two stages, beside one process with all rows.
+"""The last check of `rannc doctor`: a small model trains some steps over two stages, beside one process with
+all rows.
 
-In: the ranks of a job, this process's options. Out: losses and parameters beside those of plain PyTorch, on rank 0.
+In: the ranks of a job, this process's options. Out: losses and parameters beside those of plain PyTorch, on
+rank 0.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def train(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     """Train over all ranks and, on rank 0, alone. Collective.
 
     Returns:
-        losses of both, the largest difference of losses and parameters, and seconds; the comparison on rank 0 only.
+        losses of both, the largest difference of losses and parameters, and seconds; the comparison on rank 0
+        only.
     """
     torch.manual_seed(0)
     model, alone = _SmallModel(), _SmallModel()
@@ -57,8 +60,10 @@ def train(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     return answer
 
 
-def _options(device: torch.device) -> dict[str, object]:
-    """Two stages, whatever they cost: nothing is measured beforehand, and a shipped description stands for the machine."""
+def _options(device: torch.device) -> dict[str, Any]:
+    """Two stages, whatever they cost: nothing is measured beforehand, and a shipped description stands for
+    the machine.
+    """
     cluster = "v100-32gb" if device.type == "cuda" else "generic-cpu"
     return {"partition_num": 2, "costs": "rules", "cluster": cluster, "report_steps": 0}
 

@@ -1,8 +1,9 @@
-"""Every error that rannc_backend raises at its users, with templates that say what is wrong and what to change.
+"""Every error that rannc_backend raises at its users, with templates that say what is wrong and what to
+change.
 
-In: plain values (names, numbers, places in the user's source). Out: exception classes. Nothing here imports torch,
-so that each floor of the package can raise these. Terms: *problem* is what is wrong, *cure* is what the user can
-change, *location* is a place in the user's source ("model.py:12, in forward").
+In: plain values (names, numbers, places in the user's source). Out: exception classes. Nothing here imports
+torch, so that each floor of the package can raise these. Terms: *problem* is what is wrong, *cure* is what
+the user can change, *location* is a place in the user's source ("model.py:12, in forward").
 
 All classes derive from `RanncError` (a RuntimeError). Those caused by what the user passed in derive from
 `UserInputError` too, which is also a ValueError. Breaches of our own invariants are plain asserts, not these.
@@ -11,6 +12,7 @@ All classes derive from `RanncError` (a RuntimeError). Those caused by what the 
 from rannc_backend.errors.base import (
     RanncError,
     UserInputError,
+    extended,
     is_of_user,
     located,
     rebuild_error,
@@ -125,6 +127,7 @@ __all__ = [
     "ValueNotMadeError",
     "VerificationError",
     "WrappedModelError",
+    "extended",
     "failure_of_rank",
     "is_of_user",
     "located",

@@ -1,4 +1,6 @@
-"""What all errors have in common: the base classes, and the words for ranks, names and values in their texts."""
+"""What all errors have in common: the base classes, and the words for ranks, names and values in their
+texts.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ class RanncError(RuntimeError):
     """Base of all errors of this package. Every text is the cause, then the place, then the cure.
 
     Args:
-        problem: the cause: what is wrong, with the numbers and names that matter.
-        cure: what the user can change; printed on a line of its own. "": the class's own.
-        location: the place, as a line of the user's source that `user_location` gives, or a rank; printed on a line of its own.
-        place: a place that stands in the problem already, as a file or the source of an option.
+        problem: The cause: what is wrong, with the numbers and names that matter.
+        cure: What the user can change, on a line of its own. "": the class's default.
+        location: The place, on a line of its own: a line of the user's source that `user_location` found, or
+        a
+            rank.
+        place: A place that the problem mentions already, such as a file or the source of an option.
     """
 
     default_cure: ClassVar[str] = "report this, with the file that `rannc doctor --report FILE` writes."
@@ -35,7 +39,8 @@ class RanncError(RuntimeError):
         super().__init__(_text(problem, self.cure, location))
 
     def __reduce__(self) -> tuple[Callable[..., RanncError], tuple[type[RanncError], str, dict[str, object]]]:
-        # Subclasses take keyword arguments of their own, so the default way (cls(*args)) could not rebuild them.
+        # Subclasses take keyword arguments of their own, so the default way (cls(*args)) could not rebuild
+        # them.
         return restore, (type(self), str(self), dict(self.__dict__))
 
 
@@ -68,6 +73,13 @@ def error_about(cls: type[RanncError], file: str, problem: str, *, cure: str = "
     return restore(cls, str(plain), {**plain.__dict__, "file": file, "key": ""})
 
 
+def extended(error: RanncError, more: str) -> RanncError:
+    """The same error, with more to say of the cause."""
+    problem = f"{error.problem}; {more}"
+    members = {**error.__dict__, "problem": problem}
+    return restore(type(error), _text(problem, error.cure, error.location), members)
+
+
 def located(error: RanncError, location: str) -> RanncError:
     """The same error, with its cause, at a place in the user's source."""
     members = {**error.__dict__, "location": location, "place": location}
@@ -79,7 +91,11 @@ def located(error: RanncError, location: str) -> RanncError:
 
 def rebuild_error(class_name: str, text: str) -> RanncError:
     """The error of another rank, from its class name and text: same class, same words."""
-    return restore(class_named(class_name) or RanncError, text, {"problem": text, "cure": "", "location": "", "place": ""})
+    return restore(
+        class_named(class_name) or RanncError,
+        text,
+        {"problem": text, "cure": "", "location": "", "place": ""},
+    )
 
 
 def class_named(name: str) -> type[RanncError] | None:
@@ -101,7 +117,8 @@ def is_of_user(filename: str) -> bool:
 
 
 def user_location(stack_trace: str | None) -> str:
-    """Innermost frame outside of torch and of Python's own library in a traceback text, as "model.py:12, in forward"; "" if there is none.
+    """Innermost frame outside of torch and of Python's own library in a traceback text, as "model.py:12, in
+    forward"; "" if there is none.
 
     Args:
         stack_trace: text as in fx `node.meta["stack_trace"]` or `traceback.format_list`.
@@ -137,7 +154,9 @@ def shown(value: object) -> str:
 def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
     """The names that a misspelt one may have meant, the best first, at most three; cases do not count."""
     folded = {each.lower(): each for each in names}
-    return [folded[each] for each in difflib.get_close_matches(name.lower(), list(folded), n=3, cutoff=cutoff)]
+    return [
+        folded[each] for each in difflib.get_close_matches(name.lower(), list(folded), n=3, cutoff=cutoff)
+    ]
 
 
 def did_you_mean(near: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
-"""All errors of this package as a page: what each class is about, every text with which it is raised, and what to change.
+"""All errors of this package as a page: what each class is about, every text with which it is raised, and
+what to change.
 
-In: the classes, and the source of the package. Out: Markdown, docs/troubleshooting.md. Texts are read from the source and not collected by
-hand, so that none is missing or out of date; what is put into a text when it is raised is shown as three dots.
+In: the classes, and the source of the package. Out: Markdown, docs/troubleshooting.md. Texts are read from
+the source and not collected by hand, so that none is missing or out of date; what is put into a text when it
+is raised is shown as three dots.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def errors_markdown() -> str:
         for cls in classes_of(module):
             lines += _section(cls, texts.get(cls.__name__, []))
     lines += ["## Anything else\n"]
-    for cls in (RanncError, *classes_of("base")):
+    others: list[type[RanncError]] = [RanncError, *classes_of("base")]
+    for cls in others:
         if texts.get(cls.__name__):
             lines += _section(cls, texts[cls.__name__])
     return "\n".join(lines).rstrip() + "\n"
@@ -89,12 +92,19 @@ def classes_of(module: str) -> list[type[RanncError]]:
         for cls in waiting.pop().__subclasses__():
             waiting.append(cls)
             found.add(cls)
-    return sorted((cls for cls in found if cls.__module__ == f"rannc_backend.errors.{module}"), key=lambda cls: cls.__name__)
+    return sorted(
+        (cls for cls in found if cls.__module__ == f"rannc_backend.errors.{module}"),
+        key=lambda cls: cls.__name__,
+    )
 
 
 def texts_by_class() -> dict[str, list[Text]]:
     """Every text with which each class is raised somewhere in the package, in alphabetical order."""
-    own_texts = {name for module in (*SYMPTOMS, "base") for name in (cls.__name__ for cls in classes_of(module) if _has_text(cls))}
+    own_texts = {
+        name
+        for module in (*SYMPTOMS, "base")
+        for name in (cls.__name__ for cls in classes_of(module) if _has_text(cls))
+    }
     found: dict[str, set[Text]] = {}
     for path in _sources():
         for name, text in _texts_in(ast.parse(path.read_text(encoding="utf-8")), own_texts):
@@ -103,7 +113,10 @@ def texts_by_class() -> dict[str, list[Text]]:
         parent = cls.__bases__[0].__name__
         if cls.__name__ in own_texts and parent in own_texts:  # the text goes into that of the class above
             (above,) = found[parent]
-            texts = {Text(problem=above.problem.replace(DOTS, text.problem, 1), cure=text.cure) for text in found[cls.__name__]}
+            texts = {
+                Text(problem=above.problem.replace(DOTS, text.problem, 1), cure=text.cure)
+                for text in found[cls.__name__]
+            }
             found[cls.__name__] = texts
     return {name: sorted(texts, key=lambda text: (text.problem, text.cure)) for name, texts in found.items()}
 
@@ -115,7 +128,11 @@ def section_of(cls: type[RanncError]) -> str:
 
 def _section(cls: type[RanncError], texts: list[Text]) -> list[str]:
     about = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
-    own = "" if cls.default_cure in (RanncError.default_cure, UserInputError.default_cure) else f" In general: {cls.default_cure}"
+    own = (
+        ""
+        if cls.default_cure in (RanncError.default_cure, UserInputError.default_cure)
+        else f" In general: {cls.default_cure}"
+    )
     lines = [f"### {cls.__name__}\n", f"{about}{own}\n"]
     if texts:
         lines += ["| what is said | what to change |", "|---|---|"]
@@ -125,7 +142,9 @@ def _section(cls: type[RanncError], texts: list[Text]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return re.sub(rf"{DOTS}(?:{DOTS})+", DOTS, " ".join(text.replace("|", "\\|").replace("<", "&lt;").split()))
+    return re.sub(
+        rf"{DOTS}(?:{DOTS})+", DOTS, " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    )
 
 
 def _sources() -> Iterator[Path]:
@@ -146,13 +165,19 @@ def _texts_in(tree: ast.AST, own_texts: set[str]) -> Iterator[tuple[str, Text]]:
         if isinstance(node, ast.ClassDef) and node.name in own_texts:
             for call in (each for each in ast.walk(node) if isinstance(each, ast.Call) and _is_super(each)):
                 yield from ((node.name, text) for text in _text_of(call))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error"):
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error")
+        ):
             if node.func.id not in own_texts:
                 yield from ((node.func.id, text) for text in _text_of(node))
 
 
 def _is_super(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "__init__" and ast.unparse(call.func.value) == "super()"
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "__init__"
+        and ast.unparse(call.func.value) == "super()"
+    )
 
 
 def _text_of(call: ast.Call) -> Iterator[Text]:

@@ -14,7 +14,9 @@ class CheckpointNotFoundError(UserInputError):
 class CheckpointFileError(UserInputError):
     """A file of a checkpoint is missing, torn, changed since it was written, or was never one."""
 
-    default_cure = "load an older checkpoint of the directory (step=...), and look at the disk that this one lies on."
+    default_cure = (
+        "load an older checkpoint of the directory (step=...), and look at the disk that this one lies on."
+    )
 
 
 class CheckpointVersionError(CheckpointFileError):
@@ -30,7 +32,9 @@ class CheckpointMismatchError(UserInputError):
 
 
 class CheckpointStateError(UserInputError):
-    """Something that was to be saved is neither a tensor nor a plain value, so that no file without code could hold it."""
+    """Something that was to be saved is neither a tensor nor a plain value, so that no file without code
+    could hold it.
+    """
 
     default_cure = "save tensors, numbers, texts, and lists and dicts of them."
 

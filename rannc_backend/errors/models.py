@@ -1,14 +1,18 @@
-"""Errors about models: what cannot be captured, what would not be exact, and calls that go around the compiled model."""
+"""Errors about models: what cannot be captured, what would not be exact, and calls that go around the
+compiled model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rannc_backend.errors.base import RanncError, UserInputError, ranks_text, shorten
 
 
 class ModelError(UserInputError):
-    """Base of the refusals of a model, or of the inputs that it is called with; `location` is the line that caused it."""
+    """Base of the refusals of a model, or of the inputs that it is called with; `location` is the line that
+    caused it.
+    """
 
     default_cure = "write the line in another way, or take it out of the compiled model."
 
@@ -24,20 +28,20 @@ class ModelDevicesError(ModelError):
         parts = [f"{device}: {shorten(names)}" for device, names in sorted(names_by_device.items())]
         super().__init__(
             f"the model lies on {len(parts)} devices ({'; '.join(parts)})",
-            cure="move the whole model to one device before torch.compile (the CPU will do: each rank takes its own "
-            "stages to its own device).",
+            cure="move the whole model to one device before torch.compile (the CPU will do: each rank takes "
+            "its own stages to its own device).",
         )
 
 
 class NoBatchDimensionError(ModelError):
     """No tensor argument of the compiled model has a batch dimension."""
 
-    def __init__(self, shapes: dict[str, Sequence[int]]) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         seen = ", ".join(f"{name}: {list(shape)}" for name, shape in shapes.items()) or "no tensor arguments"
         super().__init__(
             f"no batch dimension found in the inputs of the model ({seen})",
-            cure="pass at least one tensor whose dimension 0 counts the samples; all tensors with that size in "
-            "dimension 0 are cut into micro-batches.",
+            cure="pass at least one tensor whose dimension 0 counts the samples; all tensors with that size "
+            "in dimension 0 are cut into micro-batches.",
         )
 
 
@@ -49,7 +53,8 @@ class BatchMixedError(ModelError):
         super().__init__(
             f"operator {operator} mixes the samples of a batch: {reason}",
             location=location,
-            cure=cure or "compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
+            cure=cure
+            or "compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
         )
 
 
@@ -59,7 +64,8 @@ class TooFewSamplesError(UserInputError):
     def __init__(self, *, num_samples: int, num_replicas: int, stage: int | None = None) -> None:
         where = "the plan" if stage is None else f"stage {stage}"
         super().__init__(
-            f"the global batch has {num_samples} sample(s), fewer than the {num_replicas} replicas of {where}",
+            f"the global batch has {num_samples} sample(s), fewer than the {num_replicas} replicas of "
+            f"{where}",
             cure=f"give at least {num_replicas} samples over all ranks, or set replica_num "
             "(RANNC_REPLICA_NUM) to a smaller number.",
         )
@@ -96,7 +102,9 @@ class TraceError(ModelError):
         super().__init__(
             f"the model cannot be traced: {reason}",
             location=location,
-            cure=cure or 'see whether torch.compile(model, backend="eager", fullgraph=True) runs with these inputs; if it does, write the '
+            cure=cure
+            or 'see whether torch.compile(model, backend="eager", fullgraph=True) runs with these inputs; if '
+            "it does, write the "
             "line in another way, or take it out of the compiled model.",
         )
 
@@ -109,8 +117,8 @@ class InternalError(ModelError):
         super().__init__(
             f"an error in rannc_backend itself: {reason}",
             location=location,
-            cure="please report it, with the traceback above and the model's code or name; until then write the line in another way, or "
-            "take it out of the compiled model.",
+            cure="please report it, with the traceback above and the model's code or name; until then write "
+            "the line in another way, or take it out of the compiled model.",
         )
 
 
@@ -119,9 +127,11 @@ class PlainCallError(UserInputError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"Dynamo ran the plain model in place of the compiled one{reason}: each rank would train, or evaluate, on its own",
-            cure="leave torch.compile's fallbacks off around the model: torch.compiler.set_stance, torch._dynamo.disable, "
-            "torch._dynamo.config.disable and suppress_errors; TORCH_LOGS=+dynamo tells more.",
+            f"Dynamo ran the plain model in place of the compiled one{reason}: each rank would train, or "
+            "evaluate, on its own",
+            cure="leave torch.compile's fallbacks off around the model: torch.compiler.set_stance, "
+            "torch._dynamo.disable, torch._dynamo.config.disable and suppress_errors; TORCH_LOGS=+dynamo "
+            "tells more.",
         )
 
 
@@ -130,9 +140,11 @@ class WrappedModelError(UserInputError):
 
     def __init__(self, wrapper: str) -> None:
         super().__init__(
-            f"the model is wrapped in {wrapper}, which makes replicas, or shards, and reduces gradients by itself",
-            cure="compile the plain model, and call the compiled one: the backend makes replicas of stages and reduces their gradients "
-            "itself. Accelerate and the Trainer of Hugging Face wrap a model when they prepare it; write the loop by hand.",
+            f"the model is wrapped in {wrapper}, which makes replicas, or shards, and reduces gradients by "
+            "itself",
+            cure="compile the plain model, and call the compiled one: the backend makes replicas of stages "
+            "and reduces their gradients itself. Accelerate and the Trainer of Hugging Face wrap a model "
+            "when they prepare it; write the loop by hand.",
         )
 
 
@@ -141,27 +153,41 @@ class OutputNotAvailableError(RanncError):
 
     def __init__(self, output: str) -> None:
         super().__init__(
-            f'output {output!r} was not kept, because the model is compiled with options={{"outputs": "loss"}}',
+            f'output {output!r} was not kept, because the model is compiled with options={{"outputs": '
+            f'"loss"}}',
             cure='compile with options={"outputs": "all"} (the default) to get it back on every rank.',
         )
 
 
 class ReleasedParameterError(RanncError):
-    """The value of a parameter, or of a buffer, was used outside of the compiled model on a rank whose memory for it was given back."""
+    """The value of a parameter, or of a buffer, was used outside of the compiled model on a rank whose memory
+    for it was given back.
+    """
 
-    def __init__(self, name: str, *, kind: str = "parameter", owners: Sequence[int] = (), use: str = "") -> None:
-        owned = f"; {ranks_text(owners)} has it" if len(owners) == 1 else f"; {ranks_text(owners)} have it" if owners else ""
+    def __init__(
+        self, name: str, *, kind: str = "parameter", owners: Sequence[int] = (), use: str = ""
+    ) -> None:
+        owned = (
+            f"; {ranks_text(owners)} has it"
+            if len(owners) == 1
+            else f"; {ranks_text(owners)} have it"
+            if owners
+            else ""
+        )
         used = f" ({use} was to use it)" if use else ""
         super().__init__(
             f"the value of {kind} {name!r} is not on this rank{owned}{used}",
-            cure="call the compiled model, not the plain one, a submodule or a copy of it (generate, AveragedModel and copy.deepcopy use "
-            "the plain one); compute what depends on parameters (a penalty) inside the model's forward; for values call "
-            "model.state_dict() on all ranks (rank 0 gets the full one), or ask rannc_backend.is_held(parameter) before.",
+            cure="call the compiled model, not the plain one, a submodule or a copy of it (generate, "
+            "AveragedModel and copy.deepcopy use the plain one); compute what depends on parameters (a "
+            "penalty) inside the model's forward; for values call model.state_dict() on all ranks (rank 0 "
+            "gets the full one), or ask rannc_backend.is_held(parameter) before.",
         )
 
 
 class ValueNotMadeError(RanncError):
-    """The value of a parameter was used before the first call of the compiled model, which has each rank make those of its stages."""
+    """The value of a parameter was used before the first call of the compiled model, which has each rank make
+    those of its stages.
+    """
 
     def __init__(self, name: str, *, use: str = "") -> None:
         used = f" ({use} was to use it)" if use else ""

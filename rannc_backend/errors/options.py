@@ -19,9 +19,13 @@ class UnknownOptionError(UserInputError):
 
 
 class OptionValueError(UserInputError):
-    """An option has a value outside of what it accepts. `choices`: the names among them, of which the nearest are told."""
+    """An option has a value outside of what it accepts. `choices`: the names among them, of which the nearest
+    are told.
+    """
 
-    def __init__(self, item: str, *, value: object, source: str, expected: str, choices: Iterable[str] = ()) -> None:
+    def __init__(
+        self, item: str, *, value: object, source: str, expected: str, choices: Iterable[str] = ()
+    ) -> None:
         self.item = item
         self.value = value
         near = nearest(value.strip(), choices) if isinstance(value, str) else []

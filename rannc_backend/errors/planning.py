@@ -10,7 +10,9 @@ BYTES_PER_GB = 1024**3
 class FactoryError(UserInputError):
     """The function that makes a model to plan cannot be found, fails, or returns something else."""
 
-    default_cure = "see that the file can be imported by itself, and that the function returns (model, args, kwargs)."
+    default_cure = (
+        "see that the file can be imported by itself, and that the function returns (model, args, kwargs)."
+    )
 
 
 class BlocksFileError(UserInputError):
@@ -26,7 +28,9 @@ class PlanError(UserInputError):
 
 
 class ProfileError(UserInputError):
-    """A file of measured prices cannot be read or is not one, or measuring was asked for where nothing can be measured."""
+    """A file of measured prices cannot be read or is not one, or measuring was asked for where nothing can be
+    measured.
+    """
 
     default_cure = "name the file of an earlier run (profile_file, run_file), or leave the option out."
 
@@ -46,9 +50,11 @@ class InfeasiblePlanError(UserInputError):
 
     Args:
         reason: which limit binds.
-        smallest_bytes: smallest memory limit per device with which a plan exists; None if memory is not what binds.
+        smallest_bytes: smallest memory limit per device with which a plan exists; None if memory is not what
+        binds.
         smallest_num_devices: smallest number of devices with which a plan exists; None if unknown.
-        smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is none.
+        smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is
+        none.
     """
 
     default_cure = "give more devices or more memory (RANNC_MEM_LIMIT_GB), smaller batches, or fewer wishes (stage_starts, replica_num)."

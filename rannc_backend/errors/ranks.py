@@ -21,7 +21,8 @@ class RanksDifferError(UserInputError):
         super().__init__(
             f"ranks have different {what} ({'; '.join(parts)})",
             cure=cure
-            or f"make {ranks_text(self.odd_ranks)} build the same model with the same options, versions and environment as the others.",
+            or f"make {ranks_text(self.odd_ranks)} build the same model with the same options, versions and "
+            "environment as the others.",
         )
 
 
@@ -32,9 +33,9 @@ class CallsDifferError(RanksDifferError):
         super().__init__(
             "calls at the same time",
             value_by_rank=value_by_rank,
-            cure="make these calls on all ranks, in the same order: the compiled model, backward, state_dict and load_state_dict of the "
-            "model and of its optimizer, clipping of gradients, checkpoints. What only one rank is to do with a result (`if rank == 0:`) "
-            "comes after the call.",
+            cure="make these calls on all ranks, in the same order: the compiled model, backward, state_dict "
+            "and load_state_dict of the model and of its optimizer, clipping of gradients, checkpoints. What "
+            "only one rank is to do with a result (`if rank == 0:`) comes after the call.",
         )
 
 
@@ -45,8 +46,9 @@ class OutOfStepError(RanksDifferError):
         super().__init__(
             "numbers of steps behind them",
             value_by_rank=value_by_rank,
-            cure="let every rank make the same calls, backwards and optimizer steps. A rank that skips a bad batch, or catches an "
-            "exception and goes on, has to agree with the others on that (torch.distributed.all_reduce of a flag).",
+            cure="let every rank make the same calls, backwards and optimizer steps. A rank that skips a bad "
+            "batch, or catches an exception and goes on, has to agree with the others on that "
+            "(torch.distributed.all_reduce of a flag).",
         )
 
 
@@ -60,8 +62,9 @@ class CommunicationError(RanncError):
     """A message or a collective did not arrive in time, or its connection broke."""
 
     default_cure = (
-        "see what the other rank printed before, and whether it still runs; run `rannc doctor --launch ...` over the same hosts; if it "
-        "only needs longer, set step_timeout_seconds (RANNC_STEP_TIMEOUT_SECONDS) to more."
+        "see what the other rank printed before, and whether it still runs; run `rannc doctor --launch ...` "
+        "over the same hosts; if it only needs longer, set step_timeout_seconds (RANNC_STEP_TIMEOUT_SECONDS) "
+        "to more."
     )
 
     def __init__(
@@ -90,24 +93,33 @@ class RankFailedError(RanncError):
 
     default_cure = "mend what that rank says of itself; its last lines are above."
 
-    def __init__(self, *, rank: int, cause: str, stage: int | None = None, micro_batch: int | None = None) -> None:
+    def __init__(
+        self, *, rank: int, cause: str, stage: int | None = None, micro_batch: int | None = None
+    ) -> None:
         self.rank = rank
         super().__init__(f"rank {rank} failed: {cause}", location=_place(rank, stage, micro_batch))
 
 
 def failure_of_rank(rank: int, class_name: str, text: str) -> RanncError:
-    """The error that this rank raises because a call failed on another one: of the same class, where that is ours or Python's own.
+    """The error that this rank raises because a call failed on another one: of the same class, where that is
+    ours or Python's own.
 
     Its ``failed_rank`` tells the rank.
     """
-    named = f"rank {rank} failed in this call: {text if text.startswith(class_name) else f'{class_name}: {text}'}"
+    named = (
+        f"rank {rank} failed in this call: {text if text.startswith(class_name) else f'{class_name}: {text}'}"
+    )
     members = {"problem": named, "cure": "", "location": "", "place": f"rank {rank}", "failed_rank": rank}
     if (own := class_named(class_name)) is not None:
         return restore(own, named, members)
     cls = getattr(builtins, class_name, None)
     if isinstance(cls, type) and issubclass(cls, Exception):
         try:
-            both = type(class_name, (RankFailedError, cls), {"__module__": "builtins", "__str__": RuntimeError.__str__})
+            both = type(
+                class_name,
+                (RankFailedError, cls),
+                {"__module__": "builtins", "__str__": RuntimeError.__str__},
+            )
             return restore(both, named, members)
         except TypeError:
             pass  # Python cannot combine the two

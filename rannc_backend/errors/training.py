@@ -8,25 +8,30 @@ from rannc_backend.errors.base import RanncError, UserInputError, shorten
 
 
 class UnsynchronizedGradientError(UserInputError):
-    """An optimizer is about to update parameters whose gradients nobody has summed over ranks, beside those of a compiled model."""
+    """An optimizer is about to update parameters whose gradients nobody has summed over ranks, beside those
+    of a compiled model.
+    """
 
     def __init__(self, optimizer: str, parameters: Sequence[str]) -> None:
         super().__init__(
-            f"{optimizer} was about to update {len(parameters)} parameter(s) outside of the compiled model ({shorten(parameters)}), "
-            "whose gradients are of this rank's rows alone: ranks would go different ways",
-            cure="compile the model that holds all of them; or call rannc_backend.synchronize(module) once on all ranks for the module "
-            "outside, whose gradients are then averaged over ranks as DDP does.",
+            f"{optimizer} was about to update {len(parameters)} parameter(s) outside of the compiled model "
+            f"({shorten(parameters)}), whose gradients are of this rank's rows alone: ranks would go "
+            "different ways",
+            cure="compile the model that holds all of them; or call rannc_backend.synchronize(module) once "
+            "on all ranks for the module outside, whose gradients are then averaged over ranks as DDP does.",
         )
 
 
 class PlainGradientError(UserInputError):
-    """Parameters that several ranks hold have gradients of computations outside of the compiled model that are not the same on all."""
+    """Parameters that several ranks hold have gradients of computations outside of the compiled model that
+    are not the same on all.
+    """
 
     def __init__(self, problem: str) -> None:
         super().__init__(
             problem,
-            cure="train by calling the compiled model, not the plain one or a part of it; what is computed from parameters alone (a "
-            "penalty) must be computed alike on all ranks.",
+            cure="train by calling the compiled model, not the plain one or a part of it; what is computed "
+            "from parameters alone (a penalty) must be computed alike on all ranks.",
         )
 
 
@@ -34,12 +39,17 @@ class CoupledOptimizerError(UserInputError):
     """An optimizer updates a parameter from others too, and some of these are on other ranks."""
 
     def __init__(self, optimizer: str, *, known: bool) -> None:
-        how = "updates parameters from each other" if known else "may update parameters from each other (it could not be tried on copies)"
+        how = (
+            "updates parameters from each other"
+            if known
+            else "may update parameters from each other (it could not be tried on copies)"
+        )
         option = "" if known else "If it does not: options={'check_optimizers': False}. "
         super().__init__(
             f"{optimizer} {how}, and each rank has those of its own stages only",
-            cure=f"{option}Use one that updates each parameter from that parameter alone (SGD, Adam, AdamW, Adafactor, Muon, Lion), "
-            "with rannc_backend.clip_grad_norm_ for the norm of all gradients; or plan one stage (RANNC_PARTITION_NUM=1).",
+            cure=f"{option}Use one that updates each parameter from that parameter alone (SGD, Adam, AdamW, "
+            "Adafactor, Muon, Lion), with rannc_backend.clip_grad_norm_ for the norm of all gradients; or "
+            "plan one stage (RANNC_PARTITION_NUM=1).",
         )
 
 
@@ -48,18 +58,24 @@ class ShardingOptimizerError(UserInputError):
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(
-            f"{optimizer} divides work or averages parameters over ranks, which have different parameters under this backend",
+            f"{optimizer} divides work or averages parameters over ranks, which have different parameters "
+            "under this backend",
             cure="use the optimizer that it wraps: each rank keeps the state of its own stages only.",
         )
 
 
 class PartialStateError(UserInputError):
-    """The state of an optimizer lacks parameters that the optimizer has state for, or that other ranks own."""
+    """The state of an optimizer lacks parameters that the optimizer has state for, or that other ranks
+    own.
+    """
 
     default_cure = "save and load optimizer states on all ranks, or use save_checkpoint and load_checkpoint."
 
+
 class VerificationError(RanncError):
-    """`rannc verify` could not compare a script: it failed, did not end, or did nothing that could be compared."""
+    """`rannc verify` could not compare a script: it failed, did not end, or did nothing that could be
+    compared.
+    """
 
     def __init__(self, problem: str, *, cure: str, place: str = "", output: str = "") -> None:
         self.output = output

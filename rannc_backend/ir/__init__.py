@@ -1,0 +1,1 @@
+"""Frozen data that planner, schedule and runtime share: plans, actions, block graphs, exchanges."""

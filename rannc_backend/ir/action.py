@@ -1,13 +1,14 @@
 """One step of a rank's program, and programs as text.
 
-In: nothing but integers. Out: `Action`, a frozen value that prints as `2SF0>3` and parses back, and whole programs
-as text, one line per lane.
+In: nothing but integers. Out: `Action`, a frozen value that prints as `2SF0>3` and parses back, and whole
+programs as text, one line per lane.
 
-Terms. A *stage* is a number from 0; INPUT ("I") and OUTPUT ("O") are *endpoints*: the role that every rank has as the
-owner of its local input rows and of its output rows. A *micro-batch* is a number from 0. A *lane* is a group of ranks
-that run the same program (in the first version lane s is the ranks of stage s), a *program* is the tuple of actions of
-one lane. A *channel* is the queue of messages of one direction (forward values or gradients) from one stage or
-endpoint to another; its messages are matched in the order in which they are sent and received.
+Terms. A *stage* is a number from 0; INPUT ("I") and OUTPUT ("O") are *endpoints*: the role that every rank
+has as the owner of its local input rows and of its output rows. A *micro-batch* is a number from 0. A *lane*
+is a group of ranks that run the same program (in the first version lane s is the ranks of stage s), a
+*program* is the tuple of actions of one lane. A *channel* is the queue of messages of one direction (forward
+values or gradients) from one stage or endpoint to another; its messages are matched in the order in which
+they are sent and received.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ GRADIENTS = "B"
 
 
 class ActionKind(str, Enum):
-    """What an action does; the value is its spelling. Members compare by spelling, so actions can be sorted."""
+    """What an action does; the value is its spelling. Members compare by spelling, so actions can be
+    sorted.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -76,7 +79,9 @@ _COUNTERPART_KINDS = {
 _DIRECTIONS = {kind: kind.value[1] for kind in MESSAGE_KINDS}
 _ENDPOINT_LETTERS = {INPUT: "I", OUTPUT: "O"}
 _ENDPOINTS_BY_LETTER = {letter: endpoint for endpoint, letter in _ENDPOINT_LETTERS.items()}
-_ACTION_PATTERN = re.compile(r"(\d+|[IO])(SF|RF|WF|DF|SB|RB|WB|DB|[FBIWAG])(\d+)?(?:([<>])(\d+|[IO]))?", re.ASCII)
+_ACTION_PATTERN = re.compile(
+    r"(\d+|[IO])(SF|RF|WF|DF|SB|RB|WB|DB|[FBIWAG])(\d+)?(?:([<>])(\d+|[IO]))?", re.ASCII
+)
 _LANE_PATTERN = re.compile(r"lane (\d+):(.*)", re.ASCII)
 
 
@@ -93,7 +98,9 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One step: `kind` done by `stage` (a stage number, INPUT or OUTPUT) for `micro_batch`, with `peer` for messages."""
+    """One step: `kind` done by `stage` (a stage number, INPUT or OUTPUT) for `micro_batch`, with `peer` for
+    messages.
+    """
 
     stage: int
     kind: ActionKind
@@ -105,12 +112,18 @@ class Action:
             raise ValueError(f"kind {self.kind!r} is not an ActionKind")
         is_message = self.kind in MESSAGE_KINDS
         if self.stage < 0 and not (is_message and self.stage in _ENDPOINT_LETTERS):
-            raise ValueError(f"stage {self.stage} cannot do {self.kind}: stages count from 0, endpoints only move messages")
+            raise ValueError(
+                f"stage {self.stage} cannot do {self.kind}: stages count from 0, endpoints only move messages"
+            )
         if is_message != (self.peer != NO_PEER):
-            raise ValueError(f"{self.kind} {'needs' if is_message else 'takes'} {'a' if is_message else 'no'} peer")
+            raise ValueError(
+                f"{self.kind} {'needs' if is_message else 'takes'} {'a' if is_message else 'no'} peer"
+            )
         if is_message and (self.peer < OUTPUT or (self.peer < 0 and self.stage < 0)):
             raise ValueError(f"peer {self.peer} of {self.kind} is neither a stage nor an endpoint of a stage")
-        if (self.kind in REDUCTION_KINDS) != (self.micro_batch == NO_MICRO_BATCH) or self.micro_batch < NO_MICRO_BATCH:
+        if (self.kind in REDUCTION_KINDS) != (
+            self.micro_batch == NO_MICRO_BATCH
+        ) or self.micro_batch < NO_MICRO_BATCH:
             raise ValueError(f"micro-batch {self.micro_batch} does not fit {self.kind}")
 
     def __str__(self) -> str:
@@ -126,7 +139,9 @@ class Action:
         """The action that prints as `text`; ValueError when no action does."""
         match = _ACTION_PATTERN.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is not an action; actions look like 2F0, 2SF0>3, 3RF0<2, ISF0>2 or 2A")
+            raise ValueError(
+                f"{text!r} is not an action; actions look like 2F0, 2SF0>3, 3RF0<2, ISF0>2 or 2A"
+            )
         stage, kind, micro_batch, arrow, peer = match.groups()
         action = cls(
             stage=_parse_place(stage),
@@ -150,8 +165,8 @@ class Action:
 
     @property
     def counterpart(self) -> Action:
-        """What the other end does: a send and its receive name each other, a wait names the send that it waits for,
-        a done names the receive that it waits for. ValueError for actions that move no message."""
+        """What the other end does: a send and its receive name each other, a wait names the send that it
+        waits for, a done names the receive that it waits for. ValueError for actions that move no message."""
         if self.kind not in _COUNTERPART_KINDS:
             raise ValueError(f"{self} moves no message")
         return Action(self.peer, _COUNTERPART_KINDS[self.kind], self.micro_batch, self.stage)
@@ -169,9 +184,11 @@ Program = tuple[Action, ...]
 
 
 class Turn(NamedTuple):
-    """When devices are given a message, from the ranks of one lane to those of another or of the same (an endpoint is all lanes).
+    """When devices are given a message, from the ranks of one lane to those of another or of the same (an
+    endpoint is all lanes).
 
-    Places: the number of the action before which the operation is queued, or the length of the program; see `schedule/turns.py`.
+    Places: the number of the action before which the operation is queued, or the length of the program; see
+    `schedule/turns.py`.
     """
 
     channel: Channel
@@ -188,17 +205,25 @@ def place_text(place: int) -> str:
 
 
 def format_programs(programs: Mapping[int, Program], *, width: int = 110) -> str:
-    """`lane 0: 0RF0<I 0WF0<I 0F0 ...`, lanes in order, wrapped at `width` with indented continuation lines."""
+    """`lane 0: 0RF0<I 0WF0<I 0F0 ...`, lanes in order, wrapped at `width` with indented continuation
+    lines.
+    """
     lines: list[str] = []
     for lane in sorted(programs):
         text = " ".join([f"lane {lane}:", *map(str, programs[lane])])
         # Hyphens cannot occur in actions, long words neither: breaking is at spaces only.
-        lines.extend(textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+        lines.extend(
+            textwrap.wrap(
+                text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+            )
+        )
     return "".join(f"{line}\n" for line in lines)
 
 
 def parse_programs(text: str) -> dict[int, Program]:
-    """The programs that print as `text`. Empty lines and lines that begin with "#" are skipped; ValueError names a bad line."""
+    """The programs that print as `text`. Empty lines and lines that begin with "#" are skipped; ValueError
+    names a bad line.
+    """
     programs: dict[int, list[Action]] = {}
     lane: int | None = None
     for number, line in enumerate(text.splitlines(), start=1):

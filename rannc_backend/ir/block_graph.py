@@ -1,11 +1,12 @@
-"""The model as the stage search sees it: a line of blocks, the values that flow between them, and the parameters they read.
+"""The model as the stage search sees it: a line of blocks, the values that flow between them, and the
+parameters they read.
 
-In: what partition/blocks.py finds in a row-wise graph. Out: frozen data whose amounts are sizes (ir/size.py): expressions in
-the number of rows that one replica computes in one micro-batch.
+In: what planner/blocks/cut_blocks.py finds in a row-wise graph. Out: frozen data whose amounts are sizes
+(ir/size.py): expressions in the number of rows that one replica computes in one micro-batch.
 
-Terms. Operator: one node's cost. Block: a run of consecutive nodes that is never cut. Flow: a value made by one block (or a
-batch input) and read by later ones. Constant nodes belong to no block; their cost is counted with the first block that
-uses them.
+Terms. Operator: one node's cost. Block: a run of consecutive nodes that is never cut. Flow: a value made by
+one block (or a batch input) and read by later ones. Constant nodes belong to no block; their cost is counted
+with the first block that uses them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ INPUT_BLOCK = -1  # producer of a flow that is an input of the model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCost:
-    """FLOPs and moved bytes of one node; `dtype` is that of its arithmetic. Views cost nothing and launch nothing.
+    """FLOPs and moved bytes of one node; `dtype` is that of its arithmetic. Views cost nothing and launch
+    nothing.
 
-    `operator_class`: "matmul", "attention", "convolution" or "elementwise": which of a device's efficiencies holds.
+    `operator_class`: "matmul", "attention", "convolution" or "elementwise": which of a device's efficiencies
+    holds.
     """
 
     name: str
@@ -37,9 +40,11 @@ class OperatorCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """`saved_bytes` are kept from forward to backward; `output_bytes` are values returned to the user, kept to the step's end;
-    `workspace_bytes`: for each operator what lies in memory while it runs (the largest counts). `structure`: a hash, equal for
-    blocks with the same operators, shapes, dtypes, parameter shapes and wiring; such blocks cost the same at any number of rows."""
+    """`saved_bytes` are kept from forward to backward; `output_bytes` are values returned to the user, kept
+    to the step's end;
+    `workspace_bytes`: for each operator what lies in memory while it runs (the largest counts). `structure`:
+    a hash, equal for blocks with the same operators, shapes, dtypes, parameter shapes and wiring; such blocks
+    cost the same at any number of rows."""
 
     index: int
     structure: str
@@ -55,7 +60,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A value that later blocks read: sent once to each stage that reads it; its gradient comes back if it `needs_grad`."""
+    """A value that later blocks read: sent once to each stage that reads it; its gradient comes back if it
+    `needs_grad`.
+    """
 
     name: str
     producer: int
@@ -64,7 +71,9 @@ class Flow:
     needs_grad: bool
 
     def __post_init__(self) -> None:
-        assert self.consumers and all(self.producer < block for block in self.consumers), f"flow {self} runs backwards"
+        assert self.consumers and all(self.producer < block for block in self.consumers), (
+            f"flow {self} runs backwards"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +87,8 @@ class ParameterUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConstraints:
-    """What the user asked of the stages, for the search: blocks that must be the first of a stage, ascending, and
-    (block, stage index) of blocks that must be in that stage, ascending by block."""
+    """What the user asked of the stages, for the search: blocks that must be the first of a stage, ascending,
+    and (block, stage index) of blocks that must be in that stage, ascending by block."""
 
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
@@ -87,7 +96,9 @@ class StageConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
-    """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by name."""
+    """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by
+    name.
+    """
 
     blocks: tuple[Block, ...]
     flows: tuple[Flow, ...]

@@ -1,13 +1,16 @@
 """The plan: which nodes, parameters and ranks make up each pipeline stage, and what that should cost.
 
-In: numbers, names (from the planner) or JSON text (a file, maybe edited by hand, or the broadcast of the planning rank).
+In: numbers, names (from the planner) or JSON text (a file, maybe edited by hand, or the broadcast of the
+planning rank).
 Out: a frozen `Plan` whose parts agree with each other, and the same text again, byte for byte.
 
-Terms. Block: a run of consecutive graph nodes that is never cut. Stage: the blocks that one group of ranks computes.
-Replica: one rank of a stage; replicas share the rows of a micro-batch. Constant nodes (which do not depend on the rows of
-the batch) are recomputed where they are used and appear in no block and no stage.
+Terms. Block: a run of consecutive graph nodes that is never cut. Stage: the blocks that one group of ranks
+computes.
+Replica: one rank of a stage; replicas share the rows of a micro-batch. Constant nodes (which do not depend on
+the rows of the batch) are recomputed where they are used and appear in no block and no stage.
 
-Floats are kept to `SIGNIFICANT_DIGITS` digits from the start, so a plan equals what its own text reads back as.
+Floats are kept to `SIGNIFICANT_DIGITS` digits from the start, so a plan equals what its own text reads back
+as.
 """
 
 from __future__ import annotations
@@ -19,17 +22,19 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rannc_backend.errors import PlanError
-from rannc_backend.ir.plan_checks import check_parts_agree
 from rannc_backend.ir.plan_text import check_shape_of_text, describe_findings, first_repeated
+from rannc_backend.settings.options import check_schedule_name
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION: Literal[2] = 2
 SIGNIFICANT_DIGITS = 6
 MAX_AMOUNT = 1e30  # of seconds, FLOP/s, bytes: products and quotients of a few of them are finite
 _MAX_INTEGER = 2**63 - 1
 
 
 def _round_float(value: float) -> float:
-    """`value` to the digits that the text keeps; -0.0 becomes 0.0, so that equal plans have equal text. Next to nothing is 0."""
+    """`value` to the digits that the text keeps; -0.0 becomes 0.0, so that equal plans have equal text. Next
+    to nothing is 0.
+    """
     return 0.0 if abs(value) < 1 / MAX_AMOUNT else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
@@ -49,7 +54,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), AfterValidator(
 PositiveCount = Annotated[int, Field(ge=1, le=_MAX_INTEGER)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Text = Annotated[str, Field(max_length=4096)]
-Schedule = Literal["1f1b", "fill_drain"]
+Schedule = Annotated[str, AfterValidator(check_schedule_name)]
 DeviceKind = Literal["cpu", "cuda"]
 StageCompiler = Literal["eager", "inductor"]
 NameSet = Annotated[tuple[Name, ...], AfterValidator(_sorted_unique)]
@@ -76,8 +81,8 @@ class ClassEfficiency(_Record):
 class ClusterAssumption(_Record):
     """The machines for which the plan was made. Seconds, bytes and bytes per second.
 
-    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach. `core_share`, `communicator_bytes`:
-    see `cost.cluster.Device`.
+    `allreduce_share`: share of a link's bytes per second that the steps of an all-reduce reach. `core_share`,
+    `communicator_bytes`: see `cost.cluster.Device`.
     """
 
     name: Text
@@ -101,7 +106,8 @@ class ClusterAssumption(_Record):
 
 
 class BlockPlan(_Record):
-    """A run of nodes that is never cut. FLOPs and activation bytes are of the whole batch (`Plan.batch_rows` rows).
+    """A run of nodes that is never cut. FLOPs and activation bytes are of the whole batch (`Plan.batch_rows`
+    rows).
 
     `structure`: a hash, equal for blocks that compute the same on parameters of the same shapes.
     """
@@ -121,10 +127,11 @@ class BlockPlan(_Record):
 class StageCost(_Record):
     """Predicted cost of one stage on one of its ranks.
 
-    Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step. `idle_share`: part
-    of the predicted step in which the rank computes nothing. Bytes are the most that lies in memory at one time: activations
-    of all micro-batches in flight, messages, returned outputs and communicators in `buffer_bytes`, what operators need only while they run
-    in `workspace_bytes`; `peak_bytes` is the sum of the six.
+    Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step.
+    `idle_share`: part of the predicted step in which the rank computes nothing. Bytes are the most that lies
+    in memory at one time: activations of all micro-batches in flight, messages, returned outputs and
+    communicators in `buffer_bytes`, what operators need only while they run in `workspace_bytes`;
+    `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
@@ -142,7 +149,9 @@ class StageCost(_Record):
 
 
 class RowCost(_Record):
-    """What a replica pays for one micro-batch of `rows` of its own rows; `activation_bytes` are kept from forward to backward."""
+    """What a replica pays for one micro-batch of `rows` of its own rows; `activation_bytes` are kept from
+    forward to backward.
+    """
 
     rows: PositiveCount
     forward_seconds: Amount
@@ -154,12 +163,14 @@ class RowCost(_Record):
 class StagePlan(_Record):
     """What one group of ranks owns and computes.
 
-    `nodes`: non-constant node names in topological order. `modules`: paths of the user's modules, in order of first use.
-    `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers whose new value
-    is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what the partitioner likes to keep, 0.0
-    only what the stage receives). `at_rows`: costs at the numbers of rows that other numbers of micro-batches would give a
-    replica, ascending. `received_bytes_per_row`, `gradient_bytes_per_row`: the message from the stage before, and the gradients
-    that go back to it. `num_buckets`: messages in which the gradients are all-reduced.
+    `nodes`: non-constant node names in topological order. `modules`: paths of the user's modules, in order of
+    first use.
+    `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers
+    whose new value is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what
+    the partitioner likes to keep, 0.0 only what the stage receives). `at_rows`: costs at the numbers of rows
+    that other numbers of micro-batches would give a replica, ascending. `received_bytes_per_row`,
+    `gradient_bytes_per_row`: the message from the stage before, and the gradients that go back to it.
+    `num_buckets`: messages in which the gradients are all-reduced.
     """
 
     index: Count
@@ -182,7 +193,9 @@ class StagePlan(_Record):
 
 
 class Alternative(_Record):
-    """A plan that was not taken: its shape, its predicted step (None: it does not fit in memory) and why it lost."""
+    """A plan that was not taken: its shape, its predicted step (None: it does not fit in memory) and why it
+    lost.
+    """
 
     num_stages: PositiveCount
     stage_replicas: Annotated[tuple[PositiveCount, ...], Field(min_length=1)]
@@ -201,7 +214,9 @@ class Alternative(_Record):
 
 
 class WhatIf(_Record):
-    """The best plan if one thing were different: `change` says what. `predicted_step_seconds` is None where none would fit."""
+    """The best plan if one thing were different: `change` says what. `predicted_step_seconds` is None where
+    none would fit.
+    """
 
     change: Text
     predicted_step_seconds: Amount | None
@@ -211,16 +226,19 @@ class WhatIf(_Record):
     @model_validator(mode="after")
     def _check_lengths(self) -> WhatIf:
         if len(self.stage_replicas) != self.num_stages:
-            raise ValueError(f"stage_replicas has {len(self.stage_replicas)} entries for {self.num_stages} stages")
+            raise ValueError(
+                f"stage_replicas has {len(self.stage_replicas)} entries for {self.num_stages} stages"
+            )
         return self
 
 
 class Plan(_Record):
-    """The whole decision for one model on one number of ranks. Immutable; all parts are checked against each other.
+    """The whole decision for one model on one number of ranks. Immutable; all parts are checked against each
+    other.
 
-    `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was not looked at could
-    be faster; 0 for a proven optimum. `equal_split_seconds`: predicted step of the best plan with equally many blocks and
-    replicas in every stage; None where there is none.
+    `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was
+    not looked at could be faster; 0 for a proven optimum. `equal_split_seconds`: predicted step of the best
+    plan with equally many blocks and replicas in every stage; None where there is none.
     """
 
     schema_version: Literal[2]
@@ -256,24 +274,34 @@ class Plan(_Record):
         return next((stage.index for stage in self.stages if rank in stage.ranks), None)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
-        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads it."""
-        return tuple(sorted(rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks))
+        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads
+        it.
+        """
+        return tuple(
+            sorted(rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks)
+        )
 
     def summary(self) -> str:
         """A few lines for people: one per stage with ranks, modules, seconds and memory, and what binds."""
         name = self.model_name or "model"
         lines = [
-            f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), {self.num_micro_batches} micro-batch(es) of "
-            f"{self.batch_rows} rows, {self.schedule}, step {_seconds(self.predicted_step_seconds)} predicted on {self.cluster.name}"
+            f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), "
+            f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}, step "
+            f"{_seconds(self.predicted_step_seconds)} predicted on {self.cluster.name}"
         ]
         for stage in self.stages:
             cost = stage.predicted
             ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"{stage.ranks[0]}"
-            modules = f"{stage.modules[0]} ... {stage.modules[-1]}" if len(stage.modules) > 1 else "".join(stage.modules)
+            modules = (
+                f"{stage.modules[0]} ... {stage.modules[-1]}"
+                if len(stage.modules) > 1
+                else "".join(stage.modules)
+            )
             lines.append(
-                f"  stage {stage.index}: ranks {ranks}, {len(stage.nodes)} nodes ({modules}), forward {_seconds(cost.forward_seconds)}, "
-                f"backward {_seconds(cost.backward_seconds)}, transfers {_seconds(cost.transfer_seconds)}, "
-                f"all-reduce {_seconds(cost.allreduce_seconds)}, memory {cost.peak_bytes / 2**20:.1f} MB"
+                f"  stage {stage.index}: ranks {ranks}, {len(stage.nodes)} nodes ({modules}), forward "
+                f"{_seconds(cost.forward_seconds)}, backward {_seconds(cost.backward_seconds)}, transfers "
+                f"{_seconds(cost.transfer_seconds)}, all-reduce {_seconds(cost.allreduce_seconds)}, memory "
+                f"{cost.peak_bytes / 2**20:.1f} MB"
             )
         return "\n".join([*lines, f"  bound by {self.binding}"])
 
@@ -283,12 +311,16 @@ class Plan(_Record):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read and check a plan. Raises `PlanError` that names the place and what is wrong; runs nothing from the text."""
+        """Read and check a plan. Raises `PlanError` that names the place and what is wrong; runs nothing from
+        the text.
+        """
         check_shape_of_text(text, SCHEMA_VERSION)
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise PlanError(describe_findings(error), cure="correct the file, or let the planner write it again.") from None
+            raise PlanError(
+                describe_findings(error), cure="correct the file, or let the planner write it again."
+            ) from None
 
     @model_validator(mode="after")
     def _check_parts_agree(self) -> Plan:
@@ -306,8 +338,8 @@ def check_against(
 ) -> None:
     """Check that a loaded plan fits this run; raises `PlanError` naming the difference.
 
-    `parameters`: primary dotted names the graph reads (a plan must place each of them, and no other). `device_memory_bytes`:
-    memory of this run's devices, None or 0 where it is not known.
+    `parameters`: primary dotted names the graph reads (a plan must place each of them, and no other).
+    `device_memory_bytes`: memory of this run's devices, None or 0 where it is not known.
     """
     if plan.world_size != world_size:
         raise PlanError(
@@ -316,21 +348,117 @@ def check_against(
         )
     if plan.fingerprint != fingerprint:
         raise PlanError(
-            f"the plan is for another graph: its fingerprint is {plan.fingerprint[:16]}..., the model's is {fingerprint[:16]}...",
-            cure="plan again: the model, its configuration, train/eval mode or input shapes differ from those that were planned.",
+            f"the plan is for another graph: its fingerprint is {plan.fingerprint[:16]}..., the model's is "
+            f"{fingerprint[:16]}...",
+            cure="plan again: the model, its configuration, train/eval mode or input shapes differ from "
+            "those that were planned.",
         )
     if parameters is not None:
         placed = {name for stage in plan.stages for name in stage.parameters}
         wanted = set(parameters)
         if unknown := sorted(placed - wanted):
-            raise PlanError(f"the plan places parameter {unknown[0]!r}, which the model does not use ({len(unknown)} such names)")
+            raise PlanError(
+                f"the plan places parameter {unknown[0]!r}, which the model does not use ({len(unknown)} "
+                "such names)"
+            )
         if missing := sorted(wanted - placed):
-            raise PlanError(f"the plan places parameter {missing[0]!r} on no stage ({len(missing)} such names)")
+            raise PlanError(
+                f"the plan places parameter {missing[0]!r} on no stage ({len(missing)} such names)"
+            )
     if device_memory_bytes:
         worst = max(plan.stages, key=lambda stage: stage.predicted.peak_bytes)
         if worst.predicted.peak_bytes > device_memory_bytes:
             raise PlanError(
-                f"stage {worst.index} of the plan needs {worst.predicted.peak_bytes} bytes and a device of this run has "
-                f"{device_memory_bytes}",
+                f"stage {worst.index} of the plan needs {worst.predicted.peak_bytes} bytes and a device of "
+                f"this run has {device_memory_bytes}",
                 cure="plan again for these devices.",
+            )
+
+
+def check_parts_agree(plan: Plan) -> None:
+    """Blocks, stages, ranks and costs; raises `ValueError`."""
+    _check_indexes(plan.blocks, "blocks")
+    _check_indexes(plan.stages, "stages")
+    _check_blocks(plan)
+    _check_stages(plan)
+    _check_ranks(plan)
+    _check_costs(plan)
+
+
+def _check_indexes(items: tuple[BlockPlan | StagePlan, ...], what: str) -> None:
+    for position, item in enumerate(items):
+        if item.index != position:
+            raise ValueError(
+                f"{what}[{position}].index is {item.index}; indexes must count 0, 1, 2, ... in order"
+            )
+
+
+def _check_blocks(plan: Plan) -> None:
+    repeated = first_repeated(name for block in plan.blocks for name in block.nodes)
+    if repeated is not None:
+        raise ValueError(f"node {repeated!r} is in two blocks (or twice in one)")
+    listed = [index for stage in plan.stages for index in stage.blocks]
+    repeated = first_repeated(listed)
+    if repeated is not None:
+        raise ValueError(f"block {repeated} is in two stages (or twice in one)")
+    if unknown := sorted(set(listed) - set(range(len(plan.blocks)))):
+        raise ValueError(f"block {unknown[0]} is in a stage, but there are only {len(plan.blocks)} blocks")
+    if missing := sorted(set(range(len(plan.blocks))) - set(listed)):
+        raise ValueError(f"block {missing[0]} is in no stage")
+
+
+def _check_stages(plan: Plan) -> None:
+    repeated = first_repeated(name for stage in plan.stages for name in stage.nodes)
+    if repeated is not None:
+        raise ValueError(f"node {repeated!r} is in two stages (or twice in one)")
+    for stage in plan.stages:
+        where = f"stages[{stage.index}]"
+        for what, listed, of_blocks in (
+            ("node", set(stage.nodes), {name for index in stage.blocks for name in plan.blocks[index].nodes}),
+            (
+                "parameter",
+                set(stage.parameters),
+                {name for index in stage.blocks for name in plan.blocks[index].parameters},
+            ),
+        ):
+            if extra := sorted(listed - of_blocks):
+                raise ValueError(
+                    f"{where} lists {what} {extra[0]!r}, which none of its blocks {list(stage.blocks)} has"
+                )
+            if absent := sorted(of_blocks - listed):
+                raise ValueError(
+                    f"{where} lacks {what} {absent[0]!r}, which its blocks {list(stage.blocks)} have"
+                )
+
+
+def _check_ranks(plan: Plan) -> None:
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
+    repeated = first_repeated(ranks)
+    if repeated is not None:
+        raise ValueError(f"rank {repeated} is in two stages (or twice in one)")
+    if outside := sorted(rank for rank in ranks if rank >= plan.world_size):
+        raise ValueError(
+            f"rank {outside[0]} is in a stage, but the plan is for ranks 0 to {plan.world_size - 1}"
+        )
+
+
+def _check_costs(plan: Plan) -> None:
+    for stage in plan.stages:
+        cost, where = stage.predicted, f"stages[{stage.index}]"
+        parts = (
+            cost.parameter_bytes,
+            cost.gradient_bytes,
+            cost.optimizer_bytes,
+            cost.activation_bytes,
+            cost.buffer_bytes,
+            cost.workspace_bytes,
+        )
+        if cost.peak_bytes != sum(parts):
+            raise ValueError(
+                f"{where}.predicted.peak_bytes is {cost.peak_bytes}, and its parts sum up to {sum(parts)}"
+            )
+        rows = [entry.rows for entry in stage.at_rows]
+        if any(later <= earlier for earlier, later in zip(rows, rows[1:], strict=False)):
+            raise ValueError(
+                f"{where}.at_rows must be ascending in rows, each number once, and has {rows[:8]}"
             )

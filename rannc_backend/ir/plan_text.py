@@ -33,7 +33,9 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 def check_shape_of_text(text: str, schema_version: int) -> None:
-    """Refuse what no plan looks like before a parser builds it: too long, too deep, a key given twice, NaN."""
+    """Refuse what no plan looks like before a parser builds it: too long, too deep, a key given twice,
+    NaN.
+    """
     if not isinstance(text, str):
         raise PlanError(f"a plan is text, not {type(text).__name__}")
     if len(text) > MAX_PLAN_CHARACTERS:
@@ -43,18 +45,26 @@ def check_shape_of_text(text: str, schema_version: int) -> None:
         token = match.group()
         depth += 1 if token in "[{" else -1 if token in "]}" else 0
         if depth > MAX_PLAN_DEPTH:
-            raise PlanError(f"the plan is nested deeper than {MAX_PLAN_DEPTH} levels at character {match.start()}")
+            raise PlanError(
+                f"the plan is nested deeper than {MAX_PLAN_DEPTH} levels at character {match.start()}"
+            )
     try:
-        value = json.loads(text, object_pairs_hook=_object_without_repeated_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=_object_without_repeated_keys, parse_constant=_refuse_constant
+        )
     except json.JSONDecodeError as error:
-        raise PlanError(f"the plan is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise PlanError(
+            f"the plan is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise PlanError(f"the plan is not valid: {error}") from None
     if not isinstance(value, dict):
         raise PlanError(f"a plan is a JSON object, not {type(value).__name__}")
     version = value.get("schema_version")
     if version != schema_version or isinstance(version, bool):
-        raise PlanError(f"the plan has schema version {version!r}; this release reads version {schema_version}")
+        raise PlanError(
+            f"the plan has schema version {version!r}; this release reads version {schema_version}"
+        )
 
 
 def _object_without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,7 +83,9 @@ def describe_findings(error: ValidationError) -> str:
     findings = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []
     for finding in findings[:_SHOWN_ERRORS]:
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in finding["loc"]).lstrip(".")
+        place = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in finding["loc"]
+        ).lstrip(".")
         message = finding["msg"].removeprefix("Value error, ")
         lines.append(f"{place}: {message}" if place else message)
     if len(findings) > _SHOWN_ERRORS:

@@ -1,8 +1,8 @@
 """The type of an amount over the number of rows.
 
-Terms. A *size* is a number of FLOPs or bytes as an expression in the rows that one replica computes in one micro-batch: a sympy
-expression where it comes from a graph, a `cost.formula.Formula` where it was read from a file. `cost.expressions.evaluate` gives the
-values of both.
+Terms. A *size* is a number of FLOPs or bytes as an expression in the rows that one replica computes in one
+micro-batch: a sympy expression where it comes from a graph, a `cost.formula.Formula` where it was read from a
+file. `cost.expressions.evaluate` gives the values of both.
 """
 
 from __future__ import annotations

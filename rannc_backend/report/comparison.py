@@ -1,10 +1,10 @@
 """What differs between two plans.
 
-In: plans a and b. Out: a `PlanDifference` (empty for equal plans, the same with its sides swapped for (b, a)), and the rich
-renderables that show it.
+In: plans a and b. Out: a `PlanDifference` (empty for equal plans, the same with its sides swapped for (b,
+a)), and the rich renderables that show it.
 
-Terms. Move: nodes that stage i of a has and stage j of b, i and j not equal. Nodes are compared by name, so moves say something
-only where both plans are of the same graph; of other graphs the modules are compared.
+Terms. Move: nodes that stage i of a has and stage j of b, i and j not equal. Nodes are compared by name, so
+moves say something only where both plans are of the same graph; of other graphs the modules are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _SHOWN_NAMES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that is not the same; `change` is "" where it is no amount. `values`: the amounts in SI units, a's and b's."""
+    """One thing that is not the same; `change` is "" where it is no amount. `values`: the amounts in SI
+    units, a's and b's.
+    """
 
     what: str
     a: str
@@ -48,7 +50,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Nodes that lie on another stage; None: the other plan does not have them. `modules`: short names of what they compute."""
+    """Nodes that lie on another stage; None: the other plan does not have them. `modules`: short names of
+    what they compute.
+    """
 
     stage_a: int | None
     stage_b: int | None
@@ -58,7 +62,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
-    """`settings`: of the whole plan; `cluster`: what was assumed; `stages`: of stages with the same index; `moves`: of nodes."""
+    """`settings`: of the whole plan; `cluster`: what was assumed; `stages`: of stages with the same index;
+    `moves`: of nodes.
+    """
 
     settings: tuple[Change, ...]
     cluster: tuple[Change, ...]
@@ -74,7 +80,10 @@ class PlanDifference:
         """Plain values for programs: amounts as numbers, in seconds and bytes; the rest as text."""
 
         def plain(changes: Sequence[Change]) -> list[dict[str, Any]]:
-            return [{"what": item.what, **dict(zip("ab", item.values or (item.a, item.b), strict=True))} for item in changes]
+            return [
+                {"what": item.what, **dict(zip("ab", item.values or (item.a, item.b), strict=True))}
+                for item in changes
+            ]
 
         return {
             "equal": self.is_empty,
@@ -87,11 +96,20 @@ class PlanDifference:
 
 
 def compare(a: Plan, b: Plan) -> PlanDifference:
-    """What differs; the details (costs at other numbers of rows, reasons, alternatives) are only named, where nothing else does."""
-    settings, cluster, stages, moves = tuple(_settings(a, b)), tuple(_cluster(a, b)), tuple(_stages(a, b)), tuple(_moves(a, b))
+    """What differs; the details (costs at other numbers of rows, reasons, alternatives) are only named, where
+    nothing else does.
+    """
+    settings, cluster, stages, moves = (
+        tuple(_settings(a, b)),
+        tuple(_cluster(a, b)),
+        tuple(_stages(a, b)),
+        tuple(_moves(a, b)),
+    )
     if a != b and not (settings or cluster or stages or moves):
         names = [name for name in type(a).model_fields if getattr(a, name) != getattr(b, name)]
-        settings = (Change(what="details", a=f"of {', '.join(names)}", b=f"of {', '.join(names)}", change="differ"),)
+        settings = (
+            Change(what="details", a=f"of {', '.join(names)}", b=f"of {', '.join(names)}", change="differ"),
+        )
     return PlanDifference(
         settings=settings,
         cluster=cluster,
@@ -109,7 +127,11 @@ def difference_report(difference: PlanDifference, name_a: str, name_b: str) -> I
     yield Text(f"a: {printable(name_a)}\nb: {printable(name_b)}")
     if not difference.same_graph:
         yield Text("The plans are of different graphs (their fingerprints differ).", style="yellow")
-    sections = (("Plan", difference.settings), ("Cluster assumed", difference.cluster), ("Stages", difference.stages))
+    sections = (
+        ("Plan", difference.settings),
+        ("Cluster assumed", difference.cluster),
+        ("Stages", difference.stages),
+    )
     for title, changes in sections:
         if changes:
             yield Text()
@@ -139,8 +161,8 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
     yield from texts("schedule", a.schedule, b.schedule)
     yield from texts("stage compiler", a.stage_compiler, b.stage_compiler)
     yield from _amount("memory limit", a.memory_limit_bytes, b.memory_limit_bytes, size_text)
-    peaks = [max(stage.predicted.peak_bytes for stage in plan.stages) for plan in (a, b)]
-    yield from _amount("peak memory", *peaks, size_text)
+    one, other = (max(stage.predicted.peak_bytes for stage in plan.stages) for plan in (a, b))
+    yield from _amount("peak memory", one, other, size_text)
     yield from counts("blocks", len(a.blocks), len(b.blocks))
     yield from texts("costs", printable(a.costs_from), printable(b.costs_from))
     yield from texts("bound by", printable(a.binding), printable(b.binding))
@@ -148,7 +170,9 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
 
 def _amount(what: str, one: float, other: float, text: Callable[[float], str]) -> Iterator[Change]:
     if one != other:
-        yield Change(what=what, a=text(one), b=text(other), change=change_text(one, other), values=(one, other))
+        yield Change(
+            what=what, a=text(one), b=text(other), change=change_text(one, other), values=(one, other)
+        )
 
 
 def _cluster(a: Plan, b: Plan) -> Iterator[Change]:
@@ -173,13 +197,22 @@ def _cluster(a: Plan, b: Plan) -> Iterator[Change]:
 
 def _rates(what: str, one: tuple, other: tuple) -> Iterator[Change]:
     """Peak FLOP/s by dtype and efficiencies by class: pairs of a name and a number."""
-    sides = [dict(tuple(getattr(entry, name) for name in type(entry).model_fields) for entry in side) for side in (one, other)]
+    sides = [
+        dict(tuple(getattr(entry, name) for name in type(entry).model_fields) for entry in side)
+        for side in (one, other)
+    ]
     for name in sorted({*sides[0], *sides[1]}):
-        values = [side.get(name) for side in sides]
-        if values[0] != values[1]:
-            texts = ["-" if value is None else f"{value:.4g}" for value in values]
-            change = "" if None in values else change_text(*values)
-            yield Change(what=f"{what} {printable(name)}", a=texts[0], b=texts[1], change=change, values=(values[0], values[1]))
+        before, after = (side.get(name) for side in sides)
+        if before != after:
+            texts = ["-" if value is None else f"{value:.4g}" for value in (before, after)]
+            change = "" if before is None or after is None else change_text(before, after)
+            yield Change(
+                what=f"{what} {printable(name)}",
+                a=texts[0],
+                b=texts[1],
+                change=change,
+                values=(before, after),
+            )
 
 
 def _stages(a: Plan, b: Plan) -> Iterator[Change]:
@@ -194,8 +227,8 @@ def _stage(one: StagePlan, other: StagePlan) -> Iterator[Change]:
     if one.recompute != other.recompute:
         yield Change(what=f"{where} kept", a=kept_text((one.recompute,)), b=kept_text((other.recompute,)))
     before, after = one.predicted, other.predicted
-    computing = [cost.forward_seconds + cost.backward_seconds for cost in (before, after)]
-    yield from _amount(f"{where} forward and backward", *computing, seconds_text)
+    first, second = (cost.forward_seconds + cost.backward_seconds for cost in (before, after))
+    yield from _amount(f"{where} forward and backward", first, second, seconds_text)
     yield from _amount(f"{where} transfer", before.transfer_seconds, after.transfer_seconds, seconds_text)
     yield from _amount(f"{where} all-reduce", before.allreduce_seconds, after.allreduce_seconds, seconds_text)
     yield from _amount(f"{where} peak memory", before.peak_bytes, after.peak_bytes, size_text)
@@ -211,8 +244,12 @@ def _moves(a: Plan, b: Plan) -> Iterator[Move]:
     # One order of the plans, whichever is a: a difference is the same from both sides.
     plans = sorted((a, b), key=lambda plan: (plan.fingerprint, [block.modules for block in plan.blocks]))
     blocks = [(set(block.nodes), block.modules or ("",)) for plan in plans for block in plan.blocks]
-    for places, names in sorted(groups.items(), key=lambda item: tuple(-1 if stage is None else stage for stage in item[0])):
-        yield Move(stage_a=places[0], stage_b=places[1], num_nodes=len(names), modules=_modules_of(names, blocks))
+    for places, names in sorted(
+        groups.items(), key=lambda item: tuple(-1 if stage is None else stage for stage in item[0])
+    ):
+        yield Move(
+            stage_a=places[0], stage_b=places[1], num_nodes=len(names), modules=_modules_of(names, blocks)
+        )
 
 
 def _modules_of(names: set[str], blocks: list[tuple[set[str], tuple[str, ...]]]) -> tuple[str, ...]:
@@ -243,7 +280,9 @@ def _move_table(moves: tuple[Move, ...]) -> Table:
     table.add_column("of modules", ratio=1, overflow="fold")
     for move in moves:
         more = len(move.modules) - _SHOWN_NAMES
-        names = ", ".join(move.modules[:_SHOWN_NAMES]) + (f" and {count_text(more, 'other')}" if more > 0 else "")
+        names = ", ".join(move.modules[:_SHOWN_NAMES]) + (
+            f" and {count_text(more, 'other')}" if more > 0 else ""
+        )
         places = ("-" if stage is None else str(stage) for stage in (move.stage_a, move.stage_b))
         table.add_row(*places, str(move.num_nodes), Text(names or "none"))
     return table

@@ -1,9 +1,10 @@
 """A simulated step as shapes: rectangles, numbers and ticks for an SVG.
 
-In: a `PlanSimulation` and a part of its time. Out: a `Drawing` of plain numbers and SVG path data, which hold no text of a plan.
+In: a `PlanSimulation` and a part of its time. Out: a `Drawing` of plain numbers and SVG path data, which hold
+no text of a plan.
 
-Terms. Lengths are units of the drawing's view box, `WIDTH` wide. Row: one stage. Column: one unit of width; a row of more than
-`_MOST_SPANS` spans is drawn by columns, each in the colour of what fills most of it.
+Terms. Lengths are units of the drawing's view box, `WIDTH` wide. Row: one stage. Column: one unit of width; a
+row of more than `_MAX_SPANS` spans is drawn by columns, each in the colour of what fills most of it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ LABEL_WIDTH = 98.0
 ROW_HEIGHT = 26.0
 ROW_GAP = 6.0
 AXIS_HEIGHT = 26.0
-MOST_ROWS = 24
+MAX_ROWS = 24
 _PLOT_WIDTH = WIDTH - LABEL_WIDTH - 8.0
 _DIGIT_WIDTH = 7.2
 _ZOOMED_SPAN = 17.0  # room for two digits
-_MOST_SPANS = 600
-_MOST_TICKS = 8
+_MAX_SPANS = 600
+_MAX_TICKS = 8
 _SMALLEST_PART = 1e-6
 
 
@@ -41,7 +42,9 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One stage: path data per kind, and the numbers that have room. `stage` is None for a row that stands for many."""
+    """One stage: path data per kind, and the numbers that have room. `stage` is None for a row that stands
+    for many.
+    """
 
     stage: int | None
     label: str
@@ -78,7 +81,9 @@ def timeline_drawings(simulation: PlanSimulation) -> tuple[Drawing, ...]:
     if step <= 0:
         return ()
     whole = _drawing(simulation, "The whole step", 0.0, step)
-    typical = statistics.median(min(stage.forward_seconds, stage.backward_seconds) for stage in simulation.stages)
+    typical = statistics.median(
+        min(stage.forward_seconds, stage.backward_seconds) for stage in simulation.stages
+    )
     room = _PLOT_WIDTH * typical / step
     if room >= _digits(simulation) or typical <= 0:
         return (whole,)
@@ -93,19 +98,21 @@ def timeline_drawings(simulation: PlanSimulation) -> tuple[Drawing, ...]:
 
 
 def _digits(simulation: PlanSimulation) -> float:
-    """Room for the largest number: a drawing that shows some numbers shows all that are not cut off at its ends."""
+    """Room for the largest number: a drawing that shows some numbers shows all that are not cut off at its
+    ends.
+    """
     return _DIGIT_WIDTH * len(str(simulation.num_micro_batches - 1)) + 1
 
 
 def _drawing(simulation: PlanSimulation, title: str, start: float, end: float) -> Drawing:
     stages: list[StageSimulation | None] = list(simulation.stages)
-    if len(stages) > MOST_ROWS:
-        stages = [*stages[: MOST_ROWS // 2], None, *stages[-MOST_ROWS // 2 :]]
+    if len(stages) > MAX_ROWS:
+        stages = [*stages[: MAX_ROWS // 2], None, *stages[-MAX_ROWS // 2 :]]
     rows = []
     for position, stage in enumerate(stages):
         y = position * (ROW_HEIGHT + ROW_GAP)
         if stage is None:
-            rows.append(Row(stage=None, label=f"{len(simulation.stages) - MOST_ROWS} more stages", y=y))
+            rows.append(Row(stage=None, label=f"{len(simulation.stages) - MAX_ROWS} more stages", y=y))
         else:
             rows.append(_row(stage, y, start, end, _digits(simulation)))
     height = len(rows) * (ROW_HEIGHT + ROW_GAP) + AXIS_HEIGHT
@@ -126,13 +133,15 @@ def _row(stage: StageSimulation, y: float, start: float, end: float, number_widt
     def place(seconds: float) -> float:
         return LABEL_WIDTH + (min(max(seconds, start), end) - start) * scale
 
-    boxes = [(span.kind, place(span.start), place(span.end)) for span in spans]
+    boxes: list[tuple[str, float, float]] = [
+        (span.kind, place(span.start), place(span.end)) for span in spans
+    ]
     numbers = tuple(
         Number(x=round((left + right) / 2, 1), text=str(span.micro_batch), kind=kind)
         for span, (kind, left, right) in zip(spans, boxes, strict=True)
         if kind != "allreduce" and right - left >= number_width
     )
-    if len(boxes) > _MOST_SPANS:
+    if len(boxes) > _MAX_SPANS:
         boxes = _columns(spans, start, end)
     paths = {
         kind: _path(((left, right) for of_kind, left, right in boxes if of_kind == kind), y)
@@ -178,7 +187,7 @@ def _path(boxes: Iterable[tuple[float, float]], y: float) -> str:
 
 def _ticks(start: float, end: float) -> Iterable[Tick]:
     """Round times inside of the part that is drawn."""
-    rough = (end - start) / _MOST_TICKS
+    rough = (end - start) / _MAX_TICKS
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(magnitude * factor for factor in (1, 2, 5, 10) if magnitude * factor >= rough)
     for index in range(math.ceil(start / step), math.floor(end / step + 1e-9) + 1):

@@ -1,10 +1,11 @@
 """Where a plan cuts the tree of the user's modules.
 
-In: the module paths of each block ("encoder.layer.3.attention"), the stage of each block. Out: the tree with the stages of
-every module, and short names of what a stage computes: `encoder.layer.0-11, 12 (part)`.
+In: the module paths of each block ("encoder.layer.3.attention"), the stage of each block. Out: the tree with
+the stages of every module, and short names of what a stage computes: `encoder.layer.0-11, 12 (part)`.
 
-Terms. Whole: all that is computed under a module is in one stage. Layer: a module whose name is a number; neighbouring whole
-layers are drawn together. Paths are text of a plan and may be anything; deep ones are cut at `_MAX_DEPTH` parts.
+Terms. Whole: all that is computed under a module is in one stage. Layer: a module whose name is a number;
+neighbouring whole layers are drawn together. Paths are text of a plan and may be anything; deep ones are cut
+at `_MAX_DEPTH` parts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _MAX_LAYER_DIGITS = 6
 
 @dataclass(slots=True, eq=False)
 class ModuleNode:
-    """A module. `stages`: of everything computed in it or below; `own_stages`: of what it computes outside of its children."""
+    """A module. `stages`: of everything computed in it or below; `own_stages`: of what it computes outside of
+    its children.
+    """
 
     name: str
     path: str
@@ -33,7 +36,11 @@ class ModuleNode:
     @property
     def layer(self) -> int | None:
         """The number of a layer; None for other names."""
-        return int(self.name) if self.name.isascii() and self.name.isdigit() and len(self.name) <= _MAX_LAYER_DIGITS else None
+        return (
+            int(self.name)
+            if self.name.isascii() and self.name.isdigit() and len(self.name) <= _MAX_LAYER_DIGITS
+            else None
+        )
 
     @property
     def has_layers(self) -> bool:
@@ -47,7 +54,9 @@ class ModuleNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRun:
-    """One module, or neighbouring whole layers that look alike: `name` is "attention" or "0-11", `node` the first of them."""
+    """One module, or neighbouring whole layers that look alike: `name` is "attention" or "0-11", `node` the
+    first of them.
+    """
 
     name: str
     node: ModuleNode
@@ -59,13 +68,19 @@ class ModuleRun:
 
 
 def module_tree(plan: Plan) -> ModuleNode:
-    """The modules that the plan's blocks name, children in the order of their first use. What no module computes is the root's."""
+    """The modules that the plan's blocks name, children in the order of their first use. What no module
+    computes is the root's.
+    """
     stage_of = {block: stage.index for stage in plan.stages for block in stage.blocks}
-    return path_tree((path, stage_of[block.index]) for block in plan.blocks for path in block.modules or ("",))
+    return path_tree(
+        (path, stage_of[block.index]) for block in plan.blocks for path in block.modules or ("",)
+    )
 
 
 def path_tree(places: Iterable[tuple[str, int]]) -> ModuleNode:
-    """The tree of module paths, each with the number of a stage (or of whatever the paths are to be told apart by)."""
+    """The tree of module paths, each with the number of a stage (or of whatever the paths are to be told
+    apart by).
+    """
     root = ModuleNode(name=ROOT_NAME, path="")
     for path, stage in places:
         node = root
@@ -85,7 +100,9 @@ def _parts(path: str) -> list[str]:
 
 
 def children_in_runs(node: ModuleNode) -> list[ModuleRun]:
-    """The children of a module, neighbouring layers drawn together where they are whole, in one stage, and look alike."""
+    """The children of a module, neighbouring layers drawn together where they are whole, in one stage, and
+    look alike.
+    """
     runs: list[list[ModuleNode]] = []
     for child in node.children.values():
         before = runs[-1][-1] if runs else None
@@ -95,7 +112,9 @@ def children_in_runs(node: ModuleNode) -> list[ModuleRun]:
             runs.append([child])
     return [
         ModuleRun(
-            name=run[0].name if len(run) == 1 else f"{run[0].name}-{run[-1].name}", node=run[0], num_modules=len(run)
+            name=run[0].name if len(run) == 1 else f"{run[0].name}-{run[-1].name}",
+            node=run[0],
+            num_modules=len(run),
         )
         for run in runs
     ]
@@ -109,7 +128,9 @@ def _continues(before: ModuleNode, after: ModuleNode) -> bool:
 
 
 def stage_modules(root: ModuleNode, stage: int) -> list[str]:
-    """What a stage computes, in short names in the order of first use; a module that another stage shares is marked "(part)"."""
+    """What a stage computes, in short names in the order of first use; a module that another stage shares is
+    marked "(part)".
+    """
     if root.stages == {stage}:
         return ["the whole model"]
     entries = list(_entries(root, stage))
@@ -146,7 +167,9 @@ def _list_of(node: ModuleNode) -> str | None:
 
 
 def _entries(node: ModuleNode, stage: int) -> Iterator[tuple[ModuleNode, bool]]:
-    """Largest modules below `node` that are wholly in `stage`, and layers and leaves that are partly so (False)."""
+    """Largest modules below `node` that are wholly in `stage`, and layers and leaves that are partly so
+    (False).
+    """
     for child in node.children.values():
         if stage not in child.stages:
             continue

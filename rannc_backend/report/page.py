@@ -1,6 +1,7 @@
 """A plan as one page of HTML that needs nothing else: no script, no network, no other file.
 
-In: a `Plan`. Out: the text of the page. What the template gets are plain numbers and texts; it escapes every one of them.
+In: a `Plan`. Out: the text of the page. What the template gets are plain numbers and texts; it escapes every
+one of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rannc_backend.report.words import (
 from rannc_backend.schedule.plan_simulation import MAX_SPANS, PlanSimulation, simulate_plan
 
 SHOWN_STAGES = 16  # the others are folded away
-_MOST_TREE_ITEMS = 4000
+_MAX_TREE_ITEMS = 4000
 _OPEN_DEPTH = 4
 _HUE_STEP = 137.508  # the golden angle: neighbours are far apart, and no two stages soon alike
 _FIRST_HUE = 212.0
@@ -50,7 +51,9 @@ _MEMORY_NAMES = ("weights", "gradients", "optimizer state", "activations", "buff
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A piece of a bar: a CSS class, which says its colour and its pattern, percent of the bar's length, what a pointer shows."""
+    """A piece of a bar: a CSS class, which says its colour and its pattern, percent of the bar's length, what
+    a pointer shows.
+    """
 
     kind: str
     percent: float
@@ -94,7 +97,11 @@ def plan_page(plan: Plan, simulation: PlanSimulation | None = None) -> str:
     folder = resources.files("rannc_backend.report") / "templates"
     sources = {name: (folder / name).read_text(encoding="utf-8") for name in ("plan.html", "macros.html")}
     environment = Environment(
-        loader=DictLoader(sources), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=DictLoader(sources),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.globals |= {"meaning": meaning, "number": itertools.count(1).__next__}
     style = Markup((folder / "plan.css").read_text(encoding="utf-8"))  # our own file
@@ -118,7 +125,9 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
         "shown_stages": SHOWN_STAGES,
         "memory_names": list(zip(_MEMORY_PARTS, _MEMORY_NAMES, strict=True)),
         "memory": memory_text(plan),
-        "limit_percent": round(100 * limit / _memory_scale(most, limit), 2) if limit <= _memory_scale(most, limit) else None,
+        "limit_percent": round(100 * limit / _memory_scale(most, limit), 2)
+        if limit <= _memory_scale(most, limit)
+        else None,
         "limit": size_text(limit),
         "tree": _tree(plan),
         "alternatives": _alternatives(plan),
@@ -129,7 +138,9 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
 
 
 def _binding(plan: Plan) -> tuple[str, str, str]:
-    """What binds, what would gain how much, and what is slowest; "" for what a plan of an earlier version does not say."""
+    """What binds, what would gain how much, and what is slowest; "" for what a plan of an earlier version
+    does not say.
+    """
     before, found, slowest = printable(plan.binding).rpartition("; slowest: ")
     name, colon, gains = before.partition(": ") if found else (slowest, "", "")
     return (name, gains, slowest if found else "")
@@ -148,22 +159,41 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     step = plan.predicted_step_seconds
     tiles = [
         ("step", seconds_text(step), proof_text(plan), "proof"),
-        ("stages", str(plan.num_stages), f"{stages_text(plan.stage_replicas)}{f', {idle} idle' if idle else ''}", ""),
+        (
+            "stages",
+            str(plan.num_stages),
+            f"{stages_text(plan.stage_replicas)}{f', {idle} idle' if idle else ''}",
+            "",
+        ),
         ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')} in all", ""),
         ("schedule", plan.schedule, "", ""),
         ("stages run by", plan.stage_compiler, "", ""),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
-        ("peak memory", size_text(most), f"{percent_text(most / limit)} of the limit" if limit else "no limit", ""),
+        (
+            "peak memory",
+            size_text(most),
+            f"{percent_text(most / limit)} of the limit" if limit else "no limit",
+            "",
+        ),
     ]
     if plan.equal_split_seconds is not None and step > 0:
         speedup = plan.equal_split_seconds / step
-        tiles.append(("against equal stages", f"{speedup:.2f} x", f"they take {seconds_text(plan.equal_split_seconds)}", ""))
+        tiles.append(
+            (
+                "against equal stages",
+                f"{speedup:.2f} x",
+                f"they take {seconds_text(plan.equal_split_seconds)}",
+                "",
+            )
+        )
     return tiles
 
 
 def mean_idle_share(plan: Plan) -> float:
     """Predicted idle time, the mean over the ranks that have a stage."""
-    return sum(stage.predicted.idle_share * stage.num_replicas for stage in plan.stages) / sum(plan.stage_replicas)
+    return sum(stage.predicted.idle_share * stage.num_replicas for stage in plan.stages) / sum(
+        plan.stage_replicas
+    )
 
 
 def _ranks_label(stage: StagePlan) -> str:
@@ -188,7 +218,10 @@ def _stage_views(plan: Plan) -> list[StageView]:
         seconds = [
             ("forward", cost.forward_seconds), ("backward", cost.backward_seconds), ("transfer", cost.transfer_seconds)
         ]  # fmt: skip
-        sizes = [(part, name, getattr(cost, f"{part}_bytes")) for part, name in zip(_MEMORY_PARTS, _MEMORY_NAMES, strict=True)]
+        sizes = [
+            (part, name, getattr(cost, f"{part}_bytes"))
+            for part, name in zip(_MEMORY_PARTS, _MEMORY_NAMES, strict=True)
+        ]
         views.append(
             StageView(
                 index=stage.index,
@@ -198,7 +231,11 @@ def _stage_views(plan: Plan) -> list[StageView]:
                 modules=", ".join(stage_modules(root, stage.index)) or "nothing",
                 seconds=seconds_text(_micro_batch_seconds(stage)),
                 seconds_bar=tuple(
-                    Segment(kind=kind, percent=round(100 * value / slowest, 2), title=f"{kind} {seconds_text(value)}")
+                    Segment(
+                        kind=kind,
+                        percent=round(100 * value / slowest, 2),
+                        title=f"{kind} {seconds_text(value)}",
+                    )
                     for kind, value in seconds
                 ),
                 facts=(
@@ -210,7 +247,9 @@ def _stage_views(plan: Plan) -> list[StageView]:
                 memory=size_text(cost.peak_bytes),
                 memory_share=percent_text(cost.peak_bytes / limit) if limit else "",
                 memory_bar=tuple(
-                    Segment(kind=part, percent=round(100 * value / scale, 2), title=f"{name} {size_text(value)}")
+                    Segment(
+                        kind=part, percent=round(100 * value / scale, 2), title=f"{name} {size_text(value)}"
+                    )
                     for part, name, value in sizes
                 ),
                 memory_facts=tuple((name, size_text(value)) for _, name, value in sizes if value),
@@ -226,7 +265,7 @@ def _micro_batch_seconds(stage: StagePlan) -> float:
 
 def _tree(plan: Plan) -> list[TreeItem]:
     root = module_tree(plan)
-    left = [_MOST_TREE_ITEMS]
+    left = [_MAX_TREE_ITEMS]
     return _tree_items(root, 0, left)
 
 
@@ -253,11 +292,16 @@ def _tree_items(node: ModuleNode, depth: int, left: list[int]) -> list[TreeItem]
 
 
 def _alternatives(plan: Plan) -> list[dict[str, Any]]:
-    seconds = [other.predicted_step_seconds for other in plan.alternatives if other.predicted_step_seconds is not None]
+    seconds = [
+        other.predicted_step_seconds
+        for other in plan.alternatives
+        if other.predicted_step_seconds is not None
+    ]
     slowest = max([plan.predicted_step_seconds, *seconds]) or 1.0
     rows = [
         {
-            "shape": f"{stages_text(plan.stage_replicas)}, {count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')}",
+            "shape": f"{stages_text(plan.stage_replicas)}, "
+            f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')}",
             "step": seconds_text(plan.predicted_step_seconds),
             "change": "chosen",
             "percent": round(100 * plan.predicted_step_seconds / slowest, 2),
@@ -289,9 +333,13 @@ def _what_if(plan: Plan) -> list[dict[str, Any]]:
             {
                 "change": printable(item.change),
                 "effect": change,
-                "percent": 0.0 if seconds is None or not step else round(100 * min(abs(seconds / step - 1), 1.0), 1),
+                "percent": 0.0
+                if seconds is None or not step
+                else round(100 * min(abs(seconds / step - 1), 1.0), 1),
                 "tone": "same" if change == "same" else "better" if change.startswith("-") else "worse",
-                "plan": "" if seconds is None else f"{seconds_text(seconds)} with {stages_text(item.stage_replicas)}",
+                "plan": ""
+                if seconds is None
+                else f"{seconds_text(seconds)} with {stages_text(item.stage_replicas)}",
             }
         )
     return rows
@@ -301,14 +349,32 @@ def _cluster(plan: Plan) -> list[tuple[str, str]]:
     cluster = plan.cluster
     rows = [
         ("cluster", printable(cluster.name)),
-        ("devices", f"{cluster.num_devices} x {printable(cluster.device_name)}, {cluster.devices_per_node} per node"),
-        ("memory of a device", f"{size_text(cluster.device_memory_bytes)}, plans may use {size_text(plan.memory_limit_bytes)}"),
+        (
+            "devices",
+            f"{cluster.num_devices} x {printable(cluster.device_name)}, {cluster.devices_per_node} per node",
+        ),
+        (
+            "memory of a device",
+            f"{size_text(cluster.device_memory_bytes)}, plans may use {size_text(plan.memory_limit_bytes)}",
+        ),
         ("memory bandwidth", rate_text(cluster.memory_bytes_per_second)),
-        *((f"peak {printable(rate.dtype)}", f"{rate.flops_per_second / 1e12:.3g} TFLOP/s") for rate in cluster.peak_flops),
-        *((f"reached by {printable(entry.operator_class)}", percent_text(entry.share)) for entry in cluster.efficiencies),
+        *(
+            (f"peak {printable(rate.dtype)}", f"{rate.flops_per_second / 1e12:.3g} TFLOP/s")
+            for rate in cluster.peak_flops
+        ),
+        *(
+            (f"reached by {printable(entry.operator_class)}", percent_text(entry.share))
+            for entry in cluster.efficiencies
+        ),
         ("start of an operator", seconds_text(cluster.launch_seconds)),
-        ("link within a node", _link(cluster.intra_node_bytes_per_second, cluster.intra_node_latency_seconds)),
-        ("link between nodes", _link(cluster.inter_node_bytes_per_second, cluster.inter_node_latency_seconds)),
+        (
+            "link within a node",
+            _link(cluster.intra_node_bytes_per_second, cluster.intra_node_latency_seconds),
+        ),
+        (
+            "link between nodes",
+            _link(cluster.inter_node_bytes_per_second, cluster.inter_node_latency_seconds),
+        ),
         ("costs", printable(plan.costs_from)),
     ]
     return rows

@@ -1,7 +1,7 @@
 """What `rannc show` shows, as JSON for programs.
 
-In: a `Plan`. Out: a dict of plain values: seconds, bytes and shares as numbers, modules in short names. Smaller than the plan
-itself, without nodes and blocks.
+In: a `Plan`. Out: a dict of plain values: seconds, bytes and shares as numbers, modules in short names.
+Smaller than the plan itself, without nodes and blocks.
 """
 
 from __future__ import annotations

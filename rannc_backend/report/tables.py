@@ -1,15 +1,18 @@
 """A plan as text for a terminal or a pipe, 80 columns or more.
 
-In: a `Plan`. Out: rich renderables, one per section: what was decided, where each stage lies, its seconds, its memory, what
-lost, what would help. Every text of the plan is made printable and taken literally, never as rich's markup.
+In: a `Plan`. Out: rich renderables, one per section: what was decided, where each stage lies, its seconds,
+its memory, what lost, what would help. Every text of the plan is made printable and taken literally, never as
+rich's markup.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,9 +34,21 @@ _BAR_CELLS = 12
 _PARTS = " ▏▎▍▌▋▊▉█"
 
 
+def stdout_console(piped_columns: int = 100, **options: Any) -> Console:
+    """A console for stdout; so many columns wide where that is no terminal: rich's 80 fold tables into
+    strips.
+    """
+    return Console(width=None if sys.stdout.isatty() else piped_columns, **options)
+
+
 def plan_report(plan: Plan) -> Iterator[RenderableType]:
     """The sections of `rannc show`, with an empty line before each but the first."""
-    sections: list[RenderableType] = [headline(plan), placement_table(plan), seconds_table(plan), memory_table(plan)]
+    sections: list[RenderableType] = [
+        headline(plan),
+        placement_table(plan),
+        seconds_table(plan),
+        memory_table(plan),
+    ]
     sections += [alternatives_table(plan)] if plan.alternatives else []
     sections += [what_if_table(plan)] if plan.what_if else []
     for index, section in enumerate(sections):
@@ -44,9 +59,14 @@ def plan_report(plan: Plan) -> Iterator[RenderableType]:
 
 def headline(plan: Plan) -> RenderableType:
     """What was decided, what it should take, and what binds it."""
-    lines = [
+    lines: list[RenderableType] = [
         Text.assemble((printable(plan.model_name) or "model", "bold"), f": {shape_text(plan)}"),
-        _fact("step", Text.assemble((seconds_text(plan.predicted_step_seconds), "bold"), f" predicted; {proof_text(plan)}")),
+        _fact(
+            "step",
+            Text.assemble(
+                (seconds_text(plan.predicted_step_seconds), "bold"), f" predicted; {proof_text(plan)}"
+            ),
+        ),
     ]
     if plan.equal_split_seconds is not None:
         lines.append(_fact("equal split", Text(equal_split_text(plan))))
@@ -64,14 +84,18 @@ def shape_text(plan: Plan) -> str:
     idle = f" ({plan.world_size - used} of them idle)" if used < plan.world_size else ""
     return (
         f"{count_text(plan.num_stages, 'stage')} on {count_text(plan.world_size, 'rank')}{idle}, "
-        f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {count_text(plan.batch_rows, 'row')} in all, "
-        f"schedule {plan.schedule}, stages {plan.stage_compiler}"
+        f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"{count_text(plan.batch_rows, 'row')} in all, schedule {plan.schedule}, stages {plan.stage_compiler}"
     )
 
 
 def proof_text(plan: Plan) -> str:
     """How sure the planner is, and where its costs come from."""
-    proven = "proven the best" if plan.proven_gap == 0 else f"at most {percent_text(plan.proven_gap)} from the best"
+    proven = (
+        "proven the best"
+        if plan.proven_gap == 0
+        else f"at most {percent_text(plan.proven_gap)} from the best"
+    )
     return f"{proven} for {printable(plan.costs_from)} costs"
 
 
@@ -118,7 +142,9 @@ def placement_table(plan: Plan) -> Table:
 
 
 def seconds_table(plan: Plan) -> Table:
-    """Forward, backward and messages of one micro-batch, the all-reduce of a step, idle time; what is kept for backward."""
+    """Forward, backward and messages of one micro-batch, the all-reduce of a step, idle time; what is kept
+    for backward.
+    """
     table = _table("Seconds (of one micro-batch; all-reduce and idle: of the step)")
     for name in ("stage", "forward", "backward", "transfer", "all-reduce", "kept", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -142,7 +168,17 @@ def memory_table(plan: Plan) -> Table:
     """The parts of each stage's peak, and the limit it stays under."""
     limit = plan.memory_limit_bytes
     table = _table(f"Memory of one rank (limit {size_text(limit)})", gap=0)
-    for name in ("stage", "weights", "grads", "optimizer", "activations", "buffers", "workspace", "peak", "of limit"):
+    for name in (
+        "stage",
+        "weights",
+        "grads",
+        "optimizer",
+        "activations",
+        "buffers",
+        "workspace",
+        "peak",
+        "of limit",
+    ):
         table.add_column(name, justify="right")
     for stage in plan.stages:
         cost = stage.predicted
@@ -153,7 +189,9 @@ def memory_table(plan: Plan) -> Table:
         share = cost.peak_bytes / limit if limit else 0.0
         style = "red" if limit and share > 1 else "default"
         table.add_row(
-            _stage_cell(stage), *(size_text(part) for part in parts), Text(percent_text(share) if limit else "", style=style)
+            _stage_cell(stage),
+            *(size_text(part) for part in parts),
+            Text(percent_text(share) if limit else "", style=style),
         )
     return table
 
@@ -188,7 +226,11 @@ def sorted_alternatives(plan: Plan) -> list[Alternative]:
     """Fastest first, those without room last."""
     return sorted(
         plan.alternatives,
-        key=lambda other: (other.predicted_step_seconds is None, other.predicted_step_seconds or 0.0, other.num_stages),
+        key=lambda other: (
+            other.predicted_step_seconds is None,
+            other.predicted_step_seconds or 0.0,
+            other.num_stages,
+        ),
     )
 
 

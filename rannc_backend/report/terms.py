@@ -8,22 +8,31 @@ from __future__ import annotations
 from types import MappingProxyType
 
 _OF_PAGE = {
-    "step": "seconds from when all ranks begin one training step until the last is done, predicted by simulation; without the optimizer",
+    "step": "seconds from when all ranks begin one training step until the last is done, predicted by "
+    "simulation; without the optimizer",
     "stages": "sets of nodes that one group of ranks computes each; together they are the model",
     "micro-batches": "intervals of the rows of the global batch; what one forward of a stage works on",
-    "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards first",
+    "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards "
+    "first",
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
-    "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, draining, waiting",
+    "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
+    "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",
-    "against equal stages": "how many times as fast as the best plan with equally many blocks and replicas in every stage",
-    "proof": "the search proves how much faster a plan that it did not look at could be, for these blocks, costs and settings",
-    "bound by": "what gains most of one more device, twice the memory and twice the link speed, each planned again",
+    "against equal stages": "how many times as fast as the best plan with equally many blocks and replicas "
+    "in every stage",
+    "proof": "the search proves how much faster a plan that it did not look at could be, for these blocks, "
+    "costs and settings",
+    "bound by": "what gains most of one more device, twice the memory and twice the link speed, each planned "
+    "again",
     "timeline": "the simulated step: what each stage computes when; its ranks do the same at the same time",
     "forward": "computing the outputs of a stage; seconds are those of one micro-batch on one rank",
-    "backward": "computing the gradients of a stage, with what is computed again; seconds are those of one micro-batch on one rank",
-    "all-reduce": "adding up the gradients over the replicas of a stage, once per step, most of it beside the last backward",
+    "backward": "computing the gradients of a stage, with what is computed again; seconds are those of one "
+    "micro-batch on one rank",
+    "all-reduce": "adding up the gradients over the replicas of a stage, once per step, most of it beside "
+    "the last backward",
     "idle": "the stage computes nothing: it waits for a message, or has nothing left to do",
-    "transfer": "the message from the stage before, and the gradients back, for one micro-batch; runs beside computing",
+    "transfer": "the message from the stage before, and the gradients back, for one micro-batch; runs beside "
+    "computing",
     "kept": "share of the activations that are kept for backward; the others are computed again",
     "memory": "what one rank of each stage needs at its fullest moment",
     "weights": "the parameters and buffers of a stage's modules",
@@ -44,15 +53,20 @@ _OF_PAGE = {
     "peak": "operations on numbers of this type per second at best",
     "reached by": "share of the peak that operators of this class reach",
     "start of an operator": "seconds that every operator takes at least, however small",
-    "link within a node": "how fast one device sends to another of its node, and what each message costs however small",
-    "link between nodes": "how fast one device sends to one of another node, and what each message costs however small",
-    "costs": "where seconds and bytes come from: analytic from the description, measured on the machine, or rules",
+    "link within a node": "how fast one device sends to another of its node, and what each message costs "
+    "however small",
+    "link between nodes": "how fast one device sends to one of another node, and what each message costs "
+    "however small",
+    "costs": "where seconds and bytes come from: analytic from the description, measured on the machine, or "
+    "rules",
 }
 MEANINGS = MappingProxyType(_OF_PAGE)
 
 
 def meaning(name: str) -> str:
-    """What a name on the page means: that of the longest term that it is, or begins with. KeyError where there is none."""
+    """What a name on the page means: that of the longest term that it is, or begins with. KeyError where
+    there is none.
+    """
     words = name.lower().split()
     for count in range(len(words), 0, -1):
         term = " ".join(words[:count])

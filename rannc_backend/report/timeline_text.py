@@ -51,20 +51,32 @@ def simulation_table(plan: Plan, simulations: Sequence[PlanSimulation]) -> Table
 
 def guess_warning(simulations: Sequence[PlanSimulation]) -> str:
     """What to say of numbers of rows far from those that the plan lists; "" if there are none."""
-    guessed = [str(item.num_micro_batches) for item in simulations if not all(stage.is_listed for stage in item.stages)]
+    guessed = [
+        str(item.num_micro_batches)
+        for item in simulations
+        if not all(stage.is_listed for stage in item.stages)
+    ]
     if not guessed:
         return ""
     return f"costs with {', '.join(guessed)} micro-batches are guessed from other numbers of rows; plan again to price them"
 
 
 def timeline(simulation: PlanSimulation, width: int) -> list[Text]:
-    """A line per stage and a line of time, at most `width` characters wide; stages in the middle are left out if many."""
+    """A line per stage and a line of time, at most `width` characters wide; stages in the middle are left out
+    if many.
+    """
     stages = list(simulation.stages)
     label_width = len(str(len(stages) - 1)) + len("stage ")
     num_cells = max(20, width - label_width - 1)
     is_coarse = 2 * simulation.num_micro_batches > num_cells
-    shown = stages if len(stages) <= _SHOWN_STAGES else [*stages[: _SHOWN_STAGES // 2], None, *stages[-_SHOWN_STAGES // 2 :]]
-    title = f"{simulation.schedule}, {count_text(simulation.num_micro_batches, 'micro-batch', 'micro-batches')}"
+    shown = (
+        stages
+        if len(stages) <= _SHOWN_STAGES
+        else [*stages[: _SHOWN_STAGES // 2], None, *stages[-_SHOWN_STAGES // 2 :]]
+    )
+    title = (
+        f"{simulation.schedule}, {count_text(simulation.num_micro_batches, 'micro-batch', 'micro-batches')}"
+    )
     lines = [Text(title, style="bold")]
     for stage in shown:
         if stage is None:
@@ -97,12 +109,12 @@ def _cell(spans: Sequence[Span], begin: int, start: float, end: float, is_coarse
     filled: dict[str, float] = {}
     longest: tuple[float, Span | None] = (0.0, None)
     for index in range(begin, len(spans)):
-        span = spans[index]
-        if span.start >= end:
+        each = spans[index]
+        if each.start >= end:
             break
-        inside = min(span.end, end) - max(span.start, start)
-        filled[span.kind] = filled.get(span.kind, 0.0) + inside
-        longest = max(longest, (inside, span), key=lambda pair: pair[0])
+        inside = min(each.end, end) - max(each.start, start)
+        filled[each.kind] = filled.get(each.kind, 0.0) + inside
+        longest = max(longest, (inside, each), key=lambda pair: pair[0])
     span = longest[1]
     if span is None or 2 * sum(filled.values()) < end - start:
         return IDLE, "dim"

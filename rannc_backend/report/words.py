@@ -49,7 +49,7 @@ def rate_text(bytes_per_second: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """"23 %"; one digit after the point below 10 %."""
+    """ "23 %"; one digit after the point below 10 %."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"
 
@@ -91,7 +91,7 @@ def replicas_text(replicas: Sequence[int]) -> str:
 
 
 def stages_text(replicas: Sequence[int]) -> str:
-    """"1 stage on 8 ranks", "4 stages on 2 ranks each", "4 stages on 2, 3 x 1 ranks"."""
+    """ "1 stage on 8 ranks", "4 stages on 2 ranks each", "4 stages on 2, 3 x 1 ranks"."""
     stages = count_text(len(replicas), "stage")
     if len(set(replicas)) == 1:
         return f"{stages} on {count_text(replicas[0], 'rank')}{' each' if len(replicas) > 1 else ''}"
@@ -107,21 +107,15 @@ def kept_text(recompute: Sequence[float]) -> str:
 
 
 def count_text(number: int, singular: str, plural: str | None = None) -> str:
-    """"1 stage", "2 stages"."""
+    """ "1 stage", "2 stages"."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def printable(text: str) -> str:
     """`text` with every character that a terminal or a page might act on written as its code."""
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode("ascii")
+        character
+        if character.isprintable()
+        else character.encode("unicode_escape", "backslashreplace").decode("ascii")
         for character in text
     )
-
-
-def shortened(text: str, most: int) -> str:
-    """`text` in at most `most` characters, the middle left out."""
-    if len(text) <= most:
-        return text
-    begin = (most - 1) // 2
-    return f"{text[:begin]}…{text[len(text) - (most - 1 - begin):]}"

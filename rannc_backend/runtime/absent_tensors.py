@@ -1,13 +1,17 @@
-"""Tensors whose value is not on this rank: they keep shape, dtype and identity, and whatever would read, write or copy them is an error.
+"""Tensors whose value is not on this rank: they keep shape, dtype and identity, and whatever would read,
+write or copy them is an error.
 
-In: a parameter or buffer and why its value is not here. Out: the same object, over placeholder memory (a parameter's is a single
-element), with a class whose ``__torch_function__`` lets pass what asks for metadata and raises for everything else. Terms: an *absence*
-is the reason: other ranks own the tensor (*released*), or nobody has made its value yet (*promised*).
+In: a parameter or buffer and why its value is not here. Out: the same object, over placeholder memory (a
+parameter's is a single element), with a class whose ``__torch_function__`` lets pass what asks for metadata
+and raises for everything else. Terms: an *absence* is the reason: other ranks own the tensor (*released*), or
+nobody has made its value yet (*deferred*).
 
-Why a class: everything that Python code does with a tensor passes ``__torch_function__``, ``torch._foreach_*`` and registered C++ operators
-included, and the object stays the one that optimizers, modules and the user know. Below it the placeholder's storage refuses access by its
-address where torch can do so: for writing in all builds, for reading in builds with CUDA. What remains in builds without CUDA is C++ code
-that takes the tensor without asking Python and only reads it (``torch.tensor(p)``, transforms of torch.func): it sees NaN.
+Why a class: everything that Python code does with a tensor passes ``__torch_function__``,
+``torch._foreach_*`` and registered C++ operators included, and the object stays the one that optimizers,
+modules and the user know. Below it the placeholder's storage refuses access by its address where torch can do
+so: for writing in all builds, for reading in builds with CUDA. What remains in builds without CUDA is C++
+code that takes the tensor without asking Python and only reads it (``torch.tensor(p)``, transforms of
+torch.func): it sees NaN.
 """
 
 from __future__ import annotations
@@ -108,12 +112,27 @@ _FUNCTIONS = (
     "_has_compatible_shallow_copy_type",
 )
 # They give the tensor itself where nothing is to be converted.
-_CONVERSIONS = ("to", "type", "type_as", "contiguous", "cpu", "cuda", "float", "double", "half", "bfloat16", "int", "long", "bool")
+_CONVERSIONS = (
+    "to",
+    "type",
+    "type_as",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "int",
+    "long",
+    "bool",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """Why a tensor has no value on this rank: ``owners`` have it, or, where there are none, nobody has made it yet.
+    """Why a tensor has no value on this rank: ``owners`` have it, or, where there are none, nobody has made
+    it yet.
 
     Attributes:
         kind: "parameter" or "buffer".
@@ -139,7 +158,11 @@ class Absent:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _metadata_functions():
@@ -160,7 +183,12 @@ class Absent:
                 return result  # the name of its type
             if result.dtype == probe.dtype and result.device == probe.device:
                 return tensor  # also for "cpu:0" in place of "cpu", where torch makes a copy
-        if func in _writing_functions() and len(args) > 1 and args[0] is tensor and isinstance(args[1], Absent):
+        if (
+            func in _writing_functions()
+            and len(args) > 1
+            and args[0] is tensor
+            and isinstance(args[1], Absent)
+        ):
             return tensor  # what load_state_dict and Module.to do with a tensor that they are not to change
         raise absence_of(tensor).error(getattr(func, "__name__", str(func)))
 
@@ -186,12 +214,19 @@ class Absent:
 
 
 def make_absent(
-    tensor: torch.Tensor, name: str, *, owners: tuple[int, ...], device: torch.device, strides: tuple[int, ...] | None = None
+    tensor: torch.Tensor,
+    name: str,
+    *,
+    owners: tuple[int, ...],
+    device: torch.device,
+    strides: tuple[int, ...] | None = None,
 ) -> None:
-    """Forget the value of ``tensor``, a parameter's memory with it; from now on only metadata can be asked for, until `make_present`.
+    """Forget the value of ``tensor``, a parameter's memory with it; from now on only metadata can be asked
+    for, until `make_present`.
 
     Args:
-        owners: the ranks that have its value; () where nobody has made it yet. An absent tensor gets another reason.
+        owners: the ranks that have its value; () where nobody has made it yet. An absent tensor gets another
+        reason.
         strides: those of the value, in elements; None: as they are.
     """
     before = absence_of(tensor) if is_absent(tensor) else None
@@ -206,8 +241,11 @@ def make_absent(
     if absence.kind == "parameter":
         cell = placeholder(tensor, device)
     else:
-        # Models change buffers in place, which a trace looks at: none of a buffer's elements may share memory.
-        cell = torch.empty_strided(tensor.shape, absence.strides, dtype=tensor.dtype, device=device).fill_(_filler(tensor))
+        # Models change buffers in place, which a trace looks at: none of a buffer's elements may share
+        # memory.
+        cell = torch.empty_strided(tensor.shape, absence.strides, dtype=tensor.dtype, device=device).fill_(
+            _filler(tensor)
+        )
     refuse_memory_access(cell, absence.error("").problem)
     tensor.data = cell
     setattr(tensor, _ATTRIBUTE, absence)
@@ -240,17 +278,33 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def restore_classes(tensors: Iterable[torch.Tensor]) -> None:
-    """Let absent tensors have the class that they had before: for the time of a trace, which reads no values but asks for classes."""
+    """Let absent tensors have the class that they had before: for the time of a trace, which reads no values
+    but asks for classes.
+
+    Buffers without dimensions can be read until `refuse_again`: torch looks at their values when it makes a
+    trace's fake tensors, and a trace that would use one of them ends in an error of its own (``.item()``,
+    control flow).
+    """
     for tensor in tensors:
         if isinstance(tensor, Absent):
-            tensor.__class__ = absence_of(tensor).original
+            absence = absence_of(tensor)
+            tensor.__class__ = absence.original  # type: ignore[assignment]
+            if _is_looked_at(tensor, absence):
+                tensor.data = torch.full((), _filler(tensor), dtype=tensor.dtype, device=tensor.device)
 
 
 def refuse_again(tensors: Iterable[torch.Tensor]) -> None:
     """Undo `restore_classes` for those of ``tensors`` that are absent."""
     for tensor in tensors:
         if is_absent(tensor) and not isinstance(tensor, Absent):
+            absence = absence_of(tensor)
+            if _is_looked_at(tensor, absence):
+                refuse_memory_access(tensor, absence.error("").problem)
             tensor.__class__ = _absent_class(type(tensor))
+
+
+def _is_looked_at(tensor: torch.Tensor, absence: Absence) -> bool:
+    return absence.kind == "buffer" and tensor.dim() == 0
 
 
 def placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -289,16 +343,22 @@ def _first_absent(values: Any) -> torch.Tensor | None:
 
 @functools.cache
 def _absent_class(original: type[torch.Tensor]) -> type[torch.Tensor]:
-    return type(original)(f"Absent{original.__name__}", (Absent, original), {"__module__": __name__})
+    meta: Any = type(original)
+    return meta(f"Absent{original.__name__}", (Absent, original), {"__module__": __name__})
 
 
 @functools.cache
 def _metadata_functions() -> frozenset[Any]:
-    getters = [getattr(torch.Tensor, name).__get__ for name in (*_PROPERTIES, *_SETTABLE) if hasattr(torch.Tensor, name)]
+    getters = [
+        getattr(torch.Tensor, name).__get__
+        for name in (*_PROPERTIES, *_SETTABLE)
+        if hasattr(torch.Tensor, name)
+    ]
     setters = [getattr(torch.Tensor, name).__set__ for name in _SETTABLE]
     methods = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
     functions = [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
-    return frozenset([*getters, *setters, torch.Tensor.grad.__delete__, *methods, *functions])  # type: ignore[attr-defined]
+    deleter = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
+    return frozenset([*getters, *setters, deleter, *methods, *functions])
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Who started this process, read from the environment alone.
 
-In: environment variables. Out: a `Launch`. Terms: a *launcher* is mpirun/srun ("mpi"), torchrun ("torchrun") or none
-("single"). Each MPI numbers ranks on a host in its own way, so the local rank of an MPI launch is not read from here.
+In: environment variables. Out: a `Launch`. Terms: a *launcher* is mpirun/srun ("mpi"), torchrun ("torchrun")
+or none ("single"). Each MPI numbers ranks on a host in its own way, so the local rank of an MPI launch is not
+read from here.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from dataclasses import dataclass
 from rannc_backend.errors import LaunchError
 from rannc_backend.errors.base import shown
 
-# Rank and size variables by launcher: MPICH, Intel MPI and others with Hydra; Open MPI; Slurm's srun. A batch script
-# has SLURM_PROCID too, without being a task of a step, so the number of tasks is read from the step.
+# Rank and size variables by launcher: MPICH, Intel MPI and others with Hydra; Open MPI; Slurm's srun. A batch
+# script has SLURM_PROCID too, without being a task of a step, so the number of tasks is read from the step.
 _MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 # Left by a launcher to its processes, and to what these start.
 _LEFT_BY_LAUNCHERS = re.compile(
     r"^(PMI_|PMIX_|HYDI_|MPI_LOCAL|OMPI_COMM_WORLD_|OMPI_UNIVERSE|SLURM_(PROCID|STEP_|LOCALID|NODEID)|TORCHELASTIC_|GROUP_|LOCAL_|ROLE_)"
@@ -47,8 +48,9 @@ class Launch:
 def find_launch(environ: Mapping[str, str]) -> Launch:
     """Read the launcher, rank and size.
 
-    torchrun's own mark goes first, because torchrun under srun or mpirun leaves the outer rank in the environment of
-    every process it starts. Without it MPI's variables go before WORLD_SIZE, which users export for themselves.
+    torchrun's own mark goes first, because torchrun under srun or mpirun leaves the outer rank in the
+    environment of every process it starts. Without it MPI's variables go before WORLD_SIZE, which users
+    export for themselves.
 
     Raises:
         LaunchError: WORLD_SIZE is there but not the variables that belong to it.
@@ -77,6 +79,9 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "0").strip()
-    if not text.isdecimal() or len(text) > _MOST_DIGITS:
-        raise LaunchError(f"{name} is {shown(text)}, not a number of ranks", cure=f"unset {name}, or let the launcher set it.")
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise LaunchError(
+            f"{name} is {shown(text)}, not a number of ranks",
+            cure=f"unset {name}, or let the launcher set it.",
+        )
     return int(text)

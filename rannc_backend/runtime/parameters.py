@@ -1,20 +1,22 @@
-"""Who owns which parameter, how parameters come to their owners, and what the user's module shows of those that live elsewhere.
+"""Who owns which parameter, how parameters come to their owners, and what the user's module shows of those
+that live elsewhere.
 
-In: the user's root module and, once a plan is there, the ranks that own each parameter and buffer. Out: on each rank the tensors of
-its own stages; every other parameter gives its memory back; ``state_dict`` and ``load_state_dict`` of the module and of its
-submodules work on all ranks together.
+In: the user's root module and, once a plan is there, the ranks that own each parameter and buffer. Out: on
+each rank the tensors of its own stages; every other parameter gives its memory back; ``state_dict`` and
+``load_state_dict`` of the module and of its submodules work on all ranks together.
 
-Terms. A parameter's *owners* are the ranks of all stages that use it, in ascending order; its *first owner* answers for it where a
-value must be counted or sent once. So are those of a buffer the ranks of the stages that give it new values; other buffers stay with
-every rank. On other ranks a parameter, and such a buffer, is *released*: its memory is given back, and using its value is an error
-(`absent_tensors.py`). A *promised* parameter has no value on any rank yet: each owner makes it (see `promises.py`). *Holders* are the
-ranks that have a value at present.
+Terms. A parameter's *owners* are the ranks of all stages that use it, in ascending order; its *first owner*
+answers for it where a value must be counted or sent once. So are those of a buffer the ranks of the stages
+that give it new values; other buffers stay with every rank. On other ranks a parameter, and such a buffer, is
+*released*: its memory is given back, and using its value is an error (`absent_tensors.py`). A *deferred*
+parameter has no value on any rank yet: each owner makes it (see `deferred.py`). *Holders* are the ranks that
+have a value at present.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,20 +29,26 @@ from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.kernels.plain_memory import has_marks, plain_memory
 from rannc_backend.runtime.absent_tensors import is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree
-from rannc_backend.runtime.promises import Make, Promises
+from rannc_backend.runtime.deferred import DeferredValues, Make
+from rannc_backend.runtime.state_hooks import StateHook, all_names, complete, no_value, size_in_bytes
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
 from rannc_backend.runtime.torch_internals import GradientNote
-from rannc_backend.runtime.world import World
+from rannc_backend.runtime.world import Ranks, World
+from rannc_backend.settings import hooks
 
 STATE_CHANNEL = "state"
-Ranks = tuple[int, ...]
 # Values on their way to their owners, bytes: more of them at once would bring the whole model to a device.
-_MOST_UNDER_WAY = 64 * 2**20
+_MAX_UNDER_WAY = 64 * 2**20
 
 
 def is_spread(parameters: Sequence[torch.Tensor], tables: Sequence[ParameterTable]) -> bool:
-    """Whether these are of a model whose parameters are spread over ranks; they may be where there are none: this rank was left without."""
-    return bool(tables) and (not parameters or any(table.name_of(parameter) is not None for table in tables for parameter in parameters))
+    """Whether these are of a model whose parameters are spread over ranks; they may be where there are none:
+    this rank was left without.
+    """
+    return bool(tables) and (
+        not parameters
+        or any(table.name_of(parameter) is not None for table in tables for parameter in parameters)
+    )
 
 
 @dataclass(slots=True)
@@ -72,10 +80,20 @@ class ParameterTable:
     _plain_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, root: nn.Module, owners: Mapping[str, Ranks], world: World, number: int = 0) -> ParameterTable:
-        """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank. Collective."""
-        tensors = {name: tensor for name, tensor in _all_names(root)}
-        table = cls(root=weakref.ref(root), world=world, owners=_complete(root, owners, world), tensors=tensors, number=number)
+    def build(
+        cls, root: nn.Module, owners: Mapping[str, Ranks], world: World, number: int = 0
+    ) -> ParameterTable:
+        """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank.
+        Collective.
+        """
+        tensors = {name: tensor for name, tensor in all_names(root)}
+        table = cls(
+            root=weakref.ref(root),
+            world=world,
+            owners=complete(root, owners, world),
+            tensors=tensors,
+            number=number,
+        )
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
             world.transport.prepare(channels=[STATE_CHANNEL], groups=[table.everyone])
@@ -125,7 +143,9 @@ class ParameterTable:
         return self.owners.get(name_of(key)) if model_of(key) == self.number else None
 
     def take_plain_gradients(self) -> dict[str, torch.Tensor]:
-        """By key: two numbers of what autograd itself has added to the gradients of replicated parameters since the last call."""
+        """By key: two numbers of what autograd itself has added to the gradients of replicated parameters
+        since the last call.
+        """
         found = {key_of(self.number, name): numbers for name, numbers in self._plain_gradients.items()}
         self._plain_gradients.clear()
         return found
@@ -141,30 +161,33 @@ class ParameterTable:
 
         for name, parameter in self.module().named_parameters():
             if parameter.requires_grad and len(self.owners[name]) > 1:
-                self._handles.append(parameter.register_hook(GradientNote(partial(note, name))))
+                hook = GradientNote(partial(note, name))
+                self._handles.append(hooks.register("plain gradients", parameter.register_hook, hook))
 
-    def settle(self, promises: Promises, *, synchronize: bool) -> Moved:
+    def settle(self, deferred_values: DeferredValues, *, synchronize: bool) -> Moved:
         """First deployment: bring every value to its owners' devices and free the others. Collective.
 
-        ``synchronize``: owners take rank 0's values (for promised ones: the first owner's), so that a model initialised
-        differently on each rank trains as one.
+        ``synchronize``: owners take rank 0's values (for deferred ones: the first owner's), so that a model
+        initialised differently on each rank trains as one.
         """
         holders = {}
         for name, tensor in self._all_tensors():
-            promise = promises.of(tensor)
-            holders[name] = self.everyone if promise is None or promise.source.held else ()
-        with promises.fulfilling(self.module(), self.world) as make:
-            return self._move(holders, promises, make, synchronize=synchronize)
+            deferred_value = deferred_values.of(tensor)
+            holders[name] = self.everyone if deferred_value is None or deferred_value.source.held else ()
+        with deferred_values.materializing(self.module(), self.world) as make:
+            return self._move(holders, deferred_values, make, synchronize=synchronize)
 
     def transfer(self, owners: Mapping[str, Ranks]) -> Moved:
         """Give the parameters to other owners, after the model was planned anew. Collective."""
-        before, self.owners = self.owners, _complete(self.module(), owners, self.world)
-        return self._move(before, Promises(), _no_value, synchronize=False)
+        before, self.owners = self.owners, complete(self.module(), owners, self.world)
+        return self._move(before, DeferredValues(), no_value, synchronize=False)
 
     def take_replaced(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Tensors of the model that are other objects than those that steps use: take a buffer's value, and put the known object back.
+        """Tensors of the model that are other objects than those that steps use: take a buffer's value, and
+        put the known object back.
 
-        ``self.average = 0.9 * self.average + x`` puts another tensor in the place of a buffer; Dynamo does so for ``self.count += 1``.
+        ``self.average = 0.9 * self.average + x`` puts another tensor in the place of a buffer; Dynamo does so
+        for ``self.count += 1``.
 
         Args:
             found: the objects by name; those that are known are passed over.
@@ -185,8 +208,8 @@ class ParameterTable:
                 raise UserInputError(
                     f"{kind} {name!r} is another one than the {kind} for which the model was planned, "
                     f"of shape {list(tensor.shape)} and dtype {tensor.dtype}",
-                    cure="change values in place or by load_state_dict on all ranks; replace layers before the first call of the compiled "
-                    "model, or build a new model with them.",
+                    cure="change values in place or by load_state_dict on all ranks; replace layers before "
+                    "the first call of the compiled model, or build a new model with them.",
                 )
             if not is_absent(known) and not is_absent(tensor):
                 with torch.no_grad():
@@ -198,25 +221,38 @@ class ParameterTable:
 
     def take_all_replaced(self) -> None:
         """`take_replaced` for the whole model."""
-        self.take_replaced(dict(_all_names(self.module())))
+        self.take_replaced(dict(all_names(self.module())))
 
     def _all_tensors(self) -> list[tuple[str, torch.Tensor]]:
         root = self.module()
         return [*root.named_parameters(), *root.named_buffers()]
 
-    def _move(self, holders: Mapping[str, Ranks], promises: Promises, make: Make, *, synchronize: bool) -> Moved:
+    def _move(
+        self, holders: Mapping[str, Ranks], deferred_values: DeferredValues, make: Make, *, synchronize: bool
+    ) -> Moved:
         moved, rank, device = Moved(), self.world.rank, self.world.device
         under_way: list[Any] = []
         num_bytes = 0
         for name, tensor in self._all_tensors():
             owners, held = self.owners[name], holders[name]
-            promised = promises.of(tensor) is not None
+            promised = deferred_values.of(tensor) is not None
             source = held[0] if held else owners[0]
-            takers = [taker for taker in owners if taker != source and (synchronize or taker not in (held or owners))]
-            made = make(name, tensor) if promised and (rank == source or (rank in owners and rank not in takers)) else None
+            takers = [
+                taker
+                for taker in owners
+                if taker != source and (synchronize or taker not in (held or owners))
+            ]
+            made = (
+                make(name, tensor)
+                if promised and (rank == source or (rank in owners and rank not in takers))
+                else None
+            )
             if rank in owners and (promised or rank not in held):
-                make_present(tensor, torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=device))
-                moved.made_bytes += _num_bytes(tensor)
+                make_present(
+                    tensor,
+                    torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=device),
+                )
+                moved.made_bytes += size_in_bytes(tensor)
                 if made is not None:
                     tensor.data.copy_(made)
             elif rank in owners:
@@ -225,14 +261,14 @@ class ParameterTable:
                 value = tensor.detach() if made is None else made
                 data = plain_memory(value.to(dtype=tensor.dtype, device=device))
                 under_way += [self.world.transport.isend(data, taker, STATE_CHANNEL) for taker in takers]
-                num_bytes += _num_bytes(data)
+                num_bytes += size_in_bytes(data)
             elif rank in takers:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 self.world.transport.irecv(buffer, source, STATE_CHANNEL).wait()
                 tensor.detach().copy_(buffer)
             if rank not in owners:
                 moved.freed_bytes += self._release(name, tensor)
-            if num_bytes > _MOST_UNDER_WAY:
+            if num_bytes > _MAX_UNDER_WAY:
                 _wait(under_way)
                 num_bytes = 0
         _wait(under_way)
@@ -241,15 +277,21 @@ class ParameterTable:
     def _to_device(self, tensor: torch.Tensor) -> int:
         if has_marks(tensor):
             # Once, since compiled stages go by address in every step; with the strides that Dynamo has seen.
-            tensor.data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
+            tensor.data = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor.data)
         # A counter on the CPU goes with any device, and was captured there.
         if tensor.device == self.world.device or (tensor.dim() == 0 and tensor.device.type == "cpu"):
             return 0
         tensor.data = tensor.data.to(self.world.device)
-        return _num_bytes(tensor)
+        return size_in_bytes(tensor)
 
     def _release(self, name: str, tensor: torch.Tensor) -> int:
-        freed = 0 if is_absent(tensor) or not isinstance(tensor, nn.Parameter) else tensor.untyped_storage().nbytes()
+        freed = (
+            0
+            if is_absent(tensor) or not isinstance(tensor, nn.Parameter)
+            else tensor.untyped_storage().nbytes()
+        )
         make_absent(tensor, name, owners=self.owners[name], device=self.world.device)
         tensor.grad = None
         return freed
@@ -266,8 +308,10 @@ class ParameterTable:
         """UserInputError where gradients have not been summed over ranks yet (`delay_grad_allreduce`)."""
         if self.gradients_are_local and any(p.grad is not None for p in self.module().parameters()):
             raise UserInputError(
-                f"{what} while gradients are those of each rank's own rows, because delay_grad_allreduce(True) is on",
-                cure="call allreduce_grads() before, or delay_grad_allreduce(False) before the last forward of the step.",
+                f"{what} while gradients are those of each rank's own rows, because "
+                "delay_grad_allreduce(True) is on",
+                cure="call allreduce_grads() before, or delay_grad_allreduce(False) before the last forward "
+                "of the step.",
             )
 
     def gather(self, name: str) -> torch.Tensor:
@@ -293,8 +337,12 @@ class ParameterTable:
             self.world.transport.broadcast(buffer, self.owners[name][0], self.everyone).wait()
         return buffer.cpu()
 
-    def full_state(self, names: Sequence[tuple[str, torch.Tensor]], *, on_all_ranks: bool) -> dict[str, torch.Tensor]:
-        """Values of the named tensors on the CPU, on rank 0 (else {}) or on all ranks; tied names share one tensor. Collective."""
+    def full_state(
+        self, names: Sequence[tuple[str, torch.Tensor]], *, on_all_ranks: bool
+    ) -> dict[str, torch.Tensor]:
+        """Values of the named tensors on the CPU, on rank 0 (else {}) or on all ranks; tied names share one
+        tensor. Collective.
+        """
         agree(self.world, "state_dict", on_all_ranks)
         primary = {id(tensor): name for name, tensor in self._all_tensors()}
         made: dict[int, torch.Tensor] = {}
@@ -302,7 +350,11 @@ class ParameterTable:
         for name, tensor in names:
             key = id(tensor)
             if key not in made:
-                made[key] = self._from_owner(primary[key], tensor) if on_all_ranks else self._to_zero(primary[key], tensor)
+                made[key] = (
+                    self._from_owner(primary[key], tensor)
+                    if on_all_ranks
+                    else self._to_zero(primary[key], tensor)
+                )
             state[name] = made[key]
         return state if on_all_ranks or self.world.rank == 0 else {}
 
@@ -322,7 +374,9 @@ class ParameterTable:
 
     @contextmanager
     def giving_states(self, *, on_all_ranks: bool) -> Iterator[None]:
-        """While it lasts, ``state_dict`` of the module gives every rank what rank 0 gets otherwise, or rank 0 alone."""
+        """While it lasts, ``state_dict`` of the module gives every rank what rank 0 gets otherwise, or rank 0
+        alone.
+        """
         before, self.states_on_all_ranks = self.states_on_all_ranks, on_all_ranks
         try:
             yield
@@ -332,8 +386,11 @@ class ParameterTable:
     def _install_hooks(self, root: nn.Module) -> None:
         for module in root.modules():
             if module._parameters or module._buffers:
-                self._handles.append(module.register_state_dict_post_hook(StateHook(self._after_state_dict)))
-                self._handles.append(module.register_load_state_dict_pre_hook(StateHook(self._before_load)))
+                for register, hook in (
+                    (module.register_state_dict_post_hook, StateHook(self._after_state_dict)),
+                    (module.register_load_state_dict_pre_hook, StateHook(self._before_load)),
+                ):
+                    self._handles.append(hooks.register("module states", register, hook))
 
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         """Local name → (primary name, tensor) of the module's own parameters and persistent buffers."""
@@ -342,9 +399,13 @@ class ParameterTable:
         for local, tensor in module._parameters.items():
             if tensor is not None and (name := self.name_of(tensor)) is not None:
                 own[local] = (name, tensor)
-        for local, tensor in module._buffers.items():
-            if tensor is not None and local not in module._non_persistent_buffers_set and id(tensor) in buffers:
-                own[local] = (buffers[id(tensor)], tensor)
+        for local, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and local not in module._non_persistent_buffers_set
+                and id(buffer) in buffers
+            ):
+                own[local] = (buffers[id(buffer)], buffer)
         return own
 
     def _agree(self, what: str, flags: list[bool]) -> list[list[bool]]:
@@ -381,7 +442,9 @@ class ParameterTable:
                 cure="call load_state_dict without assign, or before the first call of the compiled model",
             )
         own = self._tensors(module)
-        given = self._agree(f"load_state_dict of {prefix or 'the model'}", [prefix + local in state for local in own])
+        given = self._agree(
+            f"load_state_dict of {prefix or 'the model'}", [prefix + local in state for local in own]
+        )
         for index, (local, (name, tensor)) in enumerate(own.items()):
             key = prefix + local
             if given[0][index] and not all(flags[index] for flags in given):
@@ -407,46 +470,6 @@ class ParameterTable:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
                 transport.irecv(buffer, 0, STATE_CHANNEL).wait()
                 state[key] = buffer
-
-
-class StateHook:
-    """A hook of one module, for torch.nn.Module: copies of the module, also by way of a file, have one that does nothing."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
-        return StateHook(_do_nothing)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StateHook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any) -> None:
-    return
-
-
-def _all_names(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-
-
-def _complete(root: nn.Module, owners: Mapping[str, Ranks], world: World) -> dict[str, Ranks]:
-    everyone = tuple(range(world.size))
-    found = [*root.named_parameters(), *root.named_buffers()]
-    # Dynamo looks at the values of floating-point scalars, wherever they are.
-    alike = {name for name, tensor in found if tensor.dim() == 0 and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
-    return {name: everyone if name in alike else tuple(owners.get(name, everyone)) for name, _ in found}
-
-
-def _no_value(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    raise AssertionError(f"nobody has a value for {name}")
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _wait(works: list[Any]) -> None:

@@ -1,10 +1,11 @@
-"""Which process is meant: a number alone is reused by the system, and means another process in another container.
+"""Which process is meant: a number alone is reused by the system, and means another process in another
+container.
 
-In: process numbers. Out: `ProcessMark`s, and signals to exactly those processes. Standard library only: the job's helper processes, which
-are plain scripts, use this file too.
+In: process numbers. Out: `ProcessMark`s, and signals to exactly those processes. Standard library only: the
+job's helper processes, which are plain scripts, use this file too.
 
-Terms: a *mark* is a process number with the time of its start and its *space*, the running system and numbering of processes in which the
-number counts.
+Terms: a *mark* is a process number with the time of its start and its *space*, the running system and
+numbering of processes in which the number counts.
 """
 
 from __future__ import annotations
@@ -40,11 +41,18 @@ class ProcessMark:
         if not self.space or self.space != space_of_numbers() or self.start_ticks <= 0:
             return False
         fields = status_of(self.pid)
-        return bool(fields) and int(fields[_START_FIELD]) == self.start_ticks and fields[_STATE_FIELD] != b"Z" and is_ours(self.pid)
+        return (
+            bool(fields)
+            and int(fields[_START_FIELD]) == self.start_ticks
+            and fields[_STATE_FIELD] != b"Z"
+            and is_ours(self.pid)
+        )
 
 
 def space_of_numbers() -> str:
-    """The running system and the numbering of processes of this process; "" where the system does not tell."""
+    """The running system and the numbering of processes of this process; "" where the system does not
+    tell.
+    """
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return f"{file.read().strip()} {os.stat(_NUMBERING).st_ino}"
@@ -55,7 +63,9 @@ def space_of_numbers() -> str:
 def mark_of(pid: int) -> ProcessMark:
     """The mark of a process that runs now; one that fits no process if it does not."""
     fields = status_of(pid)
-    return ProcessMark(pid=pid, start_ticks=int(fields[_START_FIELD]) if fields else 0, space=space_of_numbers())
+    return ProcessMark(
+        pid=pid, start_ticks=int(fields[_START_FIELD]) if fields else 0, space=space_of_numbers()
+    )
 
 
 def send_signal(mark: ProcessMark, number: int) -> bool:

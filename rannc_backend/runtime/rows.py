@@ -1,11 +1,11 @@
 """Which rows each rank holds, for every endpoint and micro-batch of one step.
 
-In: the ranks' local batch sizes, the number of micro-batches and the ranks of each stage. Out: row intervals, and for each message
-the pieces (peer rank, first row, end row) that one rank sends or receives. One rule, the intersection of intervals, serves inputs,
-boundary values and outputs alike.
+In: the ranks' local batch sizes, the number of micro-batches and the ranks of each stage. Out: row intervals,
+and for each message the pieces (peer rank, first row, end row) that one rank sends or receives. One rule, the
+intersection of intervals, serves inputs, boundary values and outputs alike.
 
-Terms. Rows are numbered globally: rank 0's samples first, then rank 1's. A micro-batch is an interval of global rows; a replica of a
-stage works on a sub-interval of it.
+Terms. Rows are numbered globally: rank 0's samples first, then rank 1's. A micro-batch is an interval of
+global rows; a replica of a stage works on a sub-interval of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ Interval = tuple[int, int]
 
 
 def split_interval(start: int, stop: int, num_parts: int) -> tuple[Interval, ...]:
-    """``num_parts`` neighbouring intervals that cover [start, stop); sizes differ by one at most, larger ones first."""
+    """``num_parts`` neighbouring intervals that cover [start, stop); sizes differ by one at most, larger ones
+    first.
+    """
     base, extra = divmod(stop - start, num_parts)
     intervals = []
     for part in range(num_parts):
@@ -40,7 +42,9 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTable:
-    """Rows of one step. ``gather_inputs=False``: rank 0's batch is the global batch and every rank gets all output rows."""
+    """Rows of one step. ``gather_inputs=False``: rank 0's batch is the global batch and every rank gets all
+    output rows.
+    """
 
     local_rows: tuple[int, ...]
     num_micro_batches: int
@@ -84,7 +88,9 @@ class RowTable:
 
     def ranks(self, endpoint: int) -> tuple[int, ...]:
         """Ranks that stand behind an endpoint."""
-        return tuple(range(len(self.local_rows))) if endpoint in (INPUT, OUTPUT) else self.stage_ranks[endpoint]
+        return (
+            tuple(range(len(self.local_rows))) if endpoint in (INPUT, OUTPUT) else self.stage_ranks[endpoint]
+        )
 
     def interval(self, endpoint: int, rank: int, micro_batch: int) -> Interval:
         """Rows of ``micro_batch`` that ``rank`` holds at ``endpoint``; (x, x) when it holds none."""
@@ -103,7 +109,9 @@ class RowTable:
         return split_interval(start, stop, len(ranks))[ranks.index(rank)]
 
     def pieces(self, endpoint: int, other: int, rank: int, micro_batch: int) -> tuple[Piece, ...]:
-        """What ``rank`` at ``endpoint`` exchanges with the ranks of ``other``, in rank order; itself included."""
+        """What ``rank`` at ``endpoint`` exchanges with the ranks of ``other``, in rank order; itself
+        included.
+        """
         key = (endpoint, other, rank, micro_batch)
         if key not in self._pieces:
             self._pieces[key] = self._find_pieces(endpoint, other, rank, micro_batch)
@@ -120,12 +128,20 @@ class RowTable:
         return tuple(pieces)
 
     def pairs(self, source: int, destination: int) -> frozenset[tuple[int, int]]:
-        """The ranks, sender and receiver, between which rows of some micro-batch travel from one endpoint to the other."""
+        """The ranks, sender and receiver, between which rows of some micro-batch travel from one endpoint to
+        the other.
+        """
         found: set[tuple[int, int]] = set()
         for micro_batch in range(self.num_micro_batches):
-            taking = [(self.interval(destination, rank, micro_batch), rank) for rank in self.ranks(destination)]
+            taking = [
+                (self.interval(destination, rank, micro_batch), rank) for rank in self.ranks(destination)
+            ]
             giving = [(self.interval(source, rank, micro_batch), rank) for rank in self.ranks(source)]
             taking = [entry for entry in taking if entry[0][0] < entry[0][1]]
             for (start, stop), sender in giving:
-                found |= {(sender, receiver) for (first, end), receiver in taking if max(start, first) < min(stop, end)}
+                found |= {
+                    (sender, receiver)
+                    for (first, end), receiver in taking
+                    if max(start, first) < min(stop, end)
+                }
         return frozenset((sender, receiver) for sender, receiver in found if sender != receiver)

@@ -1,11 +1,14 @@
-"""What a rank has done so far: calls of compiled models, backwards, optimizer steps. Ranks compare it whenever they agree on something.
+"""What a rank has done so far: calls of compiled models, backwards, optimizer steps. Ranks compare it
+whenever they agree on something.
 
-In: events of this rank. Out: a digest that travels in messages that are sent anyway, and, where digests differ, what differs.
+In: events of this rank. Out: a digest that travels in messages that are sent anyway, and, where digests
+differ, what differs.
 
-Steps of optimizers are counted by parameter, since a rank may have an optimizer of its own for each parameter that it owns (hooks that
-step within the backward). The rule: all owners of a parameter have updated it equally often, and no other rank more often than they
-have. A rank that leaves out an optimizer's step is found by it, as its optimizer holds parameters of other ranks too, whose owners have
-counted one step more than it has, or its own parameters, for which others have counted more.
+Steps of optimizers are counted by parameter, since a rank may have an optimizer of its own for each parameter
+that it owns (hooks that step within the backward). The rule: all owners of a parameter have updated it
+equally often, and no other rank more often than they have. A rank that leaves out an optimizer's step is
+found by it, as its optimizer holds parameters of other ranks too, whose owners have counted one step more
+than it has, or its own parameters, for which others have counted more.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ Keys = tuple[str, ...]
 
 @dataclass(slots=True)
 class OptimizerCounts:
-    """Of all optimizers over the same parameters. ``settings``: learning rate and the like at the last step, as text."""
+    """Of all optimizers over the same parameters. ``settings``: learning rate and the like at the last step,
+    as text.
+    """
 
     keys: Keys
     num_updates: int = 0
@@ -55,7 +60,8 @@ class StepCounts:
 
     Attributes:
         optimizers: by a hash of the keys of their parameters, which are the same on all ranks.
-        plain_gradients: by key of a parameter, two numbers (a tensor) of the gradient that it has from outside of compiled models.
+        plain_gradients: by key of a parameter, two numbers (a tensor) of the gradient that it has from
+        outside of compiled models.
         owners_of: the ranks that own the parameter of a key.
         gone: numbers of models that this rank has dropped.
         last_failure: the last call that failed on this rank, in words.
@@ -81,14 +87,25 @@ class StepCounts:
         return self.optimizers.setdefault(zlib.crc32(repr(keys).encode()), OptimizerCounts(keys))
 
     def forget(self, model: int) -> None:
-        """Drop what was counted of a model's parameters: it is gone here, and may be alive on other ranks for a while."""
+        """Drop what was counted of a model's parameters: it is gone here, and may be alive on other ranks for
+        a while.
+        """
         self.gone.add(model)
-        self.optimizers = {code: counts for code, counts in self.optimizers.items() if not counts.models & self.gone}
+        self.optimizers = {
+            code: counts for code, counts in self.optimizers.items() if not counts.models & self.gone
+        }
 
     def digest(self) -> list[int]:
         """A few numbers; equal where the counts are."""
-        counted = sorted((code, c.num_updates, c.num_clears, c.settings) for code, c in self.optimizers.items())
-        return [self.num_calls, self.num_backwards, zlib.crc32(repr(counted).encode()), len(self.plain_gradients)]
+        counted = sorted(
+            (code, c.num_updates, c.num_clears, c.settings) for code, c in self.optimizers.items()
+        )
+        return [
+            self.num_calls,
+            self.num_backwards,
+            zlib.crc32(repr(counted).encode()),
+            len(self.plain_gradients),
+        ]
 
     def details(self) -> dict[str, Any]:
         """All counts, JSON-able."""
@@ -102,7 +119,9 @@ class StepCounts:
             "backwards": self.num_backwards,
             "updates": sum(counts.num_updates for counts in self.optimizers.values()),
             "parameters": by_parameter,
-            "settings": [[code, counts.settings, sorted(counts.models)] for code, counts in self.optimizers.items()],
+            "settings": [
+                [code, counts.settings, sorted(counts.models)] for code, counts in self.optimizers.items()
+            ],
             "gone": sorted(self.gone),
             "failure": self.last_failure,
             "plain_gradients": {key: numbers.tolist() for key, numbers in self.plain_gradients.items()},
@@ -113,7 +132,10 @@ class StepCounts:
         gone = set().union(*(details["gone"] for details in details_by_rank))
         if self._steps_differ(details_by_rank, gone):
             return [_words(details) for details in details_by_rank]
-        settings = [{code: text for code, text, models in details["settings"] if not gone & {*models}} for details in details_by_rank]
+        settings = [
+            {code: text for code, text, models in details["settings"] if not gone & {*models}}
+            for details in details_by_rank
+        ]
         for code in set.intersection(*(set(each) for each in settings)):
             found = [each[code] for each in settings]
             if len(set(found)) > 1:
@@ -121,7 +143,9 @@ class StepCounts:
         return []
 
     def plain_difference(self, details_by_rank: Sequence[Mapping[str, Any]]) -> str:
-        """The key of a parameter whose owners have different gradients from outside of compiled models; "" where there is none."""
+        """The key of a parameter whose owners have different gradients from outside of compiled models; ""
+        where there is none.
+        """
         gradients = [details["plain_gradients"] for details in details_by_rank]
         for key in sorted(set().union(*gradients)):
             found = [each.get(key) for rank, each in enumerate(gradients) if rank in self.owners_of(key)]
@@ -147,7 +171,10 @@ class StepCounts:
 
 
 def _close(numbers: Sequence[float], others: Sequence[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6 * abs(others[-1])) for a, b in zip(numbers, others, strict=True))
+    return all(
+        math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6 * abs(others[-1]))
+        for a, b in zip(numbers, others, strict=True)
+    )
 
 
 def _words(details: Mapping[str, Any]) -> str:

@@ -1,19 +1,23 @@
 """The private torch functions that the runtime needs, one Python function or class each.
 
-In: tensors, or nothing. Out: facts that torch has no public name for. Seen on torch 2.13.0; the test beside says so.
+In: tensors, or nothing. Out: facts that torch has no public name for. Seen on torch 2.13.0; the test beside
+says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch._logging import trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from rannc_backend.settings import hooks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +26,9 @@ ClipGradNorm = Callable[..., torch.Tensor]
 GetTotalNorm = Callable[..., torch.Tensor]
 """What `torch.nn.utils.get_total_norm` is: (tensors, norm_type, error_if_nonfinite, foreach) to the norm."""
 UnscaleGrads = Callable[..., dict[torch.device, torch.Tensor]]
-"""What `torch.amp.GradScaler._unscale_grads_` is: (scaler, optimizer, inverse scale, found_inf, allow_fp16) to found_inf by device."""
+"""What `torch.amp.GradScaler._unscale_grads_` is: (scaler, optimizer, inverse scale, found_inf, allow_fp16)
+to found_inf by device.
+"""
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:
@@ -37,7 +43,9 @@ def backward_keeps_graph() -> bool:
 
 
 class NewTensors(TorchDispatchMode):
-    """Context manager that calls ``made`` with each tensor that an ATen operator returns in memory of its own."""
+    """Context manager that calls ``made`` with each tensor that an ATen operator returns in memory of its
+    own.
+    """
 
     def __init__(self, made: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -90,22 +98,29 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 @contextlib.contextmanager
 def whole_fill_functions(note: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, ``note(function, tensor, ...)`` stands for torch's function behind ``nn.init.trunc_normal_``, which would ask for
-    what it has drawn and leaves tensors on "meta" alone.
+    """While it lasts, ``note(function, tensor, ...)`` stands for torch's function behind
+    ``nn.init.trunc_normal_``, which would ask for what it has drawn and leaves tensors on "meta" alone.
     """
     module = torch.nn.init
     name = "_no_grad_trunc_normal_"
     original = getattr(module, name)
-    setattr(module, name, functools.partial(note, original))
+    undo = hooks.replace("trunc_normal_", module, name, functools.partial(note, original))
     try:
         yield
     finally:
-        setattr(module, name, original)
+        undo()
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Put a text (``encoding`` "string" or "json") into torch's structured trace; ``payload`` is called only where TORCH_TRACE is set."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False)
+    """Put a text (``encoding`` "string" or "json") into torch's structured trace; ``payload`` is called only
+    where TORCH_TRACE is set.
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -114,7 +129,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` with autocast off: captured graphs have their casts in them, and none may be added when they run."""
+    """``function`` with autocast off: captured graphs have their casts in them, and none may be added when
+    they run.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -125,7 +142,9 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def without_anomaly_detection(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` as if nobody had asked for anomaly detection, which looks at the values of gradients: a trace has none."""
+    """``function`` as if nobody had asked for anomaly detection, which looks at the values of gradients: a
+    trace has none.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -137,17 +156,19 @@ def without_anomaly_detection(function: Callable[P, R]) -> Callable[P, R]:
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Within a backward: call ``function`` when it has made and added up all gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, functions take a tensor of a subclass for the tensor that it is, without asking its ``__torch_function__``."""
+    """While it lasts, functions take a tensor of a subclass for the tensor that it is, without asking its
+    ``__torch_function__``.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def refuse_memory_access(tensor: torch.Tensor, message: str) -> None:
-    """Let C++ code that asks where a tensor's memory is get an error: for writing in all builds; for reading, with ``message``, in those
-    with CUDA. All tensors on the same storage are concerned.
+    """Let C++ code that asks where a tensor's memory is get an error: for writing in all builds; for reading,
+    with ``message``, in those with CUDA. All tensors on the same storage are concerned.
     """
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
@@ -161,7 +182,9 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], tor
 
 
 class GradientNote:
-    """A hook of this package for ``parameter.register_hook``: ``note`` sees what autograd itself adds to ``p.grad``."""
+    """A hook of this package for ``parameter.register_hook``: ``note`` sees what autograd itself adds to
+    ``p.grad``.
+    """
 
     def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
         self._note = note
@@ -180,8 +203,8 @@ def replace_optimizer_states(
     give: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
     take: Callable[[torch.optim.Optimizer, dict[str, Any], Callable[[dict[str, Any]], None]], None],
 ) -> Callable[[], None]:
-    """Let every ``optimizer.state_dict()`` be what ``give`` makes of this process's own state, and let ``take`` load one: it is given
-    torch's own way of loading. Returns a function that ends this.
+    """Let every ``optimizer.state_dict()`` be what ``give`` makes of this process's own state, and let
+    ``take`` load one: it is given torch's own way of loading. Returns a function that ends this.
     """
     cls = torch.optim.Optimizer
     state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
@@ -196,16 +219,16 @@ def replace_optimizer_states(
     def load(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         take(self, state_dict, functools.partial(load_state_dict, self))
 
-    cls.state_dict, cls.load_state_dict = whole, load  # type: ignore[method-assign]
-
-    def put_back() -> None:
-        cls.state_dict, cls.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
-
-    return put_back
+    return hooks.together(
+        hooks.replace("optimizer states", cls, "state_dict", whole),
+        hooks.replace("optimizer states", cls, "load_state_dict", load),
+    )
 
 
 def replace_zero_grad(before: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
-    """Let ``before`` see every call of `torch.optim.Optimizer.zero_grad`; returns a function that ends this."""
+    """Let ``before`` see every call of `torch.optim.Optimizer.zero_grad`; returns a function that ends
+    this.
+    """
     original = torch.optim.Optimizer.zero_grad
 
     @torch._disable_dynamo
@@ -214,12 +237,7 @@ def replace_zero_grad(before: Callable[[torch.optim.Optimizer], None]) -> Callab
         before(self)
         original(self, *args, **kwargs)
 
-    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-    def put_back() -> None:
-        torch.optim.Optimizer.zero_grad = original  # type: ignore[method-assign]
-
-    return put_back
+    return hooks.replace("zero_grad", torch.optim.Optimizer, "zero_grad", zero_grad)
 
 
 def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
@@ -227,21 +245,28 @@ def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
+def any_hooks(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them may have some of `gradient_hooks` or `accumulation_hooks`; asked in every step, of
+    all parameters.
+    """
+    return any(
+        [parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters]
+    )
+
+
 def replace_unscale_grads(make: Callable[[UnscaleGrads], UnscaleGrads]) -> Callable[[], None]:
-    """Put ``make(original)`` in the place of the method of every GradScaler that unscales one optimizer's gradients and looks for
-    infinities among them; returns a function that puts the original back.
+    """Put ``make(original)`` in the place of the method of every GradScaler that unscales one optimizer's
+    gradients and looks for infinities among them; returns a function that puts the original back.
     """
     original = torch.amp.GradScaler._unscale_grads_
-    torch.amp.GradScaler._unscale_grads_ = functools.wraps(original)(make(original))  # type: ignore[method-assign]
-
-    def put_back() -> None:
-        torch.amp.GradScaler._unscale_grads_ = original  # type: ignore[method-assign]
-
-    return put_back
+    changed = functools.wraps(original)(make(original))
+    return hooks.replace("GradScaler", torch.amp.GradScaler, "_unscale_grads_", changed)
 
 
 def replace_clip_grad_norm(make: Callable[[ClipGradNorm], ClipGradNorm]) -> Callable[[], None]:
-    """Put ``make(original)`` in the place of what `torch.nn.utils.clip_grad_norm_` does; returns a function that puts the original back."""
+    """Put ``make(original)`` in the place of what `torch.nn.utils.clip_grad_norm_` does; returns a function
+    that puts the original back.
+    """
     return _replace_behind_wrapper(torch.nn.utils.clip_grad_norm_, ("clip_grad_norm_",), make)
 
 
@@ -253,27 +278,23 @@ def replace_get_total_norm(make: Callable[[GetTotalNorm], GetTotalNorm]) -> Call
 def _replace_behind_wrapper(
     public: Callable[..., Any], names: Sequence[str], make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Scripts import a function by its name, perhaps before this is called. It is a wrapper that switches gradients off: what it wraps is
-    exchanged. Where a torch has it without a wrapper, its names are.
+    """Scripts import a function by its name, perhaps before this is called. It is a wrapper that switches
+    gradients off: what it wraps is exchanged. Where a torch has it without a wrapper, its names are.
     """
-    cells = getattr(public, "__closure__", None) or ()
-    original: Callable[..., Any]
-    put: Callable[[Callable[..., Any]], None]
+    cells: Sequence[Any] = getattr(public, "__closure__", None) or ()
     if len(cells) == 1 and callable(cells[0].cell_contents):
-        original, put = cells[0].cell_contents, functools.partial(setattr, cells[0], "cell_contents")
-        changed = make(original)
-    else:
-        original, put = public, functools.partial(_set_functions, names)
-        changed = torch.no_grad()(make(original))
-    put(functools.wraps(original)(changed))
-    return functools.partial(put, original)
-
-
-def _set_functions(names: Sequence[str], function: Callable[..., Any]) -> None:
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, function)
+        original: Callable[..., Any] = cells[0].cell_contents
+        changed = functools.wraps(original)(make(original))
+        return hooks.replace("norms", cells[0], "cell_contents", changed)
+    changed = functools.wraps(public)(torch.no_grad()(make(public)))
+    return hooks.together(
+        *(
+            hooks.replace("norms", module, name, changed)
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad)
+            for name in names
+            if hasattr(module, name)
+        )
+    )
 
 
 def is_finished(work: Any) -> bool:
@@ -287,3 +308,10 @@ def is_finished(work: Any) -> bool:
     if failure is not None:
         raise RuntimeError((str(failure).splitlines() or [type(failure).__name__])[0])
     return completed
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """The user's module behind a compiled one."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    return model

@@ -1,20 +1,23 @@
 """What a rank knows of its job: the frozen `World` and the protocols of its four parts.
 
-In: nothing. Out: the types that the executor is written against; `bootstrap.start` makes the objects behind them.
-Terms: a *rank* is one process of the job. *Control* carries small JSON values and keeps ranks together; *transport*
-carries tensors; the *monitor* ends the whole job when one rank fails. A *call* is something that every rank must enter,
-in the same order (a control operation, a step, a backward): the monitor counts calls to see who has left too early.
-A *channel* is a named kind of message: between one pair of ranks, messages of one channel arrive in the order sent.
+In: nothing. Out: the types that the executor is written against; `bootstrap.start` makes the objects behind
+them.
+Terms: a *rank* is one process of the job. *Control* carries small JSON values and keeps ranks together;
+*transport* carries tensors; the *monitor* ends the whole job when one rank fails. A *call* is something that
+every rank must enter, in the same order (a control operation, a step, a backward): the monitor counts calls
+to see who has left too early. A *channel* is a named kind of message: between one pair of ranks, messages of
+one channel arrive in the order sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.runtime.step_counts import StepCounts
 
 Ranks = tuple[int, ...]
@@ -35,7 +38,9 @@ class Route:
 
 
 class QueueTurn(NamedTuple):
-    """One message of a step that is queued on a device: when (before which action of the rank's program), on which channel, with whom."""
+    """One message of a step that is queued on a device: when (before which action of the rank's program), on
+    which channel, with whom.
+    """
 
     place: int
     channel: str
@@ -51,7 +56,8 @@ class StartOptions:
         start_limit_seconds: longest wait for the other ranks to start.
         limit_seconds: longest wait of a control operation or a message for which no limit is given.
         device: "auto" (CUDA where there is one), "cuda" or "cpu".
-        share_devices: how more ranks than devices on a host may run, for tests: "" (not at all), "gloo" (tensors travel through
+        share_devices: how more ranks than devices on a host may run, for tests: "" (not at all), "gloo"
+        (tensors travel through
             pinned host memory) or "nccl" (which takes each rank for a host of its own).
     """
 
@@ -82,18 +88,25 @@ class RankState:
 class Control(Protocol):
     """Small JSON values between all ranks. Every rank must call the same operations in the same order.
 
-    Each operation raises CommunicationError, naming the ranks that are missing, after `limit_seconds` (None: the
-    limit of StartOptions or of `limit_waits`), and when ranks call different operations. `what` is for that message.
+    Each operation raises CommunicationError, naming the ranks that are missing, after `limit_seconds` (None:
+    the limit of StartOptions or of `limit_waits`), and when ranks call different operations. `what` is for
+    that message.
     """
 
     rank: int
     size: int
 
-    def allgather(self, value: Any, *, what: str = "values", limit_seconds: float | None = None, kind: str = "") -> list[Any]:
-        """The values of all ranks, by rank. ``kind``: of the operation, where ``what`` may differ between ranks."""
+    def allgather(
+        self, value: Any, *, what: str = "values", limit_seconds: float | None = None, kind: str = ""
+    ) -> list[Any]:
+        """The values of all ranks, by rank. ``kind``: of the operation, where ``what`` may differ between
+        ranks.
+        """
         ...
 
-    def broadcast(self, value: Any, *, root: int = 0, what: str = "value", limit_seconds: float | None = None) -> Any:
+    def broadcast(
+        self, value: Any, *, root: int = 0, what: str = "value", limit_seconds: float | None = None
+    ) -> Any:
         """The value of `root`, on every rank; the others' values are ignored."""
         ...
 
@@ -106,12 +119,16 @@ class Control(Protocol):
         ...
 
     def tell_failure(self, error: BaseException) -> None:
-        """In place of an operation that this rank does not come to, because ``error`` happened: the others raise it in theirs."""
+        """In place of an operation that this rank does not come to, because ``error`` happened: the others
+        raise it in theirs.
+        """
         ...
 
 
 class Work(Protocol):
-    """A message or reduction under way. It keeps its tensor alive; it must be waited for exactly once or more."""
+    """A message or reduction under way. It keeps its tensor alive; it must be waited for exactly once or
+    more.
+    """
 
     def wait(self, limit_seconds: float | None = None) -> None:
         """Returns when the tensor may be read (receive, reduction) or overwritten (send).
@@ -130,7 +147,9 @@ class BucketSums(Protocol):
         ...
 
     def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Work:
-        """Start summing a tensor over a group, in place: all ranks of a group start their tensors in the same order."""
+        """Start summing a tensor over a group, in place: all ranks of a group start their tensors in the same
+        order.
+        """
         ...
 
 
@@ -141,10 +160,13 @@ class Transport(Protocol):
         """From now on the limit of waits for which none is given."""
         ...
 
-    def prepare(self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()) -> None:
+    def prepare(
+        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+    ) -> None:
         """Make channels and groups of ranks that do not exist yet. All ranks call it with the same arguments.
 
-        ``routes``: channels of which it is known who sends and who receives; ``channels``: the others, best used with rank 0.
+        ``routes``: channels of which it is known who sends and who receives; ``channels``: the others, best
+        used with rank 0.
         """
         ...
 
@@ -165,23 +187,37 @@ class Transport(Protocol):
         ...
 
     def share(self, groups: Sequence[Ranks]) -> BucketSums | None:
-        """Prepare groups for sums in memory that their ranks share; None where no ranks do. All ranks call it with the same arguments."""
+        """Prepare groups for sums in memory that their ranks share; None where no ranks do. All ranks call it
+        with the same arguments.
+        """
         ...
 
-    def lend(self, num_bytes: int) -> torch.Tensor:
-        """Bytes on this rank's device to receive into. They are lent again when nobody refers to them any more."""
+    def acquire(self, num_bytes: int) -> torch.Tensor:
+        """Bytes on this rank's device to receive into. They are acquired again when nobody refers to them any
+        more.
+        """
+        ...
+
+    def acquire_message(self, layout: MessageLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As `acquire`, for such a message: what to receive into, and the message's values in it."""
         ...
 
     def after_compute(self) -> None:
-        """Work has been queued on the device, or done: time to look after messages and memory. Does not wait."""
+        """Work has been queued on the device, or done: time to look after messages and memory. Does not
+        wait.
+        """
         ...
 
     def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
-        """Set up what messages need, by channel, sender and receiver. All ranks call it with the same pairs, while nothing is under way."""
+        """Set up what messages need, by channel, sender and receiver. All ranks call it with the same pairs,
+        while nothing is under way.
+        """
         ...
 
     def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
-        """A step begins; its messages are queued in this order, where `reach` comes to their places. None: as they are posted."""
+        """A step begins; its messages are queued in this order, where `reach` comes to their places. None: as
+        they are posted.
+        """
         ...
 
     def reach(self, place: int) -> None:
@@ -189,7 +225,9 @@ class Transport(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises CommunicationError when a message or reduction has failed of which nobody has heard yet. Does not wait."""
+        """Raises CommunicationError when a message or reduction has failed of which nobody has heard yet.
+        Does not wait.
+        """
         ...
 
     def recreate(self) -> None:
@@ -205,7 +243,9 @@ class Monitor(Protocol):
     """Ends the job when one rank fails, and says which one, where and why."""
 
     def phase(self, text: str) -> None:
-        """Note what this rank is doing, as "step 12, stage 1, micro-batch 3, forward". Costs less than a microsecond."""
+        """Note what this rank is doing, as "step 12, stage 1, micro-batch 3, forward". Costs less than a
+        microsecond.
+        """
         ...
 
     def current_phase(self) -> str:
@@ -213,11 +253,9 @@ class Monitor(Protocol):
         ...
 
     def begin_call(self) -> None:
-        """Count one more call that needs all ranks. Raises RankFailedError when a needed rank has already left."""
-        ...
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Report `error` as this rank's failure, wait for the verdict and end the process."""
+        """Count one more call that needs all ranks. Raises RankFailedError when a needed rank has already
+        left.
+        """
         ...
 
     def report_error(self, error: BaseException) -> None:
@@ -241,10 +279,12 @@ class World:
         local_rank: number of this rank on its host.
         hosts: host name by rank.
         device: where this rank computes.
-        runs_behind: the device works behind the host, so reading a value of it within a step would make both wait.
+        runs_behind: the device works behind the host, so reading a value of it within a step would make both
+        wait.
         counts: what this rank has done so far; ranks compare it whenever they agree on something.
         launcher: "mpi", "torchrun", "user" (torch.distributed was already initialised) or "single".
-        device_problem: what is wrong with the settings of this rank's device, in a sentence; "" where nothing is. The first step says it.
+        device_problem: what is wrong with the settings of this rank's device, in a sentence; "" where nothing
+        is. The first step says it.
     """
 
     rank: int
@@ -260,7 +300,15 @@ class World:
     counts: StepCounts = field(default_factory=StepCounts)
     device_problem: str = ""
 
+    def has_least_to_do(self) -> bool:
+        """Whether this is the rank of its host that works for the host where one is enough: not the first,
+        which plans, where there is another.
+        """
+        return self.local_rank == min(1, self.hosts.count(self.hosts[self.rank]) - 1)
+
     def limit_waits(self, seconds: float) -> None:
-        """From now on the longest wait where none is given: what started the job may have known no options."""
+        """From now on the longest wait where none is given: what started the job may have known no
+        options.
+        """
         self.control.limit_waits(seconds)
         self.transport.limit_waits(seconds)

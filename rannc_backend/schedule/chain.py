@@ -1,52 +1,36 @@
 """How long a step of a chain of stages takes: the objective of the planner, for one plan or for many at once.
 
-In: seconds of each stage's forward and backward, of the messages between neighbours, and of the all-reduce. Out: seconds of
-a step. Terms: a *chain* is a pipeline in which stage s takes part in two channels with stage s - 1 only: values in, their
-gradients back; every micro-batch sends one message over each. A *level* is the time at which a computation would run if all
-took equally long; computations of one level do not wait for each other, so they are priced by one numpy operation.
+In: seconds of each stage's forward and backward, of the messages between neighbours, and of the all-reduce.
+Out: seconds of a step. Terms: a *chain* is a pipeline in which stage s takes part in two channels with stage
+s - 1 only: values in, their gradients back; every micro-batch sends one message over each. A *level* is the
+time at which a computation would run if all took equally long; computations of one level do not wait for each
+other, so they are priced by one numpy operation.
 
-These are the recurrences of `progress.run_to_end` on the programs that `lowering.lower` makes (window 1) of such a chain,
-and the reductions of `simulator`. Of a stage at one micro-batch: a message starts when it was sent, the receive was posted
-(before the computation that uses the message before it) and the message before it arrived; a computation starts when the one
-before it on the stage has ended, its message is there, and the message that the stage sent two before has arrived.
+A schedule that does not say its levels is simulated, chain by chain.
+
+These are the recurrences of `progress.run_to_end` on the programs that `lowering.lower` makes (window 1) of
+such a chain, and the reductions of `simulator`. Of a stage at one micro-batch: a message starts when it was
+sent, the receive was posted (before the computation that uses the message before it) and the message before
+it arrived; a computation starts when the one before it on the stage has ended, its message is there, and the
+message that the stage sent two before has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .orders import ScheduleName
+from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, Channel
+from rannc_backend.schedule.description import Level, Schedule
+from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.simulator import StageSeconds, simulate
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainStage:
-    """Seconds of one stage. The two messages are those between this stage and the one before it; 0 for the first.
-
-    `backward_seconds` include what is computed again. `allreduce_seconds` is of all gradients, once per step, in `num_buckets`
-    equal parts that run under the last backward.
-    """
-
-    forward_seconds: float
-    backward_seconds: float = 0.0
-    message_seconds: float = 0.0
-    gradient_seconds: float = 0.0
-    allreduce_seconds: float = 0.0
-    num_buckets: int = 1
-
-
-def chain_step_seconds(stages: Sequence[ChainStage], num_micro_batches: int, schedule: ScheduleName) -> float:
-    """Seconds of one step, as `simulator.simulate` of the lowered programs gives them."""
-    columns = (
-        "forward_seconds", "backward_seconds", "message_seconds", "gradient_seconds", "allreduce_seconds", "num_buckets"
-    )  # fmt: skip
-    values = [np.array([[float(getattr(stage, name)) for stage in stages]]) for name in columns]
-    return float(chains_step_seconds(*values, num_micro_batches=num_micro_batches, schedule=schedule)[0])
 
 
 def chains_step_seconds(
@@ -60,20 +44,47 @@ def chains_step_seconds(
     num_micro_batches: int,
     schedule: ScheduleName,
 ) -> Floats:
-    """`chain_step_seconds` of many chains of equally many stages: all arguments are [chains, stages], the result [chains].
+    """Seconds of one step of many chains of equally many stages, as `simulator.simulate` of the lowered
+    programs gives them: all arguments are [chains, stages], the result [chains].
 
-    Columns mean what the fields of `ChainStage` mean. Memory: 40 bytes x chains x (stages + 2) x (micro-batches + 2).
+    Columns are seconds. The two messages are those between a stage and the one before it; 0 for the first.
+    `backward` includes what is computed again. `allreduce` is of all gradients, once per step, in
+    `num_buckets` equal parts that run under the last backward. Memory: 40 bytes x chains x (stages + 2) x
+    (micro-batches + 2).
     """
-    assert forward.ndim == 2 and forward.shape[1] >= 1 and num_micro_batches >= 1, f"no chains: {forward.shape}"
+    assert forward.ndim == 2 and forward.shape[1] >= 1 and num_micro_batches >= 1, (
+        f"no chains: {forward.shape}"
+    )
+    described = schedule_named(schedule)
+    levels = described.levels(forward.shape[1], num_micro_batches)
+    if levels is None:
+        columns = (forward, backward, message, gradient, allreduce, num_buckets)
+        return np.array(
+            [_simulated_seconds(chain, num_micro_batches, described) for chain in np.stack(columns, axis=-1)]
+        )
     run = _Run.of(forward, backward, message, gradient, num_micro_batches)
-    if schedule == "1f1b":
-        run.one_f_one_b()
-    else:
-        run.fill_drain()
+    run.follow(levels, described.forwards_before(forward.shape[1], num_micro_batches))
     ends = run.clock.T
     first_bucket = run.last_start.T + backward / num_buckets
     reduced = np.maximum(first_bucket + allreduce, ends + allreduce / num_buckets)
     return np.maximum(ends, reduced).max(axis=1)
+
+
+def _simulated_seconds(stages: Floats, num_micro_batches: int, schedule: Schedule) -> float:
+    """Of one chain: `stages` [stages, columns]."""
+    edges, messages, costs = [], {}, []
+    for index, (forward, backward, message, gradient, allreduce, num_buckets) in enumerate(stages.tolist()):
+        if index:
+            edges.append(EdgeSpec(src=index - 1, dst=index, num_forward_values=1, num_gradient_values=1))
+            messages[Channel(index - 1, index, FORWARD_VALUES)] = message
+            messages[Channel(index, index - 1, GRADIENTS)] = gradient
+        costs.append(
+            StageSeconds(
+                forward=forward, backward=backward, allreduce=allreduce, num_buckets=int(num_buckets)
+            )
+        )
+    order = schedule.order(len(stages), num_micro_batches)
+    return simulate(lower(order, edges, "train", num_micro_batches), costs, messages).makespan_seconds
 
 
 def reduction_seconds(backward: Floats, allreduce: Floats, num_buckets: Floats) -> Floats:
@@ -83,7 +94,8 @@ def reduction_seconds(backward: Floats, allreduce: Floats, num_buckets: Floats) 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Times of all chains. Stage s at micro-batch m has row (s + 1) * width + m + 2 of the arrays of times [rows, chains].
+    """Times of all chains. Stage s at micro-batch m has row (s + 1) * width + m + 2 of the arrays of times
+    [rows, chains].
 
     The rows around are zero (a time that no maximum notices), so that neighbours need no special cases.
     """
@@ -105,10 +117,17 @@ class _Run:
     before_backward: Floats = field(init=False)
 
     @classmethod
-    def of(cls, forward: Floats, backward: Floats, message: Floats, gradient: Floats, num_micro_batches: int) -> _Run:
+    def of(
+        cls, forward: Floats, backward: Floats, message: Floats, gradient: Floats, num_micro_batches: int
+    ) -> _Run:
         into = np.concatenate([gradient[:, 1:], np.zeros((len(gradient), 1))], axis=1)
-        columns = [np.ascontiguousarray(values.T) for values in (forward, backward, message, into)]
-        return cls(forward.shape[1], num_micro_batches, *columns, num_micro_batches + 2)
+        num_stages = forward.shape[1]
+        forward, backward, message, into = (
+            np.ascontiguousarray(values.T) for values in (forward, backward, message, into)
+        )
+        return cls(
+            num_stages, num_micro_batches, forward, backward, message, into, width=num_micro_batches + 2
+        )
 
     def __post_init__(self) -> None:
         num_chains = self.forward.shape[1]
@@ -120,39 +139,20 @@ class _Run:
         ):  # fmt: skip
             setattr(self, name, np.zeros(rows))
 
-    def fill_drain(self) -> None:
-        stages, number = self.num_stages, self.num_micro_batches
-        for level in range(stages + number - 1):
-            self._forwards(max(0, level - number + 1), min(level, stages - 1), level, 1)
-        for level in range(stages + number - 1):
-            # Stage s runs micro-batch level - (stages - 1 - s).
-            first, last = max(0, stages - 1 - level), min(stages - 1, stages - 2 - level + number)
-            self._backwards(first, last, level - (stages - 1 - first), 1, (number - 1,) * stages)
+    def follow(self, levels: Iterable[Level], forwards_before: tuple[int, ...]) -> None:
+        """Run everything; see `Schedule.forwards_before`."""
+        for level in levels:
+            if level.last < level.first:
+                continue
+            if level.is_forward:
+                self._forwards(level.first, level.last, level.number, level.step)
+            else:
+                self._backwards(level.first, level.last, level.number, level.step, forwards_before)
 
-    def one_f_one_b(self) -> None:
-        """Stage s runs ahead = stages - 1 - s forwards first. Levels: forward m at s + m while m < ahead, then at s + 2 m;
-        backward m at 2 stages - 1 - s + 2 m."""
-        stages, number = self.num_stages, self.num_micro_batches
-        before_first = tuple(min(stages - 1 - stage, number - 1) for stage in range(stages))
-        for level in range(2 * stages + 2 * number):
-            if level < stages - 1:
-                # m = level - s < stages - 1 - s always holds here; m < number.
-                self._forwards(max(0, level - number + 1), level, level, 1)
-            # 2 m = level - s >= 2 ahead: s >= 2 stages - 2 - level.
-            first, last = max(0, 2 * stages - 2 - level, level - 2 * number + 2), min(stages - 1, level)
-            first += (level - first) % 2
-            self._forwards(first, last, level, 2)
-            # 2 m = level + s + 1 - 2 stages
-            first = max(0, 2 * stages - 1 - level)
-            last = min(stages - 1, 2 * number - 3 - level + 2 * stages)
-            first += (level + first + 1) % 2
-            self._backwards(first, last, (level + first + 1 - 2 * stages) // 2, 2, before_first)
-
-    def _forwards(self, first: int, last: int, level: int, step: int) -> None:
-        """Forwards of stages first, first + step, ... last: micro-batch (level - s) / step of stage s."""
-        if last < first:
-            return
-        number = (level - first) // step
+    def _forwards(self, first: int, last: int, number: int, step: int) -> None:
+        """Forwards of stages first, first + step, ... last: micro-batch `number` of the first, one less of
+        each next.
+        """
         count = (last - first) // step + 1
         begin, stride = (first + 1) * self.width + number + 2, step * self.width - 1
 
@@ -173,14 +173,15 @@ class _Run:
         rows(self.forward_end, 0)[...] = start
         before[...] = start
 
-    def _backwards(self, first: int, last: int, number: int, step: int, before_first: tuple[int, ...]) -> None:
-        """Backwards of stages first, first + step, ... last: micro-batch `number` of the first, one more of each next.
+    def _backwards(
+        self, first: int, last: int, number: int, step: int, before_first: tuple[int, ...]
+    ) -> None:
+        """Backwards of stages first, first + step, ... last: micro-batch `number` of the first, one more of
+        each next.
 
-        The receive of the first gradient of stage s is posted before the computation before that backward: before the
-        forward of micro-batch `before_first[s]`.
+        The receive of the first gradient of stage s is posted before the computation before that backward:
+        before the forward of micro-batch `before_first[s]`.
         """
-        if last < first:
-            return
         count = (last - first) // step + 1
         begin, stride = (first + 1) * self.width + number + 2, step * self.width + 1
         if number == 0:

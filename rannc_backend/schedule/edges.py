@@ -1,11 +1,12 @@
 """Who talks to whom: the edge table, and the messages that a phase sends over it.
 
-In: stage numbers and counts of values. Out: `EdgeSpec` and, for a phase, the channels that carry messages and what
-each compute action needs and makes.
+In: stage numbers and counts of values. Out: `EdgeSpec` and, for a phase, the channels that carry messages and
+what each compute action needs and makes.
 
-Terms. A *phase* is what one call of a program does: "train" (forwards and backwards, the loss is inside), "forward"
-(forwards only, saved values are kept), "backward" (the backwards of an earlier "forward", tangents come from outside)
-or "infer" (forwards only, nothing is kept). Lane, channel and endpoint are explained in `ir/action.py`.
+Terms. A *phase* is what one call of a program does: "train" (forwards and backwards, the loss is inside),
+"forward" (forwards only, saved values are kept), "backward" (the backwards of an earlier "forward", tangents
+come from outside) or "infer" (forwards only, nothing is kept). Lane, channel and endpoint are explained in
+`ir/action.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..ir.action import FORWARD_VALUES, GRADIENTS, INPUT, OUTPUT, Channel
+from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, INPUT, OUTPUT, Channel
 
 Phase = Literal["train", "forward", "backward", "infer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -37,7 +38,9 @@ class EdgeSpec:
 
     def __post_init__(self) -> None:
         if self.src == OUTPUT or self.dst == INPUT or min(self.src, self.dst) < OUTPUT:
-            raise ValueError(f"edge {self.src} -> {self.dst} must lead from a stage or INPUT to a stage or OUTPUT")
+            raise ValueError(
+                f"edge {self.src} -> {self.dst} must lead from a stage or INPUT to a stage or OUTPUT"
+            )
         if self.src == INPUT and self.dst == OUTPUT:
             raise ValueError("an edge from INPUT to OUTPUT passes no stage")
         if 0 <= self.dst <= self.src:
@@ -49,7 +52,8 @@ class EdgeSpec:
 def active_channels(edges: Iterable[EdgeSpec], phase: Phase) -> tuple[Channel, ...]:
     """The channels that carry one message per micro-batch in `phase`, sorted.
 
-    Tangents of row outputs exist only in "backward": in "train" the loss is inside and nothing comes from outside.
+    Tangents of row outputs exist only in "backward": in "train" the loss is inside and nothing comes from
+    outside.
     """
     channels: list[Channel] = []
     for edge in edges:

@@ -1,28 +1,33 @@
 """Lowering: from an order of forwards and backwards to the complete program of each lane.
 
-In: an order (`orders`), the edge table (`edges`), the phase. Out: per lane one tuple of actions, the messages of the
-stage and those of the endpoint roles that every rank has (owner of input rows, owner of output rows) merged.
+In: an order (`orders`), the edge table (`edges`), the phase. Out: per lane one tuple of actions, the messages
+of the stage and those of the endpoint roles that every rank has (owner of input rows, owner of output rows)
+merged.
 
-What transport guarantees, and nothing more: sends and receives are posted without blocking; a message travels once both
-ends have posted it, so a wait (W) blocks until the send is posted and a done (D) until the receive is posted
-(rendezvous); a channel matches its messages in order. Hence:
+What transport guarantees, and nothing more: sends and receives are posted without blocking; a message travels
+once both ends have posted it, so a wait (W) blocks until the send is posted and a done (D) until the receive
+is posted (rendezvous); a channel matches its messages in order. Hence:
 
-- Receives are posted `window` micro-batches ahead of their use, waits stand right before the compute action that uses
-  the values, sends right after the one that made them. At window 1 a message travels under a whole compute action.
-- A done stands right before the compute action that makes the `credit`-th message after it: at most `credit` messages
-  of a channel lie in send buffers. credit is the number of stages that the message spans plus one (2 for neighbours),
-  which is what lockstep running needs to never stall, and at most the micro-batches in flight plus one. In "train" a
-  forward message is also done before the next backward, so that send buffers fall with the micro-batches in flight.
-- A gradient that skips stages is needed `span` backwards after it was made. What credit does not cover is covered by
-  posting its receive earlier: credit + window > span.
-- Input rows belong to the user for the whole call: all are sent at the start and done at the end. So are tangents of
-  outputs. Receives of output rows are posted when the lane reaches the same micro-batch, and waited for at the end.
-- Reductions are armed before a stage's last backward (gradients are then complete as they are written) and waited for
-  at the end.
+- Receives are posted `window` micro-batches ahead of their use, waits stand right before the compute action
+  that uses the values, sends right after the one that made them. At window 1 a message travels under a whole
+  compute action.
+- A done stands right before the compute action that makes the `credit`-th message after it: at most `credit`
+  messages of a channel lie in send buffers. credit is the number of stages that the message spans plus one (2
+  for neighbours), which is what lockstep running needs to never stall, and at most the micro-batches in
+  flight plus one. In "train" a forward message is also done before the next backward, so that send buffers
+  fall with the micro-batches in flight.
+- A gradient that skips stages is needed `span` backwards after it was made. What credit does not cover is
+  covered by posting its receive earlier: credit + window > span.
+- Input rows belong to the user for the whole call: all are sent at the start and done at the end. So are
+  tangents of outputs. Receives of output rows are posted when the lane reaches the same micro-batch, and
+  waited for at the end.
+- Reductions are armed before a stage's last backward (gradients are then complete as they are written) and
+  waited for at the end.
 
-Why this cannot hang: let the level of B(k) be k and that of F(k) on stage s be k minus its micro-batches in flight.
-What a compute action waits for (values, earlier actions of its lane, dones, posted receives) has a lower level, or the
-same level and a stage nearer to the source of the value. `verify` checks it anyway, for every program that is run.
+Why this cannot hang: let the level of B(k) be k and that of F(k) on stage s be k minus its micro-batches in
+flight. What a compute action waits for (values, earlier actions of its lane, dones, posted receives) has a
+lower level, or the same level and a stage nearer to the source of the value. `verify` checks it anyway, for
+every program that is run.
 """
 
 from __future__ import annotations
@@ -31,9 +36,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..ir.action import FORWARD_VALUES, INPUT, OUTPUT, Action, ActionKind, Channel, Program
-from .edges import EdgeSpec, Phase, active_channels, is_training
-from .orders import select_phase
+from rannc_backend.ir.action import FORWARD_VALUES, INPUT, OUTPUT, Action, ActionKind, Channel, Program
+from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
+from rannc_backend.schedule.orders import select_phase
 
 # Kinds by direction of the channel: what makes a message, then the four steps of moving it.
 _MAKERS = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)}
@@ -44,15 +49,21 @@ _DONE = {"F": ActionKind.DONE_FORWARD, "B": ActionKind.DONE_GRADIENT}
 _PARAMETER_GRADIENT_KINDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
+_Placed = tuple[int, Action]
+"""A part of a message, and which message of its channel it is: the order may have the micro-batches in any
+sequence.
+"""
+
+
 @dataclass(slots=True)
 class _Lane:
     """A program under construction. Slot i surrounds compute action i; the slot after the last is the end."""
 
     compute: Program
-    first_sends: list[Action] = field(default_factory=list)
-    receives: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
-    dones: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
-    waits: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+    first_sends: list[_Placed] = field(default_factory=list)
+    receives: defaultdict[int, list[_Placed]] = field(default_factory=lambda: defaultdict(list))
+    dones: defaultdict[int, list[_Placed]] = field(default_factory=lambda: defaultdict(list))
+    waits: defaultdict[int, list[_Placed]] = field(default_factory=lambda: defaultdict(list))
     arms: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
     sends: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
 
@@ -61,7 +72,9 @@ class _Lane:
         return len(self.compute)
 
     def steps(self, direction: str, stage: int | None = None) -> dict[int, int]:
-        """micro-batch -> slot in which `stage` (None: the first of any stage) makes or uses messages of `direction`."""
+        """micro-batch -> slot in which `stage` (None: the first of any stage) makes or uses messages of
+        `direction`.
+        """
         slots: dict[int, int] = {}
         for slot, action in enumerate(self.compute):
             if action.kind in _MAKERS[direction] and stage in (None, action.stage):
@@ -69,16 +82,20 @@ class _Lane:
         return slots
 
     def program(self) -> Program:
-        actions = sorted(self.first_sends, key=lambda action: action.micro_batch)
+        actions = _in_sequence(self.first_sends)
         for slot in range(self.end + 1):
             # Receives first: posting never blocks and lets peers go on.
-            for group in (self.receives, self.dones, self.waits, self.arms):
-                actions.extend(sorted(group[slot], key=lambda action: action.micro_batch))
+            for group in (self.receives, self.dones, self.waits):
+                actions.extend(_in_sequence(group[slot]))
+            actions.extend(self.arms[slot])
             if slot < self.end:
                 actions.append(self.compute[slot])
                 actions.extend(sorted(self.sends[slot], key=_nearest_first))
-        stages = sorted({action.stage for actions_of_slot in self.arms.values() for action in actions_of_slot})
-        # Last: sums in shared memory go on only while all their ranks wait for them, so no rank may need another thing of one that waits.
+        stages = sorted(
+            {action.stage for actions_of_slot in self.arms.values() for action in actions_of_slot}
+        )
+        # Last: sums in shared memory go on only while all their ranks wait for them, so no rank may need
+        # another thing of one that waits.
         actions.extend(Action(stage, ActionKind.WAIT_REDUCTIONS) for stage in stages)
         return tuple(actions)
 
@@ -122,16 +139,17 @@ def _lower_channel(
 ) -> None:
     """Add the messages of one channel to the lanes at both of its ends."""
     source, destination, direction = channel
+    decides = destination if source < 0 else source  # in which sequence the micro-batches come
+    made = lane_of_stage[decides].steps(direction, decides)
+    fifo = list(made)
+    places = {m: place for place, m in enumerate(fifo)}
     if source < 0:
-        fifo = list(lane_of_stage[destination].steps(direction, destination))
         for lane in lanes:
-            for m in fifo:
-                lane.first_sends.append(Action(source, _SEND[direction], m, destination))
-                lane.dones[lane.end].append(Action(source, _DONE[direction], m, destination))
+            for m, place in places.items():
+                lane.first_sends.append((place, Action(source, _SEND[direction], m, destination)))
+                lane.dones[lane.end].append((place, Action(source, _DONE[direction], m, destination)))
     else:
         lane = lane_of_stage[source]
-        made = lane.steps(direction, source)
-        fifo = list(made)
         credit = max(2, _span(channel, len(lane_of_stage)) + 1)
         if phase == "train":
             credit = min(credit, _max_in_flight(lane.compute, source) + 1)
@@ -139,20 +157,26 @@ def _lower_channel(
         for m, slot in made.items():
             lane.sends[slot].append(Action(source, _SEND[direction], m, destination))
         for m, slot in _done_slots(lane, channel, made, credit).items():
-            lane.dones[slot].append(Action(source, _DONE[direction], m, destination))
+            lane.dones[slot].append((places[m], Action(source, _DONE[direction], m, destination)))
     receivers = [lane_of_stage[destination]] if destination >= 0 else lanes
     for lane in receivers:
         used = lane.steps(direction, destination if destination >= 0 else None)
         for m, slot in _receive_slots(fifo, used, window).items():
-            lane.receives[slot].append(Action(destination, _RECEIVE[direction], m, source))
+            lane.receives[slot].append((places[m], Action(destination, _RECEIVE[direction], m, source)))
             # Output rows and input gradients are used by the caller, after the program.
             lane.waits[used[m] if destination >= 0 else lane.end].append(
-                Action(destination, _WAIT[direction], m, source)
+                (places[m], Action(destination, _WAIT[direction], m, source))
             )
 
 
+def _in_sequence(parts: list[_Placed]) -> list[Action]:
+    return [action for _, action in sorted(parts, key=lambda part: part[0])]
+
+
 def _span(channel: Channel, num_stages: int) -> int:
-    """Stages between the ends of a channel: the steps by which the slowest receiver lags behind the sender."""
+    """Stages between the ends of a channel: the steps by which the slowest receiver lags behind the
+    sender.
+    """
     if channel.destination == OUTPUT:
         return num_stages - 1 - channel.source
     if channel.destination == INPUT:
@@ -176,8 +200,8 @@ def _done_slots(lane: _Lane, channel: Channel, made: dict[int, int], credit: int
 def _receive_slots(fifo: list[int], used: dict[int, int], window: int) -> dict[int, int]:
     """micro-batch -> slot in which its receive is posted: that of the use `window` uses earlier.
 
-    The first `window` receives are posted one slot before the first use. Posting keeps the order of the channel even
-    where the uses do not: a receive is then posted earlier.
+    The first `window` receives are posted one slot before the first use. Posting keeps the order of the
+    channel even where the uses do not: a receive is then posted earlier.
     """
     by_use = sorted(used, key=lambda m: used[m])
     wanted: dict[int, int] = {}

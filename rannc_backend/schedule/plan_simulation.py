@@ -1,11 +1,13 @@
 """A plan run in simulated time, as planned or with another schedule or number of micro-batches.
 
-In: a `Plan`; nothing else is known here, so costs at numbers of rows that the plan does not list are interpolated. Out: a
+In: a `Plan`; nothing else is known here, so costs at numbers of rows that the plan does not list are
+interpolated. Out: a
 `PlanSimulation`: the step, what every stage does when, its share of idle time and its peak memory.
 
-Terms. Chain: the model of communication that the planner minimises. Each stage waits for one message from the stage before
-it (forward) and one from the stage after it (gradients) per micro-batch, whatever values those carry. Span: a forward or
-backward of one micro-batch on one stage, or what is left of the all-reduce when its last backward has ended.
+Terms. Chain: the model of communication that the planner minimises. Each stage waits for one message from the
+stage before it (forward) and one from the stage after it (gradients) per micro-batch, whatever values those
+carry. Span: a forward or backward of one micro-batch on one stage, or what is left of the all-reduce when its
+last backward has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, A
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import ScheduleName, build_order
+from rannc_backend.schedule.orders import ScheduleName, build_order, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
 MAX_SPANS = 1_000_000  # forwards and backwards that are simulated: about a minute
@@ -48,8 +50,10 @@ class Span:
 class StageSimulation:
     """One stage in the simulated step; each of its ranks does the same.
 
-    Seconds of forward, backward and messages are of one micro-batch. `idle_share`: part of the step without computing.
-    `is_listed`: the plan lists costs at this number of rows, or between two such numbers; else they are a guess.
+    Seconds of forward, backward and messages are of one micro-batch. `idle_share`: part of the step without
+    computing.
+    `is_listed`: the plan lists costs at this number of rows, or between two such numbers; else they are a
+    guess.
     """
 
     index: int
@@ -69,7 +73,9 @@ class StageSimulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSimulation:
-    """The simulated step of a plan under one schedule. `idle_share`: mean over the ranks that have a stage."""
+    """The simulated step of a plan under one schedule. `idle_share`: mean over the ranks that have a
+    stage.
+    """
 
     schedule: ScheduleName
     num_micro_batches: int
@@ -112,13 +118,18 @@ def simulate_plan(
         for stage in plan.stages
     )
     num_ranks = sum(plan.stage_replicas)
-    # Ranks that share cores: a rank that waits gives its core to others, but the cores have all of the work to do.
-    work = sum(len(stage.ranks) * simulated.busy_seconds for stage, simulated in zip(plan.stages, stages, strict=True))
+    # Ranks that share cores: a rank that waits gives its core to others, but the cores have all of the work
+    # to do.
+    work = sum(
+        len(stage.ranks) * simulated.busy_seconds
+        for stage, simulated in zip(plan.stages, stages, strict=True)
+    )
     return PlanSimulation(
         schedule=schedule,
         num_micro_batches=count,
         step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share)),
-        idle_share=sum(stage.idle_share * len(plan.stages[stage.index].ranks) for stage in stages) / num_ranks,
+        idle_share=sum(stage.idle_share * len(plan.stages[stage.index].ranks) for stage in stages)
+        / num_ranks,
         stages=stages,
     )
 
@@ -135,9 +146,11 @@ def replica_rows(plan: Plan, num_replicas: int, num_micro_batches: int) -> int:
 
 
 def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
-    """Costs of one micro-batch of `rows` rows on a replica, and whether the plan lists numbers of rows on both sides.
+    """Costs of one micro-batch of `rows` rows on a replica, and whether the plan lists numbers of rows on
+    both sides.
 
-    On the line through the two nearest listed numbers of rows; in proportion to the rows where only one is listed.
+    On the line through the two nearest listed numbers of rows; in proportion to the rows where only one is
+    listed.
     """
     listed = stage.at_rows
     place = bisect.bisect_left([entry.rows for entry in listed], rows)
@@ -183,7 +196,10 @@ def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageC
     rows = replica_rows(plan, stage.num_replicas, num_micro_batches)
     cost, is_listed = cost_at(stage, rows)
     if rows == own_rows:
-        update = {"forward_seconds": stage.predicted.forward_seconds, "backward_seconds": stage.predicted.backward_seconds}
+        update = {
+            "forward_seconds": stage.predicted.forward_seconds,
+            "backward_seconds": stage.predicted.backward_seconds,
+        }
         cost = cost.model_copy(update=update)
     receive, gradient = _message_seconds(plan, stage, rows)
     planned = sum(_message_seconds(plan, stage, own_rows))
@@ -205,7 +221,9 @@ def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageC
 
 
 def _message_seconds(plan: Plan, stage: StagePlan, rows: int) -> tuple[float, float]:
-    """Forward message from the stage before, and the gradients that go back, by the slowest link between the two."""
+    """Forward message from the stage before, and the gradients that go back, by the slowest link between the
+    two.
+    """
     if stage.index == 0:
         return 0.0, 0.0
     cluster = plan.cluster
@@ -233,7 +251,9 @@ def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
         kind = _SPAN_KINDS.get(timed.action.kind)
         if kind is not None and (kind != "allreduce" or timed.end > timed.start):
             micro_batch = NO_MICRO_BATCH if kind == "allreduce" else timed.action.micro_batch
-            spans[timed.action.stage].append(Span(kind=kind, micro_batch=micro_batch, start=timed.start, end=timed.end))
+            spans[timed.action.stage].append(
+                Span(kind=kind, micro_batch=micro_batch, start=timed.start, end=timed.end)
+            )
     return [sorted(of_stage, key=lambda span: (span.start, span.end)) for of_stage in spans]
 
 
@@ -266,11 +286,13 @@ def _stage_simulation(
 
 
 def _num_in_flight(plan: Plan, stage: StagePlan, schedule: ScheduleName, num_micro_batches: int) -> int:
-    return num_micro_batches if schedule == "fill_drain" else min(num_micro_batches, plan.num_stages - stage.index)
+    return schedule_named(schedule).in_flight(plan.num_stages - stage.index, num_micro_batches)
 
 
 def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, in_flight: int) -> int:
-    """As predicted where rows and micro-batches in flight are the plan's own; what moves with them moves in proportion."""
+    """As predicted where rows and micro-batches in flight are the plan's own; what moves with them moves in
+    proportion.
+    """
     planned = stage.predicted
     own_in_flight = _num_in_flight(plan, stage, plan.schedule, plan.num_micro_batches)
     own = cost_at(stage, replica_rows(plan, stage.num_replicas, plan.num_micro_batches))[0]
@@ -278,7 +300,8 @@ def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, in_flight: int) -> 
         return planned.peak_bytes
     own_activations = own_in_flight * own.activation_bytes
     correction = planned.activation_bytes / own_activations if own_activations else 1.0
-    # Messages grow with the rows; outputs that are kept to the end of the step are those of the whole batch in any case.
+    # Messages grow with the rows; outputs that are kept to the end of the step are those of the whole batch
+    # in any case.
     following = plan.stages[stage.index + 1 : stage.index + 2]
     sent = sum(later.received_bytes_per_row for later in following)
     messages = min(own.rows * (stage.gradient_bytes_per_row + 2 * sent), planned.buffer_bytes)

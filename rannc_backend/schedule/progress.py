@@ -1,15 +1,15 @@
 """Run programs without work: does every lane reach its end, and when.
 
-In: the programs of all lanes and how long things take (nothing, when only progress is asked for). Out: start and end of
-each action, or a ScheduleError that says who waits for whom.
+In: the programs of all lanes and how long things take (nothing, when only progress is asked for). Out: start
+and end of each action, or a ScheduleError that says who waits for whom.
 
-Semantics (rendezvous): posts never block; a message travels once its send and its receive are posted and the message
-before it on the channel has arrived; W and D end when it has. An endpoint is all lanes: a message from INPUT has
-arrived when those of all lanes have. Reductions end only after every lane has armed its own and finished its computes,
-because a parameter may be tied between any stages.
+Semantics (rendezvous): posts never block; a message travels once its send and its receive are posted and the
+message before it on the channel has arrived; W and D end when it has. An endpoint is all lanes: a message
+from INPUT has arrived when those of all lanes have. Reductions end only after every lane has armed its own
+and finished its computes, because a parameter may be tied between any stages.
 
-All waits are on posts that are never taken back, so whether programs get stuck does not depend on timing, and one run
-with any durations decides it.
+All waits are on posts that are never taken back, so whether programs get stuck does not depend on timing, and
+one run with any durations decides it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..errors import ScheduleError
-from ..ir.action import MESSAGE_KINDS, RECEIVE_KINDS, SEND_KINDS, WAIT_KINDS, Action, ActionKind, Channel, Program
+from rannc_backend.errors import ScheduleError
+from rannc_backend.ir.action import (
+    MESSAGE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    WAIT_KINDS,
+    Action,
+    ActionKind,
+    Channel,
+    Program,
+)
 
 
 class Durations(Protocol):
@@ -35,7 +44,9 @@ class Durations(Protocol):
         ...
 
     def reduction_end(self, stage: int, last_start: float, last_end: float) -> float:
-        """When the reductions of `stage` have ended, whose last backward ran from `last_start` to `last_end`."""
+        """When the reductions of `stage` have ended, whose last backward ran from `last_start` to
+        `last_end`.
+        """
         ...
 
 
@@ -75,11 +86,17 @@ class _Message:
     receivers: list[int] = field(default_factory=list)
     sent: dict[int, float] = field(default_factory=dict)  # lane -> when it posted
     received: dict[int, float] = field(default_factory=dict)
-    arrived: dict[tuple[int, int], float] = field(default_factory=dict)  # (sending lane, receiving lane) -> when
+    arrived: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # (sending lane, receiving lane) -> when
 
     def end_for(self, lane: int, *, is_wait: bool) -> float | None:
         """When the transfers that a W (else a D) of `lane` waits for have ended; None while one has not."""
-        pairs = [(other, lane) for other in self.senders] if is_wait else [(lane, other) for other in self.receivers]
+        pairs = (
+            [(other, lane) for other in self.senders]
+            if is_wait
+            else [(lane, other) for other in self.receivers]
+        )
         if not pairs or not all(pair in self.arrived for pair in pairs):
             return None
         return max(self.arrived[pair] for pair in pairs)
@@ -95,7 +112,9 @@ class _Run:
     next_index: dict[int, int]
     clock: dict[int, float]
     num_computes_left: dict[int, int]
-    channel_free: defaultdict[tuple[Channel, tuple[int, int]], float] = field(default_factory=lambda: defaultdict(float))
+    channel_free: defaultdict[tuple[Channel, tuple[int, int]], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
     last_compute: dict[int, tuple[float, float]] = field(default_factory=dict)  # stage -> (start, end)
     blocked: set[int] = field(default_factory=set)
     ready: deque[int] = field(default_factory=deque)
@@ -107,7 +126,9 @@ class _Run:
             self.ready.append(lane)
 
 
-def run_to_end(programs: Mapping[int, Program], durations: Durations | None = None) -> tuple[TimedAction, ...]:
+def run_to_end(
+    programs: Mapping[int, Program], durations: Durations | None = None
+) -> tuple[TimedAction, ...]:
     """Run all programs; the timeline lists each lane's actions in its own order, by start time between lanes.
 
     Raises:
@@ -136,7 +157,9 @@ def run_to_end(programs: Mapping[int, Program], durations: Durations | None = No
 
 
 def _collect_messages(programs: Mapping[int, Program]) -> dict[int, list[_Message | None]]:
-    """lane -> the message of each of its actions (None for those that move none), shared between both ends."""
+    """lane -> the message of each of its actions (None for those that move none), shared between both
+    ends.
+    """
     messages: dict[tuple[Channel, int], _Message] = {}
     by_lane: dict[int, list[_Message | None]] = {}
     for lane, program in programs.items():
@@ -213,7 +236,9 @@ def _stuck(run: _Run) -> ScheduleError:
         lane = holder
     index = run.next_index[lane]
     action = run.programs[lane][index]
-    return ScheduleError(f"(stage {lane}, action number {index}) never ends: {'; '.join(steps)}", action=str(action))
+    return ScheduleError(
+        f"(stage {lane}, action number {index}) never ends: {'; '.join(steps)}", action=str(action)
+    )
 
 
 def _missing(run: _Run, lane: int, action: Action, message: _Message | None) -> tuple[str, int | None]:

@@ -1,21 +1,22 @@
 """Predicted time and memory of one step, from the very programs that will run.
 
-In: the programs, seconds of each stage's computes, of each channel's messages and of the reductions. Out: makespan,
-timeline, shares of busy and idle time, peak of saved activations. Compute of a lane is sequential; messages of a channel
-follow each other; channels do not share bandwidth (a link used by several channels must be priced by the caller).
+In: the programs, seconds of each stage's computes, of each channel's messages and of the reductions. Out:
+makespan, timeline, shares of busy and idle time, peak of saved activations. Compute of a lane is sequential;
+messages of a channel follow each other; channels do not share bandwidth (a link used by several channels must
+be priced by the caller).
 
-Reductions run under the last backward: the gradients of a stage come in `num_buckets` equal parts at equal distances, so
-the reductions of all but the last bucket can end before the backward does.
+Reductions run under the last backward: the gradients of a stage come in `num_buckets` equal parts at equal
+distances, so the reductions of all but the last bucket can end before the backward does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..ir.action import GRADIENTS, Action, ActionKind, Channel, Program
-from .edges import EdgeSpec, Phase
-from .progress import TimedAction, run_to_end
+from rannc_backend.ir.action import Action, ActionKind, Channel, Program
+from rannc_backend.schedule.edges import Phase
+from rannc_backend.schedule.progress import TimedAction, run_to_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,9 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """The predicted step. `busy_share` + `bubble_share` = 1: the mean over lanes of the time in computes, and the rest."""
+    """The predicted step. `busy_share` + `bubble_share` = 1: the mean over lanes of the time in computes, and
+    the rest.
+    """
 
     makespan_seconds: float
     timeline: tuple[TimedAction, ...]
@@ -43,20 +46,6 @@ class SimulatedStep:
     bubble_share: float
     busy_seconds: tuple[float, ...]  # by lane
     peak_activation_bytes: tuple[float, ...]  # by stage
-
-
-def channel_seconds(
-    edges: Iterable[EdgeSpec], num_rows: int, *, latency_seconds: float, bytes_per_second: float
-) -> dict[Channel, float]:
-    """Seconds of one message per channel, both directions of every edge, for micro-batches of `num_rows`."""
-    seconds: dict[Channel, float] = {}
-    for edge in edges:
-        for channel, row_bytes in (
-            (Channel(edge.src, edge.dst, "F"), edge.forward_bytes_per_row),
-            (Channel(edge.dst, edge.src, GRADIENTS), edge.gradient_bytes_per_row),
-        ):
-            seconds[channel] = latency_seconds + num_rows * row_bytes / bytes_per_second
-    return seconds
 
 
 def simulate(

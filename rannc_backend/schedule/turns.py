@@ -1,21 +1,27 @@
-"""When the operations of messages are queued on devices, where several channels share a queue and anything may wait for a device.
+"""When the operations of messages are queued on devices, where several channels share a queue and anything
+may wait for a device.
 
-In: the programs of all lanes. Out: the *turns*: one for each message between two lanes, with its *place* in the program of either.
+In: the programs of all lanes. Out: the *turns*: one for each message between two lanes, with its *place* in
+the program of either.
 
-Facts. A communicator runs its operations one after the other, each when both ends have come to it. Whatever waits for the device on the
-host (autotuning, a module that is loaded, an allocator that tries again) waits for all operations that are queued, messages
-included. So an operation is not queued where its program posts it, but at its turn: at the moment of one run of all programs at which
-both of its ends had been posted. That run, in which a forward takes one unit of time and a backward two, came to its end.
+Facts. A communicator runs its operations one after the other, each when both ends have come to it. Whatever
+waits for the device on the host (autotuning, a module that is loaded, an allocator that tries again) waits
+for all operations that are queued, messages included. So an operation is not queued where its program posts
+it, but at its turn: at the moment of one run of all programs at which both of its ends had been posted. That
+run, in which a forward takes one unit of time and a backward two, came to its end.
 
-Why nothing can hang. The moments of the run are in one order, the same for all ranks, and those that concern a rank lie at places of its
-program. (1) Both ends of a communicator queue the same operations in the same order: directions that share one do not wait for each other.
-(2) Whatever an action or an operation needs (its wait, a message ahead of it in a queue, memory, the actions before it) had its moment
-before it. (3) A rank that waits for its whole device within an action waits for operations of earlier moments only, and the other end
-of each is queued by a rank that stands before that moment, or that waits for its own device in a still earlier one. So of all that is
-left to do, what comes first in that order can always be done. How long things really take does not matter. Sums over the replicas of a
-stage are queued in one action by all of them, those over several stages after all actions (`runtime/buckets.py`): (3) holds for them too.
+Why nothing can hang. The moments of the run are in one order, the same for all ranks, and those that concern
+a rank lie at places of its program. (1) Both ends of a communicator queue the same operations in the same
+order: directions that share one do not wait for each other. (2) Whatever an action or an operation needs (its
+wait, a message ahead of it in a queue, memory, the actions before it) had its moment before it. (3) A rank
+that waits for its whole device within an action waits for operations of earlier moments only, and the other
+end of each is queued by a rank that stands before that moment, or that waits for its own device in a still
+earlier one. So of all that is left to do, what comes first in that order can always be done. How long things
+really take does not matter. Sums over the replicas of a stage are queued in one action by all of them, those
+over several stages after all actions (`runtime/gradients/buckets.py`): (3) holds for them too.
 
-What it costs: nothing while the host runs ahead of its device, as operations start when their memory is ready, not when they are queued.
+What it costs: nothing while the host runs ahead of its device, as operations start when their memory is
+ready, not when they are queued.
 """
 
 from __future__ import annotations
@@ -25,8 +31,17 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import ScheduleError
-from ..ir.action import RECEIVE_KINDS, SEND_KINDS, WAIT_KINDS, Action, ActionKind, Channel, Program, Turn
+from rannc_backend.errors import ScheduleError
+from rannc_backend.ir.action import (
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    WAIT_KINDS,
+    Action,
+    ActionKind,
+    Channel,
+    Program,
+    Turn,
+)
 
 _FORWARD_UNITS, _BACKWARD_UNITS = 1.0, 2.0
 

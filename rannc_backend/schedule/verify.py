@@ -1,19 +1,21 @@
 """Static check of the programs of all lanes before the first step.
 
-In: the programs, the edge table, the phase. Out: the peaks of each stage (micro-batches with saved values, receive and
-send buffers), or a ScheduleError that names the lane, the number and the text of the action at fault.
+In: the programs, the edge table, the phase. Out: the peaks of each stage (micro-batches with saved values,
+receive and send buffers), or a ScheduleError that names the lane, the number and the text of the action at
+fault.
 
 What is checked:
 - completeness: every action that the edges and the phase call for is there exactly once, nothing else is;
-- order inside a lane: forward before backward, values waited for before use, sent after they are made, reductions armed
-  right before the last backward (earlier would reduce unfinished gradients) and waited for after it;
+- order inside a lane: forward before backward, values waited for before use, sent after they are made,
+  reductions armed right before the last backward (earlier would reduce unfinished gradients) and waited for
+  after it;
 - channels: both ends name the micro-batches in one order, for every pair of lanes;
 - progress: all lanes reach their ends when messages travel only once both ends have posted them (rendezvous);
-- buffers: every saved value, receive buffer and send buffer is taken once and freed once, and no more than the stated
-  bounds exist at a time.
+- buffers: every saved value, receive buffer and send buffer is taken once and freed once, and no more than
+  the stated bounds exist at a time.
 
-A receive buffer is taken by R and freed by the compute action that uses it (or given to the caller, at an endpoint); a
-send buffer is taken by S and freed by D; saved values are taken by F and freed by B.
+A receive buffer is taken by R and freed by the compute action that uses it (or given to the caller, at an
+endpoint); a send buffer is taken by S and freed by D; saved values are taken by F and freed by B.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ScheduleError
-from ..ir.action import (
+from rannc_backend.errors import ScheduleError
+from rannc_backend.ir.action import (
     DONE_KINDS,
     FORWARD_VALUES,
     RECEIVE_KINDS,
@@ -33,8 +35,8 @@ from ..ir.action import (
     Channel,
     Program,
 )
-from .edges import EdgeSpec, Phase, active_channels, is_training
-from .progress import run_to_end
+from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
+from rannc_backend.schedule.progress import run_to_end
 
 # Which action uses a message that arrives at a stage, and which one makes a message that leaves it.
 _COMPUTE_OF_DIRECTION = {"F": ActionKind.FORWARD, "B": ActionKind.BACKWARD}
@@ -42,7 +44,9 @@ _COMPUTE_OF_DIRECTION = {"F": ActionKind.FORWARD, "B": ActionKind.BACKWARD}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePeaks:
-    """The most that a stage holds at a time. Bytes are per row of a micro-batch (of this rank's rows of it)."""
+    """The most that a stage holds at a time. Bytes are per row of a micro-batch (of this rank's rows of
+    it).
+    """
 
     num_in_flight: int
     num_receive_buffers: int
@@ -55,7 +59,9 @@ class StagePeaks:
 class _Rules:
     """What a program must contain and in which order, derived from the edge table alone."""
 
-    expected: dict[int, dict[Action, tuple[Action, ...]]]  # lane -> action -> what must come before it in the lane
+    expected: dict[
+        int, dict[Action, tuple[Action, ...]]
+    ]  # lane -> action -> what must come before it in the lane
     num_micro_batches: int
     phase: Phase
     max_in_flight: Sequence[int]
@@ -79,14 +85,16 @@ def verify(
         edges: the edge table that the programs were lowered from.
         num_micro_batches: micro-batches of the call.
         phase: what the call does.
-        max_in_flight: per stage the bound of the schedule (`orders.in_flight_bounds`); default: all micro-batches.
+        max_in_flight: per stage the bound of the schedule (`orders.in_flight_bounds`); default: all
+        micro-batches.
         window: how many micro-batches ahead receives may be posted.
 
     Returns:
         The peaks by stage.
 
     Raises:
-        ScheduleError: the programs could hang, mix up messages, lose a result or hold more than the bounds allow.
+        ScheduleError: the programs could hang, mix up messages, lose a result or hold more than the bounds
+        allow.
     """
     edges = tuple(edges)
     if sorted(programs) != list(range(len(programs))):
@@ -115,7 +123,9 @@ def _expected_actions(
         source, destination, direction = channel
         for place in (source, destination):
             if place >= num_stages:
-                raise ScheduleError(f"channel {channel} names stage {place}, but there are {num_stages} lanes")
+                raise ScheduleError(
+                    f"channel {channel} names stage {place}, but there are {num_stages} lanes"
+                )
         incoming[destination, direction].append(source)
         kinds = [ActionKind(letter + direction) for letter in "SRWD"]
         for m in range(num_micro_batches):
@@ -136,12 +146,17 @@ def _expected_actions(
                     Action(stage, ActionKind.WAIT_FORWARD, m, source) for source in incoming[stage, "F"]
                 )
             if is_training(phase):
-                waits = [Action(stage, ActionKind.WAIT_GRADIENT, m, source) for source in incoming[stage, "B"]]
-                actions[Action(stage, ActionKind.BACKWARD, m)] = (*waits, *([forward] if phase == "train" else []))
+                waits = [
+                    Action(stage, ActionKind.WAIT_GRADIENT, m, source) for source in incoming[stage, "B"]
+                ]
+                actions[Action(stage, ActionKind.BACKWARD, m)] = (
+                    *waits,
+                    *([forward] if phase == "train" else []),
+                )
         if is_training(phase):
-            arm = Action(stage, ActionKind.ARM_REDUCTIONS)
-            actions[arm] = ()
-            actions[Action(stage, ActionKind.WAIT_REDUCTIONS)] = (arm,)
+            begin_last_micro_batch = Action(stage, ActionKind.ARM_REDUCTIONS)
+            actions[begin_last_micro_batch] = ()
+            actions[Action(stage, ActionKind.WAIT_REDUCTIONS)] = (begin_last_micro_batch,)
     return expected
 
 
@@ -162,9 +177,13 @@ def _check_lane(lane: int, program: Program, rules: _Rules) -> StagePeaks:
         if action.kind is ActionKind.BACKWARD:
             num_backwards += 1
         elif action.kind is ActionKind.ARM_REDUCTIONS and num_backwards != rules.num_micro_batches - 1:
-            raise _error(lane, index, action, f"must stand before the last backward, not after {num_backwards} of them")
+            raise _error(
+                lane, index, action, f"must stand before the last backward, not after {num_backwards} of them"
+            )
         elif action.kind is ActionKind.WAIT_REDUCTIONS and num_backwards != rules.num_micro_batches:
-            raise _error(lane, index, action, f"must come after all backwards, not after {num_backwards} of them")
+            raise _error(
+                lane, index, action, f"must come after all backwards, not after {num_backwards} of them"
+            )
         seen.add(action)
     missing = sorted(expected.keys() - seen)
     if missing:
@@ -227,7 +246,9 @@ class _Buffers:
     def leaks(self) -> list[str]:
         """What is still held at the end and should not be."""
         kept = self.rules.num_micro_batches if self.rules.phase == "forward" else 0
-        buffers = [f"{n} of {channel}" for held in (self.receiving, self.sending) for channel, n in held.items() if n]
+        buffers = [
+            f"{n} of {channel}" for held in (self.receiving, self.sending) for channel, n in held.items() if n
+        ]
         return buffers + ([] if self.in_flight == kept else [f"{self.in_flight} saved micro-batches"])
 
 

@@ -1,10 +1,12 @@
 """Compares values of the ranks with those of the reference, and keeps what differs.
 
-In: pairs of tensors. Out: `Difference`s in the order in which they came to be, and the largest relative difference per kind.
+In: pairs of tensors. Out: `Difference`s in the order in which they came to be, and the largest relative
+difference per kind.
 
-Terms: a tensor's *scale* is the largest absolute value in the reference's; but at least a thousandth of the largest of its kind, as a
-value that is zero but for rounding (the gradient of an attention's key bias) has no scale of its own. What may differ: two thirds of the
-digits of the dtype with the fewest digits in which the model computes must agree; see `tolerance_of`.
+Terms: a tensor's *scale* is the largest absolute value in the reference's; but at least a thousandth of the
+largest of its kind, as a value that is zero but for rounding (the gradient of an attention's key bias) has no
+scale of its own. What may differ: two thirds of the digits of the dtype with the fewest digits in which the
+model computes must agree; see `tolerance_of`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rannc_backend.verify.leaves import tensors_of
 from rannc_backend.verify.settings import Difference, Largest, StepResult
 
 _FLOOR_FRACTION = 1e-3
-_MOST_KEPT = 20
+_MAX_KEPT = 20
 # An update of a parameter is rounded to the parameter's own digits, a few times.
 _ROUNDINGS = 8
 
@@ -63,9 +65,15 @@ class NarrowestDtype(TorchFunctionMode):
         self.dtype = dtype
         self.location = ""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point() and torch.finfo(result.dtype).eps > torch.finfo(self.dtype).eps:
+        if (
+            isinstance(result, Tensor)
+            and result.is_floating_point()
+            and torch.finfo(result.dtype).eps > torch.finfo(self.dtype).eps
+        ):
             self.dtype = result.dtype
             self.location = _place_of_caller()
         return result
@@ -77,7 +85,9 @@ def _place_of_caller() -> str:
 
 @dataclass(slots=True)
 class Comparison:
-    """What has been compared so far. ``tolerance``: of everything but parameters, whose updates have their own dtype's."""
+    """What has been compared so far. ``tolerance``: of everything but parameters, whose updates have their
+    own dtype's.
+    """
 
     tolerance: float = tolerance_of(torch.float64)
     step: StepResult = StepResult(number=1)
@@ -86,28 +96,40 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     num_differences: int = 0
 
-    def value(self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, *, floor: float = 0.0) -> bool:
+    def value(
+        self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, *, floor: float = 0.0
+    ) -> bool:
         """Compare a value of a rank with the reference's; whether it agrees."""
         if here.shape != there.shape:
             problem = f"shape {list(here.shape)} in place of {list(there.shape)}"
-            return self._note(Difference(**self._where(kind, name, rank), largest=math.inf, scale=1.0, allowed=0.0, problem=problem))
+            return self._note(
+                Difference(
+                    **self._where(kind, name, rank), largest=math.inf, scale=1.0, allowed=0.0, problem=problem
+                )
+            )
         scale = max(_finite_largest(there), floor)
         return self._judge(kind, name, rank, here, there, scale=scale, allowed=self.tolerance * scale)
 
     def update(self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, before: Tensor) -> bool:
-        """Compare a parameter or buffer after a step, of which the same was there ``before``; whether it agrees."""
+        """Compare a parameter or buffer after a step, of which the same was there ``before``; whether it
+        agrees.
+        """
         if here.shape != there.shape:
             return self.value(kind, name, rank, here, there)
         scale = _finite_largest(there)
         allowed = 0.0
         if there.is_floating_point() or there.is_complex():
             change = _finite_largest(_exact(there) - _exact(before))
-            allowed = tolerance_of(there.dtype) * change + _ROUNDINGS * torch.finfo(there.dtype).eps * max(scale, _finite_largest(before))
+            allowed = tolerance_of(there.dtype) * change + _ROUNDINGS * torch.finfo(there.dtype).eps * max(
+                scale, _finite_largest(before)
+            )
         return self._judge(kind, name, rank, here, there, scale=scale, allowed=allowed)
 
     def missing(self, kind: str, name: str, what: str) -> None:
         """No rank has the value at all."""
-        self._note(Difference(**self._where(kind, name, -1), largest=math.inf, scale=1.0, allowed=0.0, problem=what))
+        self._note(
+            Difference(**self._where(kind, name, -1), largest=math.inf, scale=1.0, allowed=0.0, problem=what)
+        )
 
     def end_step(self) -> None:
         """What comes next belongs to the next step."""
@@ -121,7 +143,9 @@ class Comparison:
     def _where(self, kind: str, name: str, rank: int) -> dict[str, Any]:
         return {"step": self.step.number, "call": self.call, "kind": kind, "name": name, "rank": rank}
 
-    def _judge(self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, *, scale: float, allowed: float) -> bool:
+    def _judge(
+        self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, *, scale: float, allowed: float
+    ) -> bool:
         mine, theirs = _exact(here).flatten(), _exact(there).flatten()
         counts = dict(self.step.num_compared)
         counts[kind] = counts.get(kind, 0) + 1
@@ -142,13 +166,16 @@ class Comparison:
         )
         known = self.step.largest.get(kind, Largest())
         if found.relative > known.relative or not known.name:
-            largest: Mapping[str, Largest] = {**self.step.largest, kind: Largest(relative=found.relative, name=name)}
+            largest: Mapping[str, Largest] = {
+                **self.step.largest,
+                kind: Largest(relative=found.relative, name=name),
+            }
             self.step = self.step.model_copy(update={"largest": dict(largest)})
         return found.largest <= allowed or self._note(found)
 
     def _note(self, difference: Difference) -> bool:
         self.num_differences += 1
-        if len(self.differences) < _MOST_KEPT:
+        if len(self.differences) < _MAX_KEPT:
             self.differences.append(difference)
         return False
 
@@ -156,10 +183,19 @@ class Comparison:
 def _index(at: int, numel: int, tensor: Tensor) -> tuple[int, ...]:
     """The index of a flat element, of a complex number without the part."""
     position = at // max(1, numel // max(1, tensor.numel()))
-    return tuple(int(index) for index in torch.unravel_index(torch.tensor(position), tensor.shape)) if tensor.dim() else ()
+    return (
+        tuple(int(index) for index in torch.unravel_index(torch.tensor(position), tensor.shape))
+        if tensor.dim()
+        else ()
+    )
 
 
 def first_scalar(value: Any) -> int | None:
-    """Which tensor of an output is the loss: the first floating one without a dimension; None: there is none."""
+    """Which tensor of an output is the loss: the first floating one without a dimension; None: there is
+    none.
+    """
     tensors = [tensor for _, tensor in tensors_of(value)]
-    return next((index for index, tensor in enumerate(tensors) if tensor.dim() == 0 and tensor.is_floating_point()), None)
+    return next(
+        (index for index, tensor in enumerate(tensors) if tensor.dim() == 0 and tensor.is_floating_point()),
+        None,
+    )

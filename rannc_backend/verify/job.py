@@ -1,7 +1,8 @@
 """One rank of a job of `rannc verify`: `python -m rannc_backend.verify.job DIRECTORY ranks|reference`.
 
-In: the settings in that directory. Out: the script is run as if it had been started itself; beside it, in the directory, what was recorded
-or found, the failure of this rank if it has one, and what its threads did when time was up.
+In: the settings in that directory. Out: the script is run as if it had been started itself; beside it, in the
+directory, what was recorded or found, the failure of this rank if it has one, and what its threads did when
+time was up.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ from pathlib import Path
 import numpy
 import torch
 
-from rannc_backend.backend import rannc
-from rannc_backend.capture_in_place import trace_modules_of_torch
+from rannc_backend.capture.module_compile import trace_modules_of_torch
 from rannc_backend.errors import CommunicationError, RankFailedError, RanncError, user_location
 from rannc_backend.runtime.launch import find_launch
 from rannc_backend.verify.models import Models
 from rannc_backend.verify.recording import EnoughError, OtherSettingsNeededError, Recorder
 from rannc_backend.verify.records import Records
 from rannc_backend.verify.replay import Reference
-from rannc_backend.verify.settings import MODES, Failure, Mode, VerifySettings, failure_file, settings_file, stacks_file, write_whole
+from rannc_backend.verify.settings import (
+    MODES,
+    Failure,
+    Mode,
+    VerifySettings,
+    failure_file,
+    settings_file,
+    stacks_file,
+    write_whole,
+)
 
 # Each rank has its own numbers, in both runs the same, where the script sets no seed.
 _SEED = 20261124
@@ -40,16 +49,21 @@ def main(directory: str, mode: str) -> None:
     settings = VerifySettings.model_validate_json(settings_file(folder).read_text(encoding="utf-8"))
     rank = find_launch(os.environ).rank
     with stacks_file(folder, chosen, rank).open("w", encoding="utf-8") as stacks:
-        faulthandler.dump_traceback_later(max(0.1, settings.limit_seconds - _STACKS_BEFORE_SECONDS), file=stacks)
+        faulthandler.dump_traceback_later(
+            max(0.1, settings.limit_seconds - _STACKS_BEFORE_SECONDS), file=stacks
+        )
         run(settings, Records(folder), chosen, rank)
         faulthandler.cancel_dump_traceback_later()
 
 
 def run(settings: VerifySettings, records: Records, mode: Mode, rank: int) -> None:
     """Run the script with its models recorded, or replayed."""
+    # Its own hooks come first.
+    from rannc_backend.backend import rannc
+
     side = (Recorder if mode == "ranks" else Reference)(settings, records, rank, Models(settings))
     side.install()
-    trace_modules_of_torch(lambda backend: backend is rannc, side.wrap)
+    trace_modules_of_torch(lambda backend: backend is rannc, lambda compiled, *_: side.wrap(compiled))
     for set_seed in (random.seed, numpy.random.seed, torch.manual_seed):
         set_seed(_SEED + rank)
     sys.argv = [settings.script, *settings.arguments]
@@ -74,7 +88,9 @@ def _tell(error: BaseException, folder: Path, mode: Mode, rank: int) -> None:
     elif isinstance(error, CommunicationError | RankFailedError):
         failure = Failure(kind="other rank", text=str(error))
     elif isinstance(error, RanncError):
-        failure = Failure(kind=type(error).__name__, text=error.problem, place=error.location or place, cure=error.cure)
+        failure = Failure(
+            kind=type(error).__name__, text=error.problem, place=error.location or place, cure=error.cure
+        )
     else:
         text = f"exit code {error.code}" if isinstance(error, SystemExit) else str(error)
         failure = Failure(kind=type(error).__name__, text=text, place=place)
@@ -83,7 +99,9 @@ def _tell(error: BaseException, folder: Path, mode: Mode, rank: int) -> None:
 
 def _below_runner(error: BaseException) -> list[traceback.FrameSummary]:
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)
+    ]
 
 
 if __name__ == "__main__":

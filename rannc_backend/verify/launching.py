@@ -1,9 +1,11 @@
 """Starts the two jobs of a verification, watches them, and says what came out.
 
-In: settings, the command that starts ranks, an environment. Out: a `Verified`, or a `VerificationError` with cause, place and cure. The
-directory with what was recorded is readable for this user alone and removed in the end; no process is left behind.
+In: settings, the command that starts ranks, an environment. Out: a `Verified`, or a `VerificationError` with
+cause, place and cure. The directory with what was recorded is readable for this user alone and removed in the
+end; no process is left behind.
 
-Terms: an *attempt* is a run of the ranks under some settings; a second one follows where the first shows that others are needed.
+Terms: an *attempt* is a run of the ranks under some settings; a second one follows where the first shows that
+others are needed.
 """
 
 from __future__ import annotations
@@ -37,18 +39,22 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0  # after the limit, for what ranks write about themselves
 _TAIL_LINES = 12
 _ENDING_SECONDS = 5.0  # of a job of which a rank has failed
-_MOST_OUTPUT_BYTES = 2**20
+_MAX_OUTPUT_BYTES = 2**20
 _KILLED = 128 + signal.SIGKILL
 _STACK_LINE = re.compile(r'^  (File "[^"]+", line \d+ in .+)$', re.MULTILINE)
 _NEEDS_EVALUATION = {
-    "random numbers": "the model draws random numbers outside of its Dropout modules, and plain torch draws others",
-    "batch statistics": "batch normalisation in training mode uses the statistics of a micro-batch on one replica",
+    "random numbers": "the model draws random numbers outside of its Dropout modules, and plain torch draws "
+    "others",
+    "batch statistics": "batch normalisation in training mode uses the statistics of a micro-batch on one "
+    "replica",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What came out. ``settings``: those of the attempt that was compared; ``plan``: in words; ``reasons``: for further attempts."""
+    """What came out. ``settings``: those of the attempt that was compared; ``plan``: in words; ``reasons``:
+    for further attempts.
+    """
 
     settings: VerifySettings
     result: Result
@@ -59,7 +65,9 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """Who is told how it goes on: a job begins; a step of it is done; another attempt follows, for a reason."""
+    """Who is told how it goes on: a job begins; a step of it is done; another attempt follows, for a
+    reason.
+    """
 
     begins: Callable[[Mode], None]
     step: Callable[[Mode, int], None]
@@ -76,7 +84,12 @@ class _Ended:
 
 
 def verify(
-    settings: VerifySettings, command: Sequence[str], environ: Mapping[str, str], listener: Listener, *, may_use_own_dtype: bool
+    settings: VerifySettings,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    listener: Listener,
+    *,
+    may_use_own_dtype: bool,
 ) -> Verified:
     """Run the ranks, then the reference.
 
@@ -98,7 +111,11 @@ def verify(
             except _OtherSettings as other:
                 reason, settings = other.reason, other.settings
             except VerificationError as error:
-                if not may_use_own_dtype or settings.dtype == "own" or not isinstance(error.__cause__, _FailedInCall):
+                if (
+                    not may_use_own_dtype
+                    or settings.dtype == "own"
+                    or not isinstance(error.__cause__, _FailedInCall)
+                ):
                     raise
                 reason = f"in float64 {_first_line(error.problem)}; its own dtypes are compared"
                 settings = settings.model_copy(update={"dtype": "own"})
@@ -120,7 +137,11 @@ class _FailedInCall(Exception):  # noqa: N818
 
 
 def _run(
-    settings: VerifySettings, directory: Path, command: Sequence[str], environ: Mapping[str, str], listener: Listener
+    settings: VerifySettings,
+    directory: Path,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    listener: Listener,
 ) -> dict[Mode, float]:
     write_whole(settings_file(directory), settings.model_dump_json())
     seconds: dict[Mode, float] = {}
@@ -144,7 +165,9 @@ class _Watch:
 
     def tell_steps(self) -> None:
         file = progress_file(self.directory, self.mode)
-        self.listener.step(self.mode, len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0)
+        self.listener.step(
+            self.mode, len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+        )
 
     def has_failed(self) -> bool:
         return any(failure_file(self.directory, self.mode, rank).exists() for rank in range(self.num_ranks))
@@ -172,7 +195,9 @@ def _check_end(settings: VerifySettings, directory: Path, mode: Mode, ended: _En
     )
     text = f"{what} {run} failed on rank {rank}: {says}"
     has_called = (directory / "rank-0").is_dir()
-    raise VerificationError(text, cure=cure, place=failure.place) from (_FailedInCall() if has_called else None)
+    raise VerificationError(text, cure=cure, place=failure.place) from (
+        _FailedInCall() if has_called else None
+    )
 
 
 def _failures(directory: Path, mode: Mode, num_ranks: int) -> dict[int, Failure]:
@@ -188,8 +213,12 @@ def _raise_if_others_needed(settings: VerifySettings, failures: Mapping[int, Fai
         return
     reason = _NEEDS_EVALUATION[needs]
     if settings.evaluation:
-        raise VerificationError(f"{reason}, in evaluation mode, too", cure="switch that off in the script, to compare the rest.")
-    raise _OtherSettings(f"{reason}: evaluation mode is compared", settings.model_copy(update={"evaluation": True}))
+        raise VerificationError(
+            f"{reason}, in evaluation mode, too", cure="switch that off in the script, to compare the rest."
+        )
+    raise _OtherSettings(
+        f"{reason}: evaluation mode is compared", settings.model_copy(update={"evaluation": True})
+    )
 
 
 def _check_recorded(settings: VerifySettings, directory: Path, mode: Mode, what: str) -> None:
@@ -197,18 +226,24 @@ def _check_recorded(settings: VerifySettings, directory: Path, mode: Mode, what:
     if not ranks:
         raise VerificationError(
             f"{what} ended without a call of a model that is compiled with backend='rannc'",
-            cure='compile the model, torch.compile(model, backend="rannc"), and give the arguments with which the script trains.',
+            cure='compile the model, torch.compile(model, backend="rannc"), and give the arguments with '
+            "which the script trains.",
         )
     if len(ranks) < settings.num_ranks:
         raise VerificationError(
             f"{settings.num_ranks} ranks were started, and {len(ranks)} have called the model",
-            cure="see with `rannc doctor` whether launcher and mpi4py are of one MPI; all ranks must call the model.",
+            cure="see with `rannc doctor` whether launcher and mpi4py are of one MPI; all ranks must call "
+            "the model.",
         )
     if mode == "reference" and not result_file(directory).exists():
-        raise VerificationError(f"{what} in one process ended before it was compared", cure="let it not end by os._exit.")
+        raise VerificationError(
+            f"{what} in one process ended before it was compared", cure="let it not end by os._exit."
+        )
 
 
-def _out_of_time(settings: VerifySettings, directory: Path, mode: Mode, problem: str, ended: _Ended) -> VerificationError:
+def _out_of_time(
+    settings: VerifySettings, directory: Path, mode: Mode, problem: str, ended: _Ended
+) -> VerificationError:
     places = {}
     for rank in range(settings.num_ranks):
         file = stacks_file(directory, mode, rank)
@@ -217,11 +252,15 @@ def _out_of_time(settings: VerifySettings, directory: Path, mode: Mode, problem:
     known = {rank: place for rank, place in places.items() if place}
     place = "; ".join(f"rank {rank}: {place}" for rank, place in known.items())
     cure = "give a larger --timeout-seconds, or fewer --steps or --layers, if it is only slow."
-    return VerificationError(f"{problem} after {ended.seconds:.0f} s", cure=cure, place=place, output=_tail(ended.output))
+    return VerificationError(
+        f"{problem} after {ended.seconds:.0f} s", cure=cure, place=place, output=_tail(ended.output)
+    )
 
 
 def _innermost(stacks: str) -> str:
-    """The user's innermost line in what faulthandler wrote of a process: the main thread comes last, innermost line first."""
+    """The user's innermost line in what faulthandler wrote of a process: the main thread comes last,
+    innermost line first.
+    """
     _, _, main = stacks.rpartition("(most recent call first):\n")
     lines = [line.replace(" in ", ", in ", 1) for line in reversed(_STACK_LINE.findall(main))]
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -235,16 +274,27 @@ def _ended_by_itself(what: str, mode: Mode, ended: _Ended) -> VerificationError:
         cure = "see the lines above, and `rannc doctor`: can ranks be started here?"
     else:
         cure = "see the lines above."
-    return VerificationError(f"{what} ended with exit code {ended.code} and said no reason", cure=cure, output=_tail(ended.output))
+    return VerificationError(
+        f"{what} ended with exit code {ended.code} and said no reason", cure=cure, output=_tail(ended.output)
+    )
 
 
-def _run_job(command: Sequence[str], environ: Mapping[str, str], limit_seconds: float, watch: _Watch) -> _Ended:
-    """Run a job, at most so long, and not much longer than one of its ranks; whatever happens, none of its processes is left."""
+def _run_job(
+    command: Sequence[str], environ: Mapping[str, str], limit_seconds: float, watch: _Watch
+) -> _Ended:
+    """Run a job, at most so long, and not much longer than one of its ranks; whatever happens, none of its
+    processes is left.
+    """
     begin = time.monotonic()
     until, failed_at = begin + limit_seconds + _GRACE_SECONDS, begin
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(environ), start_new_session=True
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
         )
         try:
             while process.poll() is None and time.monotonic() < until:
@@ -258,7 +308,7 @@ def _run_job(command: Sequence[str], environ: Mapping[str, str], limit_seconds: 
         finally:
             _end_group(process)
         watch.tell_steps()
-        output.seek(max(0, output.seek(0, os.SEEK_END) - _MOST_OUTPUT_BYTES))
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
         text = output.read().decode("utf-8", errors="replace")
     return _Ended(code=code, seconds=time.monotonic() - begin, output=text)
 

@@ -1,7 +1,8 @@
 """The tensors in what a model takes and returns, whatever they are held in.
 
-In: a value: tensors, lists, tuples, mappings, dataclasses and other plain objects, nested. Out: its tensors in a fixed order with the
-way to each, or a copy in which they are others. What has no tensor in it stays the very same object.
+In: a value: tensors, lists, tuples, mappings, dataclasses and other plain objects, nested. Out: its tensors
+in a fixed order with the way to each, or a copy in which they are others. What has no tensor in it stays the
+very same object.
 """
 
 from __future__ import annotations

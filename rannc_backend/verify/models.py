@@ -1,7 +1,8 @@
-"""The models behind what a script has compiled, made ready to be compared: the same way among the ranks and in the reference.
+"""The models behind what a script has compiled, made ready to be compared: the same way among the ranks and
+in the reference.
 
-In: the function that was compiled. Out: its modules with fewer layers, in float64, without random numbers, as the settings say; and their
-tensors by name. All of it happens before the first call of a model.
+In: the function that was compiled. Out: its modules with fewer layers, in float64, without random numbers, as
+the settings say; and their tensors by name. All of it happens before the first call of a model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _AnyDropout = nn.Dropout.__mro__[1]
 
 
 def modules_behind(function: Callable[..., Any]) -> list[nn.Module]:
-    """The module whose call this is; of a plain function those that it refers to by its own names and the global ones."""
+    """The module whose call this is; of a plain function those that it refers to by its own names and the
+    global ones.
+    """
     link: Any = function
     while link is not None:
         owner = getattr(link, "__self__", None)
@@ -65,7 +68,8 @@ class Models:
         """Make the modules of a call ready; gives the numbers of those that are new.
 
         Raises:
-            UserInputError: there are none, they have no values, or have no layers of the names in the settings.
+            UserInputError: there are none, they have no values, or have no layers of the names in the
+            settings.
         """
         behind = modules_behind(function)
         if not any(True for module in behind for _ in module.parameters()):
@@ -88,7 +92,9 @@ class Models:
 
     def _cut(self, new: Sequence[nn.Module]) -> None:
         for path, number in self.settings.layers.items() if new else ():
-            having = [module for module in new if path in lists_of(module)] or ([] if path in self.cut else [new[0]])
+            having = [module for module in new if path in lists_of(module)] or (
+                [] if path in self.cut else [new[0]]
+            )
             for module in having:
                 keep_layers(module, path, number)
             self.cut.add(path)
@@ -97,14 +103,17 @@ class Models:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserInputError(
                 f"parameters of {type(module).__name__} have no values before its first call",
-                cure="verify a smaller model of the same kind that is built with its values (not on the meta device).",
+                cure="verify a smaller model of the same kind that is built with its values (not on the meta "
+                "device).",
             )
         if self.settings.dtype == "float64":
             module.double()
         for part in module.modules():
             if isinstance(part, _AnyDropout) and part.p:
-                part.p = 0.0
-                self.notes.add("dropout is 0 on both sides: the backend draws other random numbers than plain torch")
+                part.p = 0.0  # type: ignore[assignment]
+                self.notes.add(
+                    "dropout is 0 on both sides: the backend draws other random numbers than plain torch"
+                )
         if self.settings.evaluation:
             self.notes.add("the models are in evaluation mode on both sides")
 
@@ -126,7 +135,9 @@ class Models:
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has a parameter of these models."""
         known = {id(parameter) for module in self.modules for parameter in module.parameters()}
-        return any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+        return any(
+            id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]
+        )
 
     def cast(self, tensor: Tensor) -> Tensor:
         """An input as the models want it."""
@@ -140,7 +151,11 @@ def start_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def lists_of(module: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     """The lists of layers in a module, by path."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential) and len(part)}
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part)
+    }
 
 
 def keep_layers(module: nn.Module, path: str, number: int) -> None:
@@ -152,9 +167,13 @@ def keep_layers(module: nn.Module, path: str, number: int) -> None:
     lists = lists_of(module)
     found = lists.get(path)
     if found is None:
-        near = did_you_mean(nearest(path, lists)) or (f"it has {', '.join(list(lists)[:3])}. " if lists else "")
+        near = did_you_mean(nearest(path, lists)) or (
+            f"it has {', '.join(list(lists)[:3])}. " if lists else ""
+        )
         problem = f"{type(module).__name__} has no list of layers {path!r}"
         raise UserInputError(problem, cure=f"{near}Names are as model.named_modules() gives them.")
     if not 1 <= number <= len(found):
-        raise UserInputError(f"{path!r} has {len(found)} layers, and {number} were to be kept", cure=f"give 1 to {len(found)}.")
+        raise UserInputError(
+            f"{path!r} has {len(found)} layers, and {number} were to be kept", cure=f"give 1 to {len(found)}."
+        )
     del found[number:]

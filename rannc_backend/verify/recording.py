@@ -1,7 +1,9 @@
-"""The ranks' side: what the models of the script take, give and become, written down while it runs with the backend.
+"""The ranks' side: what the models of the script take, give and become, written down while it runs with the
+backend.
 
-In: every call of a compiled model, every backward, every step of an optimizer. Out: an event of `Records` for each, with what this rank
-has of it. Nothing is sent to another rank, so that what is recorded owes nothing to the messages that are to be verified.
+In: every call of a compiled model, every backward, every step of an optimizer. Out: an event of `Records` for
+each, with what this rank has of it. Nothing is sent to another rank, so that what is recorded owes nothing to
+the messages that are to be verified.
 """
 
 from __future__ import annotations
@@ -16,16 +18,23 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rannc_backend.backend import REGISTRY
-from rannc_backend.capture_in_place import plain_function
+from rannc_backend.capture.module_compile import plain_function
 from rannc_backend.errors import BYTES_PER_GB, UserInputError
 from rannc_backend.ir.plan import Plan
-from rannc_backend.runtime.graph_runtime import GraphRuntime
-from rannc_backend.runtime.user_outputs import UnavailableOutput
+from rannc_backend.runtime.step.graph_runtime import GraphRuntime
+from rannc_backend.runtime.step.user_outputs import UnavailableOutput
+from rannc_backend.session_registry import REGISTRY
+from rannc_backend.settings import hooks
 from rannc_backend.verify.leaves import replaced, tensors_of
 from rannc_backend.verify.models import Models, start_tensors
 from rannc_backend.verify.records import Records, backward_event, call_event, start_event, step_event
-from rannc_backend.verify.settings import MOST_CALLS_PER_STEP, VerifySettings, plan_file, progress_file, write_whole
+from rannc_backend.verify.settings import (
+    MAX_CALLS_PER_STEP,
+    VerifySettings,
+    plan_file,
+    progress_file,
+    write_whole,
+)
 
 
 class EnoughError(SystemExit):
@@ -37,7 +46,9 @@ class EnoughError(SystemExit):
 
 
 class OtherSettingsNeededError(SystemExit):
-    """Ends the script: it can be compared in another way only. ``kind``: "random numbers" or "batch statistics"."""
+    """Ends the script: it can be compared in another way only. ``kind``: "random numbers" or "batch
+    statistics".
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -46,7 +57,9 @@ class OtherSettingsNeededError(SystemExit):
 
 @dataclass(slots=True)
 class _Call:
-    """One call under way. ``batch_ids``: of input tensors that belong to the batch; ``known_ids``: of all that the graph uses."""
+    """One call under way. ``batch_ids``: of input tensors that belong to the batch; ``known_ids``: of all
+    that the graph uses.
+    """
 
     number: int
     batch_ids: set[int] = field(default_factory=set)
@@ -65,12 +78,14 @@ class Recorder:
     num_calls: int = 0
     num_steps: int = 0
     current: _Call | None = None
-    arrived: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # incoming gradients, by call and output
+    arrived: dict[int, dict[int, Tensor]] = field(
+        default_factory=dict
+    )  # incoming gradients, by call and output
     num_backwards: dict[int, int] = field(default_factory=dict)  # by call
 
     def install(self) -> None:
         """Look at the steps of all optimizers from now on."""
-        register_optimizer_step_post_hook(self._stepped)
+        hooks.register("verify steps", register_optimizer_step_post_hook, self._stepped)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What `torch.compile` has made, recorded."""
@@ -85,8 +100,10 @@ class Recorder:
         call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
         return call
 
-    def _call(self, compiled: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.num_calls >= MOST_CALLS_PER_STEP * self.settings.num_steps:
+    def _call(
+        self, compiled: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if self.num_calls >= MAX_CALLS_PER_STEP * self.settings.num_steps:
             raise EnoughError("calls")
         for number in self.models.see(function):
             self._check_space()
@@ -107,13 +124,20 @@ class Recorder:
 
     def _record(self, call: _Call, inputs: Sequence[Tensor], kept: dict[str, Tensor], result: Any) -> None:
         outputs = dict(enumerate(tensor for _, tensor in tensors_of(result)))
-        available = {index: tensor for index, tensor in outputs.items() if not isinstance(tensor, UnavailableOutput)}
-        kinds = ["batch" if id(tensor) in call.batch_ids else "same" if id(tensor) in call.known_ids else "unused" for tensor in inputs]
+        available = {
+            index: tensor for index, tensor in outputs.items() if not isinstance(tensor, UnavailableOutput)
+        }
+        kinds = [
+            "batch" if id(tensor) in call.batch_ids else "same" if id(tensor) in call.known_ids else "unused"
+            for tensor in inputs
+        ]
         settings = None if call.runtime is None else call.runtime.settings
         facts = {
             "kinds": kinds,
             "requires_grad": [tensor.requires_grad for tensor in inputs],
-            "batch_rows": [int(tensor.shape[0]) for tensor, kind in zip(inputs, kinds, strict=True) if kind == "batch"][:1],
+            "batch_rows": [
+                int(tensor.shape[0]) for tensor, kind in zip(inputs, kinds, strict=True) if kind == "batch"
+            ][:1],
             "gathers": settings is None or settings.gather_inputs,
             "averages": settings is None or settings.mean_gradients,
             "autocast": torch.is_autocast_enabled(inputs[0].device.type if inputs else "cpu"),
@@ -122,7 +146,8 @@ class Recorder:
         self.records.write(self.rank, call_event(call.number), tensors, facts)
         for index, tensor in available.items():
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._note_gradient, call.number, index))
+                note = functools.partial(self._note_gradient, call.number, index)
+                hooks.register("verify gradients", tensor.register_hook, note)
 
     def _note_gradient(self, call: int, index: int, gradient: Tensor | None) -> None:
         # None: another output of the same call alone is differentiated.
@@ -135,11 +160,17 @@ class Recorder:
             return
         if runtime.is_random:
             raise OtherSettingsNeededError("random numbers")
-        if any("statistics" in session.notices.said for session in REGISTRY.sessions.values()) and not self.settings.evaluation:
+        if (
+            any("statistics" in session.notices.said for session in REGISTRY.sessions.values())
+            and not self.settings.evaluation
+        ):
             raise OtherSettingsNeededError("batch statistics")
         self.current.runtime = runtime
         if self.rank == 0 and self.current.number == 0:
-            write_whole(plan_file(self.records.directory), "; ".join(_in_words(session.plan) for session in REGISTRY.sessions.values()))
+            write_whole(
+                plan_file(self.records.directory),
+                "; ".join(_in_words(session.plan) for session in REGISTRY.sessions.values()),
+            )
         for spec, tensor in zip(runtime.inputs, user_tensors, strict=True):
             self.current.known_ids.add(id(tensor))
             if spec.kind == "batch":
@@ -154,7 +185,9 @@ class Recorder:
             delayed = runtime.switches.delay_reductions
             if not delayed:
                 held = self.models.parameters().items()
-                tensors |= {f"gradient.{name}": tensor.grad for name, tensor in held if tensor.grad is not None}
+                tensors |= {
+                    f"gradient.{name}": tensor.grad for name, tensor in held if tensor.grad is not None
+                }
             self.records.write(self.rank, backward_event(call, number), tensors, {"delayed": delayed})
         self.arrived.clear()
 
@@ -176,8 +209,8 @@ class Recorder:
         free = shutil.disk_usage(self.records.directory).free
         if self.rank == 0 and wanted > free:
             raise UserInputError(
-                f"recording {self.settings.num_steps} steps of this model takes {wanted / BYTES_PER_GB:.1f} GB, and there are "
-                f"{free / BYTES_PER_GB:.1f} GB for temporary files",
+                f"recording {self.settings.num_steps} steps of this model takes {wanted / BYTES_PER_GB:.1f} "
+                f"GB, and there are {free / BYTES_PER_GB:.1f} GB for temporary files",
                 cure="let TMPDIR name a larger disk, or give fewer --steps or --layers.",
             )
 

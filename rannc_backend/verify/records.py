@@ -1,7 +1,7 @@
 """What ranks have recorded: one file per event and rank, in a directory that nobody else can read.
 
-In: tensors by name, and plain facts. Out: the same, on the CPU, mapped into memory when read. Files hold tensors and plain values only
-and are loaded so (`weights_only`): nothing of them is run.
+In: tensors by name, and plain facts. Out: the same, on the CPU, mapped into memory when read. Files hold
+tensors and plain values only and are loaded so (`weights_only`): nothing of them is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Event:
 
     def of(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin so, by the rest of the name."""
-        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class Records:
 
     directory: Path
 
-    def write(self, rank: int, event: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self, rank: int, event: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
+    ) -> None:
         """Keep copies of tensors as they are now."""
         copies = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
         path = self._path(rank, event)
@@ -61,7 +67,9 @@ def call_event(call: int) -> str:
 
 
 def backward_event(call: int, number: int) -> str:
-    """Incoming gradients of the outputs of a call and what ``p.grad`` is after its backward; a call may have several backwards."""
+    """Incoming gradients of the outputs of a call and what ``p.grad`` is after its backward; a call may have
+    several backwards.
+    """
     return f"backward-{call}-{number}"
 
 

@@ -1,12 +1,14 @@
 """The reference's side: the same script with the plain model, which is given the rows of all ranks.
 
-In: what the ranks have recorded. Out: a `Comparison`. Every process of this job runs the script, as its own messages may need them all.
-The first is the reference: each call of a compiled model is a call of the plain one on the ranks' inputs put one after the other; the
-script gets rank 0's rows of the outputs; the backward begins with what reached the outputs on the ranks. Everything else, the optimizer
-for one, is what the script does. The others only keep it company: their outputs are those of their own rows, without a graph.
+In: what the ranks have recorded. Out: a `Comparison`. Every process of this job runs the script, as its own
+messages may need them all. The first is the reference: each call of a compiled model is a call of the plain
+one on the ranks' inputs put one after the other; the script gets rank 0's rows of the outputs; the backward
+begins with what reached the outputs on the ranks. Everything else, the optimizer for one, is what the script
+does. The others only keep it company: their outputs are those of their own rows, without a graph.
 
-Every link is compared by itself: a call begins with the ranks' inputs, a backward with the ranks' gradients of the outputs, a step with the
-ranks' gradients of the parameters. So rounding does not grow from step to step, and what differs first is named, not its consequences.
+Every link is compared by itself: a call begins with the ranks' inputs, a backward with the ranks' gradients
+of the outputs, a step with the ranks' gradients of the parameters. So rounding does not grow from step to
+step, and what differs first is named, not its consequences.
 """
 
 from __future__ import annotations
@@ -20,20 +22,37 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rannc_backend.capture_in_place import plain_function
+from rannc_backend.capture.module_compile import plain_function
 from rannc_backend.errors import UserInputError
-from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import StartOptions
-from rannc_backend.verify.comparing import Comparison, NarrowestDtype, first_scalar, floor_of, largest_in, tolerance_of
+from rannc_backend.settings import hooks
+from rannc_backend.verify.comparing import (
+    Comparison,
+    NarrowestDtype,
+    first_scalar,
+    floor_of,
+    largest_in,
+    tolerance_of,
+)
 from rannc_backend.verify.leaves import replaced, tensors_of
 from rannc_backend.verify.models import Models, start_tensors
 from rannc_backend.verify.recording import EnoughError
 from rannc_backend.verify.records import Event, Records, backward_event, call_event, start_event, step_event
 from rannc_backend.verify.rows import Layout, layout_of
-from rannc_backend.verify.settings import MOST_CALLS_PER_STEP, Result, VerifySettings, progress_file, result_file, write_whole
+from rannc_backend.verify.settings import (
+    MAX_CALLS_PER_STEP,
+    Result,
+    VerifySettings,
+    progress_file,
+    result_file,
+    write_whole,
+)
 
 _OUT_OF_STEP = "the script calls its models otherwise in the second run than in the first"
-_SAME_CALLS = "let it depend on nothing that changes from run to run (time, files that it writes), and set its seeds."
+_SAME_CALLS = (
+    "let it depend on nothing that changes from run to run (time, files that it writes), and set its seeds."
+)
 
 
 @dataclass(slots=True)
@@ -78,7 +97,7 @@ class Reference:
 
     def install(self) -> None:
         """Look at the steps of all optimizers from now on."""
-        register_optimizer_step_post_hook(self._stepped)
+        hooks.register("verify steps", register_optimizer_step_post_hook, self._stepped)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The plain function in the place of what `torch.compile` has made of it."""
@@ -98,8 +117,12 @@ class Reference:
 
     def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # As the backend does at its first call: what the script does with torch.distributed goes on.
-        bootstrap.start(StartOptions(start_limit_seconds=self.settings.limit_seconds, limit_seconds=self.settings.limit_seconds))
-        if self.num_calls >= MOST_CALLS_PER_STEP * self.settings.num_steps:
+        bootstrap.start(
+            StartOptions(
+                start_limit_seconds=self.settings.limit_seconds, limit_seconds=self.settings.limit_seconds
+            )
+        )
+        if self.num_calls >= MAX_CALLS_PER_STEP * self.settings.num_steps:
             self._enough("calls")
         for number in self.models.see(function):
             self._start_as_rank_0(number)
@@ -110,7 +133,9 @@ class Reference:
             return _accompany(function, args, kwargs, list(self.models.parameters().values()))
         events = self._events(call_event(number))
         if not events:
-            raise UserInputError(f"{_OUT_OF_STEP}: call {number + 1} was made in the second alone", cure=_SAME_CALLS)
+            raise UserInputError(
+                f"{_OUT_OF_STEP}: call {number + 1} was made in the second alone", cure=_SAME_CALLS
+            )
         self.comparison.call = number + 1
         call, args, kwargs = self._with_all_rows(number, events, args, kwargs)
         with self.narrowest:
@@ -124,29 +149,44 @@ class Reference:
         saved = self.records.read(0, start_event(number)).tensors
         mine = start_tensors(self.models.modules[number])
         if saved.keys() != mine.keys() or any(saved[name].shape != mine[name].shape for name in mine):
-            raise UserInputError("the script builds another model in the second run than in the first", cure=_SAME_CALLS)
+            raise UserInputError(
+                "the script builds another model in the second run than in the first", cure=_SAME_CALLS
+            )
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(saved[name])
         if self.rank == 0:
             self._remember()
             for tensor in mine.values():
-                if tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > torch.finfo(self.narrowest.dtype).eps:
+                if (
+                    tensor.is_floating_point()
+                    and torch.finfo(tensor.dtype).eps > torch.finfo(self.narrowest.dtype).eps
+                ):
                     self.narrowest.dtype = tensor.dtype
 
     def _remember(self) -> None:
-        self.before = {f"{kind}.{name}": tensor.detach().cpu().clone() for kind, name, tensor in self.models.tensors()}
+        self.before = {
+            f"{kind}.{name}": tensor.detach().cpu().clone() for kind, name, tensor in self.models.tensors()
+        }
 
     def _events(self, event: str) -> list[Event]:
         """Of all ranks; empty where some rank has none."""
         ranks = range(self.settings.num_ranks)
-        return [self.records.read(rank, event) for rank in ranks] if all(self.records.has(rank, event) for rank in ranks) else []
+        return (
+            [self.records.read(rank, event) for rank in ranks]
+            if all(self.records.has(rank, event) for rank in ranks)
+            else []
+        )
 
-    def _with_all_rows(self, number: int, events: list[Event], args: Any, kwargs: Any) -> tuple[_Call, Any, Any]:
+    def _with_all_rows(
+        self, number: int, events: list[Event], args: Any, kwargs: Any
+    ) -> tuple[_Call, Any, Any]:
         own = [tensor for _, tensor in tensors_of((args, kwargs))]
         first = events[0]
         if any(len(event.facts["kinds"]) != len(own) for event in events):
-            raise UserInputError(f"{_OUT_OF_STEP}: call {number + 1} has another number of tensors", cure=_SAME_CALLS)
+            raise UserInputError(
+                f"{_OUT_OF_STEP}: call {number + 1} has another number of tensors", cure=_SAME_CALLS
+            )
         call = _Call(number, events, own, list(first.facts["kinds"]))
         for index, mine in enumerate(own):
             parts = [event.tensors[f"input.{index}"] for event in events]
@@ -164,7 +204,9 @@ class Reference:
         if call.kinds[index] != "unused":
             return call.kinds[index] == "batch"
         rows = [event.facts["batch_rows"] for event in call.events]
-        is_batch = all(part.dim() and size and part.shape[0] == size[0] for part, size in zip(parts, rows, strict=True))
+        is_batch = all(
+            part.dim() and size and part.shape[0] == size[0] for part, size in zip(parts, rows, strict=True)
+        )
         call.kinds[index] = "batch" if is_batch else "same"
         return is_batch
 
@@ -194,16 +236,22 @@ class Reference:
             found = [part for part in parts if part is not None]
             layout = call.layouts[index] = layout_of(found, whole)
             for rank, part in enumerate(found):
-                self.comparison.value("output", path or "output", rank, part, layout.part(whole, rank), floor=floor)
+                self.comparison.value(
+                    "output", path or "output", rank, part, layout.part(whole, rank), floor=floor
+                )
             if index == loss:
                 self.comparison.loss(found[0].item(), whole.item())
 
     def backward(self, call: _Call) -> list[Tensor | None]:
-        """Begin the plain backward with what reached the outputs on the ranks; gives gradients of the script's own rows of the inputs."""
+        """Begin the plain backward with what reached the outputs on the ranks; gives gradients of the
+        script's own rows of the inputs.
+        """
         events = self._events(backward_event(call.number, call.num_backwards))
         call.num_backwards += 1
         if not events:
-            raise UserInputError(f"{_OUT_OF_STEP}: call {call.number + 1} has a backward in the second alone", cure=_SAME_CALLS)
+            raise UserInputError(
+                f"{_OUT_OF_STEP}: call {call.number + 1} has a backward in the second alone", cure=_SAME_CALLS
+            )
         averages = bool(call.events[0].facts["averages"])
         outputs, gradients, only_rows = [], [], True
         for index, whole in enumerate(call.outputs):
@@ -218,14 +266,19 @@ class Reference:
             tensor.grad = None
         torch.autograd.backward(outputs, gradients, retain_graph=True)
         if any(event.facts["delayed"] for event in events):
-            self.notes.add("gradients whose sum over ranks is delayed (delay_grad_allreduce) were not compared; parameters were")
+            self.notes.add(
+                "gradients whose sum over ranks is delayed (delay_grad_allreduce) were not compared; "
+                "parameters were"
+            )
         else:
             self._compare_gradients(events)
         first, last = call.rows_of(0)
         scale = len(events) if only_rows and averages else 1
         given = []
         for tensor, kind in zip(call.inputs, call.kinds, strict=True):
-            part = None if tensor.grad is None else tensor.grad[first:last] if kind == "batch" else tensor.grad
+            part = (
+                None if tensor.grad is None else tensor.grad[first:last] if kind == "batch" else tensor.grad
+            )
             given.append(None if part is None else part * scale)
         return given
 
@@ -263,7 +316,11 @@ class Reference:
 
     def _compare_step(self, events: Sequence[Event]) -> None:
         for kind, name, tensor in self.models.tensors():
-            found = {rank: event.tensors[f"{kind}.{name}"] for rank, event in enumerate(events) if f"{kind}.{name}" in event.tensors}
+            found = {
+                rank: event.tensors[f"{kind}.{name}"]
+                for rank, event in enumerate(events)
+                if f"{kind}.{name}" in event.tensors
+            }
             if not found:
                 self.comparison.missing(kind, name, "no rank has it")
             for rank, value in found.items():
@@ -279,7 +336,9 @@ class Reference:
         world = bootstrap.started()
         if world is not None:
             # The others have less to do, and none is to be missed before the first is done.
-            world.control.barrier(what="the end of the verification", limit_seconds=self.settings.limit_seconds)
+            world.control.barrier(
+                what="the end of the verification", limit_seconds=self.settings.limit_seconds
+            )
         raise EnoughError(why)
 
     def write_result(self, why: str) -> None:
@@ -305,32 +364,36 @@ class _Replayed(torch.autograd.Function):
     """Rank 0's rows of the outputs; their backward is the plain model's, of all rows."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, reference: Reference, call: _Call, own: Sequence[Tensor], anchor: Tensor, *origins: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.reference, ctx.call = reference, call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(part for part, whole in zip(own, call.outputs, strict=True) if not whole.requires_grad))
+        ctx.mark_non_differentiable(
+            *(part for part, whole in zip(own, call.outputs, strict=True) if not whole.requires_grad)
+        )
         return tuple(own)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         with torch.enable_grad():
             given = ctx.reference.backward(ctx.call)
         return (None, None, None, None, *given)
 
 
 class _Company(torch.autograd.Function):
-    """Outputs without a graph; their backward gives one parameter a gradient of zeros, so that an optimizer has something to do."""
+    """Outputs without a graph; their backward gives one parameter a gradient of zeros, so that an optimizer
+    has something to do.
+    """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, anchor: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, parameter: Tensor, anchor: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.parameter = parameter
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return tuple(output.clone() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if ctx.parameter.grad is None:
             ctx.parameter.grad = torch.zeros_like(ctx.parameter)
         return (None, None, *(None for _ in grads))

@@ -1,9 +1,12 @@
-"""What a verification is asked for, and what one of its jobs says in the end: values that travel as JSON between processes.
+"""What a verification is asked for, and what one of its jobs says in the end: values that travel as JSON
+between processes.
 
-In: the command line. Out: `VerifySettings` for the ranks; `Failure` and `Result` for the one who asked. No torch here.
+In: the command line. Out: `VerifySettings` for the ranks; `Failure` and `Result` for the one who asked. No
+torch here.
 
-Terms: the *ranks* run the script with the backend and record; the *reference* is one process that runs the same script with the plain
-model on the ranks' rows put one after the other. A *call* is one call of a compiled model, a *step* one step of an optimizer.
+Terms: the *ranks* run the script with the backend and record; the *reference* is one process that runs the
+same script with the plain model on the ranks' rows put one after the other. A *call* is one call of a
+compiled model, a *step* one step of an optimizer.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Mode = Literal["ranks", "reference"]
 Dtype = Literal["float64", "own"]
 MODES: tuple[Mode, ...] = ("ranks", "reference")
-# A script that calls the model and never steps an optimizer (evaluation, a loss scale that only shrinks) is stopped there.
-MOST_CALLS_PER_STEP = 64
+# A script that calls the model and never steps an optimizer (evaluation, a loss scale that only shrinks) is
+# stopped there.
+MAX_CALLS_PER_STEP = 64
 
 
 class _Frozen(BaseModel):
@@ -30,7 +34,8 @@ class VerifySettings(_Frozen):
     Attributes:
         layers: path of a ModuleList or Sequential in the model → how many of its modules are kept.
         dtype: "float64": the model and its floating inputs are converted; "own": they are left as they are.
-        evaluation: the models are held in evaluation mode, as random numbers or batch statistics could not be compared.
+        evaluation: the models are held in evaluation mode, as random numbers or batch statistics could not be
+        compared.
     """
 
     script: str
@@ -63,7 +68,8 @@ class Difference(_Frozen):
     Attributes:
         step: the first is 1. ``call``: of all calls, the first is 1.
         kind: "output", "gradient", "parameter" or "buffer".
-        largest: of the differences of two elements; ``scale``: what it is compared with, the largest element of the value or a fraction
+        largest: of the differences of two elements; ``scale``: what it is compared with, the largest element
+        of the value or a fraction
             of the largest of its kind.
         index: of the element that differs most, with its value here and there.
     """
@@ -95,7 +101,9 @@ class Largest(_Frozen):
 
 
 class StepResult(_Frozen):
-    """One step. ``loss``: the first scalar output of its last call, on rank 0 and in the reference; None: the model returns none."""
+    """One step. ``loss``: the first scalar output of its last call, on rank 0 and in the reference; None: the
+    model returns none.
+    """
 
     number: int
     num_calls: int = 0
@@ -109,7 +117,8 @@ class Result(_Frozen):
 
     Attributes:
         differences: at most a few, in the order in which they came to be.
-        narrowest: the dtype with the fewest digits in which the plain model computed; ``narrowest_at``: where.
+        narrowest: the dtype with the fewest digits in which the plain model computed; ``narrowest_at``:
+        where.
         ended: why it stopped: "steps", "calls" or "script".
         notes: sentences about what was not compared, or not as the script has it.
     """

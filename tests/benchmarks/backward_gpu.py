@@ -1,10 +1,12 @@
-"""Forward and backward with gradients born in buckets, beside DDP's `gradient_as_bucket_view`, each in a group of one; prints JSON lines.
+"""Forward and backward with gradients born in buckets, beside DDP's `gradient_as_bucket_view`, each in a
+group of one; prints JSON lines.
 
     python tests/benchmarks/backward_gpu.py
 
-In: models, rows, rounds. Out: seconds of zero_grad, forward and backward (1F1B), and of the backward call alone (fill-drain), of both, and
-the ratios: DDP's seconds over ours, above 1 we are faster; peak bytes of both. DDP copies nothing into its buckets either, as long as
-nobody sets gradients to None; zero_grad(set_to_none=True), torch's default, makes it copy every gradient again: both are measured.
+In: models, rows, rounds. Out: seconds of zero_grad, forward and backward (1F1B), and of the backward call
+alone (fill-drain), of both, and the ratios: DDP's seconds over ours, above 1 we are faster; peak bytes of
+both. DDP copies nothing into its buckets either, as long as nobody sets gradients to None;
+zero_grad(set_to_none=True), torch's default, makes it copy every gradient again: both are measured.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from gpu_report import medians_of, new_gpt2, new_tokens, parse, peak_bytes, repo
 class Run:
     """One contender: its forward and its backward."""
 
-    def __init__(self, module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, *, set_to_none: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[[torch.Tensor], torch.Tensor],
+        tokens: torch.Tensor,
+        *,
+        set_to_none: bool,
+    ) -> None:
         self._module = module
         self._call = call
         self._tokens = tokens
@@ -53,7 +62,9 @@ def contenders_of(name: str, flags: argparse.Namespace, schedule: str) -> dict[s
     options = {"pipeline_num": 1, "outputs": "loss", "report_steps": 0, "schedule": schedule}
     runs = {"rannc": Run(own, torch.compile(own, backend="rannc", options=options), tokens, set_to_none=True)}
     for contender, set_to_none in (("ddp", True), ("ddp_gradients_kept", False)):
-        wrapped = DistributedDataParallel(new_gpt2(sizes, flags, torch.bfloat16), gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(
+            new_gpt2(sizes, flags, torch.bfloat16), gradient_as_bucket_view=True
+        )
         runs[contender] = Run(wrapped, torch.compile(wrapped), tokens, set_to_none=set_to_none)
     return runs
 
@@ -95,7 +106,9 @@ def compare(name: str, flags: argparse.Namespace) -> None:
 def main() -> None:
     """Measure all."""
     flags = parse(__doc__.splitlines()[0])
-    dist.init_process_group("nccl" if flags.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if flags.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     try:
         for name in flags.models.split(","):
             torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """What tracing costs: steps of one model with and without it, in turn, in one process.
 
-In: nothing. Out: one line of JSON with the median step of both, the nanoseconds per traced action and the share of a step. Run it alone
-on an idle machine: `python tests/benchmarks/event_trace_cost.py`.
+In: nothing. Out: one line of JSON with the median step of both, the nanoseconds per traced action and the
+share of a step. Run it alone on an idle machine: `python tests/benchmarks/event_trace_cost.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Seconds of a first call over ranks: `mpirun -np 2 python tests/benchmarks/first_call.py [--models 3] [--layers 4]`.
+"""Seconds of a first call over ranks: `mpirun -np 2 python tests/benchmarks/first_call.py [--models 3]
+[--layers 4]`.
 
-In: a depth of a GPT-2-like model (width 64), cut into as many stages as there are ranks, eager stage compiler, blocks priced by rules. Out:
-rank 0 prints one JSON line: processor seconds and wall seconds of the first forward and backward, the median over new models of one
-process. A smaller model comes first, so that imports are not counted. To compare two versions, run both by turns (PYTHONPATH says which).
+In: a depth of a GPT-2-like model (width 64), cut into as many stages as there are ranks, eager stage
+compiler, blocks priced by rules. Out: rank 0 prints one JSON line: processor seconds and wall seconds of the
+first forward and backward, the median over new models of one process. A smaller model comes first, so that
+imports are not counted. To compare two versions, run both by turns (PYTHONPATH says which).
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def main() -> None:
     seconds = [first_call(arguments.layers) for _ in range(arguments.models)]
     if pyrannc.get_rank() == 0:
         names = ("processor_seconds", "wall_seconds")
-        print(json.dumps({name: round(statistics.median(row), 2) for name, row in zip(names, zip(*seconds))}), flush=True)
+        print(
+            json.dumps({name: round(statistics.median(row), 2) for name, row in zip(names, zip(*seconds))}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Seconds to the first loss of a new user's script: `python tests/benchmarks/first_contact.py [--output FILE.json]`.
+"""Seconds to the first loss of a new user's script: `python tests/benchmarks/first_contact.py [--output
+FILE.json]`.
 
-In: nothing. A GPT-2 of 4 layers and width 128 (random weights, real shapes), two ranks under mpirun, default options. Out: JSON, for a
-first run with empty caches, a second run of the same script, and the same with Inductor by choice: seconds from the first call's begin to
-the first loss, seconds of the whole job with its imports, and CPU seconds of all its processes. Nothing else should run meanwhile.
+In: nothing. A GPT-2 of 4 layers and width 128 (random weights, real shapes), two ranks under mpirun, default
+options. Out: JSON, for a first run with empty caches, a second run of the same script, and the same with
+Inductor by choice: seconds from the first call's begin to the first loss, seconds of the whole job with its
+imports, and CPU seconds of all its processes. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600.0
-SCRIPT = '''
+SCRIPT = """
 import sys, time
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -41,7 +43,7 @@ model(input_ids=ids, labels=ids).loss.backward()
 import rannc_backend
 if rannc_backend.get_rank() == 0:
     print("FIGURES", seconds_to_loss, seconds_to_update, time.monotonic() - begin, float(loss), flush=True)
-'''
+"""
 
 
 def run(caches: Path, *arguments: str) -> dict[str, float]:
@@ -49,17 +51,40 @@ def run(caches: Path, *arguments: str) -> dict[str, float]:
     script = caches / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     beside = Path(sys.executable).with_name("mpirun")
-    command = [str(beside) if beside.exists() else "mpirun", "-n", "2", sys.executable, str(script), *arguments]
+    command = [
+        str(beside) if beside.exists() else "mpirun",
+        "-n",
+        "2",
+        sys.executable,
+        str(script),
+        *arguments,
+    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RANNC_")}
-    environ |= {"XDG_CACHE_HOME": str(caches / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "HF_HUB_OFFLINE": "1"}
+    environ |= {
+        "XDG_CACHE_HOME": str(caches / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    (caches / "temporary").mkdir(exist_ok=True)
+    environ["TMPDIR"] = str(
+        caches / "temporary"
+    )  # where torch keeps its compiled header, whatever its cache directory
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     ended = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False, stdin=subprocess.DEVNULL
+        command,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     wall = time.monotonic() - begin
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if ended.returncode:
-        raise SystemExit(f"the job ended with {ended.returncode}:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
+        raise SystemExit(
+            f"the job ended with {ended.returncode}:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+        )
     line = next(line for line in ended.stdout.splitlines() if line.startswith("FIGURES "))
     to_loss, to_update, second, loss = map(float, line.split()[1:])
     return {

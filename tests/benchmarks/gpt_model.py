@@ -1,7 +1,8 @@
 """A plain GPT-2-like model that can be trained as a whole or cut by hand into consecutive parts.
 
-In: sizes. Out: `Gpt` (returns its loss), and `parts` for the rival pipeline: the same modules in num_parts pieces, the last of which
-returns logits. Shapes: tokens [B, T], hidden values [B, T, width], logits [B, T, vocabulary].
+In: sizes. Out: `Gpt` (returns its loss), and `parts` for the rival pipeline: the same modules in num_parts
+pieces, the last of which returns logits. Shapes: tokens [B, T], hidden values [B, T, width], logits [B, T,
+vocabulary].
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What the GPU benchmarks share: flags, sizes of GPT-2, times of a device, and a JSON line that says where and when it was measured.
+"""What the GPU benchmarks share: flags, sizes of GPT-2, times of a device, and a JSON line that says where
+and when it was measured.
 
-In: flags of the command line. Out: numbers in seconds, medians of rounds that alternate between the contenders.
-`--tiny --device cpu` runs the same code on a CPU in seconds, to show that it works; its figures mean nothing.
+In: flags of the command line. Out: numbers in seconds, medians of rounds that alternate between the
+contenders. `--tiny --device cpu` runs the same code on a CPU in seconds, to show that it works; its figures
+mean nothing.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ def parse(description: str, argv: Sequence[str] | None = None, **defaults: Any) 
     """The flags; see --help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="a model of some thousand parameters, to see that everything runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of some thousand parameters, to see that everything runs"
+    )
     parser.add_argument("--rows", type=int, default=0, help="rows of a batch (0: 8)")
-    parser.add_argument("--rounds", type=int, default=defaults.get("rounds", 9), help="timed rounds of each contender")
+    parser.add_argument(
+        "--rounds", type=int, default=defaults.get("rounds", 9), help="timed rounds of each contender"
+    )
     parser.add_argument("--steps", type=int, default=defaults.get("steps", 5), help="steps of a round")
     parser.add_argument("--models", default=",".join(GPT2), help="of 124M and 350M")
     flags = parser.parse_args(argv)
@@ -91,7 +97,9 @@ def seconds_of(function: Callable[[], Any], flags: argparse.Namespace, repeats: 
 
 
 def medians_of(contenders: Mapping[str, Callable[[], Any]], flags: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of a call of each contender; rounds alternate, so that what slows the machine slows all."""
+    """Median seconds of a call of each contender; rounds alternate, so that what slows the machine slows
+    all.
+    """
     for function in contenders.values():
         seconds_of(function, flags, 3)
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -116,7 +124,11 @@ def report(benchmark: str, flags: argparse.Namespace, **results: Any) -> None:
     """Print one JSON line."""
     place: dict[str, Any] = {"device": platform.processor() or platform.machine()}
     if flags.device == "cuda":
-        place = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        place = {
+            "device": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     line = {
         "benchmark": benchmark,
         **results,

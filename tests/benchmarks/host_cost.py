@@ -2,10 +2,11 @@
 
     python tests/benchmarks/host_cost.py
 
-In: nothing. Out: a table in microseconds, and a JSON line. Streams, process groups and kernels are empty functions, so what is measured is
-what the host does between them: looking up rows, buffers, links and tables, and noting what is under way. The lower quartile of many
-steps, since other processes of a machine only add; the floor beside them is an empty call. What a launch of Triton and a call of NCCL
-cost on top is measured where there is a CUDA device, and said to be "not yet measured" where there is none.
+In: nothing. Out: a table in microseconds, and a JSON line. Streams, process groups and kernels are empty
+functions, so what is measured is what the host does between them: looking up rows, buffers, links and tables,
+and noting what is under way. The lower quartile of many steps, since other processes of a machine only add;
+the floor beside them is an empty call. What a launch of Triton and a call of NCCL cost on top is measured
+where there is a CUDA device, and said to be "not yet measured" where there is none.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rannc_backend.ir.action import Action, ActionKind, Channel  # noqa: E402
 from rannc_backend.ir.exchange import Edge, Value  # noqa: E402
-from rannc_backend.kernels import boundary_pack, gradient_bucket, gradient_views  # noqa: E402
+from rannc_backend.kernels import boundary_pack, gradient_views  # noqa: E402
 from rannc_backend.kernels.gradient_views import GradientTables  # noqa: E402
 from rannc_backend.kernels.record_table import CopyReport  # noqa: E402
-from rannc_backend.runtime.buckets import GradientBuckets, StageGradients, plan_buckets  # noqa: E402
-from rannc_backend.runtime.device_watch import DeviceWatch  # noqa: E402
-from rannc_backend.runtime.executor import Executor  # noqa: E402
+from rannc_backend.runtime.comm.device_watch import DeviceWatch  # noqa: E402
+from rannc_backend.runtime.comm.gloo import OwnedGroups  # noqa: E402
+from rannc_backend.runtime.comm.nccl import NcclTransport  # noqa: E402
+from rannc_backend.runtime.gradients.buckets import GradientBuckets, StageGradients, plan_buckets  # noqa: E402
 from rannc_backend.runtime.rows import RowTable  # noqa: E402
-from rannc_backend.runtime.send_buffers import SendBuffers  # noqa: E402
-from rannc_backend.runtime.step_state import StepState  # noqa: E402
-from rannc_backend.runtime.transport import OwnedGroups  # noqa: E402
-from rannc_backend.runtime.transport_nccl import NcclTransport  # noqa: E402
+from rannc_backend.runtime.step.executor import Executor  # noqa: E402
+from rannc_backend.runtime.step.send_buffers import SendBuffers  # noqa: E402
+from rannc_backend.runtime.step.step_state import StepState  # noqa: E402
 from rannc_backend.runtime.world import Route  # noqa: E402
+from rannc_backend.stages.gradient_sink import open_targets  # noqa: E402
 
 TARGET_MICROSECONDS = 25.0
 NUM_MICRO_BATCHES = 8
@@ -155,19 +157,23 @@ def _tensor_of(value: Value, num_rows: int) -> torch.Tensor:
 @contextlib.contextmanager
 def empty_kernels() -> Iterator[None]:
     """Within it, launchers do all that they do on a GPU, and the kernels are empty."""
-    pack, bucket, dtype_of = boundary_pack.reference_pack, gradient_bucket._bucket_kernel, gradient_views.triton_dtype
+    pack, bucket, dtype_of = (
+        boundary_pack.reference_pack,
+        gradient_views._gradient_kernel,
+        gradient_views.triton_dtype,
+    )
     pack_kernel = boundary_pack._pack_kernel
 
     def launch(message: Any, tensors: Any, offsets: Any, wires: Any, scales_offset: int, moved: Any) -> None:
         boundary_pack.launch_pack(message, tensors, offsets, wires, scales_offset, moved, _TABLES.tables)
 
     boundary_pack.reference_pack, boundary_pack._pack_kernel = launch, EmptyKernel()
-    gradient_bucket._bucket_kernel, gradient_views.triton_dtype = EmptyKernel(), str
+    gradient_views._gradient_kernel, gradient_views.triton_dtype = EmptyKernel(), str
     try:
         yield
     finally:
         boundary_pack.reference_pack, boundary_pack._pack_kernel = pack, pack_kernel
-        gradient_bucket._bucket_kernel, gradient_views.triton_dtype = bucket, dtype_of
+        gradient_views._gradient_kernel, gradient_views.triton_dtype = bucket, dtype_of
 
 
 _TABLES = SendBuffers(torch.device("cpu"))
@@ -175,24 +181,38 @@ _TABLES = SendBuffers(torch.device("cpu"))
 
 def new_transport() -> NcclTransport:
     """Of rank 1 of 3, with connections to both neighbours and a group that reduces."""
-    reporter: Any = SimpleNamespace(current_phase=lambda: "", begin_wait=_nothing, end_wait=_nothing, report_error=_nothing)
+    reporter: Any = SimpleNamespace(
+        current_phase=lambda: "", begin_wait=_nothing, end_wait=_nothing, report_error=_nothing
+    )
     watch = DeviceWatch(reporter, rank=1, limit_seconds=1e9, start_thread=False)
     groups = OwnedGroups(owns_default_group=False)
     transport = NcclTransport(
         rank=1, size=3, limit_seconds=1e9, layer=EmptyLayer(), calls=EmptyCalls(), watch=watch, groups=groups
     )
-    routes = [Route(str(Channel(s, d, way)), (s,), (d,)) for s, d, way in ((0, 1, "F"), (1, 2, "F"), (2, 1, "B"), (1, 0, "B"))]
+    routes = [
+        Route(str(Channel(s, d, way)), (s,), (d,))
+        for s, d, way in ((0, 1, "F"), (1, 2, "F"), (2, 1, "B"), (1, 0, "B"))
+    ]
     transport.prepare(routes=routes, groups=[(0, 1, 2)])
     transport.look = watch.look  # type: ignore[attr-defined]
     return transport
 
 
 def message_costs(num_values: int, num_steps: int) -> dict[str, float]:
-    """Seconds of host time per message sent and received, both directions, of the stage in the middle of three."""
-    values = [tuple(Value(name=f"{side}{i}", dtype=torch.float32, shape=(-1, 16), dim=0) for i in range(num_values)) for side in "xy"]
+    """Seconds of host time per message sent and received, both directions, of the stage in the middle of
+    three.
+    """
+    values = [
+        tuple(
+            Value(name=f"{side}{i}", dtype=torch.float32, shape=(-1, 4, 4), dim=0) for i in range(num_values)
+        )
+        for side in "xy"
+    ]
     num_rows = 4
     transport = new_transport()
-    world: Any = SimpleNamespace(rank=1, device=torch.device("cpu"), transport=transport, monitor=SimpleNamespace(phase=_nothing))
+    world: Any = SimpleNamespace(
+        rank=1, device=torch.device("cpu"), transport=transport, monitor=SimpleNamespace(phase=_nothing)
+    )
     executor = Executor(
         world=world,
         stage_index=1,
@@ -208,9 +228,25 @@ def message_costs(num_values: int, num_steps: int) -> dict[str, float]:
         limit_seconds=1e9,
         send_buffers=_TABLES,
     )
-    rows = RowTable(local_rows=(num_rows * NUM_MICRO_BATCHES, 0, 0), num_micro_batches=NUM_MICRO_BATCHES, stage_ranks=((0,), (1,), (2,)))
-    forward = ((_K.RECEIVE_FORWARD, 0), (_K.WAIT_FORWARD, 0), (_K.FORWARD, -1), (_K.SEND_FORWARD, 2), (_K.DONE_FORWARD, 2))
-    backward = ((_K.RECEIVE_GRADIENT, 2), (_K.WAIT_GRADIENT, 2), (_K.BACKWARD, -1), (_K.SEND_GRADIENT, 0), (_K.DONE_GRADIENT, 0))
+    rows = RowTable(
+        local_rows=(num_rows * NUM_MICRO_BATCHES, 0, 0),
+        num_micro_batches=NUM_MICRO_BATCHES,
+        stage_ranks=((0,), (1,), (2,)),
+    )
+    forward = (
+        (_K.RECEIVE_FORWARD, 0),
+        (_K.WAIT_FORWARD, 0),
+        (_K.FORWARD, -1),
+        (_K.SEND_FORWARD, 2),
+        (_K.DONE_FORWARD, 2),
+    )
+    backward = (
+        (_K.RECEIVE_GRADIENT, 2),
+        (_K.WAIT_GRADIENT, 2),
+        (_K.BACKWARD, -1),
+        (_K.SEND_GRADIENT, 0),
+        (_K.DONE_GRADIENT, 0),
+    )
     program = [
         Action(1, kind, m, peer) if peer >= 0 else Action(1, kind, m)
         for m in range(NUM_MICRO_BATCHES)
@@ -241,13 +277,18 @@ def message_costs(num_values: int, num_steps: int) -> dict[str, float]:
 
 
 def bucket_cost(num_tensors: int, num_steps: int) -> dict[str, float]:
-    """Seconds of host time per bucket and step: memory and views, two micro-batches, the start and end of its sum, and ``p.grad``."""
+    """Seconds of host time per bucket and step: memory and views, two micro-batches, the start and end of its
+    sum, and ``p.grad``.
+    """
     parameters = {f"p{i}": torch.nn.Parameter(torch.zeros(8, 8)) for i in range(num_tensors)}
     ranks = (0, 1, 2)
     transport = new_transport()
     layout = plan_buckets(list(parameters.items()), dict.fromkeys(parameters, ranks), ranks, float("inf"))
-    buckets = GradientBuckets(layout=layout, parameters=parameters, stage_ranks=ranks, start_reduce=transport.allreduce)
+    buckets = GradientBuckets(
+        layout=layout, parameters=parameters, stage_ranks=ranks, start_reduce=transport.allreduce
+    )
     names = dict(enumerate(parameters))
+    positions = list(names)
     times = []
     for step in range(num_steps + 20):
         for parameter in parameters.values():
@@ -256,12 +297,10 @@ def bucket_cost(num_tensors: int, num_steps: int) -> dict[str, float]:
         pending = buckets.pending()
         for micro_batch in range(2):
             if micro_batch == 1:
-                pending.arm()
+                pending.begin_last_micro_batch()
             sink = StageGradients(pending, names)
-            for position in names:
-                sink.target(position)
-            for position in names:
-                sink.made(position)
+            open_targets(sink, positions)
+            sink.all_made(positions)
         pending.finish()
         buckets.publish(pending, 1.0, keep=False)
         del pending, sink
@@ -272,7 +311,9 @@ def bucket_cost(num_tensors: int, num_steps: int) -> dict[str, float]:
 
 
 def gradient_call_cost(num_tensors: int, num_steps: int) -> dict[str, float]:
-    """Seconds of one call that copies gradients to their bucket: with tables kept, with new addresses, and with tables built anew."""
+    """Seconds of one call that copies gradients to their bucket: with tables kept, with new addresses, and
+    with tables built anew.
+    """
     bucket = torch.zeros(num_tensors * 128)
     views = list(bucket.split(128))
     gradients = [torch.ones(128) for _ in views]
@@ -310,9 +351,14 @@ def floor(num_steps: int) -> float:
 
 
 def on_a_device() -> dict[str, float | str]:
-    """Seconds of a launch of Triton and of an all-reduce of NCCL on the host; words where there is no CUDA device."""
+    """Seconds of a launch of Triton and of an all-reduce of NCCL on the host; words where there is no CUDA
+    device.
+    """
     if not torch.cuda.is_available():
-        return {"launch of a Triton kernel": "not yet measured", "all-reduce of NCCL, one rank": "not yet measured"}
+        return {
+            "launch of a Triton kernel": "not yet measured",
+            "all-reduce of NCCL, one rank": "not yet measured",
+        }
     import torch.distributed as dist
 
     bucket = torch.zeros(8 * 128, device="cuda")
@@ -325,7 +371,10 @@ def on_a_device() -> dict[str, float | str]:
         torch.cuda.synchronize()
     finally:
         dist.destroy_process_group()
-    return {"call with 8 gradients and a launch of Triton": with_launch, "all-reduce of NCCL, one rank": reduction}
+    return {
+        "call with 8 gradients and a launch of Triton": with_launch,
+        "all-reduce of NCCL, one rank": reduction,
+    }
 
 
 def measure(num_steps: int) -> dict[str, Any]:
@@ -342,7 +391,10 @@ def measure(num_steps: int) -> dict[str, Any]:
     found["empty call"] = {"floor": floor(num_steps)}
     found["on a device"] = on_a_device()
     return {
-        name: {what: round(value * 1e6, 2) if isinstance(value, float) else value for what, value in costs.items()}
+        name: {
+            what: round(value * 1e6, 2) if isinstance(value, float) else value
+            for what, value in costs.items()
+        }
         for name, costs in found.items()
     }
 
@@ -352,14 +404,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="timed steps")
     parser.add_argument("--tiny", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="for make bench-gpu: the host is timed in any case")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="for make bench-gpu: the host is timed in any case"
+    )
     flags = parser.parse_args()
     torch.set_num_threads(1)
     figures = measure(8 if flags.tiny else flags.steps)
     for name, costs in figures.items():
         print(f"{name:24} " + ", ".join(f"{what} {value}" for what, value in costs.items()), file=sys.stderr)
-    place = {"python": platform.python_version(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
-    print(json.dumps({"benchmark": "host_cost", "microseconds": figures, "target_microseconds": TARGET_MICROSECONDS, **place}))
+    place = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    print(
+        json.dumps(
+            {
+                "benchmark": "host_cost",
+                "microseconds": figures,
+                "target_microseconds": TARGET_MICROSECONDS,
+                **place,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""One step of small models of many Hugging Face families over two stages, beside one process; prints a row of a table for each.
+"""One step of small models of many Hugging Face families over two stages, beside one process; prints a row of
+a table for each.
 
     mpirun -np 2 python tests/benchmarks/hugging_face_families.py [FAMILY ...]
 
-In: nothing; configurations are small and weights random. Out: on rank 0 a line per family: the model's class, and how far
-any gradient is from that of one process in float64, relative, or why the model is refused. The table is in docs/models.md.
+In: nothing; configurations are small and weights random. Out: on rank 0 a line per family: the model's class,
+and how far any gradient is from that of one process in float64, relative, or why the model is refused. The
+table is in docs/models.md.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from torch import Tensor, nn
 from rannc_backend.errors import RanncError
 
 VOCABULARY, LENGTH, ROWS = 40, 8, 4
-OPTIONS = {"partition_num": 2, "pipeline_num": 2, "stage_compiler": "eager", "cluster": "generic-cpu", "costs": "rules"}
+OPTIONS = {
+    "partition_num": 2,
+    "pipeline_num": 2,
+    "stage_compiler": "eager",
+    "cluster": "generic-cpu",
+    "costs": "rules",
+}
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 
 Batch = dict[str, Any]
@@ -78,14 +86,22 @@ def pairs() -> Batch:
     return {**text(), "pixel_values": torch.randn(ROWS, 3, 16, 16), "return_loss": True}
 
 
-_SMALL: Settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_SMALL: Settings = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 _SPECIAL: Settings = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _PLAIN: Settings = {**_SMALL, **_SPECIAL, "max_position_embeddings": 32, "use_cache": False}
 _GROUPED: Settings = {**_PLAIN, "num_key_value_heads": 2}
 _NO_DROPOUT: Settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _ENCODER: Settings = {**_SMALL, **_NO_DROPOUT, "max_position_embeddings": 32}
 _PICTURE: Settings = (
-    {key: value for key, value in _SMALL.items() if key != "vocab_size"} | _NO_DROPOUT | {"image_size": 16, "patch_size": 4}
+    {key: value for key, value in _SMALL.items() if key != "vocab_size"}
+    | _NO_DROPOUT
+    | {"image_size": 16, "patch_size": 4}
 )
 _TWO_PARTS: Settings = {
     **_SPECIAL, "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -241,7 +257,9 @@ def worst_error(family: Family, rank: int) -> float:
     }
     own = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     compiled = torch.compile(model, backend="rannc", options=OPTIONS)
-    loss = compiled(**{name: value[own] if isinstance(value, Tensor) else value for name, value in batch.items()}).loss
+    loss = compiled(
+        **{name: value[own] if isinstance(value, Tensor) else value for name, value in batch.items()}
+    ).loss
     loss.backward()
     alone(**batch).loss.backward()
     worst = 0.0

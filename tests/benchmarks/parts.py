@@ -1,10 +1,12 @@
-"""CPU seconds of what happens before the first step, and of what accompanies each action; prints one JSON line.
+"""CPU seconds of what happens before the first step, and of what accompanies each action; prints one JSON
+line.
 
     python tests/benchmarks/parts.py [--layers 2,4,8,12] [--compiler eager]
 
-In: depths of a GPT-2-like model, the stage compiler. Out: seconds of the first call (forward and backward; capture, analysis, plan and
-compilation) per depth in one process, and of its largest parts; of verifying a program; of noting a phase. CPU seconds of this
-process, so that other work on the machine changes little. A small model comes first, so that imports are not counted.
+In: depths of a GPT-2-like model, the stage compiler. Out: seconds of the first call (forward and backward;
+capture, analysis, plan and compilation) per depth in one process, and of its largest parts; of verifying a
+program; of noting a phase. CPU seconds of this process, so that other work on the machine changes little. A
+small model comes first, so that imports are not counted.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-import rannc_backend.capture as capture
-import rannc_backend.compile_stages as compile_stages
-from rannc_backend.runtime.monitor_hub import PHASE_BYTES, write_phase
+import rannc_backend.capture.graph as capture
+import rannc_backend.stages.joint_graph as joint_graph
+from rannc_backend.runtime.job.monitor import LinkMonitor  # noqa: E402
+from rannc_backend.runtime.job.monitor_wire import PHASE_BYTES
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order
@@ -35,8 +38,8 @@ from tests.benchmarks.gpt_model import Gpt, Sizes
 # Where the seconds go: name in the output, module, function.
 PARTS: Sequence[tuple[str, Any, str]] = (
     ("tracing the forward", capture, "trace_aten"),
-    ("joint graph", compile_stages, "trace_joint"),
-    ("cut of the joint graph", compile_stages, "split_joint"),
+    ("joint graph", joint_graph, "trace_joint"),
+    ("cut of the joint graph", joint_graph, "split_joint"),
 )
 
 
@@ -81,7 +84,9 @@ def first_call(num_layers: int, compiler: str) -> dict[str, float]:
 
 def verification(num_stages: int, num_micro_batches: int) -> float:
     """CPU seconds to verify the programs of all stages."""
-    edges = [EdgeSpec(src=s, dst=s + 1, num_forward_values=1, num_gradient_values=1) for s in range(num_stages - 1)]
+    edges = [
+        EdgeSpec(src=s, dst=s + 1, num_forward_values=1, num_gradient_values=1) for s in range(num_stages - 1)
+    ]
     programs = lower(build_order("1f1b", num_stages, num_micro_batches), edges, "train", num_micro_batches)
     begin = time.process_time()
     verify(programs, edges, num_micro_batches, "train")
@@ -91,9 +96,11 @@ def verification(num_stages: int, num_micro_batches: int) -> float:
 def phase_note(num_notes: int = 100_000) -> float:
     """Microseconds to note one phase for the monitor."""
     with mmap.mmap(-1, PHASE_BYTES) as memory:
+        monitor = LinkMonitor.__new__(LinkMonitor)
+        monitor._memory = memory
         begin = time.process_time()
         for number in range(num_notes):
-            write_phase(memory, f"step {number}, stage 1, micro-batch 2")
+            monitor.phase(f"step {number}, stage 1, micro-batch 2")
         return round((time.process_time() - begin) / num_notes * 1e6, 2)
 
 
@@ -105,7 +112,9 @@ def main() -> None:
     options = parser.parse_args()
     first_call(1, options.compiler)
     results = {
-        "first call, CPU seconds by layers": {n: first_call(int(n), options.compiler) for n in options.layers.split(",")},
+        "first call, CPU seconds by layers": {
+            n: first_call(int(n), options.compiler) for n in options.layers.split(",")
+        },
         "verifying 8 stages, 64 micro-batches, CPU seconds": verification(8, 64),
         "noting a phase, microseconds": phase_note(),
     }

@@ -1,10 +1,12 @@
-"""Median step time of this backend beside torch.distributed.pipelining, DDP and plain torch.compile; prints JSON lines.
+"""Median step time of this backend beside torch.distributed.pipelining, DDP and plain torch.compile; prints
+JSON lines.
 
     python tests/benchmarks/pipeline_step.py --ranks 2
 
-In: sizes and the number of rounds. Out: one line per contender and one line per ratio (rival's seconds over ours: above 1 we are
-faster). All contenders train the same model on the same global batch in the same processes, alternating round by round, with the same
-stage compiler; a step is zero_grad, forward, backward and AdamW, and lasts from a barrier until the slowest rank has ended.
+In: sizes and the number of rounds. Out: one line per contender and one line per ratio (rival's seconds over
+ours: above 1 we are faster). All contenders train the same model on the same global batch in the same
+processes, alternating round by round, with the same stage compiler; a step is zero_grad, forward, backward
+and AdamW, and lasts from a barrier until the slowest rank has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One way to train: its step takes nothing and gives the loss of the global batch where it is known, else None."""
+    """One way to train: its step takes nothing and gives the loss of the global batch where it is known, else
+    None.
+    """
 
     name: str
     step: Callable[[], float | None]
@@ -96,7 +100,9 @@ def rannc(name: str, sizes: Sizes, flags: argparse.Namespace, tokens: Tensor, **
     """This backend on this rank's rows."""
     model = new_model(sizes)
     optimizer = optimizer_of(model)
-    call = torch.compile(model, backend="rannc", options={"stage_compiler": flags.compiler, "outputs": "loss", **options})
+    call = torch.compile(
+        model, backend="rannc", options={"stage_compiler": flags.compiler, "outputs": "loss", **options}
+    )
 
     def step() -> float:
         optimizer.zero_grad()
@@ -191,7 +197,9 @@ def contenders_of(flags: argparse.Namespace) -> list[Contender]:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One step: seconds until the slowest rank has done it, and pages that were new to this rank's process."""
+    """One step: seconds until the slowest rank has done it, and pages that were new to this rank's
+    process.
+    """
 
     seconds: float
     page_faults: int
@@ -245,7 +253,9 @@ def work(flags: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def report(flags: argparse.Namespace, taken: dict[str, list[Taken]], losses: dict[str, float]) -> list[dict[str, Any]]:
+def report(
+    flags: argparse.Namespace, taken: dict[str, list[Taken]], losses: dict[str, float]
+) -> list[dict[str, Any]]:
     """The lines: medians, then ratios."""
     setting = {"ranks": flags.ranks, "compiler": flags.compiler}
     medians = {name: statistics.median(step.seconds for step in steps) for name, steps in taken.items()}

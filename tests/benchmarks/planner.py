@@ -1,7 +1,9 @@
-"""How long planning takes and how much memory it needs, by part: `python -m tests.benchmarks.planner [--json FILE] [CASE ...]`.
+"""How long planning takes and how much memory it needs, by part: `python -m tests.benchmarks.planner [--json
+FILE] [CASE ...]`.
 
-In: nothing but the models of examples/planning_models.py. Out: a table, and JSON where asked for. Each case runs in a process of its own;
-its peak memory after each part is the process's so far. "again" plans from the blocks that the case has saved, for other devices.
+In: nothing but the models of examples/planning_models.py. Out: a table, and JSON where asked for. Each case
+runs in a process of its own; its peak memory after each part is the process's so far. "again" plans from the
+blocks that the case has saved, for other devices.
 """
 
 from __future__ import annotations
@@ -32,11 +34,22 @@ class Case:
 
 
 CASES = {
-    "bert_4_9b": Case(factory="bert_4_9b", cluster="v100-32gb", num_devices=32, other_num_devices=64, batch_rows=256),
-    "bert_100b": Case(factory="bert_100b", cluster="a100-80gb", num_devices=1024, other_num_devices=768, batch_rows=4096, dtype="bf16"),
+    "bert_4_9b": Case(
+        factory="bert_4_9b", cluster="v100-32gb", num_devices=32, other_num_devices=64, batch_rows=256
+    ),
+    "bert_100b": Case(
+        factory="bert_100b",
+        cluster="a100-80gb",
+        num_devices=1024,
+        other_num_devices=768,
+        batch_rows=4096,
+        dtype="bf16",
+    ),
     "gpt2": Case(factory="gpt2", cluster="a100-40gb", num_devices=32, other_num_devices=16, batch_rows=512),
     "t5": Case(factory="t5", cluster="a100-40gb", num_devices=32, other_num_devices=16, batch_rows=512),
-    "resnet": Case(factory="resnet", cluster="a100-40gb", num_devices=32, other_num_devices=16, batch_rows=1024),
+    "resnet": Case(
+        factory="resnet", cluster="a100-40gb", num_devices=32, other_num_devices=16, batch_rows=1024
+    ),
 }
 STANDARD = ("bert_4_9b", "bert_100b")
 
@@ -61,19 +74,23 @@ class Recorder:
 def plan_first(case: Case, blocks: Path) -> dict[str, object]:
     """Capture, analyse, cut, price, search; save the blocks."""
     recorder = Recorder()
-    from rannc_backend import planning
-    from rannc_backend.cli_plan import parse_dtype
-    from rannc_backend.config_sources import resolve_config
-    from rannc_backend.cost.cluster_file import load_cluster
-    from rannc_backend.narrator import Narrator
-    from rannc_backend.planning_factory import call_factory
+    from rannc_backend.cli.model_factory import call_factory
+    from rannc_backend.cli.plan import parse_dtype
+    from rannc_backend.log.step_timer import StepTimer
+    from rannc_backend.planner import plan_model as planning
+    from rannc_backend.planner.cluster.cluster_file import load_cluster
+    from rannc_backend.settings.sources import resolve_config
 
-    narrator = Narrator(tell=lambda step: recorder.take(step.name, step.detail))
+    step_timer = StepTimer(tell=lambda step: recorder.take(step.name, step.detail))
     config, cluster = resolve_config({}, {}), load_cluster(case.cluster, case.num_devices, 8)
     model, args, kwargs = call_factory(f"{ROOT / 'examples' / 'planning_models.py'}:{case.factory}")
     recorder.take("start", "imports and model")
-    analysis = planning.analyze_model(model, args, kwargs, cluster=cluster, dtype=parse_dtype(case.dtype), narrator=narrator)
-    question = planning.PlanningQuestion(config=config, cluster=cluster, batch_rows=case.batch_rows, narrator=narrator)
+    analysis = planning.analyze_model(
+        model, args, kwargs, cluster=cluster, dtype=parse_dtype(case.dtype), step_timer=step_timer
+    )
+    question = planning.PlanningQuestion(
+        config=config, cluster=cluster, batch_rows=case.batch_rows, step_timer=step_timer
+    )
     prepared = planning.prepare(analysis, question)
     blocks.write_text(prepared.to_json())
     recorder.take("save", f"{blocks.stat().st_size / 2**20:.1f} MB of blocks")
@@ -84,11 +101,11 @@ def plan_first(case: Case, blocks: Path) -> dict[str, object]:
 def plan_again(case: Case, blocks: Path) -> dict[str, object]:
     """Read the blocks and plan for the other number of devices."""
     recorder = Recorder()
-    from rannc_backend import planning_search
-    from rannc_backend.config_sources import resolve_config
-    from rannc_backend.cost.cluster_file import load_cluster
-    from rannc_backend.narrator import Narrator
-    from rannc_backend.planning_file import PlannableModel
+    from rannc_backend.log.step_timer import StepTimer
+    from rannc_backend.planner import plan_blocks as planning_search
+    from rannc_backend.planner.blocks_file import PlannableModel
+    from rannc_backend.planner.cluster.cluster_file import load_cluster
+    from rannc_backend.settings.sources import resolve_config
 
     recorder.take("start", "imports")
     prepared = PlannableModel.read(str(blocks))
@@ -97,7 +114,7 @@ def plan_again(case: Case, blocks: Path) -> dict[str, object]:
         config=resolve_config({}, {}),
         cluster=load_cluster(case.cluster, case.other_num_devices, 8),
         batch_rows=case.batch_rows,
-        narrator=Narrator(tell=lambda step: recorder.take(step.name, step.detail)),
+        step_timer=StepTimer(tell=lambda step: recorder.take(step.name, step.detail)),
     )
     plan = planning_search.plan_prepared(prepared, question)
     return {"parts": recorder.parts, "plan": plan.summary(), "proven_gap": plan.proven_gap}
@@ -117,12 +134,14 @@ def table(results: dict[str, dict[str, object]]) -> str:
         parts = result["parts"]
         for part in parts:
             lines.append(
-                f"{name:<18} {part['part']:<10} {part['wall_seconds']:>8.2f} {part['cpu_seconds']:>8.2f} {part['peak_gb']:>8.2f}  "
-                f"{part['detail']}"
+                f"{name:<18} {part['part']:<10} {part['wall_seconds']:>8.2f} {part['cpu_seconds']:>8.2f} "
+                f"{part['peak_gb']:>8.2f}  {part['detail']}"
             )
         wall, cpu = (sum(part[key] for part in parts) for key in ("wall_seconds", "cpu_seconds"))
         peak = max(part["peak_gb"] for part in parts)
-        lines.append(f"{name:<18} {'all':<10} {wall:>8.2f} {cpu:>8.2f} {peak:>8.2f}  gap {result['proven_gap']:.3f}")
+        lines.append(
+            f"{name:<18} {'all':<10} {wall:>8.2f} {cpu:>8.2f} {peak:>8.2f}  gap {result['proven_gap']:.3f}"
+        )
     return "\n".join(lines)
 
 

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/planner_search.py [bert-5b] [bert-100b] [--plan]
 
-Each model runs in a process of its own, so that peak memory is its own. Prints one JSON object per model: seconds and peak memory by
-part, the plan found and what is proven of it. `--plan`: the whole planner (alternatives and what-ifs too), not the search alone.
+Each model runs in a process of its own, so that peak memory is its own. Prints one JSON object per model:
+seconds and peak memory by part, the plan found and what is proven of it. `--plan`: the whole planner
+(alternatives and what-ifs too), not the search alone.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from rannc_backend.config import Config
-from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.cluster_file import load_cluster
-from rannc_backend.cost.pricing import AnalyticPricer
 from rannc_backend.ir.block_graph import Block, BlockGraph, Flow, OperatorCost, ParameterUse
-from rannc_backend.partition.plan_request import PlanRequest
-from rannc_backend.partition.planner import plan_blocks
-from rannc_backend.partition.stage_search import StageSearch
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cluster.cluster_file import load_cluster
+from rannc_backend.planner.cost.pricing import AnalyticPricer
+from rannc_backend.planner.plan_request import PlanRequest
+from rannc_backend.planner.planner import plan_blocks
+from rannc_backend.planner.search.search import StageSearch
+from rannc_backend.settings.options import Config
 
 ROWS = sympy.Symbol("rows", positive=True, integer=True)
 
@@ -84,16 +85,31 @@ def block_graph(case: Case) -> BlockGraph:
     for index in range(case.num_layers):
         blocks.append(block(index + 1, "layer", layer_flops, 16 * tokens * hidden, 12 * hidden**2))
     head = len(blocks)
-    blocks.append(block(head, "head", 2 * tokens * hidden * case.vocabulary, 2 * tokens * case.vocabulary, case.vocabulary * hidden))
+    blocks.append(
+        block(
+            head,
+            "head",
+            2 * tokens * hidden * case.vocabulary,
+            2 * tokens * case.vocabulary,
+            case.vocabulary * hidden,
+        )
+    )
     counts = [case.vocabulary * hidden, *[12 * hidden**2] * case.num_layers, case.vocabulary * hidden]
     return BlockGraph(
         blocks=tuple(blocks),
         flows=tuple(
-            Flow(name=f"h{index}", producer=index, consumers=(index + 1,), num_bytes=tokens * hidden * size, needs_grad=True)
+            Flow(
+                name=f"h{index}",
+                producer=index,
+                consumers=(index + 1,),
+                num_bytes=tokens * hidden * size,
+                needs_grad=True,
+            )
             for index in range(head)
         ),
         parameters=tuple(
-            ParameterUse(name=f"p{index}", num_bytes=count * size, trainable=True) for index, count in enumerate(counts)
+            ParameterUse(name=f"p{index}", num_bytes=count * size, trainable=True)
+            for index, count in enumerate(counts)
         ),
     )
 
@@ -119,18 +135,36 @@ def run(name: str, whole: bool) -> None:
     pricer = AnalyticPricer(device=case.cluster.device)
     lap("graph")
     base = round(peak_gb(), 2)
-    result: dict[str, object] = {"model": name, "blocks": len(graph.blocks), "devices": case.cluster.num_devices}
+    result: dict[str, object] = {
+        "model": name,
+        "blocks": len(graph.blocks),
+        "devices": case.cluster.num_devices,
+    }
     if whole:
         plan = plan_blocks(
-            graph, Config(), cluster=case.cluster, batch_rows=case.batch_rows, schedules=("1f1b", "fill_drain"), fingerprint="f" * 64
+            graph,
+            Config(),
+            cluster=case.cluster,
+            batch_rows=case.batch_rows,
+            schedules=("1f1b", "fill_drain"),
+            fingerprint="f" * 64,
         )
         lap("plan")
-        result |= {"step_seconds": plan.predicted_step_seconds, "equal_split_seconds": plan.equal_split_seconds}
-        result |= {"gap": plan.proven_gap, "binding": plan.binding, "alternatives": [item.reason for item in plan.alternatives]}
+        result |= {
+            "step_seconds": plan.predicted_step_seconds,
+            "equal_split_seconds": plan.equal_split_seconds,
+        }
+        result |= {
+            "gap": plan.proven_gap,
+            "binding": plan.binding,
+            "alternatives": [item.reason for item in plan.alternatives],
+        }
     else:
         for label, count in (("", case.cluster.num_devices), (" again", case.num_devices_again)):
             cluster = replace(case.cluster, num_devices=count)
-            request = PlanRequest.of(graph, Config(), cluster, pricer, case.batch_rows, ("1f1b", "fill_drain"), None)
+            request = PlanRequest.of(
+                graph, Config(), cluster, pricer, case.batch_rows, ("1f1b", "fill_drain"), None
+            )
             problem = request.problem(request.costs())
             lap(f"costs{label}")
             search = StageSearch(problem)
@@ -141,7 +175,10 @@ def run(name: str, whole: bool) -> None:
             result |= {f"step_seconds{label}": plan.step_seconds, f"gap{label}": round(found.proven_gap, 5)}
             result |= {f"candidates{label}": found.num_candidates, f"schedule{label}": plan.schedule}
             result |= {f"stages{label}": plan.num_stages, f"micro_batches{label}": plan.num_micro_batches}
-            result |= {f"replicas{label}": sorted(set(plan.replicas)), f"recompute{label}": sorted(set(plan.budgets))}
+            result |= {
+                f"replicas{label}": sorted(set(plan.replicas)),
+                f"recompute{label}": sorted(set(plan.budgets)),
+            }
     print(json.dumps(result | {"seconds": times, "base_gb": base, "peak_gb": round(peak_gb(), 2)}))
 
 

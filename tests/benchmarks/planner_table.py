@@ -1,8 +1,10 @@
-"""Chosen plans beside equal splits: `python -m tests.benchmarks.planner_table [--devices 8,32,256] [--brute] [--json FILE] [MODEL ...]`.
+"""Chosen plans beside equal splits: `python -m tests.benchmarks.planner_table [--devices 8,32,256] [--brute]
+[--json FILE] [MODEL ...]`.
 
-In: the families of examples/planning_models.py, wide enough that none fits on one device, in float32 with Adam for v100-32gb with eight
-devices per node. Out: a Markdown table, and JSON where asked for. Every model is captured once, in a process of its own. `--brute` looks
-at every plan of the model in few blocks on few devices, and prints what the search finds there beside it.
+In: the families of examples/planning_models.py, wide enough that none fits on one device, in float32 with
+Adam for v100-32gb with eight devices per node. Out: a Markdown table, and JSON where asked for. Every model
+is captured once, in a process of its own. `--brute` looks at every plan of the model in few blocks on few
+devices, and prints what the search finds there beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ CLUSTER = "v100-32gb"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A factory of examples/planning_models.py with other sizes, and options. Few layers are captured sooner."""
+    """A factory of examples/planning_models.py with other sizes, and options. Few layers are captured
+    sooner.
+    """
 
     factory: str
     sizes: dict[str, Any]
@@ -62,11 +66,11 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
     import torch
 
     from examples import planning_models
-    from rannc_backend.config_sources import resolve_config
-    from rannc_backend.cost.cluster_file import load_cluster
     from rannc_backend.errors import InfeasiblePlanError
-    from rannc_backend.planning import analyze_model, prepare
-    from rannc_backend.planning_search import PlanningQuestion, plan_prepared
+    from rannc_backend.planner.cluster.cluster_file import load_cluster
+    from rannc_backend.planner.plan_blocks import PlanningQuestion, plan_prepared
+    from rannc_backend.planner.plan_model import analyze_model, prepare
+    from rannc_backend.settings.sources import resolve_config
 
     chosen = MODELS[name]
     config = resolve_config(chosen.options, {})
@@ -77,13 +81,20 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
     analysis = analyze_model(model, args, kwargs, cluster=load_cluster(CLUSTER, devices[0], 8))
 
     def question(count: int) -> PlanningQuestion:
-        return PlanningQuestion(config=config, cluster=load_cluster(CLUSTER, count, 8), batch_rows=_ROWS_PER_DEVICE * count)
+        return PlanningQuestion(
+            config=config, cluster=load_cluster(CLUSTER, count, 8), batch_rows=_ROWS_PER_DEVICE * count
+        )
 
     prepared = prepare(analysis, question(devices[-1]))
     captured = time.process_time() - start
     for count in devices:
         start = time.process_time()
-        row = {"model": name, "billion_parameters": parameters / 1e9, "devices": count, "options": chosen.options}
+        row = {
+            "model": name,
+            "billion_parameters": parameters / 1e9,
+            "devices": count,
+            "options": chosen.options,
+        }
         try:
             plan = plan_prepared(prepared, question(count))
         except InfeasiblePlanError as error:
@@ -107,16 +118,18 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
 
 def brute_force_row(name: str, analysis: Any) -> dict[str, Any]:
     """The search and every plan there is, for the model in few blocks; two devices per node."""
-    from rannc_backend.config_sources import resolve_config
-    from rannc_backend.cost.cluster_file import load_cluster
-    from rannc_backend.cost.pricing import AnalyticPricer
-    from rannc_backend.partition.plan_request import PlanRequest
-    from rannc_backend.partition.stage_search import search
-    from rannc_backend.planning import prepare
-    from rannc_backend.planning_search import PlanningQuestion
-    from tests.unit.rannc_backend.search_problems import brute_force
+    from rannc_backend.planner.cluster.cluster_file import load_cluster
+    from rannc_backend.planner.cost.pricing import AnalyticPricer
+    from rannc_backend.planner.plan_blocks import PlanningQuestion
+    from rannc_backend.planner.plan_model import prepare
+    from rannc_backend.planner.plan_request import PlanRequest
+    from rannc_backend.planner.search.search import search
+    from rannc_backend.settings.sources import resolve_config
+    from tests.unit.rannc_backend.planner.search.search_problems import brute_force
 
-    config = resolve_config({**MODELS[name].options, "max_partition_num": _BRUTE_BLOCKS, "max_pipeline": 8}, {})
+    config = resolve_config(
+        {**MODELS[name].options, "max_partition_num": _BRUTE_BLOCKS, "max_pipeline": 8}, {}
+    )
     cluster = load_cluster(CLUSTER, _BRUTE_DEVICES, 2)
     prepared = prepare(analysis, PlanningQuestion(config=config, cluster=cluster, batch_rows=_BRUTE_ROWS))
     pricer = AnalyticPricer(device=cluster.device, partitions=prepared, holds_gradients=True)
@@ -135,7 +148,8 @@ def brute_force_row(name: str, analysis: Any) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| model | parameters | devices | chosen: replicas per stage | micro-batches | step | equal split | ratio | gap |",
+        "| model | parameters | devices | chosen: replicas per stage | micro-batches | step | equal split | "
+        "ratio | gap |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -148,15 +162,19 @@ def table(rows: list[dict[str, Any]]) -> str:
         equal = row["equal_split_seconds"]
         ratio = "none fits" if equal is None else f"{equal / row['step_seconds']:.3f}"
         lines.append(
-            f"{first} {_replicas(row['stage_replicas'])} | {row['micro_batches']}, {row['schedule']} | {row['step_seconds']:.3f} s | "
-            f"{'' if equal is None else f'{equal:.3f} s'} | {ratio} | {row['proven_gap']:.2%} |"
+            f"{first} {_replicas(row['stage_replicas'])} | {row['micro_batches']}, {row['schedule']} | "
+            f"{row['step_seconds']:.3f} s | {'' if equal is None else f'{equal:.3f} s'} | {ratio} | "
+            f"{row['proven_gap']:.2%} |"
         )
     brute = [row for row in rows if "brute_force_seconds" in row]
     if brute:
         lines += ["", "| model | blocks | devices | search | brute force |", "|---|---|---|---|---|"]
     for row in brute:
         found = f"{row['found_seconds']:.6f} s" if row["found_seconds"] is not None else "nothing fits"
-        lines.append(f"| {row['model']} | {row['blocks']} | {row['devices']} | {found} | {row['brute_force_seconds']:.6f} s |")
+        lines.append(
+            f"| {row['model']} | {row['blocks']} | {row['devices']} | {found} | "
+            f"{row['brute_force_seconds']:.6f} s |"
+        )
     return "\n".join(lines)
 
 
@@ -174,7 +192,9 @@ def _replicas(counts: list[int]) -> str:
 
 def main() -> None:
     """Run each model apart and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--devices", default="8,32,256")
     parser.add_argument("--brute", action="store_true")
@@ -182,16 +202,32 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        for row in rows_of(options.models[0], [int(count) for count in options.devices.split(",")], options.brute):
+        for row in rows_of(
+            options.models[0], [int(count) for count in options.devices.split(",")], options.brute
+        ):
             print(json.dumps(row), flush=True)
         return
     rows = []
     for name in options.models or MODELS:
-        command = [sys.executable, "-m", "tests.benchmarks.planner_table", "--inside", "--devices", options.devices, name]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.planner_table",
+            "--inside",
+            "--devices",
+            options.devices,
+            name,
+        ]
         command += ["--brute"] if options.brute else []
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        )
         rows += [json.loads(line) for line in done.stdout.splitlines()]
-        print(f"{name}: {'done' if done.returncode == 0 else f'ended with {done.returncode}'}", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {'done' if done.returncode == 0 else f'ended with {done.returncode}'}",
+            file=sys.stderr,
+            flush=True,
+        )
     print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

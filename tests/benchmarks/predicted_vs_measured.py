@@ -1,12 +1,15 @@
-"""Predicted and measured step time, stage order and peak memory of small models on CPU ranks; prints a table, then one JSON line.
+"""Predicted and measured step time, stage order and peak memory of small models on CPU ranks; prints a table,
+then one JSON line.
 
     python tests/benchmarks/predicted_vs_measured.py --ranks 2,4
 
-In: ranks, models, the stage compiler. Out: per model and plan what the planner predicted (cluster "local", measured costs) and what the
-run measured of itself, with medians over all cases. Goals: steps within 15 % in the median, stages in the right order, peak memory never
-predicted too low and at most 20 % too high. Peak memory counts operator by operator, so with Inductor it is only a lower bound.
+In: ranks, models, the stage compiler. Out: per model and plan what the planner predicted (cluster "local",
+measured costs) and what the run measured of itself, with medians over all cases. Goals: steps within 15 % in
+the median, stages in the right order, peak memory never predicted too low and at most 20 % too high. Peak
+memory counts operator by operator, so with Inductor it is only a lower bound.
 
-All cases of one number of ranks run in the same processes, one after the other: starting them takes longer than the cases.
+All cases of one number of ranks run in the same processes, one after the other: starting them takes longer
+than the cases.
 """
 
 from __future__ import annotations
@@ -64,7 +67,13 @@ def gpt2(rows: int) -> Example:
     """Causal language model."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 192, "n_layer": NUM_LAYERS, "n_head": 6, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    sizes = {
+        "n_embd": 192,
+        "n_layer": NUM_LAYERS,
+        "n_head": 6,
+        "n_positions": LENGTH,
+        "vocab_size": VOCABULARY,
+    }
     config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     return GPT2LMHeadModel(config), _tokens(rows)
 
@@ -73,15 +82,25 @@ def bert(rows: int) -> Example:
     """Masked language model."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(**_transformer(), max_position_embeddings=LENGTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return BertForMaskedLM(config), {**_tokens(rows), "attention_mask": torch.ones(rows, LENGTH, dtype=torch.long)}
+    config = BertConfig(
+        **_transformer(),
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForMaskedLM(config), {
+        **_tokens(rows),
+        "attention_mask": torch.ones(rows, LENGTH, dtype=torch.long),
+    }
 
 
 def llama(rows: int) -> Example:
     """Causal language model with gated MLPs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_transformer(), num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False)
+    config = LlamaConfig(
+        **_transformer(), num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False
+    )
     return LlamaForCausalLM(config), _tokens(rows)
 
 
@@ -100,7 +119,13 @@ def resnet(rows: int) -> Example:
     """Image classifier with convolutions; batch statistics are those of each slice."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[32, 64, 128, 128], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10)
+    config = ResNetConfig(
+        embedding_size=16,
+        hidden_sizes=[32, 64, 128, 128],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+        num_labels=10,
+    )
     return ResNetForImageClassification(config), _images(rows)
 
 
@@ -214,7 +239,16 @@ def launch(flags: argparse.Namespace, ranks: int, directory: Path, limit_seconds
     """Run the workers; their log goes to stderr."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    own = ["--ranks", str(ranks), "--worker", str(directory), "--models", flags.models, "--compiler", flags.compiler]
+    own = [
+        "--ranks",
+        str(ranks),
+        "--worker",
+        str(directory),
+        "--models",
+        flags.models,
+        "--compiler",
+        flags.compiler,
+    ]
     own += ["--costs", flags.costs, "--rows", str(flags.rows), "--steps", str(flags.steps)]
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     command = [str(mpirun), "-n", str(ranks), sys.executable, __file__, *own]
@@ -226,13 +260,17 @@ def launch(flags: argparse.Namespace, ranks: int, directory: Path, limit_seconds
 
 def table(findings: Sequence[Finding]) -> str:
     """One line per case."""
-    lines = [f"{'model':8} {'ranks':5} {'replicas':8} {'m':>3} {'predicted':>10} {'measured':>10} {'error':>7}  stages / peak memory"]
+    lines = [
+        f"{'model':8} {'ranks':5} {'replicas':8} {'m':>3} {'predicted':>10} {'measured':>10} {'error':>7}  "
+        "stages / peak memory"
+    ]
     for item in findings:
         ratios = " ".join(f"{ratio:.2f}" for ratio in item.stage_ratios)
         memory = " ".join(f"{ratio:.2f}" for ratio in item.memory_ratios)
         lines.append(
-            f"{item.model:8} {item.ranks:<5} {item.replicas:8} {item.num_micro_batches:>3} {item.predicted_seconds * 1e3:>7.1f} ms "
-            f"{item.measured_seconds * 1e3:>7.1f} ms {item.error:>6.1%}  {ratios} / {memory}{'  order!' if item.misplaced else ''}"
+            f"{item.model:8} {item.ranks:<5} {item.replicas:8} {item.num_micro_batches:>3} "
+            f"{item.predicted_seconds * 1e3:>7.1f} ms {item.measured_seconds * 1e3:>7.1f} ms "
+            f"{item.error:>6.1%}  {ratios} / {memory}{'  order!' if item.misplaced else ''}"
         )
     return "\n".join(lines)
 
@@ -276,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for ranks in counts:
             launch(flags, ranks, Path(directory), max(1.0, LIMIT_SECONDS - (time.monotonic() - begin)))
         findings = [
-            finding_of(path.stem.split("-")[0], json.loads(path.read_text())) for path in sorted(Path(directory).glob("*.json"))
+            finding_of(path.stem.split("-")[0], json.loads(path.read_text()))
+            for path in sorted(Path(directory).glob("*.json"))
         ]
     if findings:
         print(table(findings))

@@ -1,9 +1,11 @@
-"""Where the time of a step goes: share in copies, in other kernels, and in gaps in which the device has nothing to do; prints JSON lines.
+"""Where the time of a step goes: share in copies, in other kernels, and in gaps in which the device has
+nothing to do; prints JSON lines.
 
     python tests/benchmarks/profile_gpu.py
 
-In: models, steps. Out: for this backend and for plain torch.compile, from torch.profiler: seconds of a step, and which part of the device's
-time lies in copies, in other kernels, in gaps; the ten kernels that take longest. On a CPU operators stand for kernels.
+In: models, steps. Out: for this backend and for plain torch.compile, from torch.profiler: seconds of a step,
+and which part of the device's time lies in copies, in other kernels, in gaps; the ten kernels that take
+longest. On a CPU operators stand for kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_report import parse, report, sizes_of, synchronize  # noqa: E402
 from step_gpu import make_step  # noqa: E402
 
-# Of torch's kernels, of ours, and of operators on a CPU. Inductor's fused casts (triton_poi_fused__to_copy...) compute, and are not meant.
-COPY_MARKS = ("memcpy", "memset", "direct_copy_kernel", "catarraybatchedcopy", "_pack_kernel", "_bucket_kernel", "aten::copy_", "aten::cat")
+# Of torch's kernels, of ours, and of operators on a CPU. Inductor's fused casts
+# (triton_poi_fused__to_copy...) compute, and are not meant.
+COPY_MARKS = (
+    "memcpy",
+    "memset",
+    "direct_copy_kernel",
+    "catarraybatchedcopy",
+    "_pack_kernel",
+    "_bucket_kernel",
+    "aten::copy_",
+    "aten::cat",
+)
 NUM_KERNELS_SHOWN = 10
 
 

@@ -1,9 +1,10 @@
-"""An all-reduce of a bucket between ranks of one host: over gloo / in memory that they share; prints JSON lines.
+"""An all-reduce of a bucket between ranks of one host: over gloo / in memory that they share; prints JSON
+lines.
 
     mpirun -np 2 python tests/benchmarks/shared_sums.py
 
-In: sizes and rounds. Out: per size the median seconds of both, which take turns, and their ratio (above 1 shared memory is faster). The
-floor is what memory can move: every bucket is read once and written once.
+In: sizes and rounds. Out: per size the median seconds of both, which take turns, and their ratio (above 1
+shared memory is faster). The floor is what memory can move: every bucket is read once and written once.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import time
 
 import torch
 
-from rannc_backend.runtime import bootstrap
-from rannc_backend.runtime.bucket_reductions import BucketReductions
-from rannc_backend.runtime.buckets import BucketSpec
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
+from rannc_backend.runtime.gradients.buckets import BucketSpec
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
 
 
 def measure(world: World, num_bytes: int, rounds: int) -> dict[str, float]:
     """Median seconds of both ways. Collective."""
     everyone = tuple(range(world.size))
-    spec = BucketSpec(ranks=everyone, dtype=torch.float32, device=world.device, numel=num_bytes // 4, names=())
+    spec = BucketSpec(
+        ranks=everyone, dtype=torch.float32, device=world.device, numel=num_bytes // 4, names=()
+    )
     ways = {
-        name: BucketReductions.of(world.transport, [everyone], shared_memory=shared) for name, shared in (("gloo", False), ("shared", True))
+        name: BucketReductions.of(world.transport, [everyone], shared_memory=shared)
+        for name, shared in (("gloo", False), ("shared", True))
     }
     buckets = {name: way.new_buffer(spec).fill_(1.0) for name, way in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -54,8 +58,14 @@ def main() -> None:
     for size in flags.megabytes:
         found = measure(world, int(size * 2**20), flags.rounds)
         if world.rank == 0:
-            line = {"ranks": world.size, "megabytes": size, **{f"{name}_ms": round(1000 * value, 3) for name, value in found.items()}}
-            print(json.dumps({**line, "gloo / shared": round(found["gloo"] / found["shared"], 2)}), flush=True)
+            line = {
+                "ranks": world.size,
+                "megabytes": size,
+                **{f"{name}_ms": round(1000 * value, 3) for name, value in found.items()},
+            }
+            print(
+                json.dumps({**line, "gloo / shared": round(found["gloo"] / found["shared"], 2)}), flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
     MALLOC_MMAP_THRESHOLD_=65536 python tests/benchmarks/step_memory.py --compiler inductor
 
-In: sizes. Out: the fastest and the median step, and the process's peak resident memory while it steps, after the steps that compile. Linux
-only: the peak is read from /proc, and with the variable above freed memory goes back at once. To compare two versions of the package, run
-them by turns (`PYTHONPATH` says which). Sizes are chosen so that parameters and gradients are most of the memory.
+In: sizes. Out: the fastest and the median step, and the process's peak resident memory while it steps, after
+the steps that compile. Linux
+only: the peak is read from /proc, and with the variable above freed memory goes back at once. To compare two
+versions of the package, run them by turns (`PYTHONPATH` says which). Sizes are chosen so that parameters and
+gradients are most of the memory.
 """
 
 from __future__ import annotations
@@ -54,7 +56,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = Sizes(
-        num_layers=flags.layers, width=flags.width, num_heads=8, vocabulary=flags.vocabulary, length=flags.length, rows=flags.rows
+        num_layers=flags.layers,
+        width=flags.width,
+        num_heads=8,
+        vocabulary=flags.vocabulary,
+        length=flags.length,
+        rows=flags.rows,
     )
     model = Gpt(sizes)
     tokens = torch.randint(flags.vocabulary, (flags.rows, flags.length))

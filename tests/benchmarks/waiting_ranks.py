@@ -1,7 +1,8 @@
-"""What ranks that wait take from those that compute: `mpirun -np 4 python tests/benchmarks/waiting_ranks.py [--seconds 5]`.
+"""What ranks that wait take from those that compute: `mpirun -np 4 python tests/benchmarks/waiting_ranks.py
+[--seconds 5]`.
 
-Rank 0 computes without pause, the others wait for it in a barrier, as they wait for a plan. Each waiting rank prints the share of a core
-that its main thread took.
+Rank 0 computes without pause, the others wait for it in a barrier, as they wait for a plan. Each waiting rank
+prints the share of a core that its main thread took.
 """
 
 from __future__ import annotations

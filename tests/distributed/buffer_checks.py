@@ -1,7 +1,8 @@
-"""Checks of buffers that a model changes: every rank that keeps one has its new value, whatever graph came first.
+"""Checks of buffers that a model changes: every rank that keeps one has its new value, whatever graph came
+first.
 
-In: a context. Out: findings. The reference is one process, eager, on the global batch; with BatchNorm one micro-batch and one replica a
-stage, where the contract is exact.
+In: a context. Out: findings. The reference is one process, eager, on the global batch; with BatchNorm one
+micro-batch and one replica a stage, where the contract is exact.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ class Averaging(nn.Module):
         return self.second(x * self.num_steps) + self.of_weights
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"normalized": Normalized, "counting": Counting, "averaging": Averaging}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "normalized": Normalized,
+    "counting": Counting,
+    "averaging": Averaging,
+}
 
 
 def _compile(context: Context, model: nn.Module) -> Callable[..., Any]:
@@ -76,7 +81,9 @@ def _compile(context: Context, model: nn.Module) -> Callable[..., Any]:
 
 
 def buffers(context: Context) -> None:
-    """Training, evaluation and training without gradients in the order that the case names: rows, gradients and the whole state."""
+    """Training, evaluation and training without gradients in the order that the case names: rows, gradients
+    and the whole state.
+    """
     find, case = context.findings, context.case
     torch.manual_seed(0)
     model = MODELS[case.parameters["model"]]().to(context.dtype)
@@ -84,7 +91,9 @@ def buffers(context: Context) -> None:
     compiled = _compile(context, model)
     start, stop = context.interval
     for number, mode in enumerate(case.parameters["modes"]):
-        x = torch.randn(sum(case.local_rows), WIDTH, dtype=context.dtype, generator=torch.Generator().manual_seed(number))
+        x = torch.randn(
+            sum(case.local_rows), WIDTH, dtype=context.dtype, generator=torch.Generator().manual_seed(number)
+        )
         for each in (model, plain):
             each.train(mode != "eval")
             each.zero_grad()
@@ -95,14 +104,18 @@ def buffers(context: Context) -> None:
             rows.square().mean().backward()
             losses = [own.square().mean() for own in expected.split(list(case.local_rows))]
             torch.stack(losses).mean().backward()
-            context.compare_gradients(model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+            context.compare_gradients(
+                model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+            )
         state: dict[str, Any] = model.state_dict()
         if context.rank == 0:
             context.compare_state(state, plain.state_dict(), factor=10.0)
 
 
 def statistics_of_replicas(context: Context) -> None:
-    """Replicas have the same statistics after a pass in training mode, with gradients or without: evaluation does not ask who computes."""
+    """Replicas have the same statistics after a pass in training mode, with gradients or without: evaluation
+    does not ask who computes.
+    """
     torch.manual_seed(0)
     model = Normalized().to(context.dtype)
     compiled = context.compile(model)
@@ -130,7 +143,9 @@ def statistics_of_replicas(context: Context) -> None:
 
 
 def replaced(context: Context) -> None:
-    """A parameter, or a layer, that is replaced after the first call: an error that names it, on all ranks."""
+    """A parameter, or a layer, that is replaced after the first call: an error that names it, on all
+    ranks.
+    """
     model = Normalized().to(context.dtype)
     compiled = _compile(context, model)
     x = torch.randn(context.case.local_rows[context.rank], WIDTH, dtype=context.dtype)

@@ -1,7 +1,7 @@
 """What a job in chaos trains, and what one process makes of it.
 
-In: a rank and a step. Out: model, optimizer, the rows that this rank draws from its own generator (a checkpoint must give it back), and
-`Alone`, which trains the same in one process.
+In: a rank and a step. Out: model, optimizer, the rows that this rank draws from its own generator (a
+checkpoint must give it back), and `Alone`, which trains the same in one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
 
 
 def batch_of(rank: int, step: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of a rank: their number depends on the step, their values on what its generator has drawn before."""
+    """Rows of a rank: their number depends on the step, their values on what its generator has drawn
+    before.
+    """
     x = torch.randn(2 + (step + rank) % 3, WIDTH, dtype=torch.float64, generator=generator)
     return x, torch.sin(3 * x.roll(1, 1))
 

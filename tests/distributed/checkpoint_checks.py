@@ -1,4 +1,5 @@
-"""Checks of checkpoints over ranks: saved under one division of the model, loaded under another, and what goes wrong in between.
+"""Checks of checkpoints over ranks: saved under one division of the model, loaded under another, and what
+goes wrong in between.
 
 In: a context. Out: findings. Every function is collective: all ranks make the same calls in the same order.
 """
@@ -42,7 +43,9 @@ class Run:
             self.scheduler.step()
 
     def save(self, path: Path, step: int, **arguments: Any) -> Path:
-        return rannc_backend.save_checkpoint(path, self.compiled, self.optimizer, self.scheduler, step=step, **arguments)
+        return rannc_backend.save_checkpoint(
+            path, self.compiled, self.optimizer, self.scheduler, step=step, **arguments
+        )
 
     def load(self, path: Path) -> Any:
         return rannc_backend.load_checkpoint(path, self.compiled, self.optimizer, self.scheduler)
@@ -61,14 +64,19 @@ def checkpoint_saved(context: Context) -> None:
     if context.rank == 0:
         context.findings.that(set(reader.names) == set(state), f"{reader.names} were saved of {list(state)}")
         for name, value in state.items():
-            context.findings.that(torch.equal(reader.tensor(name), value), f"{name} was saved otherwise than state_dict gives it")
+            context.findings.that(
+                torch.equal(reader.tensor(name), value),
+                f"{name} was saved otherwise than state_dict gives it",
+            )
     run.train(SAVED, LAST)
     run.save(path, LAST, asynchronous=True)
     rannc_backend.wait_for_checkpoint()
 
 
 def checkpoint_loaded(context: Context) -> None:
-    """Checkpoints of other jobs, loaded before and after the first call: the next steps are the same as there."""
+    """Checkpoints of other jobs, loaded before and after the first call: the next steps are the same as
+    there.
+    """
     for directory, times in context.case.parameters["sources"].items():
         path = Path(directory)
         for when in times:
@@ -79,15 +87,27 @@ def checkpoint_loaded(context: Context) -> None:
                 run.train(10, 11)
             loaded = run.load(path / f"step-{SAVED:08d}")
             kind = f"saved by {loaded.world_size} rank(s), loaded {when} the first call"
-            context.findings.that(loaded.step == SAVED and loaded.extra["position"][0] == SAVED, f"{kind}: {loaded}")
+            context.findings.that(
+                loaded.step == SAVED and loaded.extra["position"][0] == SAVED, f"{kind}: {loaded}"
+            )
             run.train(SAVED, LAST)
-            _compare(context, run, path / f"step-{LAST:08d}", kind, exact=directory == context.case.parameters["same"])
+            _compare(
+                context,
+                run,
+                path / f"step-{LAST:08d}",
+                kind,
+                exact=directory == context.case.parameters["same"],
+            )
 
 
 def _compare(context: Context, run: Run, path: Path, kind: str, *, exact: bool) -> None:
     reader = CheckpointReader(path)
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-    mine = {f"{OPTIMIZER_PREFIX}0/{names[id(p)]}/{key}": value for p, state in run.optimizer.state.items() for key, value in state.items()}
+    mine = {
+        f"{OPTIMIZER_PREFIX}0/{names[id(p)]}/{key}": value
+        for p, state in run.optimizer.state.items()
+        for key, value in state.items()
+    }
     pairs = [(key, value, reader.tensor(key)) for key, value in mine.items()]
     context.findings.that(bool(pairs), f"{kind}: the optimizer has no state here")
     state = run.model.state_dict()
@@ -95,9 +115,18 @@ def _compare(context: Context, run: Run, path: Path, kind: str, *, exact: bool) 
         pairs += [(name, value, reader.tensor(name)) for name, value in state.items()]
     for name, actual, expected in pairs:
         if exact:
-            context.findings.that(torch.equal(actual, expected), f"{kind}: {name} is not the same bit for bit")
+            context.findings.that(
+                torch.equal(actual, expected), f"{kind}: {name} is not the same bit for bit"
+            )
         elif actual.is_floating_point():
-            context.findings.close("resumed", f"{kind}: {name}", actual, expected, context.tolerance * LATER_STEPS_FACTOR, floor=1e-6)
+            context.findings.close(
+                "resumed",
+                f"{kind}: {name}",
+                actual,
+                expected,
+                context.tolerance * LATER_STEPS_FACTOR,
+                floor=1e-6,
+            )
     rate = run.optimizer.param_groups[0]["lr"]
     context.findings.that(abs(rate - 1e-3 * 0.9**LAST) < 1e-12, f"{kind}: the learning rate is {rate}")
 
@@ -115,7 +144,9 @@ def checkpoint_of_a_meta_model(context: Context) -> None:
         model = context.entry.build(context.dtype)
     other = Run(context, model)
     other.load(path)
-    context.findings.that(all(p.untyped_storage().nbytes() <= 8 for p in model.parameters()), "memory was taken before the plan")
+    context.findings.that(
+        all(p.untyped_storage().nbytes() <= 8 for p in model.parameters()), "memory was taken before the plan"
+    )
     other.train(SAVED, LAST)
     state = other.model.state_dict()
     for name, value in expected.items():
@@ -139,10 +170,18 @@ def checkpoint_failures(context: Context) -> None:
         error = findings.raises(kind, names, action)
         findings.that(error is None or words in str(error), f"{kind}: {words!r} is not in {error}")
         rannc_backend.barrier()
-        findings.that(rannc_backend.latest_checkpoint(path).name == "step-00000001", f"{kind}: the latest is another one")
+        findings.that(
+            rannc_backend.latest_checkpoint(path).name == "step-00000001",
+            f"{kind}: the latest is another one",
+        )
 
     extra = {"f": print} if rank == 1 else {"f": 1}
-    fails("no plain value", ("CheckpointStateError",), "extra['f'] is a builtin", lambda: run.save(path, 2, extra=extra))
+    fails(
+        "no plain value",
+        ("CheckpointStateError",),
+        "extra['f'] is a builtin",
+        lambda: run.save(path, 2, extra=extra),
+    )
     fails("other paths", ("RanksDifferError",), "save_checkpoint", lambda: run.save(path / str(rank), 2))
     fails("other steps", ("RanksDifferError",), "save_checkpoint", lambda: run.save(path, 2 + rank))
     fails("bad keep", ("UserInputError",), "keep=0", lambda: run.save(path, 2, keep=0))
@@ -152,12 +191,22 @@ def checkpoint_failures(context: Context) -> None:
     try:
         fails("full disk", ("CheckpointWriteError",), "No space left", lambda: run.save(path, 2))
         run.save(path, 2, asynchronous=True)
-        fails("full disk in the background", ("CheckpointWriteError",), "No space left", rannc_backend.wait_for_checkpoint)
+        fails(
+            "full disk in the background",
+            ("CheckpointWriteError",),
+            "No space left",
+            rannc_backend.wait_for_checkpoint,
+        )
     finally:
         Disk.write_tensors = write  # type: ignore[method-assign]
     rannc_backend.barrier()
     other = nn.Sequential(nn.Linear(2, 2)).to(context.dtype)
-    fails("another model", ("CheckpointMismatchError",), "has no", lambda: rannc_backend.load_checkpoint(path, other))
+    fails(
+        "another model",
+        ("CheckpointMismatchError",),
+        "has no",
+        lambda: rannc_backend.load_checkpoint(path, other),
+    )
     fails("nowhere", ("CheckpointNotFoundError",), "does not exist", lambda: run.load(path / "nowhere"))
     if rank == 0:
         torn = next(path.glob("step-00000001/model-*.safetensors"))
@@ -175,7 +224,9 @@ def _saved_values_are_those_of_the_call(context: Context, run: Run, path: Path) 
             if parameter.untyped_storage().nbytes() > parameter.element_size():
                 parameter.zero_()
     saved: Path = run.save(path, 8, asynchronous=True, keep=2)
-    context.findings.that(rannc_backend.latest_checkpoint(path).name == "step-00000007", "the save before was not waited for")
+    context.findings.that(
+        rannc_backend.latest_checkpoint(path).name == "step-00000007", "the save before was not waited for"
+    )
     rannc_backend.wait_for_checkpoint()
     context.findings.that(rannc_backend.latest_checkpoint(path) == saved, f"the latest is not {saved}")
     if context.rank == 0:

@@ -1,9 +1,12 @@
-"""What RaNNC's own tests do with a model, through `RaNNCModule`: compared with one process, and failing when something differs.
+"""What RaNNC's own tests do with a model, through `RaNNCModule`: compared with one process, and failing when
+something differs.
 
-In: a context whose case says how many forwards make an update ("accumulate"). Out: findings. Every function is collective.
-Terms: *alone* is the plain model in one process on the global batch; an *update* is the last of the forwards whose gradients add up.
-The optimizer is RaNNC's, Adam with learning rate 0.01, but for its epsilon: with the usual 1e-8 a gradient of 1e-9, which is rounding,
-moves a parameter as far as any other, and nothing could be held to 1e-5.
+In: a context whose case says how many forwards make an update ("accumulate"). Out: findings. Every function
+is collective.
+Terms: *alone* is the plain model in one process on the global batch; an *update* is the last of the forwards
+whose gradients add up. The optimizer is RaNNC's, Adam with learning rate 0.01, but for its epsilon: with the
+usual 1e-8 a gradient of 1e-9, which is rounding, moves a parameter as far as any other, and nothing could be
+held to 1e-5.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ EPSILON = 1e-3
 def environment(context: Context, **more: object) -> Iterator[None]:
     """The case's options as RaNNC takes them: RANNC_<NAME> in the environment."""
     items = context.case.compile_options() | more
-    variables = {f"RANNC_{name.upper()}": str(value) for name, value in items.items() if name != "gather_inputs"}
+    variables = {
+        f"RANNC_{name.upper()}": str(value) for name, value in items.items() if name != "gather_inputs"
+    }
     os.environ.update(variables)
     try:
         yield
@@ -78,20 +83,29 @@ class Pair:
             for name, value in entry.rows_of(expected).items():
                 context.findings.close("rows", name, entry.rows_of(outputs)[name], value, context.tolerance)
         if entry.loss_inside:
-            context.findings.close("loss", f"of step {step}", entry.loss_of(outputs, local), loss.detach(), context.tolerance)
+            context.findings.close(
+                "loss", f"of step {step}", entry.loss_of(outputs, local), loss.detach(), context.tolerance
+            )
         if self.trains:
             entry.loss_of(outputs, local).backward()
             loss.backward()
 
     def _of_rank_0(self, batch: Batch) -> Batch:
-        """All of the batch on rank 0. What the others pass is not looked at; their loss outside is that of the same rows."""
+        """All of the batch on rank 0. What the others pass is not looked at; their loss outside is that of
+        the same rows.
+        """
         passed = self.context.entry.outside
-        return {n: v.clone() if self.context.rank == 0 or n in passed else torch.zeros_like(v) for n, v in batch.items()}
+        return {
+            n: v.clone() if self.context.rank == 0 or n in passed else torch.zeros_like(v)
+            for n, v in batch.items()
+        }
 
     def compare_gradients(self, what: str) -> None:
         """All gradients, on every rank, by get_param_grad."""
         expected = self.alone.gradients()
-        self._compare(f"gradient, {what}", expected, {name: self.model.get_param_grad(name) for name in expected})
+        self._compare(
+            f"gradient, {what}", expected, {name: self.model.get_param_grad(name) for name in expected}
+        )
 
     def compare_parameters(self, what: str) -> None:
         """All parameters, on every rank, by get_param."""
@@ -112,7 +126,9 @@ class Pair:
         self.plain_optimizer.zero_grad()
 
     def train(self, num_updates: int, accumulate: int, *, first: int = 0, explicitly: bool = False) -> None:
-        """Updates of so many forwards each; ``explicitly``: all of them without all-reduce, then allreduce_grads."""
+        """Updates of so many forwards each; ``explicitly``: all of them without all-reduce, then
+        allreduce_grads.
+        """
         for step in range(first * accumulate, (first + num_updates) * accumulate):
             last = step % accumulate == accumulate - 1
             pyrannc.delay_grad_allreduce(explicitly or not last)
@@ -148,7 +164,10 @@ def _saved_and_loaded(pair: Pair) -> None:
     if context.rank == 0:
         torch.save({"model": state, "optimizer": optimizer_state}, path)
     else:
-        findings.that(not state and optimizer_state is None, f"rank {context.rank} has {list(state)} and {optimizer_state}")
+        findings.that(
+            not state and optimizer_state is None,
+            f"rank {context.rank} has {list(state)} and {optimizer_state}",
+        )
     pyrannc.barrier()
     saved = torch.load(path)
     fresh = context.model()
@@ -164,17 +183,27 @@ def _saved_and_loaded(pair: Pair) -> None:
 
 def _compare_optimizers(context: Context, actual: dict[str, Any], expected: dict[str, Any]) -> None:
     findings = context.findings
-    findings.that(actual["param_groups"] == expected["param_groups"], f"groups {actual['param_groups']}, not {expected['param_groups']}")
-    findings.that(set(actual["state"]) == set(expected["state"]), f"state of {set(actual['state'])}, not of {set(expected['state'])}")
+    findings.that(
+        actual["param_groups"] == expected["param_groups"],
+        f"groups {actual['param_groups']}, not {expected['param_groups']}",
+    )
+    findings.that(
+        set(actual["state"]) == set(expected["state"]),
+        f"state of {set(actual['state'])}, not of {set(expected['state'])}",
+    )
     for index, values in expected["state"].items():
         for name, value in values.items():
             floor = floor_of({str(i): state[name] for i, state in expected["state"].items()})
             mine = actual["state"].get(index, {}).get(name)
-            findings.close("optimizer", f"{name} of parameter {index}", mine, value, context.tolerance * 2, floor)
+            findings.close(
+                "optimizer", f"{name} of parameter {index}", mine, value, context.tolerance * 2, floor
+            )
 
 
 def conformance_clipping(context: Context) -> None:
-    """clip_grad_norm over all stages is torch's over all parameters, with accumulated gradients; and the norm alone."""
+    """clip_grad_norm over all stages is torch's over all parameters, with accumulated gradients; and the norm
+    alone.
+    """
     with environment(context):
         pair = Pair(context)
         for step, max_norm in enumerate((1.0, 1e-3, 1e6)):
@@ -183,7 +212,13 @@ def conformance_clipping(context: Context) -> None:
                 pair.forward_backward(2 * step + part)
             norm = pair.model.clip_grad_norm(max_norm)
             expected = torch.nn.utils.clip_grad_norm_(pair.alone.model.parameters(), max_norm)
-            context.findings.close("norm", f"at most {max_norm}", torch.as_tensor(norm).to(expected.dtype), expected, context.tolerance)
+            context.findings.close(
+                "norm",
+                f"at most {max_norm}",
+                torch.as_tensor(norm).to(expected.dtype),
+                expected,
+                context.tolerance,
+            )
             pair.compare_gradients(f"clipped to {max_norm}")
             pair.update()
             pair.compare_parameters(f"after clipping to {max_norm}")
@@ -210,7 +245,9 @@ def conformance_deployment(context: Context) -> None:
     path = context.directory / f"{context.case.name}.json"
     with environment(context):
         pair = Pair(context)
-        error = context.findings.raises("saving before the first call", ("UserInputError",), lambda: pair.model.save_deployment(path))
+        error = context.findings.raises(
+            "saving before the first call", ("UserInputError",), lambda: pair.model.save_deployment(path)
+        )
         context.findings.that(error is None or "deployment" in str(error), f"the error says: {error}")
         pair.train(1, 1)
         pair.model.save_deployment(path)
@@ -221,7 +258,9 @@ def conformance_deployment(context: Context) -> None:
         copy = context.directory / f"{context.case.name}-again.json"
         again.model.save_deployment(copy)
         pyrannc.barrier()
-        context.findings.that(pyrannc.load_deployment(copy).stages == saved.stages, "the loaded deployment has other stages")
+        context.findings.that(
+            pyrannc.load_deployment(copy).stages == saved.stages, "the loaded deployment has other stages"
+        )
 
 
 def conformance_switches(context: Context) -> None:
@@ -243,11 +282,19 @@ def conformance_switches(context: Context) -> None:
         findings.that(bool(own) and len(own) < len(list(plain.parameters())), f"this rank owns {sorted(own)}")
         for name, value in plain.named_parameters():
             if name in own:
-                findings.that(torch.equal(model.get_parameter(name), value + context.rank), f"{name} was given away")
+                findings.that(
+                    torch.equal(model.get_parameter(name), value + context.rank), f"{name} was given away"
+                )
         here = {name for name, _ in model.named_buffers()}
         findings.that(bool(here) and len(here) < len(every), f"buffers here: {sorted(here)}")
-        findings.that({name for name, _ in model.named_buffers(from_global=True)} == set(every), "buffers of all ranks")
-        findings.that(len(list(model.buffers())) == len(here) and len(list(model.buffers(from_global=True))) == len(every), "buffers()")
+        findings.that(
+            {name for name, _ in model.named_buffers(from_global=True)} == set(every), "buffers of all ranks"
+        )
+        findings.that(
+            len(list(model.buffers())) == len(here)
+            and len(list(model.buffers(from_global=True))) == len(every),
+            "buffers()",
+        )
         before = {name: model.get_param_grad(name) for name, _ in plain.named_parameters()}
         model.zero_grad()
         pyrannc.delay_grad_allreduce(True)
@@ -257,13 +304,17 @@ def conformance_switches(context: Context) -> None:
         floor = floor_of({name: value for name, value in before.items() if value is not None})
         for name, value in before.items():
             assert value is not None, f"{name} has no gradient"
-            findings.close("prescaled", name, model.get_param_grad(name), value * 0.5, context.tolerance, floor)
+            findings.close(
+                "prescaled", name, model.get_param_grad(name), value * 0.5, context.tolerance, floor
+            )
         pyrannc.clear()
         findings.that(not model.ready and not list(net.parameters())[0].grad, "clear() left a deployment")
 
 
 def conformance_training(context: Context) -> None:
-    """Training alone: in bfloat16 outputs, gradients and parameters agree within a few roundings to eight bits."""
+    """Training alone: in bfloat16 outputs, gradients and parameters agree within a few roundings to eight
+    bits.
+    """
     with environment(context):
         pair = Pair(context)
         pair.train(2, context.case.parameters["accumulate"])
@@ -289,7 +340,9 @@ def _run_example(context: Context, *flags: str) -> Any:
     sys.path.insert(0, str(folder))
     os.environ["RANNC_STAGE_COMPILER"] = "eager"
     try:
-        return runpy.run_path(str(folder / f"{context.case.parameters['script']}.py"))["main"]([*context.case.parameters["flags"], *flags])
+        return runpy.run_path(str(folder / f"{context.case.parameters['script']}.py"))["main"](
+            [*context.case.parameters["flags"], *flags]
+        )
     finally:
         sys.path.remove(str(folder))
         del os.environ["RANNC_STAGE_COMPILER"]
@@ -299,7 +352,10 @@ def example(context: Context) -> None:
     """An example trains: its loss falls, or it says how much it gets right."""
     result = _run_example(context)
     if isinstance(result, list):
-        context.findings.that(result[-1] < result[0] and all(math.isfinite(loss) for loss in result), f"the loss does not fall: {result}")
+        context.findings.that(
+            result[-1] < result[0] and all(math.isfinite(loss) for loss in result),
+            f"the loss does not fall: {result}",
+        )
     else:
         context.findings.that(0.0 <= result <= 1.0, f"accuracy {result}")
 
@@ -314,6 +370,8 @@ def example_resumed(context: Context) -> None:
     pyrannc.barrier()
     rest = _run_example(context, "--save", str(second), "--resume")
     if isinstance(whole, list):
-        context.findings.that(0 < len(rest) < len(whole) and rest == whole[-len(rest) :], f"resumed {rest}, at once {whole}")
+        context.findings.that(
+            0 < len(rest) < len(whole) and rest == whole[-len(rest) :], f"resumed {rest}, at once {whole}"
+        )
     else:
         context.findings.that(rest == whole, f"resumed {rest}, at once {whole}")

@@ -1,7 +1,8 @@
 """Checks of single points of the semantics, run by the workers: one function per point, found by its name.
 
-In: a context. Out: findings (as side effect) and results for the parent. Every function is collective: all ranks make the same
-calls in the same order whatever they find. Terms as in harness/context.py; *alone* is the plain model in one process.
+In: a context. Out: findings (as side effect) and results for the parent. Every function is collective: all
+ranks make the same calls in the same order whatever they find. Terms as in harness/context.py; *alone* is the
+plain model in one process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from rannc_backend import capture
+from rannc_backend.capture import graph as capture
 from rannc_backend.runtime.absent_tensors import is_absent
 from tests.distributed.harness.context import Context
 from tests.distributed.harness.reference import intervals
@@ -30,7 +31,8 @@ class Alone:
         self.model = context.model()
 
     def loss(self, batch: Batch, rows: Sequence[int] = ()) -> tuple[Any, Tensor]:
-        """Outputs for the global batch, and what is differentiated: the loss inside, or the mean of the ranks' losses.
+        """Outputs for the global batch, and what is differentiated: the loss inside, or the mean of the
+        ranks' losses.
 
         Args:
             rows: rows per rank, when they are not those of the case.
@@ -76,7 +78,9 @@ def _agree(context: Context, model: nn.Module, alone: Alone, kind: str, *, scale
 
 
 def one_trace(context: Context) -> None:
-    """Dynamo traces once for training and once for evaluation, though parameters have moved: not once more for either."""
+    """Dynamo traces once for training and once for evaluation, though parameters have moved: not once more
+    for either.
+    """
     model, compiled, alone = _start(context)
     with mock.patch.object(capture, "capture_or_restart", wraps=capture.capture_or_restart) as traces:
         for number in range(3):
@@ -119,10 +123,16 @@ def sizes_change(context: Context) -> None:
         loss.backward()
         for name, value in entry.rows_of(expected).items():
             context.findings.close(
-                "rows", f"{name} of step {step}", entry.rows_of(outputs)[name], value[start:stop], context.tolerance
+                "rows",
+                f"{name} of step {step}",
+                entry.rows_of(outputs)[name],
+                value[start:stop],
+                context.tolerance,
             )
         if entry.loss_inside:
-            context.findings.close("loss", f"of step {step}", entry.loss_of(outputs, local), loss, context.tolerance)
+            context.findings.close(
+                "loss", f"of step {step}", entry.loss_of(outputs, local), loss, context.tolerance
+            )
         _agree(context, model, alone, f"gradient of step {step}")
 
 
@@ -163,7 +173,9 @@ def retain_graph(context: Context) -> None:
 
 
 def forward_twice(context: Context) -> None:
-    """A second forward before the first backward: in order, in reverse, and through the sum of both losses."""
+    """A second forward before the first backward: in order, in reverse, and through the sum of both
+    losses.
+    """
     model, compiled, alone = _start(context)
     for order in ("in order", "in reverse", "sum"):
         model.zero_grad()
@@ -180,7 +192,9 @@ def forward_twice(context: Context) -> None:
 
 
 def forward_without_backward(context: Context) -> None:
-    """A training forward whose loss is never differentiated leaves no gradient and nothing behind for the next step."""
+    """A training forward whose loss is never differentiated leaves no gradient and nothing behind for the
+    next step.
+    """
     model, compiled, alone = _start(context)
     _loss(context, compiled, context.batch(7))
     left = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -224,7 +238,9 @@ def rows_differentiated(context: Context) -> None:
         context.compare_rows(outputs, dict(entry.rows_of(expected)))
     logging.getLogger("rannc_backend").removeHandler(handler)
     said = [text for text in messages if "fill-drain" in text or "fill_drain" in text]
-    findings.that(context.rank != 0 or len(said) <= 1, f"the change of the schedule was said {len(said)} times: {said}")
+    findings.that(
+        context.rank != 0 or len(said) <= 1, f"the change of the schedule was said {len(said)} times: {said}"
+    )
 
 
 def only_rows_differentiated(context: Context) -> None:
@@ -244,7 +260,9 @@ def only_rows_differentiated(context: Context) -> None:
 
 
 def input_gradients(context: Context) -> None:
-    """Gradients with respect to this rank's rows of an input, over two backwards, beside those of parameters."""
+    """Gradients with respect to this rank's rows of an input, over two backwards, beside those of
+    parameters.
+    """
     entry = context.entry
     model, compiled, alone = _start(context)
     batch = context.batch()
@@ -256,7 +274,9 @@ def input_gradients(context: Context) -> None:
         alone.backward(batch)
         start, stop = context.interval
         expected = batch["x"].grad[start:stop]
-        context.findings.close("input gradient", f"after {count}", local["x"].grad, expected, context.tolerance)
+        context.findings.close(
+            "input gradient", f"after {count}", local["x"].grad, expected, context.tolerance
+        )
         _agree(context, model, alone, f"gradient after {count}")
 
 
@@ -280,7 +300,9 @@ def gradient_through_the_input(context: Context) -> None:
 
 
 def modes(context: Context) -> None:
-    """train, eval and no_grad by turns, other sizes in eval; the owners stay, and training goes on as if nothing had been."""
+    """train, eval and no_grad by turns, other sizes in eval; the owners stay, and training goes on as if
+    nothing had been.
+    """
     entry, findings = context.entry, context.findings
     model, compiled, alone = _start(context)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone.model)]
@@ -294,7 +316,9 @@ def modes(context: Context) -> None:
         _agree(context, model, alone, f"gradient of step {step}")
         for optimizer in optimizers:
             optimizer.step()
-        findings.that(step == 0 or released(model) == gone, f"step {step}: released {released(model)}, before {gone}")
+        findings.that(
+            step == 0 or released(model) == gone, f"step {step}: released {released(model)}, before {gone}"
+        )
         gone = released(model)
         before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.eval()
@@ -303,7 +327,9 @@ def modes(context: Context) -> None:
             with mode():
                 wanted = context.batch(50 + step)
                 context.compare_rows(
-                    entry.call(compiled, context.local(wanted)), dict(entry.rows_of(alone.loss(wanted)[0])), factor=1e3
+                    entry.call(compiled, context.local(wanted)),
+                    dict(entry.rows_of(alone.loss(wanted)[0])),
+                    factor=1e3,
                 )
         same = all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters() if p.grad is not None)
         findings.that(same and released(model) == gone, f"eval of step {step} changed gradients or owners")
@@ -311,11 +337,16 @@ def modes(context: Context) -> None:
         alone.model.train()
         with torch.no_grad():
             rows = entry.rows_of(entry.call(compiled, context.local(batch)))
-            findings.that(not any(value.requires_grad for value in rows.values()), "no_grad gave a differentiable output")
+            findings.that(
+                not any(value.requires_grad for value in rows.values()),
+                "no_grad gave a differentiable output",
+            )
 
 
 def eval_differentiated(context: Context) -> None:
-    """Gradients in eval mode: running statistics instead of those of the batch, no dropout; after a training step."""
+    """Gradients in eval mode: running statistics instead of those of the batch, no dropout; after a training
+    step.
+    """
     entry = context.entry
     model, compiled, alone = _start(context)
     with torch.no_grad():
@@ -344,7 +375,9 @@ def eval_first(context: Context) -> None:
     alone.model.eval()
     with torch.no_grad():
         batch = context.batch(9)
-        context.compare_rows(entry.call(compiled, context.local(batch)), dict(entry.rows_of(alone.loss(batch)[0])))
+        context.compare_rows(
+            entry.call(compiled, context.local(batch)), dict(entry.rows_of(alone.loss(batch)[0]))
+        )
     model.train()
     alone.model.train()
     for step in range(2):
@@ -356,7 +389,9 @@ def eval_first(context: Context) -> None:
 
 
 def loss_only(context: Context) -> None:
-    """With outputs="loss" the loss and the gradients are exact, and touching another output raises an error that says so."""
+    """With outputs="loss" the loss and the gradients are exact, and touching another output raises an error
+    that says so.
+    """
     entry, findings = context.entry, context.findings
     model, compiled, alone = _start(context)
     for step in range(2):
@@ -377,7 +412,9 @@ def loss_only(context: Context) -> None:
         }
         for what, touch in touches.items():
             error = findings.raises(f"touching by {what}", ("OutputNotAvailableError",), partial(touch, rows))
-            findings.that(error is None or "outputs" in str(error), f"the error does not name the option: {error}")
+            findings.that(
+                error is None or "outputs" in str(error), f"the error does not name the option: {error}"
+            )
 
 
 def rank_0_feeds(context: Context) -> None:
@@ -388,7 +425,9 @@ def rank_0_feeds(context: Context) -> None:
         model.zero_grad()
         alone.model.zero_grad()
         batch = entry.batch(6, step, context.dtype)
-        passed = batch if context.rank == 0 else {name: torch.zeros_like(value) for name, value in batch.items()}
+        passed = (
+            batch if context.rank == 0 else {name: torch.zeros_like(value) for name, value in batch.items()}
+        )
         loss = entry.loss_of(entry.call(compiled, passed), passed)
         loss.backward()
         context.findings.close("loss", "of rank 0's batch", loss, alone.backward(batch), context.tolerance)
@@ -404,7 +443,9 @@ def nested_inputs(context: Context) -> None:
     local = context.local(batch)
     outputs = compiled(labels=local["labels"], extra={"shift": local["shift"]}, features=local["features"])
     outputs.loss.backward()
-    expected = alone.model(features=batch["features"], extra={"shift": batch["shift"]}, labels=batch["labels"])
+    expected = alone.model(
+        features=batch["features"], extra={"shift": batch["shift"]}, labels=batch["labels"]
+    )
     expected.loss.backward()
     context.findings.that(type(outputs) is type(expected), f"the output is a {type(outputs).__name__}")
     context.findings.close("loss", "loss", outputs.loss, expected.loss, context.tolerance)
@@ -413,7 +454,9 @@ def nested_inputs(context: Context) -> None:
 
 
 def compiled_in_place(context: Context) -> None:
-    """model.compile(backend="rannc") instead of torch.compile(model); with the loss outside, of a module that is torch's own."""
+    """model.compile(backend="rannc") instead of torch.compile(model); with the loss outside, of a module that
+    is torch's own.
+    """
     model, alone = context.model(), Alone(context)
     if not context.entry.loss_inside:
         model, alone.model = nn.Sequential(*model.layers), nn.Sequential(*alone.model.layers)
@@ -438,12 +481,16 @@ def two_models(context: Context) -> None:
             alone.model.zero_grad()
             loss = _loss(context, compiled, context.batch(step))
             loss.backward()
-            context.findings.close("loss", f"of step {step}", loss, alone.backward(context.batch(step)), context.tolerance)
+            context.findings.close(
+                "loss", f"of step {step}", loss, alone.backward(context.batch(step)), context.tolerance
+            )
             _agree(context, model, alone, f"gradient of step {step}")
 
 
 def same_random_rows(context: Context) -> dict[str, Any]:
-    """Two steps of dropout, kept in a file for the parent; masks agree between forward, backward and recompute."""
+    """Two steps of dropout, kept in a file for the parent; masks agree between forward, backward and
+    recompute.
+    """
     entry, findings = context.entry, context.findings
     model, compiled, _ = _start(context)
     torch.manual_seed(123)
@@ -453,20 +500,31 @@ def same_random_rows(context: Context) -> dict[str, Any]:
         batch = context.batch(0)
         loss, rows = entry.call(compiled, context.local(batch))
         loss.backward()
-        # The loss has degree one in every weight, so that <weight, gradient> is the loss if and only if masks agree.
+        # The loss has degree one in every weight, so that <weight, gradient> is the loss if and only if masks
+        # agree.
         for name, p in model.named_parameters():
             if p.grad is not None:
-                findings.close("Euler", f"{name}, step {step}", (p.detach() * p.grad).sum(), loss.detach(), context.tolerance)
+                findings.close(
+                    "Euler",
+                    f"{name}, step {step}",
+                    (p.detach() * p.grad).sum(),
+                    loss.detach(),
+                    context.tolerance,
+                )
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         kept[f"step{step}"] = {"loss": loss.detach(), "rows": rows.detach(), "gradients": gradients}
-    findings.that(not torch.equal(kept["step0"]["rows"], kept["step1"]["rows"]), "both steps have the same masks")
+    findings.that(
+        not torch.equal(kept["step0"]["rows"], kept["step1"]["rows"]), "both steps have the same masks"
+    )
     path = context.directory / f"{context.case.name}-{context.rank}.pt"
     torch.save(kept, path)
     return {"path": str(path)}
 
 
 def too_many_shapes(context: Context) -> None:
-    """Slices of tensors as inputs. Beyond Dynamo's limit there is an error on every rank, not the plain model's NaN; the rest goes on."""
+    """Slices of tensors as inputs. Beyond Dynamo's limit there is an error on every rank, not the plain
+    model's NaN; the rest goes on.
+    """
     model, compiled, alone = _start(context)
 
     def step(length: int) -> None:

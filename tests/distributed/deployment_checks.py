@@ -1,6 +1,7 @@
 """Checks of saved, loaded, hand-edited and measured deployments.
 
-In: a context. Out: findings, and results for the parent. Every function is collective: all ranks make the same calls in the same order.
+In: a context. Out: findings, and results for the parent. Every function is collective: all ranks make the
+same calls in the same order.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from torch import nn
 
 import rannc_backend
 from rannc_backend.errors import PlanError, UserInputError
-from rannc_backend.measured import RunReport
-from rannc_backend.runtime.meter import NUM_WARM_UP_STEPS
+from rannc_backend.planner import plan_on_ranks as planning_ranks
+from rannc_backend.planner.plan_model import plan_analysis
+from rannc_backend.report.run_report import RunReport
+from rannc_backend.runtime.trace.meter import NUM_WARM_UP_STEPS
 from tests.distributed.harness.context import LATER_STEPS_FACTOR, Context
 from tests.distributed.harness.reference import make_optimizer
 
 Json = dict[str, Any]
 
 
-def _step(context: Context, model: nn.Module, compiled: Callable[..., Any], step: int = 0) -> None:
+def _step(context: Context, model: nn.Module, compiled: Callable[..., Any], step: int = 0) -> float:
     batch = context.local(context.batch(step))
     loss = context.entry.loss_of(context.entry.call(compiled, batch), batch)
     loss.backward()
+    return float(loss.detach())
 
 
 def _trains_exactly(context: Context, path: Path, kind: str) -> Json:
@@ -40,12 +44,16 @@ def _trains_exactly(context: Context, path: Path, kind: str) -> Json:
     rannc_backend.barrier()
     ran: Json = json.loads(copy.read_text())
     parameters = next((s["parameters"] for s in ran["stages"] if context.rank in s["ranks"]), [])
-    context.findings.that(set(owned) <= set(parameters), f"{kind}: gradients of {owned}, and the stage has {parameters}")
+    context.findings.that(
+        set(owned) <= set(parameters), f"{kind}: gradients of {owned}, and the stage has {parameters}"
+    )
     return ran
 
 
 def saved_and_loaded(context: Context) -> dict[str, Any]:
-    """A plan is saved; a later model loads it, as it is and edited by hand, and trains as one process does."""
+    """A plan is saved; a later model loads it, as it is and edited by hand, and trains as one process
+    does.
+    """
     case, rank = context.case, context.rank
     path = context.directory / f"{case.name}.json"
     model = context.model()
@@ -55,11 +63,17 @@ def saved_and_loaded(context: Context) -> dict[str, Any]:
             context.findings.that(False, "a model was saved before its first call")
         except UserInputError:
             pass
-    _step(context, model, context.compile(model, **case.parameters["save"], save_deployment=True, deployment_file=str(path)))
+    _step(
+        context,
+        model,
+        context.compile(model, **case.parameters["save"], save_deployment=True, deployment_file=str(path)),
+    )
     rannc_backend.barrier()
     plan = rannc_backend.load_deployment(path)
     saved = json.loads(path.read_text())
-    context.findings.that(_trains_exactly(context, path, "loaded") == saved, "the loaded deployment is another one")
+    context.findings.that(
+        _trains_exactly(context, path, "loaded") == saved, "the loaded deployment is another one"
+    )
     for kind, edit in EDITS.items():
         edited = json.loads(path.read_text())
         edit(edited)
@@ -69,8 +83,47 @@ def saved_and_loaded(context: Context) -> dict[str, Any]:
             other.write_text(json.dumps(edited))
         rannc_backend.barrier()
         ran = _trains_exactly(context, other, kind)
-        context.findings.that(ran["stages"] == edited["stages"], f"{kind}: the stages that ran are not those of the file")
+        context.findings.that(
+            ran["stages"] == edited["stages"], f"{kind}: the stages that ran are not those of the file"
+        )
     return {"stages": plan.num_stages}
+
+
+def planned_once(context: Context) -> dict[str, Any]:
+    """The second of two equal models has the first one's plan, and trains alike; another one without the
+    cache, too.
+    """
+    case = context.case
+    folder = context.directory / f"{case.name}-cache"
+    losses, plans, searches = [], [], []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        searches.append(len(plans))
+        return plan_analysis(*arguments, **named)
+
+    planning_ranks.plan_analysis = counted  # type: ignore[attr-defined]
+    for options in ({}, {}, {"plan_cache": False}):
+        model = context.model()
+        path = context.directory / f"{case.name}-{len(plans)}.json"
+        compiled = context.compile(
+            model,
+            **case.parameters["save"],
+            save_deployment=True,
+            deployment_file=str(path),
+            cache_dir=str(folder),
+            **options,
+        )
+        losses.append(_step(context, model, compiled))
+        rannc_backend.barrier()
+        plans.append(path.read_text())
+    context.findings.that(len(set(losses)) == 1, f"the losses are {losses}")
+    context.findings.that(
+        searches == ([0, 2] if context.rank == 0 else []), f"searches of rank {context.rank}: {searches}"
+    )
+    context.findings.that(plans[0] == plans[1] == plans[2], "the plan that was kept is another one")
+    kept = sorted((folder / "plans").iterdir())
+    context.findings.that([path.read_text() for path in kept] == [plans[0]], f"{len(kept)} plans are kept")
+    return {}
 
 
 def _move_a_block(data: Json) -> None:
@@ -109,7 +162,11 @@ def refused_deployments(context: Context) -> dict[str, Any]:
     case = context.case
     path = context.directory / f"{case.name}.json"
     model = context.model()
-    _step(context, model, context.compile(model, **case.parameters["save"], save_deployment=True, deployment_file=str(path)))
+    _step(
+        context,
+        model,
+        context.compile(model, **case.parameters["save"], save_deployment=True, deployment_file=str(path)),
+    )
     rannc_backend.barrier()
     good = path.read_text()
     texts = {

@@ -1,7 +1,8 @@
 """A small training job in which one thing goes wrong on one rank; a script for test_failures.py.
 
-In: arguments --how (what happens), --where (phase), --rank, --steps. Out: on the way it writes the time of the failure to
---stamp. Failures inside of a stage's computation are planted by replacing methods of the executor in this process.
+In: arguments --how (what happens), --where (phase), --rank, --steps. Out: on the way it writes the time of
+the failure to --stamp. Failures inside of a stage's computation are planted by replacing methods of the
+executor in this process.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def fail(how: str, stamp: str) -> None:
 
 def plant(method: str, how: str, stamp: str) -> None:
     """Make the executor fail in one action of the second step."""
-    from rannc_backend.runtime.executor import Executor
+    from rannc_backend.runtime.step.executor import Executor
 
     original = getattr(Executor, method)
 
@@ -83,7 +84,7 @@ def main() -> None:
     if failing == "before":
         fail(arguments.how, arguments.stamp)
     if failing == "capture":
-        from rannc_backend import capture
+        from rannc_backend.capture import graph as capture
 
         capture.capture_or_restart = lambda *_, **__: fail(arguments.how, arguments.stamp)
     options: dict[str, Any] = {"pipeline_num": 3, "stage_compiler": "eager", "step_timeout_seconds": 5.0}

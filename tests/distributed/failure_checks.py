@@ -1,4 +1,5 @@
-"""Checks of wrong input, run in worker groups: each must raise its class of errors.py, the same on every rank.
+"""Checks of wrong input, run in worker groups: each must raise its class of errors.py, the same on every
+rank.
 
 In: a context. Out: findings. Failures that end the job are jobs of their own (failing_job.py).
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -193,7 +195,7 @@ def refused(context: Context) -> None:
     kind, error_name = REFUSED[name]
     torch.manual_seed(0)
     model = kind()
-    compiled = context.compile(model)
+    compiled = context.compile(model, capture="dynamo")
     x = torch.tensor(2.0) if name == "no_rows" else torch.randn(context.case.local_rows[context.rank], WIDTH)
     error = context.findings.raises(name, (error_name,), lambda: compiled(x))
     if error is None:
@@ -211,21 +213,27 @@ def refused(context: Context) -> None:
 
 
 def second_derivative(context: Context) -> None:
-    """A gradient that is to be differentiated again is an error, not a gradient without one; then training goes on."""
+    """A gradient that is to be differentiated again is an error, not a gradient without one; then training
+    goes on.
+    """
     model = context.model()
     compiled, alone = context.compile(model), Alone(context)
     entry, local = context.entry, context.local(context.batch())
     local["x"].requires_grad_(True)
     loss = entry.loss_of(entry.call(compiled, local), local)
     name = ("UnsupportedModelError",)
-    context.findings.raises("create_graph", name, lambda: torch.autograd.grad(loss, local["x"], create_graph=True))
+    context.findings.raises(
+        "create_graph", name, lambda: torch.autograd.grad(loss, local["x"], create_graph=True)
+    )
     local = context.local(context.batch(1))
     entry.loss_of(entry.call(compiled, local), local).backward()
     alone.backward(context.batch(1))
     context.compare_gradients(model, alone.gradients(), kind="gradient")
 
 
-def _try_options(context: Context, options: Mapping[str, Any], names: tuple[str, ...]) -> BaseException | None:
+def _try_options(
+    context: Context, options: Mapping[str, Any], names: tuple[str, ...]
+) -> BaseException | None:
     def call() -> None:
         model = Mlp()
         F.mse_loss(context.compile(model, **options)(torch.randn(4, WIDTH)), torch.zeros(4, WIDTH)).backward()
@@ -240,7 +248,10 @@ def wrong_options(context: Context) -> None:
     find(error is None or "'pipeline_num'" in str(error), f"the nearest name is missing: {error}")
     torch._dynamo.reset()
     error = _try_options(context, {"pipeline_num": -2}, ("OptionValueError",))
-    find(error is None or ("pipeline_num" in str(error) and "-2" in str(error)), f"the item is missing: {error}")
+    find(
+        error is None or ("pipeline_num" in str(error) and "-2" in str(error)),
+        f"the item is missing: {error}",
+    )
     torch._dynamo.reset()
     _try_options(context, {"stage_compiler": "gcc"}, ("OptionValueError",))
     torch._dynamo.reset()
@@ -265,7 +276,9 @@ def too_few_rows(context: Context) -> None:
 
 
 def ranks_differ(context: Context) -> None:
-    """Other weights' shapes, another activation, other options, another value without batch dimension on rank 1."""
+    """Other weights' shapes, another activation, other options, another value without batch dimension on rank
+    1.
+    """
     odd = context.rank == 1
     what = context.case.parameters["what"]
     torch.manual_seed(0)
@@ -273,24 +286,35 @@ def ranks_differ(context: Context) -> None:
         "layers": lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5 if odd else 4))),
         "widths": lambda: nn.Sequential(nn.Linear(WIDTH, 9 if odd else 8), nn.Linear(9 if odd else 8, WIDTH)),
         "activation": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU() if odd else nn.Tanh()),
-        "frozen": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(not odd), nn.Linear(WIDTH, WIDTH)),
+        "frozen": lambda: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH).requires_grad_(not odd), nn.Linear(WIDTH, WIDTH)
+        ),
         "options": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
     }
     model = makers[what]()
     options = {"pipeline_num": 3 if odd else 2} if what == "options" else {}
     compiled = context.compile(model, **options)
-    error = context.findings.raises(what, ("RanksDifferError",), lambda: compiled(torch.randn(4, WIDTH)).sum().backward())
+    error = context.findings.raises(
+        what, ("RanksDifferError",), lambda: compiled(torch.randn(4, WIDTH)).sum().backward()
+    )
     context.findings.that(error is None or "rank" in str(error), f"no rank is named: {error}")
-    context.findings.that(error is None or context.case.world == 2 or "rank 1" in str(error), f"rank 1 is not named: {error}")
+    context.findings.that(
+        error is None or context.case.world == 2 or "rank 1" in str(error), f"rank 1 is not named: {error}"
+    )
 
 
 def inputs_disagree(context: Context) -> None:
-    """Inputs with different numbers of rows on one rank, after a good step; options that are a rank's own differ."""
+    """Inputs with different numbers of rows on one rank, after a good step; options that are a rank's own
+    differ.
+    """
     model = context.model()
-    compiled = context.compile(model, cache_dir=f"of_rank_{context.rank}")
-    good = context.local(context.batch())
-    context.entry.loss_of(context.entry.call(compiled, good), good).backward()
+    with tempfile.TemporaryDirectory(prefix=f"of_rank_{context.rank}_") as own:
+        compiled = context.compile(model, cache_dir=own)
+        good = context.local(context.batch())
+        context.entry.loss_of(context.entry.call(compiled, good), good).backward()
     bad = good | {"target": good["target"][:-1]}
     context.findings.raises(
-        "another number of rows", ("UserInputError", "RuntimeError", "TorchRuntimeError"), lambda: context.entry.call(compiled, bad)
+        "another number of rows",
+        ("UserInputError", "RuntimeError", "TorchRuntimeError"),
+        lambda: context.entry.call(compiled, bad),
     )

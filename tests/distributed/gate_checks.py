@@ -1,7 +1,7 @@
 """Checks of the one gate: calls that would go around the backend, and steps that ranks do not make together.
 
-In: a context. Out: findings. Every error is the same on all ranks, comes before an update, and training goes on after it where that is
-possible.
+In: a context. Out: findings. Every error is the same on all ranks, comes before an update, and training goes
+on after it where that is possible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rannc_backend.backend import REGISTRY
-from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.job import bootstrap
 from tests.distributed.contract_checks import Alone
 from tests.distributed.harness.context import Context
 
@@ -49,7 +49,9 @@ def _local(context: Context, *tensors: Tensor) -> list[Tensor]:
 
 
 def _realign() -> None:
-    """As if the job began: cases of one group share its counts, which this one has left different on purpose."""
+    """As if the job began: cases of one group share its counts, which this one has left different on
+    purpose.
+    """
     counts = bootstrap.counts()
     counts.num_calls = counts.num_backwards = 0
     counts.optimizers.clear()
@@ -57,7 +59,9 @@ def _realign() -> None:
 
 
 def many_models(context: Context) -> None:
-    """More models of one class than Dynamo compiles of one function: each trains right, and is gone when it is dropped."""
+    """More models of one class than Dynamo compiles of one function: each trains right, and is gone when it
+    is dropped.
+    """
     kept: list[Any] = []
     known: list[weakref.ref[Any]] = []
     sessions = len(REGISTRY.sessions)
@@ -66,23 +70,37 @@ def many_models(context: Context) -> None:
         torch.manual_seed(number)
         model = Net().to(context.dtype)
         plain = copy.deepcopy(model)
-        compiled = context.compile(model, stage_starts="second") if context.case.num_stages > 1 else context.compile(model)
+        compiled = (
+            context.compile(model, stage_starts="second")
+            if context.case.num_stages > 1
+            else context.compile(model)
+        )
         batch = _data(context, number)
         for _ in range(2):
             loss = compiled(*_local(context, *batch))
         loss.backward()
         plain(*batch).backward()
-        context.compare_gradients(model, {name: p.grad for name, p in plain.named_parameters()}, kind=f"gradient of model {number}")
+        context.compare_gradients(
+            model, {name: p.grad for name, p in plain.named_parameters()}, kind=f"gradient of model {number}"
+        )
         runtime = next(iter(REGISTRY.of(model).runtimes.values()))
-        known += [weakref.ref(model), weakref.ref(compiled), *map(weakref.ref, (*model.parameters(), *runtime.buckets.tensors()))]
+        known += [
+            weakref.ref(model),
+            weakref.ref(compiled),
+            *map(weakref.ref, (*model.parameters(), *runtime.buckets.tensors())),
+        ]
         if context.case.parameters["kept"]:
             kept.append((model, compiled))
         del model, plain, compiled, runtime, loss
     if not kept:
         gc.collect()
         alive = [place for place, ref in enumerate(known) if ref() is not None]
-        context.findings.that(not alive, f"{len(alive)} of {len(known)} objects of dropped models are alive: {alive}")
-        context.findings.that(len(REGISTRY.sessions) <= sessions, f"{len(REGISTRY.sessions)} sessions, {sessions} before")
+        context.findings.that(
+            not alive, f"{len(alive)} of {len(known)} objects of dropped models are alive: {alive}"
+        )
+        context.findings.that(
+            len(REGISTRY.sessions) <= sessions, f"{len(REGISTRY.sessions)} sessions, {sessions} before"
+        )
     for number, (model, compiled) in enumerate(kept):
         model.zero_grad()
         batch = _data(context, number + 100)
@@ -90,7 +108,9 @@ def many_models(context: Context) -> None:
         torch.manual_seed(number)
         plain = Net().to(context.dtype)
         plain(*batch).backward()
-        context.compare_gradients(model, {name: p.grad for name, p in plain.named_parameters()}, kind=f"second of model {number}")
+        context.compare_gradients(
+            model, {name: p.grad for name, p in plain.named_parameters()}, kind=f"second of model {number}"
+        )
 
 
 @contextmanager
@@ -111,13 +131,17 @@ FALLBACKS: Mapping[str, Callable[[], Any]] = {
 
 
 def fallbacks(context: Context) -> None:
-    """What makes Dynamo run the plain model: an error on all ranks, also where one rank alone falls back; then training goes on."""
+    """What makes Dynamo run the plain model: an error on all ranks, also where one rank alone falls back;
+    then training goes on.
+    """
     find, case = context.findings, context.case
     kind, everywhere = case.parameters["kind"], case.parameters["ranks"] == "all"
     torch.manual_seed(0)
     model = Net().to(context.dtype)
     plain = copy.deepcopy(model)
-    compiled = context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    compiled = (
+        context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    )
     falls = everywhere or context.rank == case.world - 1
     for number in range(3):
         batch = _data(context, number)
@@ -130,7 +154,10 @@ def fallbacks(context: Context) -> None:
                     find.raises(kind, ("UserInputError",), lambda args=args: compiled(*args))
                 else:
                     error = find.raises(kind, ("PlainCallError",), lambda args=args: compiled(*args))
-                    find.that(everywhere or falls or f"rank {case.world - 1} failed" in str(error), f"no rank is named: {error}")
+                    find.that(
+                        everywhere or falls or f"rank {case.world - 1} failed" in str(error),
+                        f"no rank is named: {error}",
+                    )
             if kind == "config_disable":
                 break  # Dynamo leaves a function alone for good that it has come to so
             continue
@@ -138,7 +165,9 @@ def fallbacks(context: Context) -> None:
         plain.zero_grad()
         compiled(*_local(context, *batch)).backward()
         plain(*batch).backward()
-        context.compare_gradients(model, {name: p.grad for name, p in plain.named_parameters()}, kind=f"gradient {number}")
+        context.compare_gradients(
+            model, {name: p.grad for name, p in plain.named_parameters()}, kind=f"gradient {number}"
+        )
 
 
 class Picky(Net):
@@ -159,14 +188,21 @@ FAILURES: Mapping[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
 
 
 def one_rank_fails(context: Context) -> None:
-    """`try: step() except: continue` with a batch that is bad on one rank: all ranks raise, skip the same step and go on right."""
+    """`try: step() except: continue` with a batch that is bad on one rank: all ranks raise, skip the same
+    step and go on right.
+    """
     find, case = context.findings, context.case
     fail = FAILURES[case.parameters["kind"]]
     torch.manual_seed(0)
     model = Picky().to(context.dtype)
     plain = copy.deepcopy(model)
-    compiled = context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
-    optimizer, reference = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    compiled = (
+        context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    )
+    optimizer, reference = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
     skipped = []
     for number in range(5):
         batch = _data(context, number)
@@ -192,12 +228,16 @@ def one_rank_fails(context: Context) -> None:
 
 
 def one_rank_skips(context: Context) -> None:
-    """A rank that leaves out a call, a backward, an update or a zero_grad: an error that names it, at the next thing that all ranks do."""
+    """A rank that leaves out a call, a backward, an update or a zero_grad: an error that names it, at the
+    next thing that all ranks do.
+    """
     find, case = context.findings, context.case
     what = case.parameters["what"]
     torch.manual_seed(0)
     model = Net().to(context.dtype)
-    compiled = context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    compiled = (
+        context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     odd = context.rank == case.world - 1
     error: BaseException | None = None
@@ -221,14 +261,22 @@ def one_rank_skips(context: Context) -> None:
             error = caught
             break
     names = {base.__name__ for base in type(error).__mro__}
-    find.that(bool(names & {"OutOfStepError", "CallsDifferError"}), f"{what}: raised {type(error).__name__}: {error}")
-    find.that(f"rank {case.world - 1}:" in str(error) and "What to change" in str(error), f"{what}: no rank, or no cure, in {error}")
+    find.that(
+        bool(names & {"OutOfStepError", "CallsDifferError"}),
+        f"{what}: raised {type(error).__name__}: {error}",
+    )
+    find.that(
+        f"rank {case.world - 1}:" in str(error) and "What to change" in str(error),
+        f"{what}: no rank, or no cure, in {error}",
+    )
     find.that(number <= 2, f"{what}: found in step {number} only")
     _realign()
 
 
 def steps_of_owners(context: Context) -> None:
-    """An optimizer for each parameter, stepped by hooks within the backward: ranks make different numbers of steps, rightly."""
+    """An optimizer for each parameter, stepped by hooks within the backward: ranks make different numbers of
+    steps, rightly.
+    """
     model, alone = context.model(), Alone(context)
     compiled = context.compile(model)
     for each in (model, alone.model):
@@ -251,7 +299,9 @@ def steps_of_owners(context: Context) -> None:
 
 
 def state_of_one_rank(context: Context) -> None:
-    """`state_dict` on rank 0 alone, as scripts write it: an error with the cure on all ranks; then, on all ranks, it works."""
+    """`state_dict` on rank 0 alone, as scripts write it: an error with the cure on all ranks; then, on all
+    ranks, it works.
+    """
     model = context.model()
     compiled = context.compile(model)
     local = context.local(context.batch())
@@ -269,12 +319,16 @@ def state_of_one_rank(context: Context) -> None:
 
 
 def wrapped(context: Context) -> None:
-    """A compiled model inside of a wrapper that replicates or shards it: an error on all ranks, before a step and after it."""
+    """A compiled model inside of a wrapper that replicates or shards it: an error on all ranks, before a step
+    and after it.
+    """
     find, case = context.findings, context.case
     kind, first = case.parameters["kind"], case.parameters["first"]
     torch.manual_seed(0)
     model = Net().to(context.dtype)
-    compiled = context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    compiled = (
+        context.compile(model, stage_starts="second") if case.num_stages > 1 else context.compile(model)
+    )
     local = _local(context, *_data(context, 0))
     if first == "call":
         compiled(*local).backward()
@@ -294,8 +348,13 @@ def wrapped(context: Context) -> None:
     def use() -> None:
         makers[kind]()(*local)
 
-    late = first == "call" and kind in ("FullyShardedDataParallel", "fully_shard")  # where parameters have no memory, they say so
-    error = find.raises(kind, ("WrappedModelError", *(("NotImplementedError", "ReleasedParameterError") if late else ())), use)
+    late = first == "call" and kind in (
+        "FullyShardedDataParallel",
+        "fully_shard",
+    )  # where parameters have no memory, they say so
+    error = find.raises(
+        kind, ("WrappedModelError", *(("NotImplementedError", "ReleasedParameterError") if late else ())), use
+    )
     find.that(error is None or late or "What to change" in str(error), f"no cure in {error}")
     if kind not in ("FullyShardedDataParallel", "fully_shard", "in place"):
         compiled(*local).backward()
@@ -332,7 +391,9 @@ def _trained(model: Any, local: list[Tensor]) -> Any:
 
     rows = [{"x": x, "y": y} for x, y in zip(*local)]
     with tempfile.TemporaryDirectory() as directory, _accelerate():
-        arguments = TrainingArguments(output_dir=directory, use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
+        arguments = TrainingArguments(
+            output_dir=directory, use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True
+        )
         Trainer(model=model, args=arguments, train_dataset=rows).train()
     return model
 

@@ -1,7 +1,8 @@
-"""Checks of what a rank holds: memory of the process, state_dict and load_state_dict, clipping, touching what was given back.
+"""Checks of what a rank holds: memory of the process, state_dict and load_state_dict, clipping, touching what
+was given back.
 
-In: a context. Out: findings, and for memory the measured bytes. Terms: *given back* are parameters of other ranks' stages, whose
-values are not on this rank; *share* is a rank's part of the model's bytes.
+In: a context. Out: findings, and for memory the measured bytes. Terms: *given back* are parameters of other
+ranks' stages, whose values are not on this rank; *share* is a rank's part of the model's bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Large(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.utils.skip_init(nn.Linear, LARGE_WIDTH, LARGE_WIDTH, bias=False) for _ in range(NUM_LARGE_LAYERS)
+            nn.utils.skip_init(nn.Linear, LARGE_WIDTH, LARGE_WIDTH, bias=False)
+            for _ in range(NUM_LARGE_LAYERS)
         )
         with torch.no_grad():
             for index, layer in enumerate(self.layers):
@@ -55,7 +57,9 @@ def _resident_bytes() -> int:
 
 
 def memory_falls(context: Context) -> dict[str, Any]:
-    """A rank's own memory: the whole model before the first step, its share of parameters, gradients and state after."""
+    """A rank's own memory: the whole model before the first step, its share of parameters, gradients and
+    state after.
+    """
     findings, num_stages = context.findings, context.case.num_stages
     base = _resident_bytes()
     model = Large()
@@ -75,20 +79,29 @@ def memory_falls(context: Context) -> dict[str, Any]:
     share = total / num_stages
     owned = [p for p in model.parameters() if p.grad is not None]
     own_bytes = sum(p.numel() * p.element_size() for p in owned)
-    findings.that(own_bytes <= share * 1.3, f"this rank owns {own_bytes} of {total} bytes, over {num_stages} stages")
+    findings.that(
+        own_bytes <= share * 1.3, f"this rank owns {own_bytes} of {total} bytes, over {num_stages} stages"
+    )
     # A process that has run other cases has some memory to give again.
-    findings.that(measured["built"] >= total - SLACK_BYTES, f"before the first step the process held {measured['built']} bytes")
+    findings.that(
+        measured["built"] >= total - SLACK_BYTES,
+        f"before the first step the process held {measured['built']} bytes",
+    )
     # Parameters and gradients; then AdamW's two moments as well.
     for moment, copies in (("first backward", 2), ("step", 4)):
         allowed = copies * own_bytes * 1.05 + SLACK_BYTES
         text = f"after {moment}: {measured[moment]} bytes held, {allowed:.0f} allowed for {own_bytes} bytes of parameters"
         findings.that(measured[moment] <= allowed, text)
     state = sum(num_elements(members) for members in optimizer.state.values()) * 4
-    findings.that(state <= 2.1 * own_bytes, f"the optimizer keeps {state} bytes for {own_bytes} of parameters")
+    findings.that(
+        state <= 2.1 * own_bytes, f"the optimizer keeps {state} bytes for {own_bytes} of parameters"
+    )
     return {"measured": measured, "total": total, "owned": own_bytes}
 
 
-def _train(context: Context, model: nn.Module, call: Callable[..., Any], first: int, last: int, loss: Any = None) -> None:
+def _train(
+    context: Context, model: nn.Module, call: Callable[..., Any], first: int, last: int, loss: Any = None
+) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(first, last):
         optimizer.zero_grad()
@@ -106,7 +119,9 @@ def _original_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def state_dict_round_trip(context: Context) -> None:
-    """state_dict before and after the first step, saved and loaded as a file, into a plain model and back into this one."""
+    """state_dict before and after the first step, saved and loaded as a file, into a plain model and back
+    into this one.
+    """
     findings = context.findings
     model, alone = context.model(), Alone(context)
     compiled = context.compile(model)
@@ -120,7 +135,9 @@ def state_dict_round_trip(context: Context) -> None:
         state = _original_names(source.state_dict())
         for value in state.values():
             # A storage that was given back would crash here.
-            findings.that(bool(torch.isfinite(value.double().sum())), "state_dict has values that cannot be read")
+            findings.that(
+                bool(torch.isfinite(value.double().sum())), "state_dict has values that cannot be read"
+            )
         if context.rank == 0:
             context.compare_state(state, dict(alone.model.state_dict()), factor=1e3)
             file = io.BytesIO()
@@ -156,17 +173,24 @@ def load_before_first_step(context: Context) -> None:
 
 
 def clipping(context: Context) -> None:
-    """clip_grad_norm_ returns and does over all stages what torch's does in one process; tied parameters count once."""
+    """clip_grad_norm_ returns and does over all stages what torch's does in one process; tied parameters
+    count once.
+    """
     import rannc_backend
 
     model, alone = context.model(), Alone(context)
     compiled = context.compile(model)
     batch = context.batch()
     local = context.local(batch)
+
     def by_name(given: nn.Module, *norms: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_([p for p in given.parameters() if p.grad is not None], *norms)
 
-    ways = (rannc_backend.clip_grad_norm_, lambda given, *norms: clip_grad_norm_(given.parameters(), *norms), by_name)
+    ways = (
+        rannc_backend.clip_grad_norm_,
+        lambda given, *norms: clip_grad_norm_(given.parameters(), *norms),
+        by_name,
+    )
     for norm_type, clip in itertools.product((2.0, 1.0, float("inf")), ways):
         for max_norm in (1e-3, 1e6):
             model.zero_grad()
@@ -176,12 +200,18 @@ def clipping(context: Context) -> None:
             norm = clip(model, max_norm, norm_type)
             expected = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm, norm_type)
             what = f"of type {norm_type}, at most {max_norm}"
-            context.findings.close("norm", what, torch.as_tensor(norm).to(expected.dtype), expected, context.tolerance * 10)
-            context.compare_gradients(model, alone.gradients(), kind=f"gradient clipped by the norm {what}", factor=10)
+            context.findings.close(
+                "norm", what, torch.as_tensor(norm).to(expected.dtype), expected, context.tolerance * 10
+            )
+            context.compare_gradients(
+                model, alone.gradients(), kind=f"gradient clipped by the norm {what}", factor=10
+            )
 
 
 def hooks(context: Context) -> None:
-    """Hooks of parameters get and give what they do in one process: whole gradients, one per backward, and then p.grad is there."""
+    """Hooks of parameters get and give what they do in one process: whole gradients, one per backward, and
+    then p.grad is there.
+    """
     import rannc_backend
 
     model, alone = context.model(), Alone(context)
@@ -208,10 +238,16 @@ def hooks(context: Context) -> None:
         local = context.local(context.batch(step))
         context.entry.loss_of(context.entry.call(compiled, local), local).backward()
         alone.backward(context.batch(step))
-        names = context.compare_gradients(model, alone.gradients(), kind=f"gradient after {step + 1} backwards")
-        context.findings.that(called == dict.fromkeys(names, step + 1), f"told of {called}, and there are {names}")
+        names = context.compare_gradients(
+            model, alone.gradients(), kind=f"gradient after {step + 1} backwards"
+        )
+        context.findings.that(
+            called == dict.fromkeys(names, step + 1), f"told of {called}, and there are {names}"
+        )
     rannc_backend.delay_grad_allreduce(True)
-    context.findings.raises("hooks of local gradients", ("UserInputError",), lambda: context.entry.call(compiled, local))
+    context.findings.raises(
+        "hooks of local gradients", ("UserInputError",), lambda: context.entry.call(compiled, local)
+    )
     rannc_backend.delay_grad_allreduce(False)
 
 
@@ -225,7 +261,8 @@ def anomaly(context: Context) -> None:
     context.compare_gradients(model, alone.gradients())
 
 
-# What a training script may do with a model beside calling the compiled one. Each works, or is an error that names the owners.
+# What a training script may do with a model beside calling the compiled one. Each works, or is an error that
+# names the owners.
 TOUCHES: Mapping[str, tuple[bool, Callable[[nn.Module, nn.Parameter], Any]]] = {
     "norm": (False, lambda model, p: p.norm()),
     "penalty": (False, lambda model, p: p.pow(2).sum().backward()),
@@ -239,7 +276,10 @@ TOUCHES: Mapping[str, tuple[bool, Callable[[nn.Module, nn.Parameter], Any]]] = {
     "init": (False, lambda model, p: nn.init.normal_(p)),
     "assign data": (False, lambda model, p: setattr(p, "data", torch.zeros(p.shape, dtype=p.dtype))),
     "repr": (True, lambda model, p: repr(p)),
-    "number of parameters": (True, lambda model, p: sum(q.numel() * q.element_size() for q in model.parameters())),
+    "number of parameters": (
+        True,
+        lambda model, p: sum(q.numel() * q.element_size() for q in model.parameters()),
+    ),
     "device": (True, lambda model, p: next(model.parameters()).device),
     "to where it is": (True, lambda model, p: model.to(p.device, p.dtype)),
     "plain clip": (True, lambda model, p: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)),
@@ -250,7 +290,9 @@ TOUCHES: Mapping[str, tuple[bool, Callable[[nn.Module, nn.Parameter], Any]]] = {
 
 
 def touch_released(context: Context) -> dict[str, Any]:
-    """Things that a user may do with a parameter that is not here: they work or are an error, never a crash or a wrong number."""
+    """Things that a user may do with a parameter that is not here: they work or are an error, never a crash
+    or a wrong number.
+    """
     model = context.model()
     compiled = context.compile(model)
     _train(context, model, compiled, 0, 1)
@@ -263,13 +305,20 @@ def touch_released(context: Context) -> dict[str, Any]:
         if works:
             touch(model, parameter)
             continue
-        error = context.findings.raises(what, ("ReleasedParameterError",), lambda touch=touch, p=parameter: touch(model, p))
-        find(error is None or ("rank" in str(error) and "What to change" in str(error)), f"{what}: no owner or no cure in {error}")
+        error = context.findings.raises(
+            what, ("ReleasedParameterError",), lambda touch=touch, p=parameter: touch(model, p)
+        )
+        find(
+            error is None or ("rank" in str(error) and "What to change" in str(error)),
+            f"{what}: no owner or no cure in {error}",
+        )
     find(released(model) == names, "touching brought parameters back")
     local = context.local(context.batch())
     past: Mapping[str, Callable[[], Any]] = {
         "the plain model": lambda: context.entry.call(model, local),
-        "a copy without memory": lambda: torch.func.functional_call(model, dict(model.named_parameters()), tuple(local.values())),
+        "a copy without memory": lambda: torch.func.functional_call(
+            model, dict(model.named_parameters()), tuple(local.values())
+        ),
     }
     for what, call in past.items():
         context.findings.raises(what, ("ReleasedParameterError",), call)
@@ -278,12 +327,16 @@ def touch_released(context: Context) -> dict[str, Any]:
 
 
 def generate_past_the_call(context: Context) -> None:
-    """`generate()` of Hugging Face calls the plain model, on the compiled one too: an error, not token 0 for ever."""
+    """`generate()` of Hugging Face calls the plain model, on the compiled one too: an error, not token 0 for
+    ever.
+    """
     model = context.model()
     compiled = context.compile(model)
     ids = torch.ones(2, 3, dtype=torch.long)
     _train(context, model, compiled, 0, 1)
     for what, call in {"model": model.generate, "compiled": compiled.generate}.items():
-        error = context.findings.raises(f"{what}.generate()", ("ReleasedParameterError",), lambda call=call: call(ids, max_new_tokens=3))
+        error = context.findings.raises(
+            f"{what}.generate()", ("ReleasedParameterError",), lambda call=call: call(ids, max_new_tokens=3)
+        )
         context.findings.that("generate" in str(error), f"no cure in {error}")
     _train(context, model, compiled, 1, 2)

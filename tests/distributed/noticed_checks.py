@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import rannc_backend
 from rannc_backend.backend import REGISTRY
 from rannc_backend.checkpoint.reader import CheckpointReader
-from rannc_backend.runtime.executor import Executor
+from rannc_backend.runtime.step.executor import Executor
 from tests.distributed.harness.context import Context
 
 WIDTH = 6
@@ -42,7 +42,9 @@ class Chain(nn.Module):
         return self.body(x)
 
 
-def _compiled(context: Context, kind: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[..., Any], nn.Module]:
+def _compiled(
+    context: Context, kind: Callable[[], nn.Module]
+) -> tuple[nn.Module, Callable[..., Any], nn.Module]:
     torch.manual_seed(0)
     model = kind().to(context.dtype)
     alone = copy.deepcopy(model)
@@ -52,7 +54,12 @@ def _compiled(context: Context, kind: Callable[[], nn.Module]) -> tuple[nn.Modul
 
 def _rows(context: Context, seed: int) -> tuple[Tensor, Tensor]:
     """This rank's rows, and all."""
-    x = torch.randn(sum(context.case.local_rows), WIDTH, dtype=context.dtype, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(
+        sum(context.case.local_rows),
+        WIDTH,
+        dtype=context.dtype,
+        generator=torch.Generator().manual_seed(seed),
+    )
     start, stop = context.interval
     return x[start:stop].clone(), x
 
@@ -74,7 +81,9 @@ class Sums(nn.Module):
 
 
 def partial_sums(context: Context) -> None:
-    """Sums of float32 over slices and ranks are added in float64: ones beside 2**24 are not lost, wherever they are; counts are exact."""
+    """Sums of float32 over slices and ranks are added in float64: ones beside 2**24 are not lost, wherever
+    they are; counts are exact.
+    """
     num_rows = sum(context.case.local_rows)
     start, stop = context.interval
     _, compiled, _ = _compiled(context, Sums)
@@ -85,18 +94,24 @@ def partial_sums(context: Context) -> None:
         assert float(torch.tensor(exact, dtype=torch.float32)) == exact, "this sum is no float32"
         total, count = compiled(x[start:stop].clone())
         context.findings.that(total.item() == exact, f"2**24 in row {place}: {total.item()}, not {exact}")
-        context.findings.that(count.item() == num_rows, f"2**24 in row {place}: {count.item()} of {num_rows} are counted")
+        context.findings.that(
+            count.item() == num_rows, f"2**24 in row {place}: {count.item()} of {num_rows} are counted"
+        )
 
 
 class Dropped(Chain):
     """Dropout in both stages."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.second(F.dropout(torch.tanh(self.first(x)), 0.4, self.training)) + 1, 0.4, self.training)
+        return F.dropout(
+            self.second(F.dropout(torch.tanh(self.first(x)), 0.4, self.training)) + 1, 0.4, self.training
+        )
 
 
 def random_rows(context: Context) -> None:
-    """Masks follow from rank 0's generator alone, whatever the others have drawn; rows of a batch have masks of their own."""
+    """Masks follow from rank 0's generator alone, whatever the others have drawn; rows of a batch have masks
+    of their own.
+    """
     _, compiled, _ = _compiled(context, Dropped)
     x, _ = _rows(context, 3)
     seen = []
@@ -108,7 +123,9 @@ def random_rows(context: Context) -> None:
     context.findings.that(len(torch.unique(same, dim=0)) > 1, "all rows have one mask")
     masks = [torch.empty_like(same) for _ in range(context.case.world)]
     torch.distributed.all_gather(masks, same)
-    context.findings.that(not all(torch.equal(masks[0], mask) for mask in masks[1:]), "the ranks' rows have the same masks")
+    context.findings.that(
+        not all(torch.equal(masks[0], mask) for mask in masks[1:]), "the ranks' rows have the same masks"
+    )
 
 
 class Normed(Chain):
@@ -125,7 +142,9 @@ class Normed(Chain):
 
 
 def rerun(context: Context) -> None:
-    """A step that is run again for its backward leaves statistics as its forward left them, and has the gradients of one process."""
+    """A step that is run again for its backward leaves statistics as its forward left them, and has the
+    gradients of one process.
+    """
     for reason in ("rows", "infinite"):
         torch._dynamo.reset()
         model, compiled, alone = _compiled(context, Normed)
@@ -134,18 +153,30 @@ def rerun(context: Context) -> None:
             model.zero_grad()
             alone.zero_grad()
             loss, rows = compiled(x)
-            before = {name: value.clone() for name, value in model.named_buffers() if rannc_backend.is_held(value)}
+            before = {
+                name: value.clone() for name, value in model.named_buffers() if rannc_backend.is_held(value)
+            }
             expected, all_rows = alone(whole)
             if reason == "rows":
                 if number == 0:  # after it the graph has its backwards in the backward call
                     # The forward that comes between advances them once more.
                     compiled(x)
                     alone(whole)
-                    before = {name: value.clone() for name, value in model.named_buffers() if rannc_backend.is_held(value)}
+                    before = {
+                        name: value.clone()
+                        for name, value in model.named_buffers()
+                        if rannc_backend.is_held(value)
+                    }
                 (loss + rows.square().sum() / len(x)).backward()
-                own = [part.square().sum() / len(part) for part in all_rows.split(list(context.case.local_rows))]
+                own = [
+                    part.square().sum() / len(part) for part in all_rows.split(list(context.case.local_rows))
+                ]
                 (expected + torch.stack(own).mean()).backward()
-                context.compare_gradients(model, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}, factor=10.0)
+                context.compare_gradients(
+                    model,
+                    {name: p.grad for name, p in alone.named_parameters() if p.grad is not None},
+                    factor=10.0,
+                )
             else:
                 (loss * float("inf")).backward()
             for name, value in before.items():
@@ -171,7 +202,9 @@ class Scheduled(Chain):
 
 
 def rerun_reads_buffers(context: Context) -> None:
-    """A step that is run again reads the buffers that its forward has read, not what that has made of them."""
+    """A step that is run again reads the buffers that its forward has read, not what that has made of
+    them.
+    """
     model, compiled, alone = _compiled(context, Scheduled)
     for number in range(3):
         x, whole = _rows(context, number)
@@ -182,7 +215,9 @@ def rerun_reads_buffers(context: Context) -> None:
         (loss + rows.square().sum() / len(x)).backward()
         own = [part.square().sum() / len(part) for part in all_rows.split(list(context.case.local_rows))]
         (expected + torch.stack(own).mean()).backward()
-        context.compare_gradients(model, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+        context.compare_gradients(
+            model, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        )
         state = model.state_dict()
         if context.rank == 0:
             context.compare_state(state, alone.state_dict(), factor=1.0)
@@ -196,7 +231,9 @@ class Squared(Chain):
 
 
 def seeds(context: Context) -> None:
-    """A loss that is scaled alike in every step costs one step, not two: the gradient that came is the next step's seed."""
+    """A loss that is scaled alike in every step costs one step, not two: the gradient that came is the next
+    step's seed.
+    """
     _, compiled, _ = _compiled(context, Squared)
     x, _ = _rows(context, 1)
     run = Executor.run
@@ -207,8 +244,14 @@ def seeds(context: Context) -> None:
                     loss = compiled(x)
                 (loss * scale).backward()
         session = REGISTRY.of(compiled._orig_mod)
-        context.findings.that(float(session.counter.loss_gradient) == scale, f"the seed is {session.counter.loss_gradient}, not {scale}")
-        context.findings.that(runs.call_count == 3 + (dtype is not None), f"{runs.call_count} programs for three steps under {dtype}")
+        context.findings.that(
+            float(session.counter.loss_gradient) == scale,
+            f"the seed is {session.counter.loss_gradient}, not {scale}",
+        )
+        context.findings.that(
+            runs.call_count == 3 + (dtype is not None),
+            f"{runs.call_count} programs for three steps under {dtype}",
+        )
 
 
 class Twice(Chain):
@@ -227,15 +270,25 @@ def one_value_twice(context: Context) -> None:
 
     def loss(outputs: dict[str, Any]) -> Tensor:
         weights = torch.arange(1, WIDTH + 1, dtype=context.dtype)
-        return (outputs["y"] * weights).sum(1).mean() + outputs["again"]["y"].square().sum(1).mean() + outputs["early"].mean()
+        return (
+            (outputs["y"] * weights).sum(1).mean()
+            + outputs["again"]["y"].square().sum(1).mean()
+            + outputs["early"].mean()
+        )
 
     loss(compiled(x)).backward()
     parts, expected = alone(whole), []
     for start, stop in _intervals(context):
-        own = {"y": parts["y"][start:stop], "again": {"y": parts["again"]["y"][start:stop]}, "early": parts["early"][start:stop]}
+        own = {
+            "y": parts["y"][start:stop],
+            "again": {"y": parts["again"]["y"][start:stop]},
+            "early": parts["early"][start:stop],
+        }
         expected.append(loss(own))
     torch.stack(expected).mean().backward()
-    context.compare_gradients(model, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+    context.compare_gradients(
+        model, {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    )
 
 
 def _intervals(context: Context) -> list[tuple[int, int]]:
@@ -244,15 +297,24 @@ def _intervals(context: Context) -> list[tuple[int, int]]:
 
 
 class WithTable(Chain):
-    """A table that all rows share comes in, and values of parameters alone go out, from each of the stages."""
+    """A table that all rows share comes in, and values of parameters alone go out, from each of the
+    stages.
+    """
 
     def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         early, late = self.first.weight.detach(), self.second.weight.detach()
-        return self.body(x @ table).square().mean(), late.mean(0), early.argmax(1), (late @ table).abs().amax() > early.std()
+        return (
+            self.body(x @ table).square().mean(),
+            late.mean(0),
+            early.argmax(1),
+            (late @ table).abs().amax() > early.std(),
+        )
 
 
 def replicated_outputs(context: Context) -> None:
-    """Values without rows come from a rank that has what they are made of, and are the same everywhere, after updates too."""
+    """Values without rows come from a rank that has what they are made of, and are the same everywhere, after
+    updates too.
+    """
     model, compiled, alone = _compiled(context, WithTable)
     table = torch.eye(WIDTH, dtype=context.dtype) * 0.5
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
@@ -261,9 +323,13 @@ def replicated_outputs(context: Context) -> None:
         outputs, expected = compiled(x, table), alone(whole, table)
         for place, (actual, value) in enumerate(zip(outputs, expected, strict=True)):
             if value.is_floating_point():
-                context.findings.close("output", f"{place} of step {number}", actual, value.detach(), context.tolerance)
+                context.findings.close(
+                    "output", f"{place} of step {number}", actual, value.detach(), context.tolerance
+                )
             else:
-                context.findings.that(torch.equal(actual, value), f"output {place} of step {number}: {actual}, not {value}")
+                context.findings.that(
+                    torch.equal(actual, value), f"output {place} of step {number}: {actual}, not {value}"
+                )
         for optimizer, first in zip(optimizers, (outputs[0], expected[0]), strict=True):
             optimizer.zero_grad()
             first.backward()
@@ -271,7 +337,9 @@ def replicated_outputs(context: Context) -> None:
 
 
 def replicated_inputs(context: Context) -> None:
-    """Tables that differ over ranks, in one element of one dtype, are an error on all ranks that names the input; equal ones go on."""
+    """Tables that differ over ranks, in one element of one dtype, are an error on all ranks that names the
+    input; equal ones go on.
+    """
     _, compiled, _ = _compiled(context, WithTable)
     x, _ = _rows(context, 4)
     table = torch.eye(WIDTH, dtype=context.dtype)
@@ -331,7 +399,9 @@ def _seed_generators(number: int) -> None:
 
 
 def resumed(context: Context) -> None:
-    """A job that goes on from a checkpoint draws on each rank what that rank would have drawn, counts on, and has the same bits."""
+    """A job that goes on from a checkpoint draws on each rank what that rank would have drawn, counts on, and
+    has the same bits.
+    """
     path = Path(context.directory) / context.case.name
     find, rank = context.findings, context.rank
     run = _Training(context, 0)
@@ -343,7 +413,10 @@ def resumed(context: Context) -> None:
     after = run.counted()
     rannc_backend.save_checkpoint(path, run.compiled, run.optimizer, step=100)
     states = CheckpointReader(saved).index.parts
-    find.that(len({repr(sorted(part.random.items())) for part in states}) == context.case.world, "ranks have saved the same generators")
+    find.that(
+        len({repr(sorted(part.random.items())) for part in states}) == context.case.world,
+        "ranks have saved the same generators",
+    )
     for when in ("before", "after"):
         _seed_generators(99)
         other = _Training(context, 5)
@@ -352,16 +425,34 @@ def resumed(context: Context) -> None:
         loaded = rannc_backend.load_checkpoint(saved, other.compiled, other.optimizer)
         find.that(loaded.step == 3, f"step {loaded.step}")
         early = len(other.optimizer.state)
-        find.that(when == "after" or not early, f"before the plan is known this rank holds the state of {early} parameters")
+        find.that(
+            when == "after" or not early,
+            f"before the plan is known this rank holds the state of {early} parameters",
+        )
         actual = other.train(2)
-        find.that(actual == expected, f"loaded {when} the first call: {actual} on this rank, without an interruption {expected}")
+        find.that(
+            actual == expected,
+            f"loaded {when} the first call: {actual} on this rank, without an interruption {expected}",
+        )
         kept = {name for name, p in other.model.named_parameters() if p in other.optimizer.state}
         own = {name for name, p in other.model.named_parameters() if rannc_backend.is_held(p)}
-        find.that(kept == own, f"loaded {when} the first call: state of {sorted(kept)}, and this rank holds {sorted(own)}")
-        find.that(other.counted() == after, f"loaded {when} the first call: counts {other.counted()}, without an interruption {after}")
+        find.that(
+            kept == own,
+            f"loaded {when} the first call: state of {sorted(kept)}, and this rank holds {sorted(own)}",
+        )
+        find.that(
+            other.counted() == after,
+            f"loaded {when} the first call: counts {other.counted()}, without an interruption {after}",
+        )
         again = rannc_backend.save_checkpoint(path, other.compiled, other.optimizer)
         one, two = CheckpointReader(path / "step-00000100"), CheckpointReader(again)
         if rank == 0:
             different = [key for key in one.keys if not torch.equal(one.tensor(key), two.tensor(key))]
-            find.that(set(one.keys) == set(two.keys) and not different, f"loaded {when} the first call: {different} are other bits")
-            find.that(two.manifest.runtime == one.manifest.runtime, f"{two.manifest.runtime}, not {one.manifest.runtime}")
+            find.that(
+                set(one.keys) == set(two.keys) and not different,
+                f"loaded {when} the first call: {different} are other bits",
+            )
+            find.that(
+                two.manifest.runtime == one.manifest.runtime,
+                f"{two.manifest.runtime}, not {one.manifest.runtime}",
+            )

@@ -1,4 +1,5 @@
-"""Checks of models that once ended in raw errors, of refusals on all ranks, and of what the log says of exceptions of the contract.
+"""Checks of models that once ended in raw errors, of refusals on all ranks, and of what the log says of
+exceptions of the contract.
 
 In: a context. Out: findings. One job does several models each: a model costs a second, a job costs many.
 """
@@ -21,7 +22,9 @@ EXACT = 1e-12
 NARROW = 1e-6
 
 
-def _step(context: Context, model: nn.Module, alone: nn.Module, values: dict[str, Tensor], **options: Any) -> float:
+def _step(
+    context: Context, model: nn.Module, alone: nn.Module, values: dict[str, Tensor], **options: Any
+) -> float:
     """The largest error of the loss and of the gradients of this rank after one step from equal weights."""
     torch._dynamo.reset()
     start, stop = context.interval
@@ -43,7 +46,9 @@ def odd_models(context: Context) -> dict[str, Any]:
         options = {"pipeline_num": 1} if name == "transposed_norm" else {}
         if name == "transposed_norm" and context.case.num_stages == 1:
             continue
-        error = _step(context, model, copy.deepcopy(model), {"x": batch(sum(context.case.local_rows))}, **options)
+        error = _step(
+            context, model, copy.deepcopy(model), {"x": batch(sum(context.case.local_rows))}, **options
+        )
         context.findings.that(error <= EXACT, f"{name}: off by {error}")
     _marked_inputs(context)
     return {}
@@ -76,7 +81,9 @@ def _marked_inputs(context: Context) -> None:
         error = float((mine - theirs[start:stop]).abs().max())
         context.findings.that(error <= EXACT, f"an output of marked inputs is off by {error}")
     # Gradients that come in are marked, too; they are averaged over ranks.
-    loss, loss_alone = (complex_rows.conj().imag.square().sum() + rows.sin().sum() for complex_rows, rows in (got, expected))
+    loss, loss_alone = (
+        complex_rows.conj().imag.square().sum() + rows.sin().sum() for complex_rows, rows in (got, expected)
+    )
     loss.backward()
     (loss_alone / context.case.world).backward()
     error = worst_error(model, alone)
@@ -87,11 +94,25 @@ def library_models(context: Context) -> dict[str, Any]:
     """Models of a library with the same things in them."""
     import transformers
 
-    tokens = torch.randint(3, 40, (sum(context.case.local_rows), 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        3, 40, (sum(context.case.local_rows), 8), generator=torch.Generator().manual_seed(0)
+    )
     series = batch(sum(context.case.local_rows)).new_zeros(sum(context.case.local_rows), 16, 2)
     series += torch.randn(series.shape, generator=torch.Generator().manual_seed(1), dtype=series.dtype)
-    small = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    heads = {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    small = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    heads = {
+        "head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    }
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Tensor], dict[str, Any], float]] = {
         "XLNetLMHeadModel": (
             "XLNetConfig", {"vocab_size": 40, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "dropout": 0.0},
@@ -128,17 +149,29 @@ def library_models(context: Context) -> dict[str, Any]:
 
 
 def _refused_by_dynamo(context: Context, tokens: Tensor, small: dict[str, Any]) -> None:
-    """With fewer landmarks than tokens this model's mask does not fit, which it hides from plain calls only: the line is named."""
+    """With fewer landmarks than tokens this model's mask does not fit, which it hides from plain calls only:
+    the line is named.
+    """
     import transformers
 
     torch._dynamo.reset()
-    settings = {**small, "segment_means_seq_len": 8, "num_landmarks": 4, "conv_kernel_size": 3, "max_position_embeddings": 32}
+    settings = {
+        **small,
+        "segment_means_seq_len": 8,
+        "num_landmarks": 4,
+        "conv_kernel_size": 3,
+        "max_position_embeddings": 32,
+    }
     model = transformers.NystromformerForMaskedLM(transformers.NystromformerConfig(**settings))
     try:
         torch.compile(model, **context.compile_arguments())(input_ids=tokens, labels=tokens)
         context.findings.that(False, "a mask that does not fit is not refused")
     except RanncError as error:
-        is_told = isinstance(error, ModelError) and "modeling_nystromformer.py:" in error.location and error.__cause__ is not None
+        is_told = (
+            isinstance(error, ModelError)
+            and "modeling_nystromformer.py:" in error.location
+            and error.__cause__ is not None
+        )
         context.findings.that(is_told, f"{type(error).__name__} {error}")
 
 
@@ -163,12 +196,24 @@ class _Net(nn.Module):
 
 
 def notices(context: Context) -> dict[str, Any]:
-    """Each exception is told once and by rank 0, only where it applies; what the line recommends avoids it."""
+    """Each exception is told once and by rank 0, only where it applies; what the line recommends avoids
+    it.
+    """
     replicated = context.case.num_stages == 1
     norm, dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
     cases: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
-        ("norm", _Net(norm), {"pipeline_num": 2}, ["slice of the batch (2 micro-batches" + " on 2 replicas" * replicated]),
-        ("norm_at_once", _Net(norm), {"pipeline_num": 1}, ["of each slice of the batch (2 replicas)"] * replicated),
+        (
+            "norm",
+            _Net(norm),
+            {"pipeline_num": 2},
+            ["slice of the batch (2 micro-batches" + " on 2 replicas" * replicated],
+        ),
+        (
+            "norm_at_once",
+            _Net(norm),
+            {"pipeline_num": 1},
+            ["of each slice of the batch (2 replicas)"] * replicated,
+        ),
         ("dropout", _Net(dropout), {}, ["not the numbers that plain torch draws"]),
         ("bfloat16", _Net().to(torch.bfloat16), {"pipeline_num": 2}, ["gradients of parameters in bfloat16"]),
         ("outside", _Net(inside=False), {}, ["the mean over ranks"]),
@@ -188,7 +233,9 @@ def notices(context: Context) -> dict[str, Any]:
         for step in range(2):
             compiled(batch(sum(context.case.local_rows), step)[start:stop].to(dtype)).sum().backward()
         wanted = expected if context.rank == 0 else []
-        right = len(handler.lines) == len(wanted) and all(words in line for words, line in zip(wanted, handler.lines, strict=True))
+        right = len(handler.lines) == len(wanted) and all(
+            words in line for words, line in zip(wanted, handler.lines, strict=True)
+        )
         context.findings.that(right, f"{name}: rank {context.rank} said {handler.lines}, not {wanted}")
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
@@ -207,7 +254,9 @@ def _advice_is_right(context: Context) -> None:
     state = model.state_dict()
     for name, value in alone.state_dict().items():
         if context.rank == 0:
-            context.findings.that(torch.allclose(state[name].double(), value.double(), atol=EXACT), f"{name} differs")
+            context.findings.that(
+                torch.allclose(state[name].double(), value.double(), atol=EXACT), f"{name} differs"
+            )
 
 
 class _FailsInside(nn.Module):
@@ -231,7 +280,9 @@ def _helper(kind: str, y: Tensor) -> Tensor:
 
 
 def refusals(context: Context) -> dict[str, Any]:
-    """A refusal is the same RanncError on all ranks under plain torch.compile, with the innermost line of the model's code."""
+    """A refusal is the same RanncError on all ranks under plain torch.compile, with the innermost line of the
+    model's code.
+    """
     for kind in ("mixes", "branches", "sizes", "synchronises"):
         torch._dynamo.reset()
         compiled = torch.compile(_FailsInside(kind).double(), **context.compile_arguments())

@@ -1,4 +1,5 @@
-"""Checks of optimizers beside a compiled model: what they may not do is an error before anything is updated, on all ranks.
+"""Checks of optimizers beside a compiled model: what they may not do is an error before anything is updated,
+on all ranks.
 
 In: a context. Out: findings. The reference is one process on the global batch.
 """
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rannc_backend
-from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.job import bootstrap
 from tests.distributed.contract_checks import Alone
 from tests.distributed.harness.context import Context
 
@@ -23,9 +24,13 @@ WIDTH = 6
 
 
 class SharpnessAware(torch.optim.Optimizer):
-    """SAM as it is commonly written: a step to a worse point by the norm of all gradients, then the base optimizer's."""
+    """SAM as it is commonly written: a step to a worse point by the norm of all gradients, then the base
+    optimizer's.
+    """
 
-    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **others: Any) -> None:
+    def __init__(
+        self, params: Any, base: type[torch.optim.Optimizer], rho: float = 0.05, **others: Any
+    ) -> None:
         super().__init__(params, {"rho": rho, **others})
         self.base = base(self.param_groups, **others)
         self.param_groups = self.base.param_groups
@@ -58,7 +63,12 @@ class DistanceEstimating(torch.optim.SGD):
     """As D-Adaptation and Prodigy do: one learning rate from a sum over all parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        total = sum(float(p.grad.abs().sum()) for group in self.param_groups for p in group["params"] if p.grad is not None)
+        total = sum(
+            float(p.grad.abs().sum())
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        )
         for group in self.param_groups:
             group["lr"] = 1e-3 / (1.0 + total)
         super().step(closure)
@@ -70,11 +80,22 @@ def _two_steps(optimizer: SharpnessAware, again: Callable[[], Any]) -> None:
     optimizer.second_step()
 
 
-COUPLED: Mapping[str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[Any, Callable[[], Any]], Any]]] = {
-    "lbfgs": (lambda params: torch.optim.LBFGS(params, lr=0.1), lambda optimizer, again: optimizer.step(again)),
-    "sam": (lambda params: SharpnessAware(params, torch.optim.SGD, lr=0.1), lambda optimizer, again: optimizer.step(again)),
+COUPLED: Mapping[
+    str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[Any, Callable[[], Any]], Any]]
+] = {
+    "lbfgs": (
+        lambda params: torch.optim.LBFGS(params, lr=0.1),
+        lambda optimizer, again: optimizer.step(again),
+    ),
+    "sam": (
+        lambda params: SharpnessAware(params, torch.optim.SGD, lr=0.1),
+        lambda optimizer, again: optimizer.step(again),
+    ),
     "sam_in_two_steps": (lambda params: SharpnessAware(params, torch.optim.SGD, lr=0.1), _two_steps),
-    "distance": (lambda params: DistanceEstimating(params, lr=0.1), lambda optimizer, again: optimizer.step()),
+    "distance": (
+        lambda params: DistanceEstimating(params, lr=0.1),
+        lambda optimizer, again: optimizer.step(),
+    ),
 }
 
 
@@ -82,7 +103,11 @@ def coupled(context: Context) -> None:
     """Refused where a rank lacks parameters, before any of them changes; right where every rank has all."""
     model, alone = context.model(), Alone(context)
     make, step = COUPLED[context.case.parameters["kind"]]
-    compiled, optimizer, plain = context.compile(model), make(model.parameters()), make(alone.model.parameters())
+    compiled, optimizer, plain = (
+        context.compile(model),
+        make(model.parameters()),
+        make(alone.model.parameters()),
+    )
     local, batch = context.local(context.batch()), context.batch()
 
     def again() -> Tensor:
@@ -97,8 +122,12 @@ def coupled(context: Context) -> None:
 
     again()
     if context.case.num_stages > 1:
-        before = {name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)}
-        error = context.findings.raises("a coupled optimizer", ("CoupledOptimizerError",), lambda: step(optimizer, again))
+        before = {
+            name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)
+        }
+        error = context.findings.raises(
+            "a coupled optimizer", ("CoupledOptimizerError",), lambda: step(optimizer, again)
+        )
         context.findings.that(type(optimizer).__name__ in str(error), f"it is not named in {error}")
         if context.case.parameters["kind"] != "sam_in_two_steps":  # whose first step is none of torch's
             same = all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
@@ -113,7 +142,9 @@ def coupled(context: Context) -> None:
 
 
 def sharding(context: Context) -> None:
-    """torch's ZeroRedundancyOptimizer, made before the first call or after it: an error with the cure, and training goes on."""
+    """torch's ZeroRedundancyOptimizer, made before the first call or after it: an error with the cure, and
+    training goes on.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     bootstrap.start()
@@ -127,12 +158,22 @@ def sharding(context: Context) -> None:
         optimizer.step()
 
     for bucketed in (False, True):  # the second is made when parameters are where their stages are
-        before = {name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)}
+        before = {
+            name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)
+        }
         names = ("ShardingOptimizerError", *(("ReleasedParameterError",) if bucketed else ()))
-        make = partial(ZeroRedundancyOptimizer, model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=bucketed)
+        make = partial(
+            ZeroRedundancyOptimizer,
+            model.parameters(),
+            torch.optim.SGD,
+            lr=0.1,
+            parameters_as_bucket_view=bucketed,
+        )
         error = context.findings.raises("ZeRO", names, lambda make=make: train(make()))
         context.findings.that("What to change" in str(error), f"no cure in {error}")
-        same = all(torch.equal(p, before[name]) for name, p in model.named_parameters() if rannc_backend.is_held(p))
+        same = all(
+            torch.equal(p, before[name]) for name, p in model.named_parameters() if rannc_backend.is_held(p)
+        )
         context.findings.that(same, "a parameter was changed")
         train(plain)
 
@@ -149,7 +190,10 @@ def untried(context: Context) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(context.dtype)
     for checked in (True, False):
         net = copy.deepcopy(model)
-        compiled, optimizer = context.compile(net, check_optimizers=checked), Guarded(net.parameters(), lr=0.1)
+        compiled, optimizer = (
+            context.compile(net, check_optimizers=checked),
+            Guarded(net.parameters(), lr=0.1),
+        )
         compiled(torch.ones(4, WIDTH, dtype=context.dtype)).sum().backward()
         if checked:
             context.findings.raises("it cannot be tried", ("CoupledOptimizerError",), optimizer.step)
@@ -159,7 +203,9 @@ def untried(context: Context) -> None:
 
 
 def total_norm(context: Context) -> None:
-    """`get_total_norm` and clipping by it, as one process has them, for any order and for gradients of several modules."""
+    """`get_total_norm` and clipping by it, as one process has them, for any order and for gradients of
+    several modules.
+    """
     model, alone = context.model(), Alone(context)
     compiled = context.compile(model)
     local = context.local(context.batch())
@@ -173,7 +219,9 @@ def total_norm(context: Context) -> None:
         for extra in ((), (outside.grad,)):
             norm = torch.nn.utils.get_total_norm([*grads, *extra], order)
             reference = torch.nn.utils.get_total_norm([*expected, *extra], order)
-            context.findings.close("norm", f"order {order}, {len(extra)} outside", norm, reference, context.tolerance * 10)
+            context.findings.close(
+                "norm", f"order {order}, {len(extra)} outside", norm, reference, context.tolerance * 10
+            )
     parameters = [*model.parameters(), outside]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     torch.nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
@@ -196,7 +244,9 @@ def _backbone() -> nn.Module:
 
 
 def head_outside(context: Context) -> None:
-    """A head outside of the compiled backbone: an error before the first update; with `synchronize`, as in one process."""
+    """A head outside of the compiled backbone: an error before the first update; with `synchronize`, as in
+    one process.
+    """
     torch.manual_seed(context.rank)  # heads differ until they are synchronized
     backbone, head = _backbone().to(context.dtype), Head().to(context.dtype)
     model = nn.Sequential(backbone, head)
@@ -209,7 +259,11 @@ def head_outside(context: Context) -> None:
     with torch.no_grad():
         for parameter, known in zip(model.parameters(), reference.parameters(), strict=True):
             parameter.copy_(known)
-    compiled = context.compile(backbone, stage_starts="2") if context.case.num_stages > 1 else context.compile(backbone)
+    compiled = (
+        context.compile(backbone, stage_starts="2")
+        if context.case.num_stages > 1
+        else context.compile(backbone)
+    )
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference))
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -219,16 +273,25 @@ def head_outside(context: Context) -> None:
         for part in range(2):  # accumulated
             F.cross_entropy(head(compiled(x[start:stop] + part)), y[start:stop]).backward()
             outputs = reference(x + part).split(list(sizes))
-            losses = [F.cross_entropy(own, labels) for own, labels in zip(outputs, y.split(list(sizes)), strict=True)]
+            losses = [
+                F.cross_entropy(own, labels)
+                for own, labels in zip(outputs, y.split(list(sizes)), strict=True)
+            ]
             torch.stack(losses).mean().backward()
         if not synchronized:
             before = [p.detach().clone() for p in head.parameters()]
-            error = context.findings.raises("a head outside", ("UnsynchronizedGradientError",), optimizer.step)
-            context.findings.that("synchronize" in str(error) and "4 parameter(s)" in str(error), f"no cure in {error}")
+            error = context.findings.raises(
+                "a head outside", ("UnsynchronizedGradientError",), optimizer.step
+            )
+            context.findings.that(
+                "synchronize" in str(error) and "4 parameter(s)" in str(error), f"no cure in {error}"
+            )
             context.findings.that(all(map(torch.equal, head.parameters(), before)), "the head was updated")
             return
         context.compare_gradients(
-            model, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}, factor=10.0 ** step
+            model,
+            {name: p.grad for name, p in reference.named_parameters() if p.grad is not None},
+            factor=10.0**step,
         )
         for each in (optimizer, plain):
             each.step()
@@ -238,7 +301,9 @@ def head_outside(context: Context) -> None:
 
 
 def plain_training(context: Context) -> None:
-    """The plain model is trained on each rank's own rows where all ranks hold it: an error before the update."""
+    """The plain model is trained on each rank's own rows where all ranks hold it: an error before the
+    update.
+    """
     model = _backbone().to(context.dtype)
     compiled, optimizer = context.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, WIDTH, dtype=context.dtype) * (1 + context.rank)
@@ -262,14 +327,18 @@ def plain_training(context: Context) -> None:
 
 
 def state_of_optimizer(context: Context) -> None:
-    """`optimizer.state_dict()` of all ranks is one process's; loaded by a new model and optimizer, training goes on bit for bit."""
+    """`optimizer.state_dict()` of all ranks is one process's; loaded by a new model and optimizer, training
+    goes on bit for bit.
+    """
     find, case = context.findings, context.case
     when, whole = case.parameters["loaded"], case.parameters["on_all_ranks"]
     model, alone = context.model(), Alone(context)
     compiled = context.compile(model, states_on_all_ranks=whole)
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone.model))
 
-    def train(model: nn.Module, compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, step: int) -> None:
+    def train(
+        model: nn.Module, compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, step: int
+    ) -> None:
         local = context.local(context.batch(step))
         optimizer.zero_grad()
         context.entry.loss_of(context.entry.call(compiled, local), local).backward()
@@ -280,16 +349,28 @@ def state_of_optimizer(context: Context) -> None:
         plain.zero_grad()
         alone.backward(context.batch(step))
         plain.step()
-    weights, state, expected = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), plain.state_dict()
+    weights, state, expected = (
+        copy.deepcopy(model.state_dict()),
+        copy.deepcopy(optimizer.state_dict()),
+        plain.state_dict(),
+    )
     if context.rank == 0 or whole:
         find.that(state["param_groups"] == expected["param_groups"], f"groups {state['param_groups']}")
         entries = f"entries {sorted(state['state'])}, in one process {sorted(expected['state'])}"
         find.that(set(state["state"]) == set(expected["state"]), entries)
         for index, entry in expected["state"].items():
             for key, value in entry.items():
-                find.close(f"state {key}", str(index), state["state"].get(index, {}).get(key), value, context.tolerance * 1e4)
+                find.close(
+                    f"state {key}",
+                    str(index),
+                    state["state"].get(index, {}).get(key),
+                    value,
+                    context.tolerance * 1e4,
+                )
     else:
-        find.that(state == {"state": {}, "param_groups": []} and not weights, f"rank {context.rank} got {state}")
+        find.that(
+            state == {"state": {}, "param_groups": []} and not weights, f"rank {context.rank} got {state}"
+        )
     for step in (3, 4):
         train(model, compiled, optimizer, step)
     after = model.state_dict()
@@ -308,11 +389,15 @@ def state_of_optimizer(context: Context) -> None:
         train(fresh, again, other, step)
     resumed = fresh.state_dict()
     for name, value in after.items():
-        find.that(torch.equal(resumed[name], value), f"{name} is another one after training on from the saved state")
+        find.that(
+            torch.equal(resumed[name], value), f"{name} is another one after training on from the saved state"
+        )
 
 
 def partial_states(context: Context) -> None:
-    """The part of one rank, or a state of another optimizer, is refused when it is loaded, and nothing changes."""
+    """The part of one rank, or a state of another optimizer, is refused when it is loaded, and nothing
+    changes.
+    """
     find = context.findings
     model = context.model()
     compiled = context.compile(model)
@@ -326,13 +411,15 @@ def partial_states(context: Context) -> None:
 
     train()
     whole = optimizer.state_dict()
-    from rannc_backend.runtime.optimizer_states import raw_optimizer_states
+    from rannc_backend.runtime.gradients.optimizer_state_dicts import raw_optimizer_states
 
     with raw_optimizer_states():  # as releases before this gave it
         own = optimizer.state_dict()
     find.that(len(own["state"]) < len(list(model.parameters())), "this rank has all entries")
     from_zero = own if context.rank == 0 else {}
-    error = find.raises("the part of rank 0", ("PartialStateError",), lambda: optimizer.load_state_dict(from_zero))
+    error = find.raises(
+        "the part of rank 0", ("PartialStateError",), lambda: optimizer.load_state_dict(from_zero)
+    )
     find.that("part of one rank" in str(error), f"no cause in {error}")
     find.raises("nothing", ("UserInputError",), lambda: optimizer.load_state_dict({}))
     smaller = torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict()
@@ -346,11 +433,16 @@ def partial_states(context: Context) -> None:
     part = dict(own["state"]) if context.rank == 0 else {}
     others = _gathered(sorted(part), len(whole.get("state", part)) or len(list(model.parameters())))
     entry = next(iter(own["state"].values()))
-    made = {i: {key: torch.zeros_like(p) if value.dim() else value.clone() for key, value in entry.items()} for i, p in others(fresh)}
+    made = {
+        i: {key: torch.zeros_like(p) if value.dim() else value.clone() for key, value in entry.items()}
+        for i, p in others(fresh)
+    }
     with raw_optimizer_states():
         other.load_state_dict({**own, "state": made})
     local = context.local(context.batch())
-    find.raises("rank 0's part on all ranks", ("PartialStateError",), lambda: context.entry.call(again, local))
+    find.raises(
+        "rank 0's part on all ranks", ("PartialStateError",), lambda: context.entry.call(again, local)
+    )
 
 
 def _gathered(indices: list[int], number: int) -> Callable[[nn.Module], list[tuple[int, nn.Parameter]]]:
@@ -362,7 +454,9 @@ def _gathered(indices: list[int], number: int) -> Callable[[nn.Module], list[tup
 
 
 def state_follows(context: Context) -> None:
-    """After `undeploy` and another plan the moments are where their parameters are: training equals one process."""
+    """After `undeploy` and another plan the moments are where their parameters are: training equals one
+    process.
+    """
     model, alone = context.model(), Alone(context)
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone.model))
     plans = context.case.parameters["replicas"]

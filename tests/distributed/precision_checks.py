@@ -1,8 +1,8 @@
 """Checks of mixed precision over ranks: autocast, GradScaler, models in bfloat16.
 
-In: a context. Out: findings, and scales for the parent. Every function is collective. Terms as in contract_checks.py. *Narrow*
-checks have one micro-batch and one replica per stage: eager stages then run the very operators of plain torch, rounding to 16 bits
-included, and only sums in float32 may differ.
+In: a context. Out: findings, and scales for the parent. Every function is collective. Terms as in
+contract_checks.py. *Narrow* checks have one micro-batch and one replica per stage: eager stages then run the
+very operators of plain torch, rounding to 16 bits included, and only sums in float32 may differ.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ NARROW = 2e-6
 
 
 class Chain(nn.Module):
-    """Layers one after the other, the loss in float32; under autocast every value between two layers has 16 bits.
+    """Layers one after the other, the loss in float32; under autocast every value between two layers has 16
+    bits.
 
-    ``lift``: the first layer's weights are small and its inputs large by this factor, so that its gradient alone overflows.
+    ``lift``: the first layer's weights are small and its inputs large by this factor, so that its gradient
+    alone overflows.
     """
 
     def __init__(self, lift: float = 1.0) -> None:
@@ -61,7 +63,9 @@ def _chains(context: Context, lift: float = 1.0) -> tuple[nn.Module, Callable[..
 
 
 def autocast_structure(context: Context) -> dict[str, Any]:
-    """Under autocast the stages do what one process does, to the rounding of sums; values between stages have 16 bits."""
+    """Under autocast the stages do what one process does, to the rounding of sums; values between stages have
+    16 bits.
+    """
     from rannc_backend.backend import REGISTRY
 
     findings = context.findings
@@ -82,7 +86,9 @@ def autocast_structure(context: Context) -> dict[str, Any]:
     session = REGISTRY.sessions[model]
     (runtime,) = session.runtimes.values()
     edges = runtime.executor("loss", None).edges  # type: ignore[arg-type]
-    between = {value.dtype for (src, dst), edge in edges.items() if src >= 0 and dst >= 0 for value in edge.forward}
+    between = {
+        value.dtype for (src, dst), edge in edges.items() if src >= 0 and dst >= 0 for value in edge.forward
+    }
     findings.that(between == {dtype}, f"values of {between} pass between stages")
     return {"edges": len(edges)}
 
@@ -108,7 +114,10 @@ def autocast_accuracy(context: Context) -> None:
             # By luck one process may be nearer than a rounding to eight bits.
             allowed = max(2 * relative_error(expected, truth), 2.0**-8)
             error = relative_error(loss, truth)
-            findings.that(error <= allowed, f"step {step}: the loss is off by {error:.1e}, in one process by {allowed / 2:.1e}")
+            findings.that(
+                error <= allowed,
+                f"step {step}: the loss is off by {error:.1e}, in one process by {allowed / 2:.1e}",
+            )
         _as_near(context, model, alone.model, exact, f"step {step}")
 
 
@@ -121,16 +130,23 @@ def _exact_loss(context: Context, exact: nn.Module, step: int) -> Tensor:
 
 
 def _as_near(context: Context, model: nn.Module, plain: nn.Module, exact: nn.Module, what: str) -> None:
-    """All gradients of this rank together are as near to float64 as in one process, within a factor of two."""
+    """All gradients of this rank together are as near to float64 as in one process, within a factor of
+    two.
+    """
     ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
     owned = [name for name, p in ours.items() if p.grad is not None]
     if not owned:
         return
-    parts = [[tensors[name].grad.double().flatten() for name in owned] for tensors in (ours, theirs, dict(exact.named_parameters()))]
+    parts = [
+        [tensors[name].grad.double().flatten() for name in owned]
+        for tensors in (ours, theirs, dict(exact.named_parameters()))
+    ]
     mine, plains, truth = (torch.cat(part) for part in parts)
     error, allowed = relative_error(mine, truth), 2 * relative_error(plains, truth)
     context.findings.worst[f"gradient, times one process's error, {what}"] = 2 * error / allowed
-    context.findings.that(error <= allowed, f"{what}: gradients are off by {error:.1e}, in one process by {allowed / 2:.1e}")
+    context.findings.that(
+        error <= allowed, f"{what}: gradients are off by {error:.1e}, in one process by {allowed / 2:.1e}"
+    )
 
 
 def in_bfloat16(context: Context) -> None:
@@ -148,12 +164,17 @@ def in_bfloat16(context: Context) -> None:
         expected.backward()
         truth = _exact_loss(context, exact, step)
         truth.backward()
-        findings.that(loss.dtype == expected.dtype, f"the loss is {loss.dtype}, in one process {expected.dtype}")
+        findings.that(
+            loss.dtype == expected.dtype, f"the loss is {loss.dtype}, in one process {expected.dtype}"
+        )
         if entry.loss_inside:
             error = relative_error(loss, truth)
             # Rounded once to eight bits, beside what the model's own operators have rounded.
             allowed = 2 * relative_error(expected, truth) + 2.0**-8
-            findings.that(error <= allowed, f"step {step}: the loss is off by {error:.1e}, in one process by {allowed / 2:.1e}")
+            findings.that(
+                error <= allowed,
+                f"step {step}: the loss is off by {error:.1e}, in one process by {allowed / 2:.1e}",
+            )
         same = all(p.grad.dtype == torch.bfloat16 for p in model.parameters() if p.grad is not None)
         findings.that(same, "gradients have another dtype than their parameters")
         _as_near(context, model, alone.model, exact, f"step {step}")
@@ -166,7 +187,9 @@ def _plant(model: nn.Module, name: str) -> None:
 
 
 def scaler_steps(context: Context) -> dict[str, Any]:
-    """GradScaler in float64, exactly: growth, infinities planted in one stage's gradients, unscale_ with clipping in between."""
+    """GradScaler in float64, exactly: growth, infinities planted in one stage's gradients, unscale_ with
+    clipping in between.
+    """
     findings = context.findings
     model, alone = context.model(), Alone(context)
     compiled = context.compile(model)
@@ -186,7 +209,9 @@ def scaler_steps(context: Context) -> dict[str, Any]:
             if str(step) in planted:
                 _plant(module, planted[str(step)])
         _compare(context, model, alone.model, f"scaled gradient of step {step}")
-        before = {name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)}
+        before = {
+            name: p.detach().clone() for name, p in model.named_parameters() if rannc_backend.is_held(p)
+        }
         for module, optimizer, scaler in pairs:
             if step % 2:
                 scaler.unscale_(optimizer)
@@ -194,10 +219,19 @@ def scaler_steps(context: Context) -> dict[str, Any]:
                 clip(module.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
-        moved = [name for name, p in model.named_parameters() if p.grad is not None and not torch.equal(p, before[name])]
-        findings.that(bool(moved) == (str(step) not in planted) or not owns_any(model), f"step {step} moved {moved}")
+        moved = [
+            name
+            for name, p in model.named_parameters()
+            if p.grad is not None and not torch.equal(p, before[name])
+        ]
+        findings.that(
+            bool(moved) == (str(step) not in planted) or not owns_any(model), f"step {step} moved {moved}"
+        )
         scales.append(pairs[0][2].get_scale())
-        findings.that(scales[-1] == pairs[1][2].get_scale(), f"step {step}: scale {scales[-1]}, in one process {pairs[1][2].get_scale()}")
+        findings.that(
+            scales[-1] == pairs[1][2].get_scale(),
+            f"step {step}: scale {scales[-1]}, in one process {pairs[1][2].get_scale()}",
+        )
     state = model.state_dict()
     if context.rank == 0:
         context.compare_state(state, dict(alone.model.state_dict()), factor=1e3)
@@ -215,11 +249,15 @@ def _compare(context: Context, model: nn.Module, plain: nn.Module, kind: str) ->
             continue
         mine, expected = p.grad.isfinite(), q.grad.isfinite()
         context.findings.that(torch.equal(mine, expected), f"{kind}, {name}: other values are not finite")
-        context.findings.close(kind, name, p.grad.where(mine, 0), q.grad.where(expected, 0), context.tolerance * 1e3)
+        context.findings.close(
+            kind, name, p.grad.where(mine, 0), q.grad.where(expected, 0), context.tolerance * 1e3
+        )
 
 
 def overflow_in_one_stage(context: Context) -> dict[str, Any]:
-    """float16 whose first layer's gradient overflows by itself, in one stage: all skip what one process skips, and recover alike."""
+    """float16 whose first layer's gradient overflows by itself, in one stage: all skip what one process
+    skips, and recover alike.
+    """
     findings = context.findings
     lift = 2.0**9
     model, compiled, plain = _chains(context, lift)
@@ -242,7 +280,10 @@ def overflow_in_one_stage(context: Context) -> dict[str, Any]:
             scaler.update()
         findings.that(last or step < 4, f"step {step}: the last layers overflow too")
         scales.append(scalers[0].get_scale())
-        findings.that(scales[-1] == scalers[1].get_scale(), f"step {step}: scale {scales[-1]}, in one process {scalers[1].get_scale()}")
+        findings.that(
+            scales[-1] == scalers[1].get_scale(),
+            f"step {step}: scale {scales[-1]}, in one process {scalers[1].get_scale()}",
+        )
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         if p.grad is not None:
             findings.close("parameter", name, p.detach(), q.detach(), 1e-4)
@@ -250,14 +291,18 @@ def overflow_in_one_stage(context: Context) -> dict[str, Any]:
 
 
 def scales_differ(context: Context) -> None:
-    """Ranks with different scales would add gradients that do not fit: an error on all of them, and the job goes on."""
+    """Ranks with different scales would add gradients that do not fit: an error on all of them, and the job
+    goes on.
+    """
     model = context.model()
     compiled = context.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + context.rank))
     scaler.scale(_loss(context, compiled, context.batch())).backward()
     error = context.findings.raises("different scales", ("RanksDifferError",), lambda: scaler.step(optimizer))
-    context.findings.that(error is None or "scale" in str(error), f"the error does not speak of scales: {error}")
+    context.findings.that(
+        error is None or "scale" in str(error), f"the error does not speak of scales: {error}"
+    )
     rannc_backend.barrier()
 
 
@@ -271,4 +316,6 @@ def scaler_of_another_model(context: Context) -> None:
     scaler.scale(own(torch.ones(1, 2)).sum() * (float("inf") if context.rank == 0 else 1.0)).backward()
     before = own.weight.detach().clone()
     scaler.step(optimizer)
-    context.findings.that(torch.equal(before, own.weight) == (context.rank == 0), "a rank skipped another's step")
+    context.findings.that(
+        torch.equal(before, own.weight) == (context.rank == 0), "a rank skipped another's step"
+    )

@@ -1,6 +1,8 @@
-"""Checks of RaNNC's own surface: RaNNCModule, its methods, the functions beside it, and optimizers with from_global.
+"""Checks of RaNNC's own surface: RaNNCModule, its methods, the functions beside it, and optimizers with
+from_global.
 
-In: a context. Out: findings. Every function is collective. Terms as in contract_checks.py: *alone* is the plain model in one process.
+In: a context. Out: findings. Every function is collective. Terms as in contract_checks.py: *alone* is the
+plain model in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=2e-3, eps=1e-6, amsgrad=kind == "amsgrad")
 
 
-def wrap(context: Context, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any) -> pyrannc.RaNNCModule:
+def wrap(
+    context: Context, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
+) -> pyrannc.RaNNCModule:
     """As a RaNNC script wraps it."""
     return pyrannc.RaNNCModule(model, optimizer, options=context.case.compile_options(), **arguments)
 
@@ -42,23 +46,33 @@ def loss_of(context: Context, model: Any, step: int = 0) -> torch.Tensor:
     return context.entry.loss_of(context.entry.call(model, batch), batch)
 
 
-def compare_optimizer(context: Context, found: dict[str, Any] | None, expected: dict[str, Any], what: str) -> None:
+def compare_optimizer(
+    context: Context, found: dict[str, Any] | None, expected: dict[str, Any], what: str
+) -> None:
     """Rank 0's whole optimizer state against that of one process; None elsewhere."""
     findings = context.findings
     if context.rank != 0:
         findings.that(found is None, f"{what}: this rank got {type(found).__name__}")
         return
     assert found is not None
-    findings.that(found["param_groups"] == expected["param_groups"], f"{what}: groups {found['param_groups']}")
-    findings.that(list(found["state"]) == sorted(expected["state"]), f"{what}: state for {list(found['state'])}")
+    findings.that(
+        found["param_groups"] == expected["param_groups"], f"{what}: groups {found['param_groups']}"
+    )
+    findings.that(
+        list(found["state"]) == sorted(expected["state"]), f"{what}: state for {list(found['state'])}"
+    )
     for index, members in expected["state"].items():
         for name, value in members.items():
             actual = found["state"].get(index, {}).get(name)
-            findings.close("optimizer", f"{what} {index} {name}", actual, value, context.tolerance * LATER_STEPS_FACTOR)
+            findings.close(
+                "optimizer", f"{what} {index} {name}", actual, value, context.tolerance * LATER_STEPS_FACTOR
+            )
 
 
 def trains_as_rannc_module(context: Context) -> dict[str, Any]:
-    """The common procedure of RaNNC's tests: outputs, gradients by name, steps, whole states; and the module looks like the given one."""
+    """The common procedure of RaNNC's tests: outputs, gradients by name, steps, whole states; and the module
+    looks like the given one.
+    """
     case, entry, findings = context.case, context.entry, context.findings
     kind = case.parameters.get("optimizer", "adam")
     given, alone = context.model(), Alone(context)
@@ -67,7 +81,10 @@ def trains_as_rannc_module(context: Context) -> dict[str, Any]:
     model = wrap(context, given, optimizer)
     findings.that(isinstance(model, nn.Module) and model.model is given, "it is no module, or another")
     findings.that([name for name, _ in model.named_parameters()] == names, "names before the first call")
-    findings.that(not model.ready and list(model.state_dict()) == list(given.state_dict()), "state_dict before the first call")
+    findings.that(
+        not model.ready and list(model.state_dict()) == list(given.state_dict()),
+        "state_dict before the first call",
+    )
     for step in range(case.num_steps):
         optimizer.zero_grad()
         expected.zero_grad()
@@ -81,18 +98,38 @@ def trains_as_rannc_module(context: Context) -> dict[str, Any]:
         if entry.loss_inside:
             findings.close("loss", f"step {step}", loss, plain_loss, context.tolerance * factor)
         for name, gradient in alone.gradients().items():
-            findings.close("gradient", name, model.get_param_grad(name), gradient, context.tolerance * factor * 10)
+            findings.close(
+                "gradient", name, model.get_param_grad(name), gradient, context.tolerance * factor * 10
+            )
         norm = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 0.05)
-        findings.close("norm", f"step {step}", torch.tensor(model._calc_grad_norm(), dtype=norm.dtype), norm, context.tolerance * factor)
-        findings.close("norm", f"clipped {step}", model.clip_grad_norm(0.05).to(norm.dtype), norm, context.tolerance * factor)
+        findings.close(
+            "norm",
+            f"step {step}",
+            torch.tensor(model._calc_grad_norm(), dtype=norm.dtype),
+            norm,
+            context.tolerance * factor,
+        )
+        findings.close(
+            "norm",
+            f"clipped {step}",
+            model.clip_grad_norm(0.05).to(norm.dtype),
+            norm,
+            context.tolerance * factor,
+        )
         optimizer.step()
         expected.step()
     for name, parameter in alone.model.named_parameters(remove_duplicate=False):
-        findings.close("parameter", name, model.get_param(name), parameter, context.tolerance * LATER_STEPS_FACTOR)
+        findings.close(
+            "parameter", name, model.get_param(name), parameter, context.tolerance * LATER_STEPS_FACTOR
+        )
     _states(context, model, alone.model)
-    compare_optimizer(context, optimizer.state_dict(from_global=True), expected.state_dict(), "after training")
+    compare_optimizer(
+        context, optimizer.state_dict(from_global=True), expected.state_dict(), "after training"
+    )
     here = [name for name, _ in model.named_parameters()]
-    findings.that([name for name, _ in model.named_parameters(from_global=True)] == names, "names of all parameters")
+    findings.that(
+        [name for name, _ in model.named_parameters(from_global=True)] == names, "names of all parameters"
+    )
     findings.that(len(list(model.parameters())) == len(here), "parameters() and named_parameters() differ")
     findings.raises("an unknown name", ("UserInputError",), lambda: pyrannc.get_param(model, "ghost"))
     return {"owned": here, "names": names}
@@ -100,7 +137,13 @@ def trains_as_rannc_module(context: Context) -> dict[str, Any]:
 
 def _states(context: Context, model: pyrannc.RaNNCModule, plain: nn.Module) -> None:
     findings = context.findings
-    for arguments in ({}, {"no_hook": True}, {"rank0_only": False}, {"no_hook": True, "rank0_only": False}, {"sync_all_ranks": True}):
+    for arguments in (
+        {},
+        {"no_hook": True},
+        {"rank0_only": False},
+        {"no_hook": True, "rank0_only": False},
+        {"sync_all_ranks": True},
+    ):
         state = model.state_dict(**arguments)
         everywhere = "rank0_only" in arguments or "sync_all_ranks" in arguments
         if context.rank == 0 or everywhere:
@@ -114,7 +157,9 @@ def _states(context: Context, model: pyrannc.RaNNCModule, plain: nn.Module) -> N
 
 
 def optimizer_state_goes_round(context: Context) -> None:
-    """Whole optimizer state loaded into a new job's optimizer, before its first call and after, given by all ranks or by rank 0 only."""
+    """Whole optimizer state loaded into a new job's optimizer, before its first call and after, given by all
+    ranks or by rank 0 only.
+    """
     kind = context.case.parameters["optimizer"]
     alone = Alone(context)
     expected = make_optimizer(kind, alone.model)
@@ -155,16 +200,25 @@ def optimizer_state_goes_round(context: Context) -> None:
         twin_optimizer.load_state_dict(copy.deepcopy(expected.state_dict()))
         _step(context, loaded, fresh, twin, twin_optimizer, 3)
         for name, value in twin.model.named_parameters():
-            context.findings.close("parameter", f"{name}, {what}", loaded.get_param(name), value, context.tolerance * 1e3)
+            context.findings.close(
+                "parameter", f"{name}, {what}", loaded.get_param(name), value, context.tolerance * 1e3
+            )
         held = {id(p) for p in fresh.state if num_elements(fresh.state[p])}
-        context.findings.that(held <= {id(p) for p in loaded.parameters()}, f"{what}: state of other ranks' parameters is kept")
+        context.findings.that(
+            held <= {id(p) for p in loaded.parameters()}, f"{what}: state of other ranks' parameters is kept"
+        )
     context.findings.that(
         type(optimizer).state_dict is torch.optim.Optimizer.state_dict, "the optimizer's class was changed"
     )
 
 
 def _step(
-    context: Context, model: Any, optimizer: torch.optim.Optimizer, alone: Alone, expected: torch.optim.Optimizer, step: int
+    context: Context,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    alone: Alone,
+    expected: torch.optim.Optimizer,
+    step: int,
 ) -> None:
     optimizer.zero_grad()
     expected.zero_grad()
@@ -175,13 +229,16 @@ def _step(
 
 
 def gradients_are_delayed(context: Context) -> None:
-    """delay_grad_allreduce: however steps with and without it follow each other, the sum is that of one process on all their batches."""
+    """delay_grad_allreduce: however steps with and without it follow each other, the sum is that of one
+    process on all their batches.
+    """
     findings = context.findings
     given, alone = context.model(), Alone(context)
     optimizer = make_optimizer("adam", given)
     model = wrap(context, given, optimizer)
     world = context.case.world
-    # A letter is a step: d delayed, n not; w: its forward delayed and its backward not, v the other way round. r is allreduce_grads.
+    # A letter is a step: d delayed, n not; w: its forward delayed and its backward not, v the other way
+    # round. r is allreduce_grads.
     for pattern in ("ddn", "nddr", "dwn", "dvr", "vdn", "n", "drdr"):
         optimizer.zero_grad()
         alone.model.zero_grad()
@@ -202,12 +259,16 @@ def gradients_are_delayed(context: Context) -> None:
             findings.close("gradient", f"{name} after {pattern}", found, gradient, context.tolerance * 10)
         context.compare_gradients(given, alone.gradients(), kind=f"own gradient after {pattern}", factor=10)
         norm = torch.nn.utils.clip_grad_norm_(alone.model.parameters(), 1e9)
-        findings.close("norm", pattern, model.clip_grad_norm(1e9).to(norm.dtype), norm, context.tolerance * 10)
+        findings.close(
+            "norm", pattern, model.clip_grad_norm(1e9).to(norm.dtype), norm, context.tolerance * 10
+        )
     pyrannc.clear()
 
 
 def surface(context: Context) -> dict[str, Any]:
-    """keep_graph, undeploy and planning anew with optimizer state, recreated communicators, modes, to and cuda, refusals, helpers."""
+    """keep_graph, undeploy and planning anew with optimizer state, recreated communicators, modes, to and
+    cuda, refusals, helpers.
+    """
     findings, case = context.findings, context.case
     given, alone = context.model(), Alone(context)
     optimizer, expected = make_optimizer("adam", given), make_optimizer("adam", alone.model)
@@ -234,7 +295,9 @@ def surface(context: Context) -> dict[str, Any]:
     model.undeploy()
     findings.that(not model.ready, "it is ready after undeploy")
     findings.that(all(p.grad is None for p in given.parameters()), "gradients are kept after undeploy")
-    compare_optimizer(context, optimizer.state_dict(from_global=True), expected.state_dict(), "after undeploy")
+    compare_optimizer(
+        context, optimizer.state_dict(from_global=True), expected.state_dict(), "after undeploy"
+    )
     before = [name for name, _ in model.named_parameters()]
     if case.num_stages == 2:
         # Other owners: parameters and their optimizer state change places.
@@ -249,11 +312,15 @@ def surface(context: Context) -> dict[str, Any]:
     findings.that((before != after) == (case.num_stages == 2), f"parameters here: {before}, then {after}")
     findings.raises("a deployment now", ("UserInputError",), lambda: model.load_deployment(plan))
     compare_optimizer(context, optimizer.state_dict(from_global=True), expected.state_dict(), "planned anew")
-    context.compare_gradients(given, alone.gradients(), kind="gradient when planned anew", factor=LATER_STEPS_FACTOR)
+    context.compare_gradients(
+        given, alone.gradients(), kind="gradient when planned anew", factor=LATER_STEPS_FACTOR
+    )
 
     pyrannc.recreate_all_communicators()
     _step(context, model, optimizer, alone, expected, 4)
-    context.compare_gradients(given, alone.gradients(), kind="gradient over new communicators", factor=LATER_STEPS_FACTOR)
+    context.compare_gradients(
+        given, alone.gradients(), kind="gradient over new communicators", factor=LATER_STEPS_FACTOR
+    )
     with torch.no_grad():
         model.eval()
         batch = context.batch(5)
@@ -267,7 +334,9 @@ def surface(context: Context) -> dict[str, Any]:
         alone.model.train()
     findings.that(model.to("cpu") is model and model.cuda() is model, "to and cuda give something else")
     findings.raises("another dtype now", ("UserInputError",), lambda: model.to(torch.float32))
-    apex = findings.raises("Apex", ("UserInputError",), lambda: wrap(context, context.model(), enable_apex_amp=True))
+    apex = findings.raises(
+        "Apex", ("UserInputError",), lambda: wrap(context, context.model(), enable_apex_amp=True)
+    )
     findings.that("autocast" in str(apex), f"the Apex error says {apex}")
     _helpers(context)
     return {"before": before, "after": after}
@@ -278,20 +347,32 @@ def _helpers(context: Context) -> None:
     own = torch.tensor([rank, -rank], dtype=torch.int32)
     rows = [[other, -other] for other in range(world)]
     findings.that(pyrannc.all_gather(own).tolist() == rows, "all_gather")
-    findings.that(pyrannc.tensor_coll._allreduce_min(own.clone()).tolist() == [0, 1 - world], "_allreduce_min")
-    findings.that(pyrannc.tensor_coll._allreduce_sum(own.clone()).tolist() == [sum(range(world)), -sum(range(world))], "_allreduce_sum")
+    findings.that(
+        pyrannc.tensor_coll._allreduce_min(own.clone()).tolist() == [0, 1 - world], "_allreduce_min"
+    )
+    findings.that(
+        pyrannc.tensor_coll._allreduce_sum(own.clone()).tolist() == [sum(range(world)), -sum(range(world))],
+        "_allreduce_sum",
+    )
     findings.that(pyrannc.tensor_coll.bcast(own, world - 1).tolist() == [world - 1, 1 - world], "bcast")
     whole = torch.arange(15.0).reshape(3, 5)
     whole[0, 0] = float("nan")
     parameter = nn.Parameter(whole.clone())
     pid = pyrannc.store_dist_param(parameter)
     piece = pyrannc.get_dist_param_range(pid)
-    findings.that(parameter.numel() == piece.stop - piece.start < 15 or world == 1, "each rank keeps its part")
-    findings.that(torch.equal(pyrannc.load_dist_param(pid).nan_to_num(-1), whole.nan_to_num(-1)), "load_dist_param")
+    findings.that(
+        parameter.numel() == piece.stop - piece.start < 15 or world == 1, "each rank keeps its part"
+    )
+    findings.that(
+        torch.equal(pyrannc.load_dist_param(pid).nan_to_num(-1), whole.nan_to_num(-1)), "load_dist_param"
+    )
     pyrannc.set_dist_param(pid, whole * 2)
     pyrannc.set_dist_param_dtype(pid, torch.float64)
     pyrannc.remove_dist_param(pid)
-    findings.that(torch.equal(parameter.detach().nan_to_num(-1), (whole * 2).double().nan_to_num(-1)), "a stored parameter came back")
+    findings.that(
+        torch.equal(parameter.detach().nan_to_num(-1), (whole * 2).double().nan_to_num(-1)),
+        "a stored parameter came back",
+    )
 
 
 def _swapped(text: str) -> str:
@@ -302,7 +383,9 @@ def _swapped(text: str) -> str:
 
 
 def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
-    """A model built under DistributeModelParams, and one on meta: values as in one process, made on their owners only."""
+    """A model built under DistributeModelParams, and one on meta: values as in one process, made on their
+    owners only.
+    """
     findings, case = context.findings, context.case
     results: dict[str, Any] = {}
     for kind in case.parameters["kinds"]:
@@ -311,15 +394,22 @@ def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
         optimizer = make_optimizer("adam", given)
         model = wrap(context, given, optimizer)
         here = sum(p.untyped_storage().nbytes() for p in given.parameters())
-        findings.that(here <= 8 * len(list(given.parameters())), f"{kind}: {here} of {total} bytes before the first call")
+        findings.that(
+            here <= 8 * len(list(given.parameters())),
+            f"{kind}: {here} of {total} bytes before the first call",
+        )
         findings.raises(f"{kind}: state_dict before there is one", ("UserInputError",), model.state_dict)
         if kind == "loaded":
             weights = dict(context.model().state_dict())
             model.load_state_dict(weights)
         loss = loss_of(context, model)
-        held = sum(p.untyped_storage().nbytes() for p in given.parameters() if p.untyped_storage().nbytes() > 8)
+        held = sum(
+            p.untyped_storage().nbytes() for p in given.parameters() if p.untyped_storage().nbytes() > 8
+        )
         owned = sum(p.numel() * p.element_size() for p in model.parameters())
-        findings.that(held == owned <= total, f"{kind}: this rank holds {held} bytes, and {owned} are of its stage")
+        findings.that(
+            held == owned <= total, f"{kind}: this rank holds {held} bytes, and {owned} are of its stage"
+        )
         results[f"{kind} bytes"] = held
         state = model.state_dict(rank0_only=False)
         # Now: in one process the state is the parameters themselves, which a step changes.
@@ -332,9 +422,15 @@ def recorded_models_fill_by_stage(context: Context) -> dict[str, Any]:
         plain.backward(context.batch())
         context.compare_gradients(given, plain.gradients(), kind=f"gradient of the {kind} model")
         optimizer.step()
-        findings.that(all(bool(torch.isfinite(value).all()) for value in state.values()), f"{kind}: values that nobody made")
+        findings.that(
+            all(bool(torch.isfinite(value).all()) for value in state.values()),
+            f"{kind}: values that nobody made",
+        )
         if kind == "loaded":
-            findings.that(all(torch.equal(state[name], value) for name, value in weights.items()), "loaded values are others")
+            findings.that(
+                all(torch.equal(state[name], value) for name, value in weights.items()),
+                "loaded values are others",
+            )
     return results
 
 

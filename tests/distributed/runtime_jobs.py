@@ -24,7 +24,8 @@ class Job:
 
     Attributes:
         code: exit code; None if it had to be ended by us.
-        seconds_after_fault: from the moment that the worker printed to the end of the job; None without such a moment.
+        seconds_after_fault: from the moment that the worker printed to the end of the job; None without such
+        a moment.
     """
 
     code: int | None
@@ -46,7 +47,9 @@ def run_job(
     limit_seconds: float = 60,
     templates: Templates | None = None,
 ) -> Job:
-    """Run tests/distributed/workers/<worker>.py on `world` ranks; with `templates` under mpirun, forked where torch is imported already."""
+    """Run tests/distributed/workers/<worker>.py on `world` ranks; with `templates` under mpirun, forked where
+    torch is imported already.
+    """
     command: list[str] = [] if templates is None else [*mpirun(world), *templates.command([])]
     if launcher == "torchrun":
         command = [str(Path(sys.executable).with_name("torchrun")), f"--nproc-per-node={world}"]
@@ -63,5 +66,7 @@ def assert_ok(job: Job, world: int) -> None:
     """The job ended well on every rank, and nobody had anything to say."""
     assert job.code == 0, job.output[-3000:]
     # Unbuffered lines of several ranks can meet on one line.
-    assert sorted(re.findall(r"\bok (\d+)", job.output.replace("ok", " ok"))) == [str(rank) for rank in range(world)], job.output
+    assert sorted(re.findall(r"\bok (\d+)", job.output.replace("ok", " ok"))) == [
+        str(rank) for rank in range(world)
+    ], job.output
     assert "[rannc]" not in job.output and "Traceback" not in job.output, job.output[-3000:]

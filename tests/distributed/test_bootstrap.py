@@ -17,7 +17,14 @@ def test_mpirun(tmp_path: Path, world: int) -> None:
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    checks = ("places", "mpi_stays_out_of_torchrun", "control", "messages", "groups", "leaving_at_different_times")
+    checks = (
+        "places",
+        "mpi_stays_out_of_torchrun",
+        "control",
+        "messages",
+        "groups",
+        "leaving_at_different_times",
+    )
     assert_ok(run_job(tmp_path, 2, "runtime_worker", *checks, launcher="torchrun"), 2)
 
 
@@ -34,12 +41,16 @@ def test_a_missing_rank_is_named(tmp_path: Path, templates: Templates) -> None:
 
 
 def test_different_operations_do_not_hang(tmp_path: Path, templates: Templates) -> None:
-    assert_ok(run_job(tmp_path, 2, "runtime_worker", "control_finds_different_operations", templates=templates), 2)
+    assert_ok(
+        run_job(tmp_path, 2, "runtime_worker", "control_finds_different_operations", templates=templates), 2
+    )
 
 
 @pytest.mark.full
 def test_different_operations_do_not_hang_under_torchrun(tmp_path: Path) -> None:
-    assert_ok(run_job(tmp_path, 2, "runtime_worker", "control_finds_different_operations", launcher="torchrun"), 2)
+    assert_ok(
+        run_job(tmp_path, 2, "runtime_worker", "control_finds_different_operations", launcher="torchrun"), 2
+    )
 
 
 def test_one_process_starts_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Training to which things happen at random: ranks are killed, frozen, fail, are told to end; the job goes on from its checkpoints.
+"""Training to which things happen at random: ranks are killed, frozen, fail, are told to end; the job goes on
+from its checkpoints.
 
-Every step that any attempt has made, also those that were lost and made again, has the loss of one process within 1e-12; every end
-comes within 5 s (a frozen rank is noticed by the limit of a step first), and says which rank it was and why.
+Every step that any attempt has made, also those that were lost and made again, has the loss of one process
+within 1e-12; every end comes within 5 s (a frozen rank is noticed by the limit of a step first), and says
+which rank it was and why.
 """
 
 from __future__ import annotations
@@ -56,10 +58,20 @@ class Story:
         begin = self.step
         stamp = self.directory / "stamp"
         stamp.unlink(missing_ok=True)
-        arguments = [str(self.directory), str(self.num_steps), replicas, *([str(at), str(rank), how] if how else [])]
+        arguments = [
+            str(self.directory),
+            str(self.num_steps),
+            replicas,
+            *([str(at), str(rank), how] if how else []),
+        ]
         command = [*launcher(WORLD), *self.templates.command([])]
         code, output, _ = run_script(
-            WORKER, arguments, world=WORLD, directory=self.directory, limit_seconds=LIMIT_SECONDS, command=command
+            WORKER,
+            arguments,
+            world=WORLD,
+            directory=self.directory,
+            limit_seconds=LIMIT_SECONDS,
+            command=command,
         )
         ended = time.time()
         what = f"{how or 'nothing'} on rank {rank} in step {at}, from step {begin}:\n{output[-3000:]}"
@@ -67,7 +79,9 @@ class Story:
         cause = CAUSES.get(how)
         if cause is None:
             assert code == 0, f"code {code}, {what}"
-            assert made == (at if how else self.num_steps) == self.step, f"{made} steps, saved {self.step}, {what}"
+            assert made == (at if how else self.num_steps) == self.step, (
+                f"{made} steps, saved {self.step}, {what}"
+            )
             return
         assert code not in (0, None) and stamp.exists(), f"code {code}, {what}"
         late = ended - float(stamp.read_text()) - (STEP_LIMIT_SECONDS if how == "freeze" else 0.0)
@@ -76,7 +90,9 @@ class Story:
         assert f"because of rank {rank} of {WORLD}" in block and cause in block, what
         assert made == at - 1, f"{made} steps, {what}"
         # The last one at most is lost, which a background save may not have finished.
-        assert self.step >= max(begin, (at - 1) // SAVE_EVERY * SAVE_EVERY - SAVE_EVERY), f"saved {self.step}, {what}"
+        assert self.step >= max(begin, (at - 1) // SAVE_EVERY * SAVE_EVERY - SAVE_EVERY), (
+            f"saved {self.step}, {what}"
+        )
 
     def _compare(self, begin: int, what: str) -> int:
         """Every step of this attempt; gives the last one that all ranks have made."""
@@ -85,13 +101,17 @@ class Story:
             path = self.directory / f"rank{rank}.txt"
             lines = path.read_text().splitlines() if path.exists() else []
             new, self._num_lines[rank] = lines[self._num_lines[rank] :], len(lines)
-            assert [int(line.split()[0]) for line in new] == list(range(begin + 1, begin + 1 + len(new))), f"{new}, {what}"
+            assert [int(line.split()[0]) for line in new] == list(range(begin + 1, begin + 1 + len(new))), (
+                f"{new}, {what}"
+            )
             for line in new:
                 number, loss = line.split()
                 expected = self.expected[int(number) - 1][rank]
                 error = abs(float(loss) - expected) / abs(expected)
                 self.worst = max(self.worst, error)
-                assert error <= 1e-12, f"step {number} on rank {rank}: {loss}, in one process {expected!r}; {what}"
+                assert error <= 1e-12, (
+                    f"step {number} on rank {rank}: {loss}, in one process {expected!r}; {what}"
+                )
             last.append(begin + len(new))
         assert max(last) - min(last) <= 1, f"ranks came to steps {last}, {what}"
         return min(last)
@@ -113,7 +133,9 @@ def tell(tmp_path: Path, num_steps: int, kinds: list[str], rng: random.Random, t
         story.attempt(rng.choice(["1,1", "2"]), at, rng.randrange(WORLD), how)
     story.attempt("1,1", 0, -1, "")
     story.compare_parameters()
-    print(f"{num_steps} steps, {len(kinds)} interruptions, largest relative error of a loss {story.worst:.1e}")
+    print(
+        f"{num_steps} steps, {len(kinds)} interruptions, largest relative error of a loss {story.worst:.1e}"
+    )
 
 
 def test_a_short_story(tmp_path: Path, templates: Templates) -> None:

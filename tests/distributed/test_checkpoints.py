@@ -1,4 +1,6 @@
-"""Checkpoints over ranks: any number saves, any number loads, and the next steps are those of the job that went on."""
+"""Checkpoints over ranks: any number saves, any number loads, and the next steps are those of the job that
+went on.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,17 @@ def _loading(model: str, sources: dict[int, list[str]], world: int) -> Case:
         model,
         world,
         "checkpoint_loaded",
-        parameters={"sources": {_path(model, saver): times for saver, times in sources.items()}, "same": _path(model, world)},
+        parameters={
+            "sources": {_path(model, saver): times for saver, times in sources.items()},
+            "same": _path(model, world),
+        },
         needs=tuple(SAVING[model, saver].name for saver in sources),
     )
 
 
-@pytest.fixture(scope="session", autouse=True)  # cases of other tests come between those that save and those that load
+@pytest.fixture(
+    scope="session", autouse=True
+)  # cases of other tests come between those that save and those that load
 def _clean() -> Iterator[None]:
     yield
     shutil.rmtree(DIRECTORY, ignore_errors=True)
@@ -80,7 +87,9 @@ ALL_LOADING = [_loading(model, dict.fromkeys(STAGES, TIMES), world) for model in
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cases", [[*SAVING.values(), case] for case in ALL_LOADING], ids=[case.name for case in ALL_LOADING])
+@pytest.mark.parametrize(
+    "cases", [[*SAVING.values(), case] for case in ALL_LOADING], ids=[case.name for case in ALL_LOADING]
+)
 def test_saved_on_any_loaded_on_any(cases: list[Case], outcome_of: OutcomeOf) -> None:
     for case in cases:
         outcome_of(case).raise_if_failed()

@@ -1,7 +1,7 @@
 """Each point of the semantics (docs/semantics.md) over ranks: fails when the point is broken.
 
-Points that are plain equality are cases of the check "equality"; the others name their function in contract_checks.py,
-or in shared_sums_checks.py.
+Points that are plain equality are cases of the check "equality"; the others name their function in
+contract_checks.py, or in shared_sums_checks.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from tests.distributed.test_equality import check_ownership
 def _case(name: str, model: str, replicas: str, num_micro_batches: int, **members: Any) -> Case:
     world = sum(int(number) for number in replicas.split(","))
     return Case(
-        name=f"contract-{name}", model=model, replicas=replicas, world=world, num_micro_batches=num_micro_batches, **members
+        name=f"contract-{name}",
+        model=model,
+        replicas=replicas,
+        world=world,
+        num_micro_batches=num_micro_batches,
+        **members,
     )
 
 
@@ -52,13 +57,31 @@ EQUAL = (
     _case("batch_norm_four_stages", "batch_norm", "1,1,1,1", 3, rows=(5, 4, 6, 5)),
     _case("batch_norm_replicas", "batch_norm", "2,2", 2, rows=(5, 4, 6, 5)),
     _case("fill_drain", "mlp_loss", "1,1,1,1", 4, options={"schedule": "fill_drain"}),
+    *(
+        _case(
+            f"reversed_gpipe_{model}",
+            model,
+            "1,1",
+            4,
+            check="equality_with_reversed_gpipe",
+            options={"schedule": "reversed_gpipe", "bucket_mb": 0.0001},
+        )
+        for model in ("mlp_loss", "mlp")
+    ),
     _case("small_buckets", "mlp_loss", "2", 3, options={"bucket_mb": 0.0001}),
     _case("small_buckets_four", "mlp_loss", "2,2", 3, options={"bucket_mb": 0.0001}),
     _case("rows_not_kept", "mlp_loss", "1,2,1", 3, options={"outputs": "loss"}),
     _case("planner_decides", "mlp_loss", "1,1,1,1", 0, options={"costs": "analytic"}),
-    # Two values cross the cut in one message, which Inductor's kernels write; what is copied is counted by all ranks.
+    # Two values cross the cut in one message, which Inductor's kernels write; what is copied is counted by
+    # all ranks.
     _case(
-        "written_into_messages", "long_skip_loss", "1,1", 3, stage_compiler="inductor", options={"verbose": True}, limit_seconds=200.0
+        "written_into_messages",
+        "long_skip_loss",
+        "1,1",
+        3,
+        stage_compiler="inductor",
+        options={"verbose": True},
+        limit_seconds=200.0,
     ),
 )
 _SIZES = {"rows_of_steps": [[4, 3], [3, 4], [7, 2], [1, 1], [1, 2], [4, 3]]}
@@ -69,7 +92,9 @@ OTHER = (
     _case("sizes_change_outside", "mlp", "1,1", 2, check="sizes_change", parameters=_SIZES),
     _case("sizes_change_padded", "padded", "1,2,1", 3, check="sizes_change", parameters=_FOUR_SIZES),
     _case("first_batch_of_one", "mlp_loss", "1,1", 2, check="sizes_change", parameters=_FROM_ONE),
-    _case("one_row_alone", "padded", "1", 2, check="sizes_change", parameters={"rows_of_steps": [[3], [1], [2]]}),
+    _case(
+        "one_row_alone", "padded", "1", 2, check="sizes_change", parameters={"rows_of_steps": [[3], [1], [2]]}
+    ),
     _case(
         "sizes_change_inductor",
         "mlp_loss",
@@ -89,7 +114,14 @@ OTHER = (
         parameters={"scale": 2.0},
         options={"gradients_reduce_method": "sum"},
     ),
-    _case("loss_inside_ignores_the_method", "mlp_loss", "1,1", 2, check="gradients_scaled", parameters={"scale": 1.0}),
+    _case(
+        "loss_inside_ignores_the_method",
+        "mlp_loss",
+        "1,1",
+        2,
+        check="gradients_scaled",
+        parameters={"scale": 1.0},
+    ),
     _case("accumulate", "mlp_loss", "1,1", 3, check="accumulate"),
     _case("accumulate_outside", "mlp", "1,2,1", 2, check="accumulate"),
     _case("accumulate_tied", "tied_embedding", "2,2", 2, check="accumulate"),
@@ -134,14 +166,27 @@ OTHER = (
     _case("shared_sums", "mlp_loss", "2", 3, check="shared_sums", options={"bucket_mb": 0.0001}),
     _case("shared_sums_tied", "tied_embedding", "2,2", 2, check="shared_sums", options={"bucket_mb": 0.0001}),
     _case(
-        "shared_sums_in_a_ring", "tied_ring", "1,1,1", 2, check="shared_sums", options={"stage_starts": "layers.2,layers.4"}
+        "shared_sums_in_a_ring",
+        "tied_ring",
+        "1,1,1",
+        2,
+        check="shared_sums",
+        options={"stage_starts": "layers.2,layers.4"},
     ),
-    _case("shared_sums_late", "mlp_loss", "2,2", 2, check="shared_sums", options={"bucket_mb": 0.0001, "sync_allreduce": True}),
+    _case(
+        "shared_sums_late",
+        "mlp_loss",
+        "2,2",
+        2,
+        check="shared_sums",
+        options={"bucket_mb": 0.0001, "sync_allreduce": True},
+    ),
     _case("shared_sums_without_memory", "mlp_loss", "2", 3, check="shared_sums", parameters={"without": 1}),
     _case("shared_sums_refused", "mlp_loss", "2", 3, check="shared_sums", options={"shared_memory": False}),
     _case("seed_decides", "dropout", "1,1", 2, check="seed_decides", rows=(20, 20)),
 )
-# The same eight global rows and weights under plans with 1, 2 and 4 stages, replicas, and other micro-batches.
+# The same eight global rows and weights under plans with 1, 2 and 4 stages, replicas, and other
+# micro-batches.
 _RANDOM = {"model": "dropout", "check": "same_random_rows"}
 RANDOM = (
     _case("random-1", num_micro_batches=2, replicas="1", rows=(8,), **_RANDOM),
@@ -149,7 +194,14 @@ RANDOM = (
     _case("random-2", num_micro_batches=2, replicas="2", rows=(2, 6), **_RANDOM),
     _case("random-1-1-1-1", num_micro_batches=2, replicas="1,1,1,1", rows=(3, 1, 2, 2), **_RANDOM),
     _case("random-2-2", num_micro_batches=2, replicas="2,2", rows=(3, 1, 2, 2), **_RANDOM),
-    _case("random-1-1-recompute", num_micro_batches=2, replicas="1,1", rows=(5, 3), options={"recompute": 0}, **_RANDOM),
+    _case(
+        "random-1-1-recompute",
+        num_micro_batches=2,
+        replicas="1,1",
+        rows=(5, 3),
+        options={"recompute": 0},
+        **_RANDOM,
+    ),
     _case("random-1-2-1-m4", num_micro_batches=4, replicas="1,2,1", rows=(2, 2, 2, 2), **_RANDOM),
 )
 
@@ -183,7 +235,9 @@ def test_point(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 
 
-def _joined(case: Case, outcome_of: OutcomeOf, step: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _joined(
+    case: Case, outcome_of: OutcomeOf, step: str
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     outcome = outcome_of(case)
     outcome.raise_if_failed()
     kept = [torch.load(result["path"])[step] for result in outcome.results]
@@ -193,7 +247,10 @@ def _joined(case: Case, outcome_of: OutcomeOf, step: str) -> tuple[torch.Tensor,
     return kept[0]["loss"], torch.cat([part["rows"] for part in kept]), gradients
 
 
-@pytest.mark.parametrize("cases", [pytest.param((RANDOM[0], *one.values), id=one.id, marks=one.marks) for one in _parameters(RANDOM[1:])])
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param((RANDOM[0], *one.values), id=one.id, marks=one.marks) for one in _parameters(RANDOM[1:])],
+)
 def test_dropout_does_not_depend_on_the_plan(cases: tuple[Case, Case], outcome_of: OutcomeOf) -> None:
     for step in ("step0", "step1"):
         one_loss, one_rows, one_gradients = _joined(cases[0], outcome_of, step)

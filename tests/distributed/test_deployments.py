@@ -15,7 +15,14 @@ def _case(name: str, check: str, replicas: str = "", num_micro_batches: int = 2,
         name=f"deployment-{name}",
         check=check,
         num_micro_batches=num_micro_batches,
-        **{"model": "mlp_loss", "world": 2, "replicas": replicas, "limit_seconds": 240.0, "parameters": {}, **members},
+        **{
+            "model": "mlp_loss",
+            "world": 2,
+            "replicas": replicas,
+            "limit_seconds": 240.0,
+            "parameters": {},
+            **members,
+        },
     )
 
 
@@ -23,7 +30,14 @@ def _saved(name: str, replicas: str, **members: Any) -> Case:
     # Only the first run asks for stages; the others take what the file says.
     save = {"stage_replicas": replicas, "pipeline_num": 2}
     world = sum(map(int, replicas.split(",")))
-    return _case(name, members.pop("check", "saved_and_loaded"), num_micro_batches=0, world=world, parameters={"save": save}, **members)
+    return _case(
+        name,
+        members.pop("check", "saved_and_loaded"),
+        num_micro_batches=0,
+        world=world,
+        parameters={"save": save},
+        **members,
+    )
 
 
 LOADED = (
@@ -33,13 +47,21 @@ LOADED = (
     _saved("tied", "1,2", model="tied_embedding", rows=(4, 3, 5)),
 )
 ONLY_IN_FULL = {"deployment-three", "deployment-four", "deployment-measured-outside"}
+CACHED = _saved("cached", "1,1", check="planned_once")
 REFUSED = _saved("refused", "1,1", check="refused_deployments")
 MEASURED = (
     _case("measured-1f1b", "measured_steps", "1,1", num_steps=7),
     _case("measured-fill_drain", "measured_steps", "1,1", num_steps=7, options={"schedule": "fill_drain"}),
     _case("measured-replicas", "measured_steps", "2,1", world=3, num_steps=7, model="tied_embedding"),
     _case("measured-outside", "measured_steps", "1,1", num_steps=7, model="mlp"),
-    _case("measured-inductor", "measured_steps", "1,1", num_steps=7, stage_compiler="inductor", limit_seconds=300.0),
+    _case(
+        "measured-inductor",
+        "measured_steps",
+        "1,1",
+        num_steps=7,
+        stage_compiler="inductor",
+        limit_seconds=300.0,
+    ),
 )
 MEMORY = _case(
     "memory",
@@ -53,7 +75,10 @@ MEMORY = _case(
 
 
 def _parameters(cases: tuple[Case, ...]) -> list[Any]:
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in ONLY_IN_FULL else []) for case in cases]
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in ONLY_IN_FULL else [])
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize("case", _parameters(LOADED))
@@ -61,6 +86,11 @@ def test_loaded_and_edited_deployments_train_as_one_process(case: Case, outcome_
     outcome = outcome_of(case)
     outcome.raise_if_failed()
     assert outcome.results[0]["stages"] == len(case.parameters["save"]["stage_replicas"].split(","))
+
+
+@pytest.mark.parametrize("case", [pytest.param(CACHED, id=CACHED.name)])
+def test_the_plan_of_an_earlier_run_is_used_and_trains_alike(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
 
 
 @pytest.mark.parametrize("case", [pytest.param(REFUSED, id=REFUSED.name)])
@@ -88,7 +118,9 @@ def test_measured_steps_are_written_and_change_nothing(case: Case, outcome_of: O
     outcome.raise_if_failed()
     report = outcome.results[0]
     assert (report["num_steps"], report["world_size"]) == (2, case.world)
-    assert report["num_rows"] == sum(case.local_rows) and report["num_micro_batches"] == case.num_micro_batches
+    assert (
+        report["num_rows"] == sum(case.local_rows) and report["num_micro_batches"] == case.num_micro_batches
+    )
     assert len(report["stages"]) == case.num_stages and report["comparable"]
     for stage in report["stages"]:
         assert stage["structures"] and 0 < stage["forward_seconds"] and 0 < stage["backward_seconds"]

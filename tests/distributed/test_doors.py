@@ -43,8 +43,12 @@ def addresses(answers: list[dict[str, Any]]) -> set[str]:
 
 
 def hub_of(process: psutil.Process) -> psutil.Process:
-    (hub,) = [child for child in process.children(recursive=True) if any("monitor_hub" in part for part in child.cmdline())]
-    return hub
+    (supervisor,) = [
+        child
+        for child in process.children(recursive=True)
+        if any("supervisor" in part for part in child.cmdline())
+    ]
+    return supervisor
 
 
 def test_a_job_of_one_host_is_not_disturbed_and_listens_on_the_loopback_only(tmp_path: Path) -> None:
@@ -54,7 +58,11 @@ def test_a_job_of_one_host_is_not_disturbed_and_listens_on_the_loopback_only(tmp
         until = time.monotonic() + 60
         while not (tmp_path / "steps0").exists() and time.monotonic() < until:
             assert process.wait(0.1) is None, process.tail()
-        (port,) = [found.laddr.port for found in hub_of(psutil.Process(process.handle.pid)).net_connections() if found.status == "LISTEN"]
+        (port,) = [
+            found.laddr.port
+            for found in hub_of(psutil.Process(process.handle.pid)).net_connections()
+            if found.status == "LISTEN"
+        ]
         strangers, begin = Strangers(port, seed=2), time.time()
         while time.time() - begin < 2 or strangers.num_challenged < 1000:
             strangers.come(250)
@@ -102,7 +110,21 @@ class Hosts:
         for name in self.names:
             run("ip", "netns", "add", name)
         ends = [f"v{name}" for name in self.names]
-        run("ip", "link", "add", ends[0], "netns", self.names[0], "type", "veth", "peer", "name", ends[1], "netns", self.names[1])
+        run(
+            "ip",
+            "link",
+            "add",
+            ends[0],
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ends[1],
+            "netns",
+            self.names[1],
+        )
         for name, end, address in zip(self.names, ends, self.addresses):
             run("ip", "-n", name, "link", "add", "other", "type", "veth", "peer", "name", "nowhere")
             run("ip", "-n", name, "addr", "add", "10.99.0.1/24", "dev", "other")
@@ -130,7 +152,9 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.mark.parametrize("names", ["one_name", pytest.param("own_names", marks=pytest.mark.full)])
 def test_two_hosts_train_as_one_process(tmp_path: Path, hosts: Hosts, names: str) -> None:
-    """Three ranks, two on the first host; either with names and processes of their own, or with the same name as the other host."""
+    """Three ranks, two on the first host; either with names and processes of their own, or with the same name
+    as the other host.
+    """
     hosts_of_ranks = (0, 0, 1)
     running = []
     with contextlib.ExitStack() as stack:
@@ -148,12 +172,15 @@ def test_two_hosts_train_as_one_process(tmp_path: Path, hosts: Hosts, names: str
                 change = f'hostname {hosts.names[host]}; exec "$@"'
                 command = ["unshare", "--uts", "--", "sh", "-c", change, "sh", *command]
             command = ["ip", "netns", "exec", hosts.names[host], *command]
-            running.append(stack.enter_context(Process(command, tmp_path / f"output{rank}.log", rank_environment)))
+            running.append(
+                stack.enter_context(Process(command, tmp_path / f"output{rank}.log", rank_environment))
+            )
         codes = [process.wait(90) for process in running]
     assert codes == [0, 0, 0], "\n".join(process.tail() for process in running)
     answers = told(tmp_path, 3)
     assert_losses(answers)
-    # Neither on the loopback, where the other host would not find it, nor on the cable that leads nowhere, nor on all.
+    # Neither on the loopback, where the other host would not find it, nor on the cable that leads nowhere,
+    # nor on all.
     assert addresses(answers[:2]) == {hosts.addresses[0]} and addresses(answers[2:]) == {hosts.addresses[1]}
     for answer, host in zip(answers, hosts_of_ranks):
         assert answer["interfaces"]["GLOO_SOCKET_IFNAME"] == f"v{hosts.names[host]}"

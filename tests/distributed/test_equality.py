@@ -1,8 +1,8 @@
 """Training over stages, replicas and micro-batches equals training in one process.
 
-float64: relative error of the loss and of every gradient at most 1e-12 in the first step (1e-6 where the model computes in
-float32 itself), float32: 1e-5; after five AdamW steps parameters and buffers agree too. A good part of the matrix runs by
-default, all of it with `-m full`.
+float64: relative error of the loss and of every gradient at most 1e-12 in the first step (1e-6 where the
+model computes in float32 itself), float32: 1e-5; after five AdamW steps parameters and buffers agree too. A
+good part of the matrix runs by default, all of it with `-m full`.
 """
 
 from __future__ import annotations
@@ -61,11 +61,17 @@ def fits(model: str, replicas: str) -> bool:
     counts = replicas.split(",")
     if chosen.batch_statistics and len(set(counts)) > 1:
         return False
-    return len(counts) == 1 or chosen.deep or (len(counts) == 2 and chosen.trains and model not in ("embedding", "function"))
+    return (
+        len(counts) == 1
+        or chosen.deep
+        or (len(counts) == 2 and chosen.trains and model not in ("embedding", "function"))
+    )
 
 
 def rows_of(model: str, world: int) -> tuple[int, ...]:
-    """Uneven rows; for batch statistics so many that each of a replica's slices has two, of which there are four per rank."""
+    """Uneven rows; for batch statistics so many that each of a replica's slices has two, of which there are
+    four per rank.
+    """
     return tuple((12, 11, 13, 12)[rank % 4] for rank in range(world)) if entry(model).batch_statistics else ()
 
 
@@ -85,7 +91,8 @@ def full_matrix() -> list[Case]:
 
 
 def chosen_matrix() -> list[Case]:
-    """The part that runs by default: the MLP in most ways, every other model over two ranks, some over one or four.
+    """The part that runs by default: the MLP in most ways, every other model over two ranks, some over one or
+    four.
 
     A case over four ranks costs three of those over two: here are those that show what two ranks cannot. What
     test_contract.py trains is left to the full tests.
@@ -106,7 +113,9 @@ def chosen_matrix() -> list[Case]:
         # Models too small for more than two stages show nothing more over four ranks.
         if entry(model).deep:
             wide = [plan for plan in ("2,2", "1,1,1,1", *UNEVEN_PLANS[::-1]) if fits(model, plan)]
-            cases.append(case_of(model, 4, wide[index % len(wide)], (2, 3, 4)[index % 3], rows=rows_of(model, 4)))
+            cases.append(
+                case_of(model, 4, wide[index % len(wide)], (2, 3, 4)[index % 3], rows=rows_of(model, 4))
+            )
     for model in HUGGING_FACE_NAMES:
         if model not in ("gpt2_cache", "mixtral"):
             cases.append(case_of(model, 2, "1,1", 3, rows=rows_of(model, 2), limit_seconds=120))
@@ -134,7 +143,9 @@ def recompute_cases() -> list[Case]:
     for by_sum in (True, False):
         plain = case_of("mlp_loss", 2, "", 2, limit_seconds=150, num_steps=2)
         options = {"costs": "measured", "profile_by_acc": by_sum, "profiling_iter": 2}
-        cases.append(replace(plain, name=f"{plain.name}-measured{'' if by_sum else '-stages'}", options=options))
+        cases.append(
+            replace(plain, name=f"{plain.name}-measured{'' if by_sum else '-stages'}", options=options)
+        )
     return cases
 
 

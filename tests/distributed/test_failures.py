@@ -1,4 +1,5 @@
-"""Failures end well: the job ends within 5 s with a non-zero code and says who failed; wrong input gets its own error.
+"""Failures end well: the job ends within 5 s with a non-zero code and says who failed; wrong input gets its
+own error.
 
 Jobs of their own (failing_job.py) for what ends a job; worker groups for errors that a user can catch.
 """
@@ -30,7 +31,8 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kill", "before", ("signal 9",)),
     ("segfault", "backward", INSIDE),
     ("exception", "capture", ("rank 1", CAUSE)),
-    # A label that there is no class for, and a script that skips bad batches: the other ranks are in the midst of the step.
+    # A label that there is no class for, and a script that skips bad batches: the other ranks are in the
+    # midst of the step.
     ("caught", "data", ("rank 1", "stage 1", "micro-batch")),
 )
 # The runtime alone meets these kinds in test_failures_runtime.py.
@@ -53,8 +55,21 @@ JOBS_FULL: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 def run_job(how: str, where: str, texts: tuple[str, ...], world: int, rank: int, directory: Path) -> None:
     stamp = directory / "stamp"
-    arguments = ["--how", how, "--where", where, "--rank", str(rank), "--stamp", str(stamp), "--world", str(world)]
-    code, output, _ = run_script(JOB, arguments, world=world, directory=directory, limit_seconds=LIMIT_SECONDS)
+    arguments = [
+        "--how",
+        how,
+        "--where",
+        where,
+        "--rank",
+        str(rank),
+        "--stamp",
+        str(stamp),
+        "--world",
+        str(world),
+    ]
+    code, output, _ = run_script(
+        JOB, arguments, world=world, directory=directory, limit_seconds=LIMIT_SECONDS
+    )
     ended = time.time()
     assert stamp.exists(), f"the failure was never reached:\n{output[-4000:]}"
     assert code is not None, f"the job still ran after {LIMIT_SECONDS:.0f} s:\n{output[-4000:]}"
@@ -90,13 +105,17 @@ def test_rank_0_is_no_exception(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "where", "texts"), JOBS_FULL, ids=_ids(JOBS_FULL))
-def test_job_ends_soon_and_says_why_full(how: str, where: str, texts: tuple[str, ...], tmp_path: Path) -> None:
+def test_job_ends_soon_and_says_why_full(
+    how: str, where: str, texts: tuple[str, ...], tmp_path: Path
+) -> None:
     run_job(how, where, texts, 2, 1, tmp_path)
 
 
 @pytest.mark.full
 def test_the_job_without_a_failure_ends_with_zero(tmp_path: Path) -> None:
-    code, output, _ = run_script(JOB, ["--steps", "4", "--world", "2"], world=2, directory=tmp_path, limit_seconds=LIMIT_SECONDS)
+    code, output, _ = run_script(
+        JOB, ["--steps", "4", "--world", "2"], world=2, directory=tmp_path, limit_seconds=LIMIT_SECONDS
+    )
     assert code == 0 and output.count("trained 4 steps") == 2, output[-4000:]
 
 
@@ -107,7 +126,10 @@ def _case(name: str, world: int, check: str, **members: Any) -> Case:
 
 INPUTS = (
     *(_case(f"refused-{name}", 1, "refused", parameters={"name": name}) for name in REFUSED),
-    *(_case(f"refused-{name}-ranks", 2, "refused", parameters={"name": name}) for name in ("cumsum", "break")),
+    *(
+        _case(f"refused-{name}-ranks", 2, "refused", parameters={"name": name})
+        for name in ("cumsum", "break")
+    ),
     _case("wrong_options", 1, "wrong_options", replicas=""),
     _case("wrong_options_ranks", 2, "wrong_options", replicas=""),
     _case("too_few_rows", 2, "too_few_rows", replicas="2"),
@@ -122,14 +144,19 @@ INPUTS = (
 
 
 INPUTS_FULL = tuple(
-    _case(f"ranks_differ-{what}", 2, "ranks_differ", parameters={"what": what}, replicas="") for what in ("widths", "activation")
+    _case(f"ranks_differ-{what}", 2, "ranks_differ", parameters={"what": what}, replicas="")
+    for what in ("widths", "activation")
 )
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name.removeprefix("failure-"), marks=[pytest.mark.full] if case in INPUTS_FULL else [])
+        pytest.param(
+            case,
+            id=case.name.removeprefix("failure-"),
+            marks=[pytest.mark.full] if case in INPUTS_FULL else [],
+        )
         for case in (*INPUTS, *INPUTS_FULL)
     ],
 )

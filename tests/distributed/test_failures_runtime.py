@@ -1,6 +1,8 @@
-"""One rank fails: the job ends within 5 s, with an exit code other than 0, and its last block says who, where and why.
+"""One rank fails: the job ends within 5 s, with an exit code other than 0, and its last block says who, where
+and why.
 
-The whole backend's failures are in test_failures.py; here it is the runtime alone, in every phase that it knows.
+The whole backend's failures are in test_failures.py; here it is the runtime alone, in every phase that it
+knows.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ ENDS = mostly([("raise", "ValueError: bad sample"), ("kill", WITHOUT_A_WORD)], [
 def assert_ended(job: Job, rank: int, where: str, cause: str) -> None:
     """The job ended in time and badly, and the block, printed once and last, names rank, phase and cause."""
     assert job.code not in (0, None), (job.code, job.output[-3000:])
-    assert job.seconds_after_fault is not None and job.seconds_after_fault < LIMIT_SECONDS, job.seconds_after_fault
+    assert job.seconds_after_fault is not None and job.seconds_after_fault < LIMIT_SECONDS, (
+        job.seconds_after_fault
+    )
     assert job.output.count("the job has ended because of") == 1, job.output[-3000:]
     assert f"because of rank {rank} " in job.block, job.block
     assert re.search(rf"in +{re.escape(PHASES[where].format(rank=rank))}", job.block), job.block
@@ -81,7 +85,9 @@ def test_a_failing_rank(tmp_path: Path, fault: str, where: str, cause: str) -> N
     ],
 )
 def test_the_exit_code_is_kept(tmp_path: Path, how: str, code: int, cause: str) -> None:
-    """Of a SystemExit that one rank's script does not catch, after others that it did; of a save in the background that failed."""
+    """Of a SystemExit that one rank's script does not catch, after others that it did; of a save in the
+    background that failed.
+    """
     job = run_job(tmp_path, 2, "exit_worker", how, *([] if how == "save" else ["1"]), limit_seconds=40)
     assert job.code == code, job.output
     assert cause in job.block and job.output.count("the job has ended because of") == 1, job.output
@@ -93,7 +99,11 @@ def test_the_exit_code_is_kept(tmp_path: Path, how: str, code: int, cause: str) 
 
 @pytest.mark.parametrize(
     ("how", "world"),
-    [("caught", 2), pytest.param("none", 2, marks=pytest.mark.full), pytest.param("atexit_hook", 2, marks=pytest.mark.full)],
+    [
+        ("caught", 2),
+        pytest.param("none", 2, marks=pytest.mark.full),
+        pytest.param("atexit_hook", 2, marks=pytest.mark.full),
+    ],
 )
 def test_an_exit_that_was_caught_is_none(tmp_path: Path, how: str, world: int) -> None:
     job = run_job(tmp_path, world, "exit_worker", how, limit_seconds=40)
@@ -125,7 +135,12 @@ def test_a_rank_that_never_starts(tmp_path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "where"),
     mostly(
-        [("raise", "before_lookup"), ("exit3", "before_lookup"), ("raise", "before_call"), ("exit3", "before_call")],
+        [
+            ("raise", "before_lookup"),
+            ("exit3", "before_lookup"),
+            ("raise", "before_call"),
+            ("exit3", "before_call"),
+        ],
         [("raise", "before_lookup"), ("exit3", "before_call")],
     ),
 )
@@ -151,18 +166,32 @@ def test_a_rank_that_ended_in_order_is_named_once_the_others_wait(tmp_path: Path
         ("stop", "before_lookup", "mpirun", "rank 1 is stopped"),
         ("loop", "before_call", "mpirun", "rank 1 has not called a compiled model"),
         pytest.param("stop_soon", "before_start", "mpirun", "rank 1 is stopped", marks=pytest.mark.full),
-        pytest.param("loop", "before_lookup", "mpirun", "rank 1 has not called a compiled model", marks=pytest.mark.full),
-        pytest.param("loop", "before_start", "mpirun", "rank 1 has not called a compiled model", marks=pytest.mark.full),
+        pytest.param(
+            "loop",
+            "before_lookup",
+            "mpirun",
+            "rank 1 has not called a compiled model",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "loop", "before_start", "mpirun", "rank 1 has not called a compiled model", marks=pytest.mark.full
+        ),
         pytest.param("stop", "before_start", "torchrun", "rank 1 is stopped", marks=pytest.mark.full),
     ],
 )
 def test_the_start_has_a_limit(tmp_path: Path, fault: str, where: str, launcher: str, cause: str) -> None:
-    """MPI_Init holds the interpreter's lock: nothing inside of a rank could end it. The limit is 4 s in this worker."""
+    """MPI_Init holds the interpreter's lock: nothing inside of a rank could end it. The limit is 4 s in this
+    worker.
+    """
     before = _stopped_or_running("fault_worker.py")
     job = run_job(tmp_path, 3, "fault_worker", fault, where, "1", launcher=launcher, limit_seconds=40)
     assert job.seconds_after_fault is not None
     late = 4 + (3 if fault == "stop_soon" else 0)
-    ended = Job(code=job.code, output=job.output if launcher == "mpirun" else job.block, seconds_after_fault=job.seconds_after_fault - late)
+    ended = Job(
+        code=job.code,
+        output=job.output if launcher == "mpirun" else job.block,
+        seconds_after_fault=job.seconds_after_fault - late,
+    )
     assert_ended(ended, 1, "before_start", cause)
     assert "RANNC_START_TIMEOUT_SECONDS" in job.block
     assert _stopped_or_running("fault_worker.py") <= before, "a rank is left over"
@@ -198,13 +227,19 @@ def test_torchrun(tmp_path: Path, fault: str, cause: str) -> None:
 def test_a_reported_failure(tmp_path: Path) -> None:
     job = run_job(tmp_path, 2, "runtime_worker", "reported", limit_seconds=40)
     assert job.code not in (0, None)
-    assert "step 7, stage 1, micro-batch 2, backward" in job.block and "ValueError: reported, not raised" in job.block
+    assert (
+        "step 7, stage 1, micro-batch 2, backward" in job.block
+        and "ValueError: reported, not raised" in job.block
+    )
 
 
 def test_a_thread_that_fails(tmp_path: Path) -> None:
     job = run_job(tmp_path, 2, "runtime_worker", "thread_fails", limit_seconds=40)
     assert job.code not in (0, None)
-    assert "because of rank 1 " in job.block and "Before, it had: thread trainer: ValueError: in a thread" in job.block, job.output
+    assert (
+        "because of rank 1 " in job.block
+        and "Before, it had: thread trainer: ValueError: in a thread" in job.block
+    ), job.output
 
 
 def test_a_forked_child_does_not_hide_the_end_of_its_parent(tmp_path: Path) -> None:
@@ -219,7 +254,9 @@ def test_a_forked_child_does_not_hide_the_end_of_its_parent(tmp_path: Path) -> N
 def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C at the terminal, or a scheduler's SIGTERM: one message, prompt end, nothing left running."""
     script = str(WORKERS / "runtime_worker.py")
-    with Process([*launcher(2), sys.executable, script, "wait_for_a_message"], tmp_path / "log", {}) as process:
+    with Process(
+        [*launcher(2), sys.executable, script, "wait_for_a_message"], tmp_path / "log", {}
+    ) as process:
         for _ in range(300):
             if process.tail().count("waiting") == 2:
                 break
@@ -237,7 +274,9 @@ def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) ->
 
 @pytest.mark.full
 def test_starts_and_ends_cleanly_25_times(tmp_path: Path) -> None:
-    """gloo's threads can abort a process that ends while they hold tensors; 10 of 25 did before the order of closing was found."""
+    """gloo's threads can abort a process that ends while they hold tensors; 10 of 25 did before the order of
+    closing was found.
+    """
     for world in (2, 4):
         for attempt in range(25):
             job = run_job(tmp_path, world, "runtime_worker", "messages", "groups", "keeps_everything")

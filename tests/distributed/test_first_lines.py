@@ -1,4 +1,6 @@
-"""The first lines of a failed job are the cause, then place and cure, once for all ranks; what launchers say of it comes after."""
+"""The first lines of a failed job are the cause, then place and cure, once for all ranks; what launchers say
+of it comes after.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,41 @@ def line_of(mark: str) -> int:
 # Of each failure: rank, cause, place, cure, number of tracebacks.
 REFUSED = "DataDependentControlFlowError: the model is not one graph, Dynamo breaks it: control flow depends on the data"
 FAILURES = {
-    "user": ("rank 1", "KeyError: 'a mistake in the script'", f"{WORKER}:{line_of('RAISED')}, in main", None, 1),
-    "both": ("rank 0", "KeyError: 'a mistake in the script'", f"{WORKER}:{line_of('RAISED')}, in main", None, 1),
-    "refused": ("rank 0", REFUSED, f"{WORKER}:{line_of('REFUSED')}, in forward", "write it with torch.where", 0),
-    "option": ("rank [01]", "UnknownOptionError: unknown option 'partition_nom' (from options)", "options", "did you mean", 0),
-    "memory": ("rank 1", "OutOfMemoryError: CUDA out of memory.", "first_lines_worker.py", "more micro-batches", 1),
+    "user": (
+        "rank 1",
+        "KeyError: 'a mistake in the script'",
+        f"{WORKER}:{line_of('RAISED')}, in main",
+        None,
+        1,
+    ),
+    "both": (
+        "rank 0",
+        "KeyError: 'a mistake in the script'",
+        f"{WORKER}:{line_of('RAISED')}, in main",
+        None,
+        1,
+    ),
+    "refused": (
+        "rank 0",
+        REFUSED,
+        f"{WORKER}:{line_of('REFUSED')}, in forward",
+        "write it with torch.where",
+        0,
+    ),
+    "option": (
+        "rank [01]",
+        "UnknownOptionError: unknown option 'partition_nom' (from options)",
+        "options",
+        "did you mean",
+        0,
+    ),
+    "memory": (
+        "rank 1",
+        "OutOfMemoryError: CUDA out of memory.",
+        "first_lines_worker.py",
+        "more micro-batches",
+        1,
+    ),
     "kill": ("rank 1", "ended without a word", None, "the kernel's log", 0),
 }
 CASES = [(how, launcher) for how in FAILURES for launcher in LAUNCHERS]
@@ -39,8 +71,15 @@ def test_the_first_lines_are_the_cause(tmp_path: Path, how: str, launcher: str) 
     rank, cause, place, cure, num_tracebacks = FAILURES[how]
     assert job.code not in (0, None), job.output
     # What is said of a plan that works is no part of the end.
-    lines = [line for line in job.output.splitlines() if line.strip() and not line.startswith(("[rannc rank 0]", "W1", "E1"))]
-    expected = [rf"\[rannc\] (the job has ended because of )?{rank} of 2 .*", rf"\[rannc\]   cause +{re.escape(cause)}.*"]
+    lines = [
+        line
+        for line in job.output.splitlines()
+        if line.strip() and not line.startswith(("[rannc rank 0]", "W1", "E1"))
+    ]
+    expected = [
+        rf"\[rannc\] (the job has ended because of )?{rank} of 2 .*",
+        rf"\[rannc\]   cause +{re.escape(cause)}.*",
+    ]
     expected += [] if place is None else [rf"\[rannc\]   at +.*{re.escape(place)}.*"]
     expected += [] if cure is None else [rf"\[rannc\]   cure +.*{re.escape(cure)}.*"]
     for pattern, line in zip(expected, lines, strict=False):

@@ -1,4 +1,6 @@
-"""No call goes around the backend, and ranks make their steps together, or an error says so on all of them."""
+"""No call goes around the backend, and ranks make their steps together, or an error says so on all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.distributed.harness.case import Case
 def _case(name: str, replicas: str, check: str, **members: Any) -> Case:
     world = sum(int(number) for number in replicas.split(","))
     parameters = members.pop("parameters", {})
-    return Case(name=f"gate-{name}", replicas=replicas, world=world, check=check, parameters=parameters, **members)
+    return Case(
+        name=f"gate-{name}", replicas=replicas, world=world, check=check, parameters=parameters, **members
+    )
 
 
 CASES = (
@@ -39,23 +43,43 @@ CASES = (
     _case("steps_of_owners-replicas", "1,2", "steps_of_owners", model="mlp_loss"),
     _case("state_of_one_rank", "1,1", "state_of_one_rank", model="mlp_loss"),
     *(
-        _case(f"wrapped-{kind}-{first}-{replicas}", replicas, "wrapped", parameters={"kind": kind, "first": first})
+        _case(
+            f"wrapped-{kind}-{first}-{replicas}",
+            replicas,
+            "wrapped",
+            parameters={"kind": kind, "first": first},
+        )
         for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
         for first in ("wrap", "call")
         for replicas in ("1,1", "2")
     ),
     *(
         _case(f"wrapped-{kind}-{first}", "1,1", "wrapped", parameters={"kind": kind, "first": first})
-        for kind, first in (("Accelerator", "wrap"), ("Accelerator", "call"), ("Trainer", "wrap"), ("in place", "wrap"))
+        for kind, first in (
+            ("Accelerator", "wrap"),
+            ("Accelerator", "call"),
+            ("Trainer", "wrap"),
+            ("in place", "wrap"),
+        )
     ),
 )
 
 
 # The same point once more: with replicas in place of stages, after a call in place of before it.
 ONLY_IN_FULL = (
-    *("models_come_and_go-one_process", "models_stay", "fallback-replicas", "steps_of_owners-replicas", "wrapped-Accelerator-call"),
+    *(
+        "models_come_and_go-one_process",
+        "models_stay",
+        "fallback-replicas",
+        "steps_of_owners-replicas",
+        "wrapped-Accelerator-call",
+    ),
     *(f"skips-{what}-2" for what in ("backward", "zero_grad", "step", "rate")),
-    *(f"wrapped-{kind}-{rest}" for kind in ("FullyShardedDataParallel", "fully_shard") for rest in ("call-2", "wrap-1,1")),
+    *(
+        f"wrapped-{kind}-{rest}"
+        for kind in ("FullyShardedDataParallel", "fully_shard")
+        for rest in ("call-2", "wrap-1,1")
+    ),
 )
 
 

@@ -1,4 +1,5 @@
-"""The harness itself, without the backend: it passes what is right, and blames the right case for what is wrong.
+"""The harness itself, without the backend: it passes what is right, and blames the right case for what is
+wrong.
 
 One rank and the backend "eager": whole batch at once, so every model must equal its reference.
 """
@@ -41,7 +42,9 @@ def test_every_model_equals_its_reference(tmp_path: Path, templates: Templates) 
 
 
 @pytest.mark.parametrize("model", mostly(["mlp_loss", "tied_embedding", "lora"], ["tied_embedding"]))
-def test_a_gradient_scale_of_one_in_a_thousand_is_seen(model: str, tmp_path: Path, templates: Templates) -> None:
+def test_a_gradient_scale_of_one_in_a_thousand_is_seen(
+    model: str, tmp_path: Path, templates: Templates
+) -> None:
     wrong = Case(name=model, model=model, replicas="1", environment=EAGER | {FAULT_VARIABLE: "scaled_leaf"})
     failures = run_cases([wrong], tmp_path, templates)[model].failures
     assert any("gradient" in text and "relative error" in text for text in failures), failures
@@ -51,13 +54,17 @@ def test_crash_and_hang_are_blamed_on_their_case(tmp_path: Path, templates: Temp
     cases = [plain("mlp")]
     for how in ("exception", "exit", "kill", "hang"):
         parameters = {"how": how}
-        cases.append(Case(name=how, check=LOOPING, parameters=parameters, environment=EAGER, limit_seconds=4.0))
+        cases.append(
+            Case(name=how, check=LOOPING, parameters=parameters, environment=EAGER, limit_seconds=4.0)
+        )
         cases.append(Case(name=f"after {how}", environment=EAGER, replicas="1", num_steps=1))
     outcomes = run_cases(cases, tmp_path, templates)
     failed = {name for name, outcome in outcomes.items() if outcome.failures}
     assert failed == {"exception", "exit", "kill", "hang"}
     assert "planted exception" in "".join(outcomes["exception"].failures)
-    assert "time.sleep" in "".join(outcomes["hang"].failures) or "misbehave" in "".join(outcomes["hang"].failures)
+    assert "time.sleep" in "".join(outcomes["hang"].failures) or "misbehave" in "".join(
+        outcomes["hang"].failures
+    )
 
 
 _SCRIPT = """
@@ -74,7 +81,9 @@ def test_a_forked_rank_is_as_if_it_had_been_started(tmp_path: Path, templates: T
     said = {}
     for rank, ending in ((0, "0"), (1, "7"), (2, "100")):
         command = ["env", "-C", str(tmp_path), *templates.command([str(script), ending])]
-        with Process(command, tmp_path / f"{rank}.log", {"RANK": str(rank), "MARK": f"mark of {rank}"}) as process:
+        with Process(
+            command, tmp_path / f"{rank}.log", {"RANK": str(rank), "MARK": f"mark of {rank}"}
+        ) as process:
             code = process.wait(60)
         assert code == (int(ending) if rank < 2 else -signal.SIGKILL), process.tail()
         *known, said[rank], has_torch = json.loads(process.tail())
@@ -112,7 +121,9 @@ print(len(server._connections), len(server._selector.get_map()))
 def test_templates_outlive_ranks_that_end_together_with_their_launchers(order: tuple[str, str]) -> None:
     command = [sys.executable, "-c", _BOTH_END, *order]
     root = Path(__file__).parents[2]
-    said = subprocess.run(command, cwd=root, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(
+        command, cwd=root, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=60, check=False
+    )
     assert said.stdout == "0 3\n", said.stderr
 
 
@@ -144,7 +155,9 @@ PLANTED = tuple(
 WHAT_SEES_IT = {"dropped_sum": "loss loss", "swapped_values": "rows output"}
 
 
-_ALWAYS = [case for case in PLANTED if case.name.endswith(("scaled_gradients", "dropped_gradient", "swapped_values"))]
+_ALWAYS = [
+    case for case in PLANTED if case.name.endswith(("scaled_gradients", "dropped_gradient", "swapped_values"))
+]
 
 
 @pytest.mark.parametrize("case", mostly(PLANTED, _ALWAYS), ids=lambda case: case.name)

@@ -1,4 +1,6 @@
-"""A rank holds parameters, gradients and optimizer state of its stages only, and nothing that a user calls suffers from it."""
+"""A rank holds parameters, gradients and optimizer state of its stages only, and nothing that a user calls
+suffers from it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.distributed.harness.case import Case
 from tests.distributed.memory_checks import NUM_LARGE_LAYERS
 
 
-def _case(name: str, model: str, replicas: str, check: str, num_micro_batches: int = 2, **members: Any) -> Case:
+def _case(
+    name: str, model: str, replicas: str, check: str, num_micro_batches: int = 2, **members: Any
+) -> Case:
     world = sum(int(number) for number in replicas.split(","))
     return Case(
         name=f"memory-{name}",
@@ -26,7 +30,16 @@ def _case(name: str, model: str, replicas: str, check: str, num_micro_batches: i
 
 
 LARGE = tuple(
-    _case(f"large-{replicas}", "mlp", replicas, "memory_falls", 1, rows=rows, dtype="float32", limit_seconds=150.0)
+    _case(
+        f"large-{replicas}",
+        "mlp",
+        replicas,
+        "memory_falls",
+        1,
+        rows=rows,
+        dtype="float32",
+        limit_seconds=150.0,
+    )
     for replicas, rows in (("1,1", (2, 2)), ("1,1,1,1", (2, 2, 2, 2)))
 )
 OTHER = (
@@ -56,7 +69,9 @@ def test_memory_of_the_process_falls(case: Case, outcome_of: OutcomeOf) -> None:
     outcome = outcome_of(case)
     outcome.raise_if_failed()
     total = outcome.results[0]["total"]
-    assert sum(result["owned"] for result in outcome.results) == total, "the ranks own more or less than the model"
+    assert sum(result["owned"] for result in outcome.results) == total, (
+        "the ranks own more or less than the model"
+    )
     for result in outcome.results:
         assert result["owned"] < total / case.num_stages + total / NUM_LARGE_LAYERS
         assert result["measured"]["first backward"] < 2 * total / case.num_stages * 1.2 + total / 10, result

@@ -30,6 +30,8 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name.removeprefix("noticed-")) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name.removeprefix("noticed-")) for case in CASES]
+)
 def test_noticed(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -1,4 +1,6 @@
-"""Options that look at a run, or order it otherwise, leave its numbers as they are: against one process in float64."""
+"""Options that look at a run, or order it otherwise, leave its numbers as they are: against one process in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _case(name: str, **members: Any) -> Case:
 CASES = (
     _case("options-watched-loss", model="tied_embedding", world=3, replicas="2,1", options=WATCHED),
     _case("options-watched-outside", model="mlp", world=2, replicas="1,1", options=WATCHED),
-    _case("options-late-reductions", model="mlp_loss", world=2, replicas="2", options={"sync_allreduce": True}),
+    _case(
+        "options-late-reductions", model="mlp_loss", world=2, replicas="2", options={"sync_allreduce": True}
+    ),
 )
 
 
@@ -38,7 +42,11 @@ ONLY_IN_FULL = {"options-watched-outside", "options-late-reductions"}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in ONLY_IN_FULL else []) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in ONLY_IN_FULL else [])
+        for case in CASES
+    ],
 )
 def test_a_watched_run_equals_one_process(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

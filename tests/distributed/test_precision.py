@@ -1,4 +1,6 @@
-"""Mixed precision over ranks: autocast, torch.amp.GradScaler as it is, models in bfloat16 (docs/semantics.md, section 6)."""
+"""Mixed precision over ranks: autocast, torch.amp.GradScaler as it is, models in bfloat16 (docs/semantics.md,
+section 6).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ CASES = (
     _case("structure_float16", "mlp", "1,1", "autocast_structure", 1, **_cast("float16")),
     _case("accuracy_bfloat16", "mlp_loss", "1,1", "autocast_accuracy", 3, **_cast("bfloat16")),
     _case("accuracy_outside", "mlp", "1,1", "autocast_accuracy", 2, **_cast("bfloat16")),
-    _case("accuracy_inductor", "mlp_loss", "1,1", "autocast_accuracy", 2, stage_compiler="inductor", **_cast("bfloat16")),
+    _case(
+        "accuracy_inductor",
+        "mlp_loss",
+        "1,1",
+        "autocast_accuracy",
+        2,
+        stage_compiler="inductor",
+        **_cast("bfloat16"),
+    ),
     _case("accuracy_tied", "tied_embedding", "1,2,1", "autocast_accuracy", 3, **_cast("bfloat16")),
     _case("accuracy_float16", "padded", "1,1", "autocast_accuracy", 2, **_cast("float16")),
     _case("bfloat16", "mlp_loss", "1,1", "in_bfloat16", 3, dtype="bfloat16", rows=(12, 13)),
@@ -91,7 +101,9 @@ def test_an_overflow_of_one_stage_is_everybodys(case: Case, outcome_of: OutcomeO
     outcome = outcome_of(case)
     outcome.raise_if_failed()
     first, second = (result["finite"] for result in outcome.results)
-    assert any(not one and other for one, other in zip(first, second)), f"the first stage never overflowed alone: {first} {second}"
+    assert any(not one and other for one, other in zip(first, second)), (
+        f"the first stage never overflowed alone: {first} {second}"
+    )
     assert sum(first) >= 4, f"hardly ever recovered: {first}"
     assert len({tuple(result["scales"]) for result in outcome.results}) == 1
 

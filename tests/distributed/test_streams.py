@@ -1,4 +1,6 @@
-"""What the runtime queues on CUDA streams is ordered by events alone: races and host waits are found on a played device."""
+"""What the runtime queues on CUDA streams is ordered by events alone: races and host waits are found on a
+played device.
+"""
 
 from __future__ import annotations
 

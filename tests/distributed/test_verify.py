@@ -1,4 +1,6 @@
-"""`rannc verify` for real: scripts over two ranks and in one process, right ones, wrong ones, and such as cannot be compared."""
+"""`rannc verify` for real: scripts over two ranks and in one process, right ones, wrong ones, and such as
+cannot be compared.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rannc_backend.cli_verify import described, verdict
+from rannc_backend.cli.verify import described, diagnosis
 from rannc_backend.errors import VerificationError
 from rannc_backend.verify import job
 from rannc_backend.verify.launching import Listener, Verified, verify
@@ -20,14 +22,26 @@ PIPELINE = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
 REPLICAS = {"RANNC_PARTITION_NUM": "1", "RANNC_REPLICA_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
 
 
-def run(case: str, templates: Templates, options: dict[str, str], *, limit_seconds=120.0, auto=True, **settings) -> Verified:
+def run(
+    case: str, templates: Templates, options: dict[str, str], *, limit_seconds=120.0, auto=True, **settings
+) -> Verified:
     chosen = VerifySettings(
-        script=str(WORKER), arguments=(case,), num_ranks=2, **{"num_steps": 2, **settings}, limit_seconds=limit_seconds
+        script=str(WORKER),
+        arguments=(case,),
+        num_ranks=2,
+        **{"num_steps": 2, **settings},
+        limit_seconds=limit_seconds,
     )
     command = [*launcher(2), *templates.command([str(job.__file__)])]
     seen: list[tuple[str, int]] = []
-    listener = Listener(begins=lambda mode: None, step=lambda mode, number: seen.append((mode, number)), again=lambda reason: None)
-    verified = verify(chosen, command, environment({"PYTHONPATH": str(ROOT), **options}), listener, may_use_own_dtype=auto)
+    listener = Listener(
+        begins=lambda mode: None,
+        step=lambda mode, number: seen.append((mode, number)),
+        again=lambda reason: None,
+    )
+    verified = verify(
+        chosen, command, environment({"PYTHONPATH": str(ROOT), **options}), listener, may_use_own_dtype=auto
+    )
     assert ("ranks", len(verified.result.steps)) in seen or verified.result.ended != "steps"
     return verified
 
@@ -35,8 +49,10 @@ def run(case: str, templates: Templates, options: dict[str, str], *, limit_secon
 def is_equal(verified: Verified, *, tolerance: float = 1e-10) -> bool:
     result = verified.result
     assert result.num_differences == 0, [described(difference) for difference in result.differences]
-    assert all(largest.relative < tolerance for step in result.steps for largest in step.largest.values()), result.steps
-    return verdict(verified).startswith("EQUAL")
+    assert all(largest.relative < tolerance for step in result.steps for largest in step.largest.values()), (
+        result.steps
+    )
+    return diagnosis(verified).startswith("EQUAL")
 
 
 @pytest.mark.full
@@ -44,18 +60,29 @@ def is_equal(verified: Verified, *, tolerance: float = 1e-10) -> bool:
 def test_a_right_script_is_equal(templates, options):
     verified = run("outside", templates, options)
     assert is_equal(verified) and verified.result.narrowest == "float64"
-    assert verified.plan.startswith("2 stages on ranks 0 | 1, 2 micro-batches" if options is PIPELINE else "1 stage on ranks 0,1, 2 micro")
+    assert verified.plan.startswith(
+        "2 stages on ranks 0 | 1, 2 micro-batches" if options is PIPELINE else "1 stage on ranks 0,1, 2 micro"
+    )
     assert any("dropout is 0" in note for note in verified.result.notes)
     first = verified.result.steps[0]
     num_copies = 1 if options is PIPELINE else 2
-    assert (first.num_calls, first.num_compared) == (2, {"output": 4, "gradient": 2 * 10 * num_copies, "parameter": 10 * num_copies})
+    assert (first.num_calls, first.num_compared) == (
+        2,
+        {"output": 4, "gradient": 2 * 10 * num_copies, "parameter": 10 * num_copies},
+    )
 
 
 @pytest.mark.parametrize("layers", [{"transformer.h": 2}, pytest.param({}, marks=pytest.mark.full)])
 def test_gpt2_is_equal_with_fewer_layers_too(templates, layers):
     verified = run("gpt2", templates, PIPELINE, layers=layers)
-    assert is_equal(verified, tolerance=1e-6) and verified.result.narrowest == "float32" and "loss_utils.py" in verified.result.narrowest_at
-    assert verified.result.steps[0].num_compared["gradient"] == 4 + 12 * (2 if layers else 4) + 1  # the tied embedding is on both ranks
+    assert (
+        is_equal(verified, tolerance=1e-6)
+        and verified.result.narrowest == "float32"
+        and "loss_utils.py" in verified.result.narrowest_at
+    )
+    assert (
+        verified.result.steps[0].num_compared["gradient"] == 4 + 12 * (2 if layers else 4) + 1
+    )  # the tied embedding is on both ranks
     assert verified.result.steps[0].loss is not None
 
 
@@ -63,19 +90,29 @@ def test_gpt2_is_equal_with_fewer_layers_too(templates, layers):
 def test_a_wrong_gradient_of_one_rank_is_named(templates, options):
     verified = run("wrong_gradient", templates, options)
     first = verified.result.differences[0]
-    assert (first.step, first.call, first.kind, first.name, first.rank, first.index) == (1, 1, "gradient", "head.bias", 1, (1,))
+    assert (first.step, first.call, first.kind, first.name, first.rank, first.index) == (
+        1,
+        1,
+        "gradient",
+        "head.bias",
+        1,
+        (1,),
+    )
     assert first.here == pytest.approx(1.001 * first.there, rel=1e-9)
-    assert verdict(verified).startswith("DIFFERENT: the gradient head.bias on rank 1, in step 1,")
+    assert diagnosis(verified).startswith("DIFFERENT: the gradient head.bias on rank 1, in step 1,")
     found = {(difference.kind, difference.name) for difference in verified.result.differences}
     if options is PIPELINE:
-        # From the gradients that there are, the updates are right. Of replicas one makes another update than the reference.
+        # From the gradients that there are, the updates are right. Of replicas one makes another update than
+        # the reference.
         assert found == {("gradient", "head.bias")}
         assert verified.result.num_differences == 4, "two backwards in each of two steps"
     assert {name for kind, name in found if kind == "gradient"} == {"head.bias"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "reason"), [("noise", "random numbers"), ("statistics", "batch normalisation")])
+@pytest.mark.parametrize(
+    ("case", "reason"), [("noise", "random numbers"), ("statistics", "batch normalisation")]
+)
 def test_what_cannot_be_compared_in_training_mode_is_in_evaluation_mode(templates, case, reason):
     verified = run(case, templates, PIPELINE)
     assert is_equal(verified) and verified.settings.evaluation and reason in verified.reasons[0]
@@ -84,17 +121,40 @@ def test_what_cannot_be_compared_in_training_mode_is_in_evaluation_mode(template
 @pytest.mark.full
 def test_a_script_that_fails_in_float64_is_compared_in_its_own_dtype(templates):
     verified = run("single", templates, PIPELINE)
-    assert is_equal(verified, tolerance=1e-4) and verified.settings.dtype == "own" and "in float64" in verified.reasons[0]
+    assert (
+        is_equal(verified, tolerance=1e-4)
+        and verified.settings.dtype == "own"
+        and "in float64" in verified.reasons[0]
+    )
     assert verified.result.ended == "script" and verified.result.steps[0].num_compared["gradient"] == 2
 
 
 @pytest.mark.parametrize(
     ("case", "limit_seconds", "words"),
     [
-        ("fails", 60.0, ["on its ranks failed on rank 1: KeyError: 'learning_rate'", "verify_worker.py:", "mpirun -np 2 python"]),
+        (
+            "fails",
+            60.0,
+            [
+                "on its ranks failed on rank 1: KeyError: 'learning_rate'",
+                "verify_worker.py:",
+                "mpirun -np 2 python",
+            ],
+        ),
         ("plain", 60.0, ["ended without a call of a model that is compiled", 'backend="rannc"']),
         pytest.param(
-            *("hangs", 40.0, ["has not come to its end", "rank 0: ", "verify_worker.py:", "rank 1: ", "in main", "--timeout-seconds"]),
+            *(
+                "hangs",
+                40.0,
+                [
+                    "has not come to its end",
+                    "rank 0: ",
+                    "verify_worker.py:",
+                    "rank 1: ",
+                    "in main",
+                    "--timeout-seconds",
+                ],
+            ),
             marks=pytest.mark.full,
         ),
     ],

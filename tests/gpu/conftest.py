@@ -1,7 +1,8 @@
-"""Tests that need a CUDA device: collected everywhere, skipped without one, and refused in words where a package is missing.
+"""Tests that need a CUDA device: collected everywhere, skipped without one, and refused in words where a
+package is missing.
 
-The one reason to skip is that there is no device, and with --require-gpu (`make test-gpu`) there is none: every way to test less than all
-that was asked for ends the run with an error.
+The one reason to skip is that there is no device, and with --require-gpu (`make test-gpu`) there is none:
+every way to test less than all that was asked for ends the run with an error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     counts = {kind: len(reporter.stats.get(kind, ())) for kind in ("passed", "skipped", "xfailed")}
     if counts["skipped"] or counts["xfailed"] or not counts["passed"]:
         told = ", ".join(f"{number} {kind}" for kind, number in counts.items())
-        reporter.write_line(f"ERROR: with --require-gpu every chosen test must run and pass: {told}", red=True)
+        reporter.write_line(
+            f"ERROR: with --require-gpu every chosen test must run and pass: {told}", red=True
+        )
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -1,6 +1,8 @@
-"""One rank of a job whose ranks share a GPU: trains, compares with plain torch, and ends with a line "ok <rank>".
+"""One rank of a job whose ranks share a GPU: trains, compares with plain torch, and ends with a line "ok
+<rank>".
 
-usage: rank_worker.py CHECK REPLICAS STAGE_COMPILER [DEVICE]   (CHECK: "equal", "no_wait" or "long"; DEVICE: cuda, or cpu to try the worker)
+usage: rank_worker.py CHECK REPLICAS STAGE_COMPILER [DEVICE]   (CHECK: "equal", "no_wait" or "long"; DEVICE:
+cuda, or cpu to try the worker)
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rannc_backend.runtime import bootstrap  # noqa: E402
+from rannc_backend.runtime.job import bootstrap
 from tests.gpu.small_gpt import OPTIONS, make_model, make_tokens, train, worst_difference  # noqa: E402
 
 ROWS = (3, 5)

@@ -26,7 +26,9 @@ def make_tokens(device: torch.device | str, step: int = 0, rows: int = SIZES.row
     return torch.randint(SIZES.vocabulary, (rows, SIZES.length), generator=generator).to(device)
 
 
-def train(model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Tensor], *, factor: float = 1.0) -> list[float]:
+def train(
+    model: nn.Module, call: Callable[[Tensor], Tensor], batches: list[Tensor], *, factor: float = 1.0
+) -> list[float]:
     """Some steps of SGD; the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -48,5 +50,7 @@ def worst_difference(model: nn.Module, reference: nn.Module) -> float:
             continue  # another rank's
         for actual, wanted in ((parameter, expected[name]), (parameter.grad, expected[name].grad)):
             scale = wanted.detach().abs().max().clamp(min=1e-12)
-            worst = max(worst, float((actual.detach().to(wanted.device) - wanted.detach()).abs().max() / scale))
+            worst = max(
+                worst, float((actual.detach().to(wanted.device) - wanted.detach()).abs().max() / scale)
+            )
     return worst

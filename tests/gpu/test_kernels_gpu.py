@@ -1,4 +1,6 @@
-"""The kernels on a GPU: the cases of tests/unit/kernels against their references, reuse of tables, CUDA graphs, memory checking."""
+"""The kernels on a GPU: the cases of tests/unit/kernels against their references, reuse of tables,
+memory checking.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,7 @@ import torch
 
 from rannc_backend.kernels import boundary_pack
 from rannc_backend.kernels.boundary_pack import Wire, pack, plan_message, unpack
-from rannc_backend.kernels.gradient_bucket import BucketStatistics, aligned_offsets, write_bucket
-from rannc_backend.kernels.gradient_views import GradientTables, write_views
+from rannc_backend.kernels.gradient_views import GradientTables
 from rannc_backend.kernels.record_table import CopyReport, KernelError, RecordTables
 from rannc_backend.kernels.triton_support import HAS_TRITON
 
@@ -36,7 +37,7 @@ def test_kernels_give_what_their_references_give() -> None:
     assert HAS_TRITON, "no Triton beside this torch: pip install 'rannc-backend[kernels]'"
     cases = load_cases()
     # Blocks that only the interpreter can have.
-    cases.WIDE_PACK = cases.WIDE_BUCKET = None
+    cases.WIDE_PACK = None
     found = cases.problems(torch.device("cuda"), thorough=True)
     assert not found, "\n".join(found[:40])
 
@@ -45,16 +46,21 @@ def test_kernels_give_what_their_references_give() -> None:
 def test_memory_checker_finds_nothing() -> None:
     checker = shutil.which("compute-sanitizer")
     if checker is None:
-        pytest.fail("compute-sanitizer is missing: it comes with the CUDA toolkit, or as the package nvidia-cuda-sanitizer-api")
+        pytest.fail(
+            "compute-sanitizer is missing: it comes with the CUDA toolkit, or as the package "
+            "nvidia-cuda-sanitizer-api"
+        )
     code = (
         f"import sys; sys.path.insert(0, {str(CASES.parent)!r}); import torch, kernel_cases as cases\n"
-        "cases.WIDE_PACK = cases.WIDE_BUCKET = None; cases.LARGE_SIZE = 100_003\n"
+        "cases.WIDE_PACK = None; cases.LARGE_SIZE = 100_003\n"
         "sys.exit(len(cases.problems(torch.device('cuda'), thorough=False)))\n"
     )
     # Each tensor an allocation of its own, so that a byte beyond it is seen.
     command = [checker, "--tool", "memcheck", "--error-exitcode", "77", sys.executable, "-c", code]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, stdin=subprocess.DEVNULL)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=580, stdin=subprocess.DEVNULL
+    )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
@@ -75,47 +81,12 @@ def test_one_launch_and_a_table_that_is_used_again() -> None:
     assert len(names) == 1 and "_pack_kernel" in names[0], names
 
 
-def test_a_table_is_built_before_a_graph_is_captured() -> None:
-    gradients = [torch.randn(1000, device=DEVICE), torch.randn(70, device=DEVICE).bfloat16()]
-    offsets, size = aligned_offsets([1000, 70], torch.float32)
-    bucket, statistics, tables = torch.zeros(size, device=DEVICE), None, RecordTables(capacity=1)
-    statistics = BucketStatistics.make(bucket)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(KernelError, match="run the step once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        write_bucket(bucket, gradients, offsets, tables=tables)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        write_bucket(bucket, gradients, offsets, scale=0.5, statistics=statistics, tables=tables)
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            write_bucket(bucket, gradients, offsets, scale=0.5, statistics=statistics, tables=tables)
-        write_bucket(bucket, gradients[:1], offsets[:1], tables=tables)  # takes the only place among the tables
-    torch.cuda.synchronize()
-    for gradient in gradients:
-        gradient.fill_(4.0)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert bool((bucket[offsets[1] : offsets[1] + 70] == 2).all()) and float(statistics.sum_of_squares) == 4 * 1070
-
-
-def test_statistics_are_equal_from_run_to_run() -> None:
-    gradients = [torch.randn(3_000_001, device=DEVICE)]
-    bucket = torch.zeros(3_000_001, device=DEVICE)
-    statistics = BucketStatistics.make(bucket)
-    seen = set()
-    for _ in range(20):
-        write_bucket(bucket, gradients, [0], statistics=statistics)
-        seen.add(float(statistics.sum_of_squares))
-    assert len(seen) == 1
-    assert seen.pop() == pytest.approx(float(gradients[0].double().square().sum()), rel=1e-5)
-
-
 def test_views_of_several_buckets_take_one_launch() -> None:
     views = [torch.zeros(100, device=DEVICE), torch.zeros(7, 3, device=DEVICE)]
     gradients = [torch.randn(100, device=DEVICE).bfloat16(), torch.randn(7, 3, device=DEVICE)]
     tables = GradientTables()
-    assert write_views(views, gradients, tables=tables) == CopyReport(bytes_copied=484, launches=1)
-    write_views(views, gradients, accumulate=True, tables=tables)
+    assert tables.write(views, gradients, accumulate=False) == CopyReport(bytes_copied=484, launches=1)
+    tables.write(views, gradients, accumulate=True)
     assert tables.num_built == 2
     for view, gradient in zip(views, gradients, strict=True):
         assert torch.equal(view, 2 * gradient.float())
@@ -129,14 +100,3 @@ def test_float8_is_refused_where_the_gpu_has_none() -> None:
             pack([values], layout)
     else:
         assert pack([values], layout).report.launches == 1
-
-
-def test_operators_run_the_kernels_and_stay_correct_when_compiled() -> None:
-    def step(bucket: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        torch.ops.rannc.write_bucket(bucket, [first * 2, second.exp()], [0, 1024], 0.5, [True, False], [])
-        return bucket * 1
-
-    arguments = torch.randn(1000, device=DEVICE), torch.randn(500, device=DEVICE)
-    eager, compiled = torch.ones(2048, device=DEVICE), torch.ones(2048, device=DEVICE)
-    torch.testing.assert_close(torch.compile(step, fullgraph=True)(compiled, *arguments), step(eager, *arguments))
-    torch.testing.assert_close(compiled, eager)

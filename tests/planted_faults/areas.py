@@ -1,4 +1,6 @@
-"""Where faults are drawn, how many per file, and which tests must notice them: a file's own unit tests, then cases over ranks."""
+"""Where faults are drawn, how many per file, and which tests must notice them: a file's own unit tests, then
+cases over ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ from tests.planted_faults.tree import repository_file
 SEED = 20261123
 
 
+def _test_file(folder: str, name: str) -> str:
+    *inner, last = name.split("/")
+    return "/".join([folder, *inner, f"test_{last}.py"])
+
+
 def unit(*names: str) -> tuple[str, ...]:
     """Files of tests/unit/rannc_backend."""
-    return tuple(f"tests/unit/rannc_backend/test_{name}.py" for name in names)
+    return tuple(_test_file("tests/unit/rannc_backend", name) for name in names)
 
 
 def passes(*names: str) -> tuple[str, ...]:
     """Files of tests/unit/passes."""
-    return tuple(f"tests/unit/passes/test_{name}.py" for name in names)
+    return tuple(_test_file("tests/unit/passes", name) for name in names)
 
 
 def point(*names: str) -> tuple[str, ...]:
@@ -38,7 +45,9 @@ def trained(*names: str) -> tuple[str, ...]:
 
 def buffers(*names: str) -> tuple[str, ...]:
     """Buffers that a model changes."""
-    return tuple(f"tests/distributed/test_buffers.py::test_buffers_that_a_model_changes[{name}]" for name in names)
+    return tuple(
+        f"tests/distributed/test_buffers.py::test_buffers_that_a_model_changes[{name}]" for name in names
+    )
 
 
 def noticed(*names: str) -> tuple[str, ...]:
@@ -48,14 +57,29 @@ def noticed(*names: str) -> tuple[str, ...]:
 
 # Two ranks, one group of processes.
 STEP = (
-    *equal("no_batch_dimension", "dict_output", "frozen", "unused_parameter", "nonlinear_loss", "small_buckets", "one_row_padded"),
-    *point("retain_graph", "incoming_gradient", "accumulate", "forward_twice", "forward_without_backward", "rows_differentiated"),
+    *equal(
+        "no_batch_dimension",
+        "dict_output",
+        "frozen",
+        "unused_parameter",
+        "nonlinear_loss",
+        "small_buckets",
+        "one_row_padded",
+    ),
+    *point(
+        "retain_graph",
+        "incoming_gradient",
+        "accumulate",
+        "forward_twice",
+        "forward_without_backward",
+        "rows_differentiated",
+    ),
     *point("input_gradients", "modes", "sizes_change", "rank_0_feeds", "rank_0_feeds_padded"),
     *equal("written_into_messages"),
 )
 _OPTIMIZERS = "tests/distributed/test_optimizers.py::test_optimizers_beside_a_compiled_model"
 CLIPPING = (
-    "tests/unit/rannc_backend/test_clipping.py",
+    "tests/unit/rannc_backend/runtime/gradients/test_clipping.py",
     *(f"{_OPTIMIZERS}[{name}]" for name in ("total_norm", "total_norm-replicas")),
     "tests/distributed/test_conformance.py::test_conforms[clipping-tied_embedding-r2-p2-a1]",
 )
@@ -66,13 +90,18 @@ SCALER = (
 )
 CHECKPOINTS = (
     "tests/distributed/test_checkpoints.py::test_saved_and_loaded",
-    *(f"tests/distributed/test_checkpoints.py::test_checkpoint[checkpoint-{name}-mlp_loss-2]" for name in ("failures", "meta")),
+    *(
+        f"tests/distributed/test_checkpoints.py::test_checkpoint[checkpoint-{name}-mlp_loss-2]"
+        for name in ("failures", "meta")
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """Files of one part of the product, each with the number of faults that are drawn from it, and their tests."""
+    """Files of one part of the product, each with the number of faults that are drawn from it, and their
+    tests.
+    """
 
     name: str
     files: dict[str, int]
@@ -81,57 +110,135 @@ class Area:
 
 AREAS = (
     Area(
+        name="kept plans and views",
+        files={"planner/plan_cache.py": 3, "kernels/kept_views.py": 2},
+        tests=(*unit("planner/plan_cache"), "tests/unit/kernels/test_kept_views.py"),
+    ),
+    Area(
         name="executor",
-        files={"runtime/executor.py": 3, "runtime/graph_runtime.py": 4, "runtime/user_outputs.py": 1},
-        tests=(*unit("send_buffers", "rehearsal"), *STEP),
+        files={
+            "runtime/step/executor.py": 3,
+            "runtime/step/graph_runtime.py": 4,
+            "runtime/step/user_outputs.py": 1,
+        },
+        tests=(
+            *unit("runtime/step/graph_runtime", "runtime/step/send_buffers", "runtime/step/rehearsal"),
+            *STEP,
+        ),
+    ),
+    Area(
+        name="capture without Dynamo",
+        files={
+            "capture/nonstrict/watch.py": 3,
+            "capture/nonstrict/guards.py": 3,
+            "capture/nonstrict/captures.py": 2,
+            "capture/nonstrict/arguments.py": 2,
+            "capture/nonstrict/swapping.py": 1,
+            "capture/nonstrict/trace.py": 2,
+            "capture/nonstrict/reachable.py": 1,
+        },
+        tests=unit("capture/nonstrict/captures"),
     ),
     Area(
         name="messages",
-        files={"runtime/messages.py": 2, "runtime/send_buffers.py": 2},
-        tests=(*unit("exchange", "send_buffers"), *point("input_gradients_replicas"), *equal("skip_over_replicas")),
+        files={"runtime/step/messages.py": 2, "runtime/step/send_buffers.py": 2},
+        tests=(
+            *unit("runtime/step/exchange", "runtime/step/send_buffers"),
+            *point("input_gradients_replicas"),
+            *equal("skip_over_replicas"),
+        ),
     ),
-    Area(name="rows", files={"runtime/rows.py": 2}, tests=unit("rows")),
-    Area(name="buckets", files={"runtime/buckets.py": 3}, tests=(*unit("buckets"), *equal("small_buckets"))),
-    Area(name="buckets in graphs", files={"passes/gradient_buckets.py": 2}, tests=passes("gradient_buckets")),
-    Area(name="clipping", files={"runtime/clipping.py": 3}, tests=CLIPPING),
-    Area(name="scaler", files={"runtime/grad_scaler.py": 1, "runtime/tangents.py": 2}, tests=(*unit("tangents"), *SCALER)),
+    Area(name="rows", files={"runtime/rows.py": 2}, tests=unit("runtime/rows")),
+    Area(
+        name="buckets",
+        files={"runtime/gradients/buckets.py": 3},
+        tests=(*unit("runtime/gradients/buckets"), *equal("small_buckets")),
+    ),
+    Area(
+        name="buckets in graphs",
+        files={"passes/stage/gradient_buckets.py": 2},
+        tests=passes("stage/gradient_buckets"),
+    ),
+    Area(name="clipping", files={"runtime/gradients/clipping.py": 3}, tests=CLIPPING),
+    Area(
+        name="scaler",
+        files={"runtime/gradients/grad_scaler.py": 1, "runtime/gradients/loss_gradients.py": 2},
+        tests=(*unit("runtime/gradients/loss_gradients"), *SCALER),
+    ),
     Area(
         name="checkpoints",
-        files={"checkpoint/optimizer_state.py": 1, "checkpoint/model_state.py": 1, "checkpoint/reader.py": 1, "checkpoint/loading.py": 2},
-        tests=(*unit("checkpoint_state", "checkpoint_reader"), *CHECKPOINTS, *noticed("resumed")),
+        files={
+            "checkpoint/optimizer_state.py": 1,
+            "checkpoint/model_state.py": 1,
+            "checkpoint/reader.py": 1,
+            "checkpoint/loading.py": 2,
+        },
+        tests=(*unit("checkpoint/state", "checkpoint/reader"), *CHECKPOINTS, *noticed("resumed")),
     ),
     Area(
         name="saving",
         files={"checkpoint/saving.py": 1, "checkpoint/directory.py": 1, "checkpoint/tensor_storage.py": 1},
-        tests=(*unit("checkpoint_reader", "checkpoint_crash"), *CHECKPOINTS),
+        tests=(*unit("checkpoint/reader", "checkpoint/crash"), *CHECKPOINTS),
     ),
     Area(
         name="reductions",
-        files={"runtime/scalars.py": 2, "runtime/shared_sums.py": 1},
-        tests=(*unit("scalars", "shared_sums"), *equal("nonlinear_loss")),
+        files={"runtime/step/scalars.py": 2, "runtime/comm/shared_memory_allreduce.py": 1},
+        tests=(
+            *unit("runtime/step/scalars", "runtime/comm/shared_memory_allreduce"),
+            *equal("nonlinear_loss"),
+        ),
     ),
     Area(
         name="sums",
-        files={"passes/split_reductions.py": 2},
-        tests=(*passes("split_reductions", "rowwise_graphs"), *equal("nonlinear_loss")),
+        files={"passes/batch/split_reductions.py": 2},
+        tests=(*passes("batch/split_reductions", "batch/rowwise_graphs"), *equal("nonlinear_loss")),
     ),
-    Area(name="randomness", files={"passes/randomness.py": 4}, tests=passes("randomness")),
+    Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),
+    Area(name="keys in memory", files={"passes/stage/shared_keys.py": 2}, tests=passes("stage/shared_keys")),
+    Area(name="absent tensors", files={"runtime/absent_tensors.py": 2}, tests=unit("runtime/absent_tensors")),
     Area(
         name="devices behind the host",
-        files={"schedule/turns.py": 4, "runtime/queue_turns.py": 2, "runtime/rehearsal.py": 3},
-        tests=unit("turns", "rehearsal", "hangs"),
+        files={"schedule/turns.py": 4, "runtime/step/queue_turns.py": 2, "runtime/step/rehearsal.py": 3},
+        tests=unit("schedule/turns", "runtime/step/rehearsal", "runtime/step/hangs"),
     ),
     Area(
         name="schedules",
-        files={"schedule/orders.py": 1, "schedule/lowering.py": 2, "schedule/simulator.py": 1, "schedule/verify.py": 2},
-        tests=unit("schedule_lowering", "schedule_verify", "schedule_simulator", "progress"),
+        files={
+            "schedule/one_f_one_b.py": 1,
+            "schedule/lowering.py": 2,
+            "schedule/simulator.py": 1,
+            "schedule/verify.py": 2,
+        },
+        tests=unit(
+            "schedule/lowering", "schedule/verify", "schedule/simulator", "schedule/chain", "log/progress"
+        ),
     ),
-    Area(name="planner", files={"partition/stage_search.py": 2, "partition/search_problem.py": 1}, tests=unit("stage_search")),
-    Area(name="planner: cuts", files={"partition/line_cuts.py": 1, "partition/coarsening.py": 1}, tests=unit("blocks_line")),
-    Area(name="planner: pins", files={"partition/pins.py": 1}, tests=unit("blocks_line", "planner_names", "blocks")),
-    Area(name="planner: costs", files={"cost/transfer.py": 1}, tests=unit("cost")),
-    Area(name="verification", files={"verify/rows.py": 2, "verify/comparing.py": 2}, tests=unit("verify")),
-    Area(name="configuration", files={"config_sources.py": 2, "toml_lines.py": 1}, tests=unit("config_sources", "config", "config_values")),
+    Area(
+        name="planner",
+        files={"planner/search/search.py": 2, "planner/search/problem.py": 1},
+        tests=unit("planner/search/search"),
+    ),
+    Area(
+        name="planner: cuts",
+        files={"planner/blocks/line_cuts.py": 1, "planner/blocks/coarsening.py": 1},
+        tests=unit("planner/blocks/blocks_line"),
+    ),
+    Area(
+        name="planner: pins",
+        files={"planner/blocks/pins.py": 1},
+        tests=unit("planner/blocks/blocks_line", "planner/planner_names", "planner/blocks/cut_blocks"),
+    ),
+    Area(name="planner: costs", files={"planner/cost/transfer.py": 1}, tests=unit("planner/cost/cost")),
+    Area(
+        name="verification",
+        files={"verify/rows.py": 2, "verify/comparing.py": 2},
+        tests=unit("verify/verify"),
+    ),
+    Area(
+        name="configuration",
+        files={"settings/sources.py": 2, "settings/toml_lines.py": 1},
+        tests=unit("settings/sources", "settings/options", "settings/config_values"),
+    ),
 )
 
 
@@ -140,5 +247,7 @@ def drawn(seed: int = SEED, times: int = 1) -> list[Fault]:
     found: list[Fault] = []
     for area in AREAS:
         for path, count in area.files.items():
-            found += draw(path, repository_file(path).read_text(encoding="utf-8"), seed, times * count, area.tests)
+            found += draw(
+                path, repository_file(path).read_text(encoding="utf-8"), seed, times * count, area.tests
+            )
     return found

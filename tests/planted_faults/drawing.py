@@ -1,9 +1,12 @@
-"""Draws faults from the source: an operator swapped, a constant changed, a call dropped, a condition negated, arguments swapped.
+"""Draws faults from the source: an operator swapped, a constant changed, a call dropped, a condition negated,
+arguments swapped.
 
-In: a file's text, a seed. Out: faults, always the same ones for the same text and seed. Each place of the source gets a number from the
-seed and the statement that it is in, and the smallest numbers are drawn: a change elsewhere in the file leaves the others as they were.
+In: a file's text, a seed. Out: faults, always the same ones for the same text and seed. Each place of the
+source gets a number from the seed and the statement that it is in, and the smallest numbers are drawn: a
+change elsewhere in the file leaves the others as they were.
 
-Left out is what no test should look at: texts, messages of errors and asserts, logging, annotations, decorators, class bodies.
+Left out is what no test should look at: texts, messages of errors and asserts, logging, annotations,
+decorators, class bodies.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.planted_faults.fault import Fault
+from tests.planted_faults.moved import FIRST_NAMES
 
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
@@ -56,7 +60,13 @@ class Site:
 
 def draw(path: str, source: str, seed: int, count: int, tests: tuple[str, ...]) -> list[Fault]:
     """`count` faults of a file, or all that it has room for; never two in one statement."""
-    numbered = sorted(((_number(path, seed, site, place), site) for place, site in _counted(sites(source))), key=lambda pair: pair[0])
+    numbered = sorted(
+        (
+            (_number(FIRST_NAMES.get(path, path), seed, site, place), site)
+            for place, site in _counted(sites(source))
+        ),
+        key=lambda pair: pair[0],
+    )
     chosen: list[Fault] = []
     statements: set[tuple[str, str]] = set()
     for number, site in numbered:
@@ -66,7 +76,18 @@ def draw(path: str, source: str, seed: int, count: int, tests: tuple[str, ...]) 
             continue
         statements.add((site.function, site.statement))
         name = f"{path.removesuffix('.py').replace('/', '.')}.{site.function.split('.')[-1]}-{site.kind}-{number[:6]}"
-        chosen.append(Fault(name, path, source[site.start : site.stop], site.replacement, tests, site.function, site.statement, site.start))
+        chosen.append(
+            Fault(
+                name,
+                path,
+                source[site.start : site.stop],
+                site.replacement,
+                tests,
+                site.function,
+                site.statement,
+                site.start,
+            )
+        )
     return chosen
 
 
@@ -102,7 +123,8 @@ class _Finder(ast.NodeVisitor):
         self._in_function = 0
         self._statement = ""
 
-    # --- where faults may be ------------------------------------------------------------------------------------------------
+    # --- where faults may be
+    # ------------------------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._names.append(node.name)
@@ -150,7 +172,8 @@ class _Finder(ast.NodeVisitor):
         for part in parts:
             self.visit(part)
 
-    # --- the faults ---------------------------------------------------------------------------------------------------------
+    # --- the faults
+    # ---------------------------------------------------------------------------------------------------------
 
     def visit_Expr(self, node: ast.Expr) -> None:
         value = node.value
@@ -205,7 +228,9 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         first = node.args[:2]
-        plain = len(first) == 2 and not any(isinstance(argument, (ast.Starred, ast.JoinedStr)) for argument in first)
+        plain = len(first) == 2 and not any(
+            isinstance(argument, (ast.Starred, ast.JoinedStr)) for argument in first
+        )
         # Of different kinds they would end in an error at once.
         if plain and type(first[0]) is type(first[1]) and ast.dump(first[0]) != ast.dump(first[1]):
             changed = copy.deepcopy(node)
@@ -226,7 +251,10 @@ class _Finder(ast.NodeVisitor):
 
     def _note(self, node: ast.AST, kind: str, replacement: str) -> None:
         if self._in_function:
-            start, stop = self._place(node.lineno, node.col_offset), self._place(node.end_lineno, node.end_col_offset)  # type: ignore
+            start, stop = (
+                self._place(node.lineno, node.col_offset),
+                self._place(node.end_lineno, node.end_col_offset),
+            )  # type: ignore
             self.found.append(Site(".".join(self._names), kind, self._statement, start, stop, replacement))
 
     def _place(self, line: int, column: int) -> int:

@@ -1,6 +1,7 @@
 """Drawn faults that change nothing that anybody could see, each with the reason.
 
-By what is changed, not by name: an entry holds as long as the code that it speaks of stays as it is, and means nothing after that.
+By what is changed, not by name: an entry holds as long as the code that it speaks of stays as it is, and
+means nothing after that.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 REASONS: Mapping[str, str] = {
-    "passes/randomness.py:_Rewriter.rewrite: if function is not attention: pass: "
+    "passes/batch/randomness.py:_Rewriter.rewrite: if function is not attention: pass: "
     "function is not attention -> (not (function is not attention))": (
-        "without sizes as nodes an operator takes them from its value, as symbols of the same sizes: the same numbers from a graph that "
-        "is 2 % longer; attention has its sizes from its arguments and does not look at these"
+        "without sizes as nodes an operator takes them from its value, as symbols of the same sizes: the "
+        "same numbers from a graph that is 2 % longer; attention has its sizes from its arguments and does "
+        "not look at these"
     ),
-    "schedule/lowering.py:_lower_channel: used = lane.steps(direction, destination if destination >= 0 else None): "
-    "destination >= 0 -> (destination > 0)": "None stands for any stage of the lane, and a lane has one stage",
+    "schedule/lowering.py:_lower_channel: used = lane.steps(direction, destination if destination >= 0 else "
+    "None): destination >= 0 -> (destination > "
+    "0)": "None stands for any stage of the lane, and a lane has one stage",
     "schedule/lowering.py:_Lane.program: for slot in range(self.end + 1): pass: 1 -> 2": (
         "nothing is put behind the slot after the last action"
     ),

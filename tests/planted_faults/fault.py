@@ -1,6 +1,7 @@
 """What one planted fault is, and how it is put into a file.
 
-In: a file's text. Out: the changed text. Terms: a fault is *stale* when what it replaces is not in the file any more, or is there twice.
+In: a file's text. Out: the changed text. Terms: a fault is *stale* when what it replaces is not in the file
+any more, or is there twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Fault:
 
     Attributes:
         name: unique, short; what is wrong.
-        path: file, relative to the package as it is installed (`runtime/rows.py`, `passes/randomness.py`).
+        path: file, relative to the package as it is installed (`runtime/rows.py`,
+        `passes/batch/randomness.py`).
         find: text that is there once.
         replacement: what is put in its place.
         tests: arguments of pytest. Those of tests/distributed run after all others.
@@ -61,7 +63,9 @@ class Fault:
         try:
             ast.parse(changed)
         except SyntaxError as error:
-            raise StaleFault(f"{self.path} is no Python with the fault in line {error.lineno}: {error.msg}") from None
+            raise StaleFault(
+                f"{self.path} is no Python with the fault in line {error.lineno}: {error.msg}"
+            ) from None
         return changed
 
 

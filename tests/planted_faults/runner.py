@@ -1,7 +1,7 @@
 """Runs faults in copies of the package, some at a time, and keeps what came of each.
 
-In: faults, the tests beside each. Out: a `Verdict` for each, also in a file, so that a run that was ended goes on where it was. The tests
-must pass where no fault is planted: they are run once without any.
+In: faults, the tests beside each. Out: a `Verdict` for each, also in a file, so that a run that was ended
+goes on where it was. The tests must pass where no fault is planted: they are run once without any.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _DISTRIBUTED = "tests/distributed/"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came of a fault: `kind` is one of `KINDS`, `detail` the test that caught it, or why there is no answer."""
+class Diagnosis:
+    """What came of a fault: `kind` is one of `KINDS`, `detail` the test that caught it, or why there is no
+    answer.
+    """
 
     name: str
     kind: str
@@ -46,7 +48,7 @@ class State:
     """Verdicts of earlier runs by key, in a file of one JSON line each; None keeps nothing."""
 
     path: Path | None
-    known: dict[str, Verdict] = field(default_factory=dict)
+    known: dict[str, Diagnosis] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is None or not self.path.exists():
@@ -54,27 +56,32 @@ class State:
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 entry = json.loads(line)
-                self.known[entry["key"]] = Verdict(**entry["verdict"])
+                self.known[entry["key"]] = Diagnosis(**entry["diagnosis"])
             except (ValueError, KeyError, TypeError):
                 continue  # a line that was being written when the run was ended
 
-    def note(self, key: str, verdict: Verdict) -> None:
-        """Keep a verdict."""
-        self.known[key] = verdict
+    def note(self, key: str, diagnosis: Diagnosis) -> None:
+        """Keep a diagnosis."""
+        self.known[key] = diagnosis
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"key": key, "verdict": asdict(verdict)}) + "\n")
+                lines.write(json.dumps({"key": key, "diagnosis": asdict(diagnosis)}) + "\n")
 
 
 def key_of(fault: Fault, source: str) -> str:
     """Of one fault under one state of the source and the tests."""
-    return hashlib.sha256("\0".join((source, fault.path, str(fault.start), fault.change, *fault.tests)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\0".join((source, fault.path, str(fault.start), fault.change, *fault.tests)).encode()
+    ).hexdigest()
 
 
 def stages_of(tests: Sequence[str]) -> list[list[str]]:
     """What one pytest runs: first what needs no ranks, as it is cheap."""
-    parts = ([t for t in tests if not t.startswith(_DISTRIBUTED)], [t for t in tests if t.startswith(_DISTRIBUTED)])
+    parts = (
+        [t for t in tests if not t.startswith(_DISTRIBUTED)],
+        [t for t in tests if t.startswith(_DISTRIBUTED)],
+    )
     return [part for part in parts if part]
 
 
@@ -93,7 +100,10 @@ def failing_tests(tree: Tree, stage: Sequence[str]) -> dict[str, str]:
     named = [re.sub(r"^.*?(?=tests/)", "", name) for name in named]
     found: dict[str, str] = {}
     for test in stage:
-        if any(name == test or name.startswith((f"{test}::", f"{test}[")) for name in named) or run.code != FAILED:
+        if (
+            any(name == test or name.startswith((f"{test}::", f"{test}[")) for name in named)
+            or run.code != FAILED
+        ):
             found[test] = f"does not pass without the fault (exit code {run.code}): {_tail(run.output)}"
     return found
 
@@ -102,30 +112,37 @@ def _is_known(tree: Tree, test: str) -> bool:
     return tree.pytest(["--collect-only", test], BASELINE_LIMIT_SECONDS).code == 0
 
 
-def judge(tree: Tree, *, fault: Fault) -> Verdict:
+def judge(tree: Tree, *, fault: Fault) -> Diagnosis:
     """Plant it, run its tests, take it out again."""
     try:
         tree.plant(fault)
     except StaleFault as stale:
-        return Verdict(fault.name, "stale", str(stale), 0.0)
+        return Diagnosis(fault.name, "stale", str(stale), 0.0)
     seconds = 0.0
     try:
         for stage in stages_of(fault.tests):
             run = tree.pytest(["-x", *stage], RUN_LIMIT_SECONDS)
             seconds += run.seconds
             if run.code in (FAILED, INTERRUPTED):
-                return Verdict(fault.name, "caught", _what_failed(run), seconds)
+                return Diagnosis(fault.name, "caught", _what_failed(run), seconds)
             if run.code is None:
-                # Each test has a limit of its own: this one says that the machine was too slow, or the tests are too many.
-                return Verdict(fault.name, "error", f"its tests did not end within {RUN_LIMIT_SECONDS:.0f} s", seconds)
+                # Each test has a limit of its own: this one says that the machine was too slow, or the tests
+                # are too many.
+                return Diagnosis(
+                    fault.name, "error", f"its tests did not end within {RUN_LIMIT_SECONDS:.0f} s", seconds
+                )
             if run.code != 0:
-                return Verdict(fault.name, "error", f"pytest ended with {run.code}: {_tail(run.output)}", seconds)
+                return Diagnosis(
+                    fault.name, "error", f"pytest ended with {run.code}: {_tail(run.output)}", seconds
+                )
     finally:
         tree.restore(fault.path)
-    return Verdict(fault.name, "uncaught", fault.change, seconds)
+    return Diagnosis(fault.name, "uncaught", fault.change, seconds)
 
 
-def run_faults(faults: Sequence[Fault], *, workers: int, state: State, baseline: bool = True) -> Iterator[Verdict]:
+def run_faults(
+    faults: Sequence[Fault], *, workers: int, state: State, baseline: bool = True
+) -> Iterator[Diagnosis]:
     """Verdicts as they come, those that are known already first."""
     source = digest()
     keys = {fault.name: key_of(fault, source) for fault in faults}
@@ -134,7 +151,7 @@ def run_faults(faults: Sequence[Fault], *, workers: int, state: State, baseline:
     for fault in faults:
         known = state.known.get(keys[fault.name])
         if known is not None and known.kind != "error":
-            yield Verdict(fault.name, known.kind, f"{known.detail} (known)", 0.0)
+            yield Diagnosis(fault.name, known.kind, f"{known.detail} (known)", 0.0)
         else:
             open_faults.append(fault)
     if not open_faults:
@@ -147,20 +164,22 @@ def run_faults(faults: Sequence[Fault], *, workers: int, state: State, baseline:
         wrong: dict[str, str] = {}
         if baseline:
             stages = stages_of(sorted({test for fault in open_faults for test in fault.tests}))
-            for found in pool.map(lambda stage: _lent(trees, lambda tree: failing_tests(tree, stage)), stages):
+            for found in pool.map(
+                lambda stage: _acquired(trees, lambda tree: failing_tests(tree, stage)), stages
+            ):
                 wrong |= found
         futures = []
         for fault in open_faults:
             bad = [f"{test} {wrong[test]}" for test in fault.tests if test in wrong]
             if bad:
-                yield Verdict(fault.name, "error", bad[0], 0.0)
+                yield Diagnosis(fault.name, "error", bad[0], 0.0)
             else:
-                futures.append(pool.submit(_lent, trees, partial(judge, fault=fault)))
+                futures.append(pool.submit(_acquired, trees, partial(judge, fault=fault)))
         try:
             for future in as_completed(futures):
-                verdict = future.result()
-                state.note(keys[verdict.name], verdict)
-                yield verdict
+                diagnosis = future.result()
+                state.note(keys[diagnosis.name], diagnosis)
+                yield diagnosis
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -168,7 +187,7 @@ def run_faults(faults: Sequence[Fault], *, workers: int, state: State, baseline:
 T = TypeVar("T")
 
 
-def _lent(trees: queue.SimpleQueue[Tree], use: Callable[[Tree], T]) -> T:
+def _acquired(trees: queue.SimpleQueue[Tree], use: Callable[[Tree], T]) -> T:
     """What comes of using one of the trees."""
     tree = trees.get()
     try:
@@ -180,7 +199,9 @@ def _lent(trees: queue.SimpleQueue[Tree], use: Callable[[Tree], T]) -> T:
 def _what_failed(run: Run) -> str:
     # Of cases that share their ranks, the first one may tell of the failure of another.
     patterns = (r"not run, as (\S+) has failed", r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$")
-    found = next((match for pattern in patterns if (match := re.search(pattern, run.output, re.MULTILINE))), None)
+    found = next(
+        (match for pattern in patterns if (match := re.search(pattern, run.output, re.MULTILINE))), None
+    )
     if found is None and "Timeout" in run.output:
         return f"by a test that did not end within {TEST_LIMIT_SECONDS} s"
     return f"by {found[1] if found else _tail(run.output)}"

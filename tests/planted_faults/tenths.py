@@ -1,8 +1,8 @@
 """Which tenth of the faults belongs to a commit, so that ten commits in a row have all of them.
 
-In: faults, a commit's hash. Out: a tenth of them. The history is cut into blocks of ten commits; the hash of a block's first commit
-shuffles the faults, and each commit of the block takes another tenth. Where the history is not there (no git, a shallow clone, a hash
-that is no commit) the hash alone says which.
+In: faults, a commit's hash. Out: a tenth of them. The history is cut into blocks of ten commits; the hash of
+a block's first commit shuffles the faults, and each commit of the block takes another tenth. Where the
+history is not there (no git, a shallow clone, a hash that is no commit) the hash alone says which.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def _place_in_history(commit: str) -> tuple[str, int]:
 
 def _git(*arguments: str) -> str:
     try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

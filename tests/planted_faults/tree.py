@@ -1,7 +1,7 @@
 """A copy of the package as it is installed, with the tests beside, in which a fault may be.
 
-In: the repository. Out: `Tree`: a folder whose name in PYTHONPATH makes every process, ranks included, import the copy. The repository
-itself is never changed.
+In: the repository. Out: `Tree`: a folder whose name in PYTHONPATH makes every process, ranks included, import
+the copy. The repository itself is never changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ PACKAGE = "rannc_backend"
 WITHIN = ("passes", "kernels")
 BESIDE = ("tests", "docs", "examples", "scripts", "pyproject.toml", "README.md", "Makefile")
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*_cache")
-# A .pyc is taken for that of its source if size and second of the last change agree, and a fault may keep the size.
+# A .pyc is taken for that of its source if size and second of the last change agree, and a fault may keep the
+# size.
 _FIRST_SECOND = 1_000_000_000
 # Of one test without ranks, which have limits of their own: one that hangs has noticed something.
 TEST_LIMIT_SECONDS = 100
@@ -53,7 +54,9 @@ def digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How one pytest ended: its exit code (None: it was ended after the limit), its output, and the seconds it took."""
+    """How one pytest ended: its exit code (None: it was ended after the limit), its output, and the seconds
+    it took.
+    """
 
     code: int | None
     output: str
@@ -101,7 +104,12 @@ class Tree:
         command += [f"--timeout={TEST_LIMIT_SECONDS}", "--timeout-method=thread"]
         if all("::" in argument for argument in arguments if argument.startswith("tests/")):
             command += ["-m", ""]  # named one by one, also those of `make test-full`
-        environment = os.environ | {"PYTHONPATH": str(self.folder), "COLUMNS": "300", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {
+            "PYTHONPATH": str(self.folder),
+            "COLUMNS": "300",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         begin = time.monotonic()
         with subprocess.Popen(
             [*command, *arguments],
@@ -118,7 +126,8 @@ class Tree:
                 output, _ = process.communicate(timeout=limit_seconds)
                 code: int | None = process.returncode
             except subprocess.TimeoutExpired:
-                # Interrupted first, so that its fixtures end ranks and templates, which have sessions of their own.
+                # Interrupted first, so that its fixtures end ranks and templates, which have sessions of
+                # their own.
                 output, code = _end(process), None
         return Run(code, output, time.monotonic() - begin)
 

@@ -1,4 +1,6 @@
-"""Configurations: the file that the page gives as its example, the larger one of 0.4.2, and variables that win over the file."""
+"""Configurations: the file that the page gives as its example, the larger one of 0.4.2, and variables that
+win over the file.
+"""
 
 import os
 import pathlib
@@ -24,7 +26,9 @@ MANUAL = pathlib.Path(__file__).with_name("manual_conf.toml").read_text()
 
 def train():
     torch.manual_seed(0)
-    model = pyrannc.RaNNCModule(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device))
+    model = pyrannc.RaNNCModule(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+    )
     out = model(torch.randn(8, 4).to(device))
     out.backward(torch.randn_like(out))
     return model
@@ -36,7 +40,9 @@ def stages(path):
 
 
 def use(name, text):
-    """A directory of its own with this rannc_conf.toml: an edit of a file that has been read is for the next job."""
+    """A directory of its own with this rannc_conf.toml: an edit of a file that has been read is for the next
+    job.
+    """
     directory = pathlib.Path(tempfile.gettempdir()) / f"rannc_documents_{name}_{pyrannc.get_world_size()}"
     directory.mkdir(exist_ok=True)
     if pyrannc.get_rank() == 0:
@@ -57,7 +63,9 @@ try:
     train()
     assert stages(saved) == 2
 
-    os.environ["RANNC_PARTITION_NUM"] = "1"  # "You can overwrite a configuration by setting environment variables"
+    os.environ["RANNC_PARTITION_NUM"] = (
+        "1"  # "You can overwrite a configuration by setting environment variables"
+    )
     os.environ["RANNC_REPLICA_NUM"] = "0"
     train()
     assert stages(saved) == 1

@@ -1,4 +1,6 @@
-"""FAQ, "Does RaNNC work with Apex AMP?": Apex is gone, the error shows the line to write instead, and that line works."""
+"""FAQ, "Does RaNNC work with Apex AMP?": Apex is gone, the error shows the line to write instead, and that
+line works.
+"""
 
 import torch
 import torch.nn.functional as F

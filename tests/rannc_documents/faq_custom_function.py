@@ -1,4 +1,6 @@
-"""FAQ, "Custom cpp functions does not work with RaNNC" (a heading without an answer there): a custom operator of torch.library."""
+"""FAQ, "Custom cpp functions does not work with RaNNC" (a heading without an answer there): a custom operator
+of torch.library.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""FAQ, "My model takes too long until partitioning is determined": the deployment is saved once, and loaded in later runs."""
+"""FAQ, "My model takes too long until partitioning is determined": the deployment is saved once, and loaded
+in later runs.
+"""
 
 import os
 import tempfile
@@ -32,7 +34,11 @@ pyrannc.barrier()
 os.environ["RANNC_SAVE_DEPLOYMENT"] = "false"
 os.environ["RANNC_LOAD_DEPLOYMENT"] = "true"
 train(0.01)
-del os.environ["RANNC_DEPLOYMENT_FILE"], os.environ["RANNC_SAVE_DEPLOYMENT"], os.environ["RANNC_LOAD_DEPLOYMENT"]
+del (
+    os.environ["RANNC_DEPLOYMENT_FILE"],
+    os.environ["RANNC_SAVE_DEPLOYMENT"],
+    os.environ["RANNC_LOAD_DEPLOYMENT"],
+)
 
 # The same by a method and an argument.
 model = train(0.1)

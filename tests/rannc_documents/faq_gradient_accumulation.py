@@ -1,4 +1,6 @@
-"""FAQ, "How to use gradient accumulation": no all-reduce while gradients add up, then one, implicit or explicit."""
+"""FAQ, "How to use gradient accumulation": no all-reduce while gradients add up, then one, implicit or
+explicit.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +15,16 @@ rank, world = pyrannc.get_rank(), pyrannc.get_world_size()
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double().to(device)
+    return (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        .double()
+        .to(device)
+    )
 
 
-batches = torch.randn(NUM_STEPS, world, 2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+batches = torch.randn(
+    NUM_STEPS, world, 2, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+).to(device)
 
 plain = network()
 for step in range(NUM_STEPS):

@@ -1,4 +1,6 @@
-"""FAQ, "How to use a model that takes kwargs" (a heading without an answer there): as any module is called."""
+"""FAQ, "How to use a model that takes kwargs" (a heading without an answer there): as any module is
+called.
+"""
 
 import torch
 from torch import nn

@@ -12,7 +12,9 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(
+        device
+    )
 
 
 net = network()

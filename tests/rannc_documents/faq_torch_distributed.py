@@ -1,4 +1,6 @@
-"""FAQ, "Does RaNNC work with torch.distributed package?" (a heading without an answer there): beside it, and before it."""
+"""FAQ, "Does RaNNC work with torch.distributed package?" (a heading without an answer there): beside it, and
+before it.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""Logging: the page's example of ~/.pyrannc/logging.toml, and the levels that the FAQ turns up to see the search."""
+"""Logging: the page's example of ~/.pyrannc/logging.toml, and the levels that the FAQ turns up to see the
+search.
+"""
 
 import logging
 import os
@@ -12,8 +14,8 @@ import rannc_backend as pyrannc
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = (
-    "RaNNCModule RaNNCProcess GraphLauncher GraphValueStorage GraphUtil Decomposer Decomposition GraphProfiler ParamStorage GraphConnector "
-    "TorchDriver AllReduceRunner MLPartitioner DPStaging"
+    "RaNNCModule RaNNCProcess GraphLauncher GraphValueStorage GraphUtil Decomposer Decomposition "
+    "GraphProfiler ParamStorage GraphConnector TorchDriver AllReduceRunner MLPartitioner DPStaging"
 )
 TEXT = """
 global_pattern = "[%Y-%m-%d %T.%f] [%L] <%n>: %v"
@@ -46,7 +48,7 @@ os.environ["RANNC_CONF_DIR"] = str(directory)
 try:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
     pyrannc.RaNNCModule(net)(torch.randn(8, 4).to(device)).sum().backward()
-    assert logging.getLogger("rannc_backend.partition.stage_search").isEnabledFor(logging.DEBUG)
+    assert logging.getLogger("rannc_backend.planner.search.search").isEnabledFor(logging.DEBUG)
 finally:
     del os.environ["RANNC_CONF_DIR"]
 pyrannc.barrier()

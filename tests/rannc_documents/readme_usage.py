@@ -1,4 +1,6 @@
-"""README, "The code below shows a simple usage": one line is added to a training script; the model returns its loss."""
+"""README, "The code below shows a simple usage": one line is added to a training script; the model returns
+its loss.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,9 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+        )
 
     def forward(self, x):
         return F.cross_entropy(self.layers(x), torch.argmax(x[:, :4], dim=1))

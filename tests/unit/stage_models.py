@@ -1,7 +1,8 @@
-"""Small models as row-wise graphs that are cut into stages by hand: shared by the tests of splitting and compiling stages.
+"""Small models as row-wise graphs that are cut into stages by hand: shared by the tests of splitting and
+compiling stages.
 
-In: an `nn.Module` and example inputs. Out: `Rowwise`, with the graph and all that `split_stages` asks for, and
-`run_pipeline`, which chains compiled stages over micro-batches without any runtime.
+In: an `nn.Module` and example inputs. Out: `Rowwise`, with the graph and all that `split_stages` asks for,
+and `run_pipeline`, which chains compiled stages over micro-batches without any runtime.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from rannc_backend.compile_stages import CompiledStage, compile_stage
-from rannc_backend.passes.batch_split import RowwiseOutput
-from rannc_backend.passes.layouts import Constant, Layout, PartialSum, Rows, Several
-from rannc_backend.passes.split_stages import StageGraph, split_stages
+from rannc_backend.passes.batch.batch_split import RowwiseOutput
+from rannc_backend.passes.batch.layouts import Constant, Layout, PartialSum, Rows, Several
+from rannc_backend.passes.pipeline import with_facts
+from rannc_backend.passes.stage.split_stages import SplitStages, StageGraph, split_stages
+from rannc_backend.stages.compiled_stage import CompiledStage, compile_stage
 
 HINT = 6
 
@@ -44,7 +46,11 @@ class Rowwise:
     @property
     def staged_names(self) -> list[str]:
         """Names of the nodes that depend on the batch, in order."""
-        return [node.name for node in self.graph_module.graph.nodes if node.op == "call_function" and self.layouts[node.name] != Constant()]
+        return [
+            node.name
+            for node in self.graph_module.graph.nodes
+            if node.op == "call_function" and self.layouts[node.name] != Constant()
+        ]
 
     def cut(self, num_stages: int, places: Sequence[int] | None = None) -> tuple[StageGraph, ...]:
         """Split at the given places of `staged_names`, or into parts of equal length."""
@@ -65,7 +71,9 @@ class Rowwise:
             rows_symbol=self.rows_symbol,
         )
 
-    def compile(self, stages: Sequence[StageGraph], compiler: str = "eager", **options: Any) -> list[CompiledStage]:
+    def compile(
+        self, stages: Sequence[StageGraph], compiler: str = "eager", **options: Any
+    ) -> list[CompiledStage]:
         trained = frozenset(name for name, value in self.parameters.items() if value.requires_grad)
         arguments: dict[str, Any] = {
             "needs_grad": frozenset(node.name for node in self.graph_module.graph.nodes),
@@ -74,7 +82,10 @@ class Rowwise:
             **options,
         }
         return [
-            compile_stage(stage, fake_mode=self.fake_mode, rows_symbol=self.rows_symbol, compiler=compiler, **arguments) for stage in stages
+            compile_stage(
+                stage, fake_mode=self.fake_mode, rows_symbol=self.rows_symbol, compiler=compiler, **arguments
+            )
+            for stage in stages
         ]
 
 
@@ -97,9 +108,14 @@ class _Flat(nn.Module):
 
 
 def capture(
-    model: nn.Module, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], output_kinds: Sequence[str]
+    model: nn.Module,
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    output_kinds: Sequence[str],
 ) -> Rowwise:
-    """Trace `function(model, *inputs)`, whose outputs are of the given kinds; dimension 0 of all inputs is the batch."""
+    """Trace `function(model, *inputs)`, whose outputs are of the given kinds; dimension 0 of all inputs is
+    the batch.
+    """
     dynamo_graph, values = _dynamo_graph(model, function, inputs)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     symbol = mode.shape_env.create_symbol(HINT, source=ConstantSource("rows"), dynamic_dim=DimDynamic.DYNAMIC)
@@ -108,7 +124,9 @@ def capture(
     names = [fqns.get(id(value), "") for value in values]
     with mode:
         fakes = [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if name else torch.empty([rows, *v.shape[1:]], dtype=v.dtype)
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype)
+            if name
+            else torch.empty([rows, *v.shape[1:]], dtype=v.dtype)
             for name, v in zip(names, values, strict=True)
         ]
     with mode, torch.no_grad():
@@ -118,15 +136,24 @@ def capture(
     real = dict(zip(placeholders, values, strict=True))
     (output,) = graph_module.graph.find_nodes(op="output")
     results = list(output.args[0])
-    mutated = [fqn_of[signature.user_inputs_to_mutate[n.name]] for n in results if n.name in signature.user_inputs_to_mutate]
-    described = [RowwiseOutput(kind="buffer", name=n.name, fqn=f) for n, f in zip(results, mutated, strict=False)]
-    described += [RowwiseOutput(kind=k, name=n.name) for n, k in zip(results[len(mutated) :], output_kinds, strict=True)]
+    mutated = [
+        fqn_of[signature.user_inputs_to_mutate[n.name]]
+        for n in results
+        if n.name in signature.user_inputs_to_mutate
+    ]
+    described = [
+        RowwiseOutput(kind="buffer", name=n.name, fqn=f) for n, f in zip(results, mutated, strict=False)
+    ]
+    described += [
+        RowwiseOutput(kind=k, name=n.name) for n, k in zip(results[len(mutated) :], output_kinds, strict=True)
+    ]
     kinds = {
-        name: "batch" if not fqn_of[name] else "parameter" if isinstance(value, nn.Parameter) else "buffer" for name, value in real.items()
+        name: "batch" if not fqn_of[name] else "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        for name, value in real.items()
     }
     batch = {id(real[name]): name for name, kind in kinds.items() if kind == "batch"}
     return Rowwise(
-        graph_module=graph_module,
+        graph_module=with_facts(graph_module, SplitStages.requires),
         outputs=tuple(described),
         layouts=layouts_of(graph_module, symbol, set(batch.values())),
         kinds=kinds,
@@ -202,7 +229,9 @@ def run_pipeline(
     partial_gradients: dict[str, Tensor],
 ) -> Results:
     """All forwards, then all backwards (last micro-batch first), values and gradients carried by hand."""
-    results = Results(partials={}, rows={}, parameter_gradients={}, input_gradients={}, buffers=dict(rowwise.buffers))
+    results = Results(
+        partials={}, rows={}, parameter_gradients={}, input_gradients={}, buffers=dict(rowwise.buffers)
+    )
     parts: list[list[Tensor]] = [list(value.split(list(sizes))) for value in inputs]
     collected: dict[str, list[Tensor]] = {}
     kept: list[list[Any]] = []
@@ -211,7 +240,9 @@ def run_pipeline(
         values.update(zip(rowwise.batch_names, (part[number] for part in parts), strict=True))
         saved_by_stage = []
         for stage in stages:
-            arguments = [results.buffers[i.name] if i.kind == "buffer" else values[i.name] for i in stage.inputs]
+            arguments = [
+                results.buffers[i.name] if i.kind == "buffer" else values[i.name] for i in stage.inputs
+            ]
             outputs, saved = stage.forward(arguments)
             saved_by_stage.append(saved)
             _take_outputs(rowwise, stage, outputs, values, collected, results)

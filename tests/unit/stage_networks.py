@@ -1,4 +1,5 @@
-"""Networks for the tests of stages, each with the function that is captured: (model, *inputs) -> (row output, partial sum).
+"""Networks for the tests of stages, each with the function that is captured: (model, *inputs) -> (row output,
+partial sum).
 
 In: nothing. Out: `NETWORKS` by name. Terms: a *network* is a module in float64 with random weights.
 """
@@ -86,7 +87,9 @@ class AwkwardNetwork(nn.Module):
         merged = self.mix(torch.sin(turned).transpose(1, 2).reshape(-1, 6))
         parts = merged.view(x.shape[0], 4, 6).chunk(2, dim=1)
         mask = torch.ones(x.shape[0], 2, dtype=x.dtype).cumsum(1).unsqueeze(-1)
-        return (parts[0] * mask + parts[1] * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=x.dtype)).expand(-1, 2, 6)
+        return (
+            parts[0] * mask + parts[1] * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=x.dtype)
+        ).expand(-1, 2, 6)
 
 
 def _convolutions() -> nn.Module:
@@ -114,7 +117,13 @@ def _gpt2() -> nn.Module:
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 23, "intermediate_size": 32}
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 23,
+        "intermediate_size": 32,
+    }
     quiet = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     return BertForMaskedLM(BertConfig(**sizes, **quiet, max_position_embeddings=12))
 
@@ -140,7 +149,9 @@ def _cumulative() -> nn.Module:
 
 NETWORKS = {
     "perceptron": Network(build=_perceptron, inputs=_normal(6), function=_with_square_sum),
-    "convolutions": Network(build=_convolutions, inputs=_normal(3, 8, 8), function=_with_square_sum, batch_statistics=True),
+    "convolutions": Network(
+        build=_convolutions, inputs=_normal(3, 8, 8), function=_with_square_sum, batch_statistics=True
+    ),
     "skip": Network(build=SkipNetwork, inputs=_normal(6), function=_with_square_sum),
     "tied": Network(build=TiedNetwork, inputs=_tokens(11), function=_with_square_sum),
     "awkward": Network(build=AwkwardNetwork, inputs=_normal(4, 6), function=_with_square_sum),

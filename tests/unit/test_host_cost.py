@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rannc_backend.kernels import boundary_pack
-from rannc_backend.runtime.buckets import GradientBuckets, plan_buckets
+from rannc_backend.runtime.gradients.buckets import GradientBuckets, plan_buckets
 from rannc_backend.runtime.rows import RowTable
 from tests.benchmarks import host_cost
 
@@ -17,7 +17,9 @@ def test_the_benchmark_runs_through() -> None:
     assert boundary_pack._pack_kernel is kernel, "the kernels are back"
     for number in (1, 3):
         costs = found[f"message of {number} value" + "s" * (number > 1)]
-        assert set(costs) == {"sent", "received", "gradient sent", "gradient received"} and all(0 < cost < 10**5 for cost in costs.values())
+        assert set(costs) == {"sent", "received", "gradient sent", "gradient received"} and all(
+            0 < cost < 10**5 for cost in costs.values()
+        )
     calls = found["call with 50 gradients"]
     assert calls["same addresses"] < calls["built anew"]
     if not torch.cuda.is_available():
@@ -35,7 +37,9 @@ def test_rows_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_views_of_a_bucket_are_made_once_and_do_not_keep_it_in_use() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
     layout = plan_buckets([("p", parameter)], {"p": (0,)}, (0,), 1e9)
-    buckets = GradientBuckets(layout=layout, parameters={"p": parameter}, stage_ranks=(0,), start_reduce=lambda *given: None)
+    buckets = GradientBuckets(
+        layout=layout, parameters={"p": parameter}, stage_ranks=(0,), start_reduce=lambda *given: None
+    )
     addresses = []
     held = None
     for step in range(5):
@@ -52,5 +56,9 @@ def test_views_of_a_bucket_are_made_once_and_do_not_keep_it_in_use() -> None:
         addresses.append(view.data_ptr())
         del pending, view
     assert held is not None and bool((held == 2).all())
-    assert len(set(addresses[:3])) == 1 and addresses[3] == addresses[4] != held.data_ptr() and len(buckets.tensors()) == 2
+    assert (
+        len(set(addresses[:3])) == 1
+        and addresses[3] == addresses[4] != held.data_ptr()
+        and len(buckets.tensors()) == 2
+    )
     assert {len(pooled.templates) for pooled in next(iter(buckets.pool._buffers.values()))} == {1}

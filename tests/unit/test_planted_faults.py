@@ -17,7 +17,7 @@ from tests.planted_faults.chosen import CHOSEN
 from tests.planted_faults.drawing import draw, sites
 from tests.planted_faults.equivalents import REASONS
 from tests.planted_faults.fault import Fault, StaleFault
-from tests.planted_faults.runner import State, Verdict, judge, key_of, run_faults, stages_of
+from tests.planted_faults.runner import Diagnosis, State, judge, key_of, run_faults, stages_of
 from tests.planted_faults.tenths import NUM_PARTS, tenth_of
 from tests.planted_faults.tree import ROOT, Run, Tree, repository_file
 
@@ -56,13 +56,18 @@ def test_every_kind_is_found_where_it_may_be() -> None:
     }
     assert _texts("constant") == {("2", "3"), ("7", "8"), ("2.5", "5.0"), ("0", "1")}
     assert _texts("call_dropped") == {("self.add(amount, 2)", "pass")}
-    assert ("self.on", "(not (self.on))") in _texts("negated") and ("amount == 7", "(not (amount == 7))") in _texts("negated")
+    assert ("self.on", "(not (self.on))") in _texts("negated") and (
+        "amount == 7",
+        "(not (amount == 7))",
+    ) in _texts("negated")
     assert {site.function for site in sites(SOURCE)} == {"Box.fill"}
 
 
 def test_arguments_of_one_kind_are_swapped() -> None:
     source = "def f(a, b):\n    return g(a, b) + g(a, 1) + isinstance(a, b) + g(*a, b) + g(a, a)\n"
-    assert [(source[s.start : s.stop], s.replacement) for s in sites(source) if s.kind == "arguments"] == [("g(a, b)", "g(b, a)")]
+    assert [(source[s.start : s.stop], s.replacement) for s in sites(source) if s.kind == "arguments"] == [
+        ("g(a, b)", "g(b, a)")
+    ]
 
 
 def test_drawn_faults_are_the_same_each_time_apply_once_and_are_python() -> None:
@@ -92,9 +97,21 @@ def test_half_are_drawn_and_every_area_has_some() -> None:
     assert len(CHOSEN) + len(found) >= 60 and min(len(CHOSEN), len(found)) >= 0.4 * (len(CHOSEN) + len(found))
     for area in AREAS:
         for path, count in area.files.items():
-            assert sum(fault.path == path for fault in found) == count, f"{path} has no room for {count} faults"
+            assert sum(fault.path == path for fault in found) == count, (
+                f"{path} has no room for {count} faults"
+            )
     words = " ".join(area.name for area in AREAS)
-    for needed in ("executor", "messages", "rows", "buckets", "clipping", "scaler", "checkpoints", "reductions", "randomness"):
+    for needed in (
+        "executor",
+        "messages",
+        "rows",
+        "buckets",
+        "clipping",
+        "scaler",
+        "checkpoints",
+        "reductions",
+        "randomness",
+    ):
         assert needed in words
     assert all(word in words for word in ("schedules", "planner", "configuration"))
 
@@ -118,7 +135,19 @@ def test_names_are_unique_and_tests_are_there() -> None:
 def test_every_test_that_a_list_names_is_collected() -> None:
     """Beside faults, and among those that run in full only."""
     tests = sorted({test for fault in [*CHOSEN, *drawn()] for test in fault.tests} | ONLY_IN_FULL)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "",
+        *tests,
+    ]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
 
@@ -166,21 +195,36 @@ GONE = Fault("gone", "a.py", "x * 9", "x", ("tests/a.py",))
 
 def test_what_tests_do_not_notice_is_told(tmp_path: Path) -> None:
     tree = Playing(tmp_path, DOUBLE)
-    assert judge(tree, fault=WRONG).kind == "caught" and "tests/a.py::test_double" in judge(tree, fault=WRONG).detail
+    assert (
+        judge(tree, fault=WRONG).kind == "caught"
+        and "tests/a.py::test_double" in judge(tree, fault=WRONG).detail
+    )
     runs = tree.runs
-    verdict = judge(tree, fault=SAME)
-    assert verdict.kind == "uncaught" and verdict.detail == "a.py: x * 2 -> x + x"
+    diagnosis = judge(tree, fault=SAME)
+    assert diagnosis.kind == "uncaught" and diagnosis.detail == "a.py: x * 2 -> x + x"
     assert tree.runs == runs + 2, "tests over ranks are run apart"
     assert judge(tree, fault=GONE).kind == "stale"
     assert tree.text == DOUBLE, "what was planted is taken out again"
 
 
 def test_counts_and_equivalents(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = [Verdict("a", "caught", "", 1.0), Verdict("b", "caught", "", 1.0), Verdict("c", "uncaught", SAME.change, 1.0)]
-    assert counts_line(verdicts, 9.0) == "planted faults: 3 of them, 2 caught, 1 uncaught (66.7% caught) in 9 s"
-    monkeypatch.setattr("tests.planted_faults.__main__.REASONS", {SAME.change: "twice a number is that number added to itself"})
+    verdicts = [
+        Diagnosis("a", "caught", "", 1.0),
+        Diagnosis("b", "caught", "", 1.0),
+        Diagnosis("c", "uncaught", SAME.change, 1.0),
+    ]
+    assert (
+        counts_line(verdicts, 9.0) == "planted faults: 3 of them, 2 caught, 1 uncaught (66.7% caught) in 9 s"
+    )
+    monkeypatch.setattr(
+        "tests.planted_faults.__main__.REASONS",
+        {SAME.change: "twice a number is that number added to itself"},
+    )
     assert with_equivalents(verdicts[2], SAME).kind == "equivalent"
-    assert with_equivalents(verdicts[2], WRONG).kind == "uncaught" and with_equivalents(verdicts[0], SAME).kind == "caught"
+    assert (
+        with_equivalents(verdicts[2], WRONG).kind == "uncaught"
+        and with_equivalents(verdicts[0], SAME).kind == "caught"
+    )
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,26 +233,33 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(runner, "digest", lambda: source)
     monkeypatch.setattr(runner, "Tree", lambda folder: Playing(folder, DOUBLE))
     first = list(run_faults([WRONG, SAME], workers=1, state=State(path)))
-    assert [verdict.kind for verdict in first] == ["caught", "uncaught"]
+    assert [diagnosis.kind for diagnosis in first] == ["caught", "uncaught"]
     path.write_text(path.read_text() + '{"key": "cut o')
     again = list(run_faults([WRONG, SAME, GONE], workers=2, state=State(path)))
-    assert [verdict.kind for verdict in again] == ["caught", "uncaught", "stale"]
-    assert all("(known)" in verdict.detail for verdict in again[:2])
+    assert [diagnosis.kind for diagnosis in again] == ["caught", "uncaught", "stale"]
+    assert all("(known)" in diagnosis.detail for diagnosis in again[:2])
     source = DOUBLE + "# changed"
-    assert not any("(known)" in verdict.detail for verdict in run_faults([WRONG], workers=1, state=State(path)))
+    assert not any(
+        "(known)" in diagnosis.detail for diagnosis in run_faults([WRONG], workers=1, state=State(path))
+    )
     assert key_of(WRONG, "a") != key_of(WRONG, "b") and key_of(WRONG, "a") != key_of(SAME, "a")
 
 
-def test_tests_that_fail_without_the_fault_catch_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_fail_without_the_fault_catch_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "digest", lambda: "")
     monkeypatch.setattr(runner, "Tree", lambda folder: Playing(folder, DOUBLE.replace("2", "5")))
     wrong = Fault("wrong", "a.py", "x * 5", "x * 3", ("tests/a.py",))
-    (verdict,) = run_faults([wrong], workers=1, state=State(None))
-    assert verdict.kind == "error" and "without the fault" in verdict.detail
+    (diagnosis,) = run_faults([wrong], workers=1, state=State(None))
+    assert diagnosis.kind == "error" and "without the fault" in diagnosis.detail
 
 
 def test_stages_put_ranks_last() -> None:
-    assert stages_of(["tests/distributed/a.py::x[1]", "tests/unit/b.py"]) == [["tests/unit/b.py"], ["tests/distributed/a.py::x[1]"]]
+    assert stages_of(["tests/distributed/a.py::x[1]", "tests/unit/b.py"]) == [
+        ["tests/unit/b.py"],
+        ["tests/distributed/a.py::x[1]"],
+    ]
     assert stages_of(["tests/unit/b.py"]) == [["tests/unit/b.py"]]
 
 
@@ -218,7 +269,9 @@ def test_a_copy_is_what_is_imported_and_the_repository_stays(tmp_path: Path) -> 
     tree = Tree(tmp_path / "copy")
     assert judge(tree, fault=fault).kind == "caught"
     assert repository_file(fault.path).read_bytes() == before
-    nothing = Fault("nothing", fault.path, "Samples in the global batch.", "All samples of the global batch.", fault.tests)
+    nothing = Fault(
+        "nothing", fault.path, "Samples in the global batch.", "All samples of the global batch.", fault.tests
+    )
     assert judge(tree, fault=nothing).kind == "uncaught"
 
 
@@ -237,7 +290,9 @@ def test_ten_commits_in_a_row_have_all_faults(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tenths, "_git", git)
     for begin in (10, 20, 30):
         parts = [tenth_of(faults, f"commit{number}") for number in range(begin, begin + 10)]
-        assert sorted(fault.name for part in parts for fault in part) == sorted(fault.name for fault in faults)
+        assert sorted(fault.name for part in parts for fault in part) == sorted(
+            fault.name for fault in faults
+        )
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert tenth_of(faults, "commit10") != tenth_of(faults, "commit20"), "another ten, another order"
     # Without a history: the hash alone, the same each time, and all parts come.

@@ -1,8 +1,8 @@
 """What one distributed case is, and what came of it: data only, importable without torch.
 
-In: nothing. Out: `Case` (also the pytest parameter) and `Outcome`. Terms: *world* is the number of ranks; *replicas* is the
-text "1,2,1", replicas per stage, or "" when the planner decides; *check* is the name of the worker's function for it;
-*owned* are the parameters whose gradient a rank has.
+In: nothing. Out: `Case` (also the pytest parameter) and `Outcome`. Terms: *world* is the number of ranks;
+*replicas* is the text "1,2,1", replicas per stage, or "" when the planner decides; *check* is the name of the
+worker's function for it; *owned* are the parameters whose gradient a rank has.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class Case:
         options: further options of torch.compile.
         environment: environment variables of the whole worker group; cases with equal ones share a group.
         parameters: further arguments of the check.
-        limit_seconds: the group is ended when the case takes longer, where every rank has a core; see `limit_here`.
-        needs: names of cases that must have run before; such a case shares no group with others than those that need something too.
+        limit_seconds: the group is ended when the case takes longer, where every rank has a core; see
+        `limit_here`.
+        needs: names of cases that must have run before; such a case shares no group with others than those
+        that need something too.
     """
 
     name: str
@@ -48,7 +50,9 @@ class Case:
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.rows) in (0, self.world), f"{self.name}: {len(self.rows)} numbers of rows, {self.world} ranks"
+        assert len(self.rows) in (0, self.world), (
+            f"{self.name}: {len(self.rows)} numbers of rows, {self.world} ranks"
+        )
 
     @property
     def local_rows(self) -> tuple[int, ...]:
@@ -76,7 +80,8 @@ class Case:
             "pipeline_num": self.num_micro_batches,
             "stage_compiler": self.stage_compiler,
             "max_partition_num": MAX_BLOCKS,
-            # Left to itself the planner takes fill_drain for most of these small models, and no case would have a backward in its forward.
+            # Left to itself the planner takes fill_drain for most of these small models, and no case would
+            # have a backward in its forward.
             "schedule": "1f1b",
         }
         if self.replicas:

@@ -1,8 +1,9 @@
 """Compare tensors and keep a list of what differs, so that no rank leaves a case before the others.
 
-In: pairs of tensors. Out: `Findings`: failures as text, and the worst relative error per kind of value. Terms: the
-*relative error* of a tensor is ||a - b|| / max(||b||, floor); the *floor* stands for tensors whose true value is zero
-(the gradient of an attention's key bias) and is a fraction of the largest norm of the same kind.
+In: pairs of tensors. Out: `Findings`: failures as text, and the worst relative error per kind of value.
+Terms: the *relative error* of a tensor is ||a - b|| / max(||b||, floor); the *floor* stands for tensors whose
+true value is zero (the gradient of an attention's key bias) and is a fraction of the largest norm of the same
+kind.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Findings:
             self.failures.append(f"{kind} {name}: relative error {error:.2e} above {tolerance:.0e}")
 
     def raises(self, text: str, kinds: tuple[str, ...], action: Callable[[], Any]) -> BaseException | None:
-        """Note a failure unless the action raises an error whose class (or a base, or a cause) has one of the names."""
+        """Note a failure unless the action raises an error whose class (or a base, or a cause) has one of the
+        names.
+        """
         try:
             action()
         except Exception as error:  # noqa: BLE001 - any class: the name decides
@@ -77,7 +80,9 @@ class Findings:
                 if {base.__name__ for base in type(link).__mro__} & set(kinds):
                     return link
                 link = link.__cause__ or link.__context__
-            self.failures.append(f"{text}: raised {type(error).__name__}({str(error)[:500]}) instead of {kinds}")
+            self.failures.append(
+                f"{text}: raised {type(error).__name__}({str(error)[:500]}) instead of {kinds}"
+            )
             return None
         self.failures.append(f"{text}: raised nothing instead of {kinds}")
         return None

@@ -1,6 +1,7 @@
 """What a check sees of its case on one rank.
 
-In: a case, this rank's number. Out: `Context` with the entry, the rows of this rank, the compiled model and the findings.
+In: a case, this rank's number. Out: `Context` with the entry, the rows of this rank, the compiled model and
+the findings.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class Context:
         kind: str = "gradient",
         scale: float = 1.0,
     ) -> list[str]:
-        """Compare every gradient that this rank has with the expected one times scale; give the names it has."""
+        """Compare every gradient that this rank has with the expected one times scale; give the names it
+        has.
+        """
         floor = floor_of({name: value * scale for name, value in expected.items()})
         owned = []
         for name, parameter in model.named_parameters():
@@ -121,7 +124,9 @@ class Context:
         """Compare this rank's rows of all row outputs."""
         start, stop = self.interval
         actual = self.entry.rows_of(outputs)
-        self.findings.that(set(actual) == set(expected), f"row outputs {sorted(actual)}, not {sorted(expected)}")
+        self.findings.that(
+            set(actual) == set(expected), f"row outputs {sorted(actual)}, not {sorted(expected)}"
+        )
         for name, value in expected.items():
             self.findings.close("rows", name, actual.get(name), value[start:stop], self.tolerance * factor)
 
@@ -135,4 +140,6 @@ class Context:
             if name in state and value.is_floating_point():
                 self.findings.close("state", name, state[name], value, self.tolerance * factor, floor)
             elif name in state:
-                self.findings.that(torch.equal(state[name], value), f"state {name}: {state[name]} is not {value}")
+                self.findings.that(
+                    torch.equal(state[name], value), f"state {name}: {state[name]} is not {value}"
+                )

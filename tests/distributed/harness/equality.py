@@ -1,7 +1,7 @@
 """The check of most cases: train some steps, compare everything with one process.
 
-In: a context. Out: findings, and for the parent which gradients this rank has. Order of the comparisons does not matter:
-nothing raises, so that all ranks make the same collective calls.
+In: a context. Out: findings, and for the parent which gradients this rank has. Order of the comparisons does
+not matter: nothing raises, so that all ranks make the same collective calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from tests.model_entry import Batch
 
 
 def equality(context: Context) -> dict[str, Any]:
-    """Losses, rows, scalars and gradients of every step; parameters and buffers after the last; who owns what."""
+    """Losses, rows, scalars and gradients of every step; parameters and buffers after the last; who owns
+    what.
+    """
     entry, case, findings = context.entry, context.case, context.findings
     reference = context.reference()
     model = context.model()

@@ -1,7 +1,8 @@
-"""Planted faults: change the runtime of one worker group so that its results are wrong, to see the comparison fail.
+"""Planted faults: change the runtime of one worker group so that its results are wrong, to see the comparison
+fail.
 
-In: the fault's name. Out: nothing; methods of the runtime are replaced in this process. "" plants nothing. The product has no
-hooks for this.
+In: the fault's name. Out: nothing; methods of the runtime are replaced in this process. "" plants nothing.
+The product has no hooks for this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ SCALE = 1.001
 def _scaled_leaf() -> None:
     """One gradient of the compiled model is 0.1 % too large; works with any backend.
 
-    The reference trains in the same process and must stay right: with the same fault the two would agree again.
+    The reference trains in the same process and must stay right: with the same fault the two would agree
+    again.
     """
     compile_model, backward = torch.compile, torch.Tensor.backward
     compiled: list[torch.nn.Module] = []
@@ -40,7 +42,7 @@ def _scaled_leaf() -> None:
 
 def _scaled_gradients() -> None:
     """All gradients of a rank are 0.1 % too large when they are published."""
-    from rannc_backend.runtime.buckets import GradientBuckets
+    from rannc_backend.runtime.gradients.buckets import GradientBuckets
 
     publish = GradientBuckets.publish
 
@@ -59,13 +61,19 @@ class _Nowhere:
     def target(self, name: str) -> tuple[torch.Tensor, bool]:
         return torch.empty_like(self.pending.view(name)), False
 
+    def targets(self, names: list[str]) -> tuple[list[torch.Tensor], list[bool]]:
+        return [torch.empty_like(self.pending.view(name)) for name in names], [False for _ in names]
+
     def made(self, name: str) -> None:
+        return
+
+    def all_made(self, names: list[str]) -> None:
         return
 
 
 def _dropped_gradient() -> None:
     """The parameter gradients of micro-batch 1 are thrown away."""
-    from rannc_backend.runtime.executor import Executor
+    from rannc_backend.runtime.step.executor import Executor
 
     backward = Executor._backward
 
@@ -81,11 +89,13 @@ def _dropped_gradient() -> None:
 
 def _dropped_sum() -> None:
     """The partial sums (of the loss) of micro-batch 1 are thrown away."""
-    from rannc_backend.runtime.executor import Executor
+    from rannc_backend.runtime.step.executor import Executor
 
     keep_output = Executor._keep_output
 
-    def patched(self: Any, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: Any) -> None:
+    def patched(
+        self: Any, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: Any
+    ) -> None:
         if slot.kind == "partial" and micro_batch == 1:
             tensor = torch.zeros_like(tensor)
         keep_output(self, position, slot, tensor, micro_batch, state)
@@ -97,14 +107,19 @@ def _swapped_message(direction: str) -> Callable[[], None]:
     """Each message of a channel delivers what the message before it on that channel should have delivered."""
 
     def plant() -> None:
-        from rannc_backend.runtime.executor import Executor
+        from rannc_backend.runtime.step.executor import Executor
 
         arrived = Executor._arrived
         last: dict[tuple[int, str], list[torch.Tensor]] = {}
 
         def patched(self: Any, action: Any, state: Any) -> list[torch.Tensor] | None:
             tensors = arrived(self, action, state)
-            if tensors is None or action.stage < 0 or action.peer < 0 or action.channel.direction != direction:
+            if (
+                tensors is None
+                or action.stage < 0
+                or action.peer < 0
+                or action.channel.direction != direction
+            ):
                 return tensors
             key = (id(self), str(action.channel))
             before = last.get(key, tensors)
@@ -119,14 +134,14 @@ def _swapped_message(direction: str) -> Callable[[], None]:
 
 def _deaf_scaler() -> None:
     """Each rank's GradScaler looks at its own gradients only, as torch's does by itself."""
-    from rannc_backend.runtime import grad_scaler
+    from rannc_backend.runtime.gradients import grad_scaler
 
     grad_scaler._of_all_ranks = lambda found, inv_scale, world: found
 
 
 def _late_seed() -> None:
     """The eager backward keeps the seed that it had, also where float16 has lost digits by it."""
-    from rannc_backend.runtime.graph_runtime import GraphRuntime
+    from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 
     publish = GraphRuntime._publish_eager
 

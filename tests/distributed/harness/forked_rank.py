@@ -1,8 +1,10 @@
-"""A rank that mpirun starts, run in a copy of a process that has imported everything: `python -I -S forked_rank.py SOCKETS SCRIPT [...]`.
+"""A rank that mpirun starts, run in a copy of a process that has imported everything: `python -I -S
+forked_rank.py SOCKETS SCRIPT [...]`.
 
-In: sockets of templates (template.py), separated by commas; the script and its arguments. Out: the script's exit code or the signal that
-ended it. Importing torch, Dynamo and transformers takes seconds per rank; here that is done once per template. What the launcher gave
-this process goes along: environment, arguments, working directory, standard streams and the descriptor of MPI's process manager.
+In: sockets of templates (template.py), separated by commas; the script and its arguments. Out: the script's
+exit code or the signal that ended it. Importing torch, Dynamo and transformers takes seconds per rank; here
+that is done once per template. What the launcher gave this process goes along: environment, arguments,
+working directory, standard streams and the descriptor of MPI's process manager.
 
 Standard library only, and little of it: a rank should start at once.
 """
@@ -37,8 +39,15 @@ def receive_number(connection: socket.socket) -> int | None:
 
 def send_job(connection: socket.socket, arguments: list[str]) -> None:
     """What template.py reads."""
-    descriptors = [0, 1, 2, *([int(os.environ[DESCRIPTOR_VARIABLE])] if DESCRIPTOR_VARIABLE in os.environ else [])]
-    text = json.dumps({"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}).encode()
+    descriptors = [
+        0,
+        1,
+        2,
+        *([int(os.environ[DESCRIPTOR_VARIABLE])] if DESCRIPTOR_VARIABLE in os.environ else []),
+    ]
+    text = json.dumps(
+        {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    ).encode()
     socket.send_fds(connection, [len(text).to_bytes(_NUMBER_BYTES, "big")], descriptors)
     connection.sendall(text)
 

@@ -1,7 +1,7 @@
 """Parent side: start worker groups under mpirun, watch them, and turn their lines into outcomes.
 
-In: cases. Out: an `Outcome` per case name. Terms: a *group* is one mpirun; when a group dies or hangs in a case, that case
-fails with the end of the output, and the cases after it run in a new group.
+In: cases. Out: an `Outcome` per case name. Terms: a *group* is one mpirun; when a group dies or hangs in a
+case, that case fails with the end of the output, and the cases after it run in a new group.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ START_LIMIT_SECONDS = 180.0
 GRACE_SECONDS = 10.0
 _TAIL_CHARACTERS = 6000
 # Starting ranks takes seconds: when nothing works at all, hundreds of cases must not be tried one by one.
-MOST_DEATHS_IN_A_ROW = 8
+MAX_DEATHS_IN_A_ROW = 8
 
 
 def launcher(world: int) -> list[str]:
-    """The command before `python`: mpirun beside this interpreter, else the one on PATH; none for one rank."""
+    """The command before `python`: mpirun beside this interpreter, else the one on PATH; none for one
+    rank.
+    """
     if world == 1:
         return []
     beside = Path(sys.executable).with_name("mpirun")
@@ -43,7 +45,9 @@ def launcher(world: int) -> list[str]:
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the ranks: one thread each, root and more ranks than cores allowed under Open MPI too."""
+    """Environment of the ranks: one thread each, root and more ranks than cores allowed under Open MPI
+    too.
+    """
     return (
         dict(os.environ)
         | {
@@ -131,7 +135,8 @@ def run_cases(
     *,
     stop_at_failure: bool = False,
 ) -> dict[str, Outcome]:
-    """Run all cases, one group of ranks for those that can share one; once `stop` is set, what runs is ended and the rest left out.
+    """Run all cases, one group of ranks for those that can share one; once `stop` is set, what runs is ended
+    and the rest left out.
 
     Args:
         templates: of the processes that ranks are forked from.
@@ -145,9 +150,11 @@ def run_cases(
         while waiting:
             if stop.is_set():
                 break
-            if num_deaths >= MOST_DEATHS_IN_A_ROW:
+            if num_deaths >= MAX_DEATHS_IN_A_ROW:
                 text = f"not run: {num_deaths} groups of ranks died one after the other"
-                outcomes |= {case.name: Outcome(failures=(f"{case.name}: {text}",), results=()) for case in waiting}
+                outcomes |= {
+                    case.name: Outcome(failures=(f"{case.name}: {text}",), results=()) for case in waiting
+                }
                 break
             group_directory = directory / f"world{world}_{len(outcomes)}"
             group_directory.mkdir(parents=True)
@@ -165,7 +172,12 @@ def run_cases(
 
 
 def _run_group(
-    cases: list[Case], world: int, extra: dict[str, str], directory: Path, templates: Templates, stop: threading.Event
+    cases: list[Case],
+    world: int,
+    extra: dict[str, str],
+    directory: Path,
+    templates: Templates,
+    stop: threading.Event,
 ) -> dict[str, Outcome]:
     path = directory / "cases.jsonl"
     path.write_text("\n".join(case.to_json() for case in cases))
@@ -176,7 +188,9 @@ def _run_group(
 
 
 def _outcomes(cases: list[Case], directory: Path, world: int, reason: str, tail: str) -> dict[str, Outcome]:
-    """Outcomes up to the case in which the group ended; that one is blamed, later ones are left for a new group."""
+    """Outcomes up to the case in which the group ended; that one is blamed, later ones are left for a new
+    group.
+    """
     events = [_lines(directory, rank) for rank in range(world)]
     started = {line["case"] for lines in events for line in lines if line["event"] == "start"}
     ends = [{line["case"]: line for line in lines if line["event"] == "end"} for lines in events]

@@ -1,7 +1,9 @@
 """One process, eager, on the global batch: what every distributed run must equal.
 
-In: a case. Out: `Reference`: per step the loss, outputs and gradients, and the parameters and buffers after the last.
-Terms: *slices* are the row intervals that are computed together when statistics of the batch matter (BatchNorm by its
+In: a case. Out: `Reference`: per step the loss, outputs and gradients, and the parameters and buffers after
+the last.
+Terms: *slices* are the row intervals that are computed together when statistics of the batch matter
+(BatchNorm by its
 rule: one micro-batch on one replica; running statistics advance once per micro-batch).
 """
 
@@ -25,7 +27,9 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of the reference: losses per rank (equal when the loss is inside), rows and scalars by name."""
+    """One step of the reference: losses per rank (equal when the loss is inside), rows and scalars by
+    name.
+    """
 
     losses: tuple[Tensor, ...]
     rows: dict[str, Tensor]
@@ -63,7 +67,9 @@ def batch_of_step(entry: Entry, case: Case, step: int) -> Batch:
 
 
 def statistics_slices(case: Case) -> list[tuple[int, int]]:
-    """Rows that one micro-batch on one replica holds, for plans in which all stages have equally many replicas."""
+    """Rows that one micro-batch on one replica holds, for plans in which all stages have equally many
+    replicas.
+    """
     replicas = {int(number) for number in case.replicas.split(",")} if case.replicas else {case.world}
     assert len(replicas) == 1, f"{case.name}: batch statistics need as many replicas in every stage"
     total = sum(case.local_rows)
@@ -156,13 +162,16 @@ class RunningStatistics:
     def _restore(self) -> None:
         if self._kept is not None:
             for name, value in self._kept.items():
-                # Through .data: a training backward never reads running statistics, so their version must not count.
+                # Through .data: a training backward never reads running statistics, so their version must not
+                # count.
                 self._buffers[name].data.copy_(value)
         self._kept = None
 
 
 class ReferenceCache:
-    """References by what they depend on, so that cases that differ in the plan only share one. Keeps the newest few."""
+    """References by what they depend on, so that cases that differ in the plan only share one. Keeps the
+    newest few.
+    """
 
     def __init__(self, most: int = 24) -> None:
         self._most = most

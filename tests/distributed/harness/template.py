@@ -1,10 +1,13 @@
-"""A process that has imported what ranks of the tests need, and forks them: `python template.py SOCKET`, or `Templates` to use some.
+"""A process that has imported what ranks of the tests need, and forks them: `python template.py SOCKET`, or
+`Templates` to use some.
 
-In: connections of forked_rank.py. Out: a forked process for each, which runs the script as if it had been started with it; its process
-number, and in the end its wait status, go back over the connection. A closed connection ends the process: the launcher has killed its rank.
+In: connections of forked_rank.py. Out: a forked process for each, which runs the script as if it had been
+started with it; its process number, and in the end its wait status, go back over the connection. A closed
+connection ends the process: the launcher has killed its rank.
 
-A template has one thread, has neither MPI nor torch.distributed nor a model, and has never traced anything with the backend. There are
-two, as strings hash differently in each: ranks that agree only because their sets have one order would not be noticed otherwise.
+A template has one thread, has neither MPI nor torch.distributed nor a model, and has never traced anything
+with the backend. There are two, as strings hash differently in each: ranks that agree only because their sets
+have one order would not be noticed otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from tests.distributed.harness.forked_rank import DESCRIPTOR_VARIABLE, receive_j
 
 NUM_TEMPLATES = 2
 _FORKED_RANK = Path(__file__).with_name("forked_rank.py")
-# The watch of a starting job looks for ranks among the children of their launcher, and these are children of a template.
+# The watch of a starting job looks for ranks among the children of their launcher, and these are children of
+# a template.
 _COUNTS_OF_LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -50,11 +54,15 @@ class Templates:
             listener.listen(64)
             command = [sys.executable, __file__, str(listener.fileno())]
             files = [listener.fileno()]
-            return subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(environment), pass_fds=files, start_new_session=True)
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=dict(environment), pass_fds=files, start_new_session=True
+            )
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What a launcher is to start in place of `python *arguments`."""
-        assert all(process.poll() is None for process in self._processes), "a template has ended: see its traceback above"
+        assert all(process.poll() is None for process in self._processes), (
+            "a template has ended: see its traceback above"
+        )
         return [sys.executable, "-I", "-S", str(_FORKED_RANK), ",".join(self._sockets), *arguments]
 
     def end(self) -> None:
@@ -81,7 +89,8 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # a thread otherwise
-    # autograd starts a thread per device when it is first used; under a trace a build for CUDA passes for one with eight devices.
+    # autograd starts a thread per device when it is first used; under a trace a build for CUDA passes for one
+    # with eight devices.
     torch.ones(1, requires_grad=True).sum().backward()
     with torch.random.fork_rng():
         model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.LayerNorm(2))

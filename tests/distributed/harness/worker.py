@@ -1,8 +1,10 @@
-"""One rank of a worker group: runs the cases of a file one after the other and writes a line before and after each.
+"""One rank of a worker group: runs the cases of a file one after the other and writes a line before and after
+each.
 
-In: path of the cases (one JSON line each), directory for results. Out: `rank<r>.jsonl` with {"case", "event": "start"} and
-{"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. After a failure or an unexpected exception the process
-ends ("fatal"): the ranks may have gone different ways, and the next case belongs to a new group. A script for mpirun (or alone).
+In: path of the cases (one JSON line each), directory for results. Out: `rank<r>.jsonl` with {"case", "event":
+"start"} and {"case", "event": "end", "fatal", "failures", "worst", "result", "seconds"}. After a failure or
+an unexpected exception the process ends ("fatal"): the ranks may have gone different ways, and the next case
+belongs to a new group. A script for mpirun (or alone).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def _find_check(name: str) -> Callable[[Any], dict[str, Any]]:
     for path in (folder / "harness" / "equality.py", *sorted(folder.glob("*_checks.py"))):
         # Only the module that has it is imported.
         if f"\ndef {name}(" in path.read_text(encoding="utf-8"):
-            return getattr(importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)), name)
+            return getattr(
+                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)), name
+            )
     raise KeyError(f"no check is called {name}")
 
 
@@ -96,7 +100,8 @@ def main(cases_path: str, directory: str) -> int:
             failed = bool(found["failures"])
             write(case, event="end", fatal=failed, seconds=time.monotonic() - begin, **found)
             if failed:
-                # Ranks that went different ways would spoil the next case: the others get time to end this one.
+                # Ranks that went different ways would spoil the next case: the others get time to end this
+                # one.
                 time.sleep(1.0)
                 os._exit(EXIT_AFTER_EXCEPTION)
     return 0

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rannc_backend import calibration
-from rannc_backend.calibration import choose_cluster
-from rannc_backend.config import Config
-from rannc_backend.cost.cluster import Cluster
-from rannc_backend.cost.cluster_file import cluster_toml, load_cluster
 from rannc_backend.errors import ClusterFileError
-from rannc_backend.runtime import bootstrap
+from rannc_backend.planner.cluster import this_machine as calibration
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cluster.cluster_file import cluster_toml, load_cluster
+from rannc_backend.planner.cluster.this_machine import choose_cluster
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import StartOptions, World
+from rannc_backend.settings.options import Config
 
 
 class Counter:
@@ -51,7 +51,9 @@ def main(directory: Path) -> None:
     assert first.intra_node.latency_seconds < 0.5 and 1e6 < first.intra_node.bytes_per_second < 1e12
     assert first.device.rate("float32") > 1e8 and first.device.memory_rate() > 1e7
 
-    assert chosen(world, config) == first and counter.count == 1, "ranks without a file know what rank 0 knows"
+    assert chosen(world, config) == first and counter.count == 1, (
+        "ranks without a file know what rank 0 knows"
+    )
     files = list((directory / f"rank{world.rank}").rglob("*.toml"))
     assert len(files) == (1 if world.rank == 0 else 0), files
 

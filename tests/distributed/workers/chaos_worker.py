@@ -1,8 +1,10 @@
-"""One rank of a training job to which things happen: chaos_worker.py DIRECTORY LAST_STEP REPLICAS [STEP RANK HOW].
+"""One rank of a training job to which things happen: chaos_worker.py DIRECTORY LAST_STEP REPLICAS [STEP RANK
+HOW].
 
-Trains to step LAST_STEP from the latest checkpoint in DIRECTORY, or from the beginning; saves one every few steps. In step STEP it happens
-to rank RANK. Every rank appends "step loss" to DIRECTORY/rank<r>.txt, and writes the time to DIRECTORY/stamp before it happens. A rank
-that gets SIGUSR1 asks for an end in order, as schedulers do before they take a machine away: all save and end with code 0 after the step.
+Trains to step LAST_STEP from the latest checkpoint in DIRECTORY, or from the beginning; saves one every few
+steps. In step STEP it happens to rank RANK. Every rank appends "step loss" to DIRECTORY/rank<r>.txt, and
+writes the time to DIRECTORY/stamp before it happens. A rank that gets SIGUSR1 asks for an end in order, as
+schedulers do before they take a machine away: all save and end with code 0 after the step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
 import rannc_backend  # noqa: E402
-from tests.distributed.chaos import CAUSE, SAVE_EVERY, STEP_LIMIT_SECONDS, batch_of, model_of, optimizer_of, scheduler_of  # noqa: E402
+from tests.distributed.chaos import (
+    CAUSE,
+    SAVE_EVERY,
+    STEP_LIMIT_SECONDS,
+    batch_of,
+    model_of,
+    optimizer_of,
+    scheduler_of,
+)  # noqa: E402
 from tests.distributed.harness.forked_rank import rank_of_environment  # noqa: E402
 
 _ASKED: list[int] = []
@@ -33,7 +43,7 @@ def happen(how: str, directory: Path) -> None:
         raise ValueError(CAUSE)
     if how == "inside":
         # In the middle of the step that begins now: when it sends, the others wait for what it sends.
-        from rannc_backend.runtime import executor
+        from rannc_backend.runtime.step import executor
 
         def fail(*_: Any) -> None:
             (directory / "stamp").write_text(repr(time.time()))
@@ -41,18 +51,30 @@ def happen(how: str, directory: Path) -> None:
 
         executor.slice_rows = fail
         return
-    number = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "terminate": signal.SIGTERM, "preempt": signal.SIGUSR1}[how]
+    number = {
+        "kill": signal.SIGKILL,
+        "freeze": signal.SIGSTOP,
+        "terminate": signal.SIGTERM,
+        "preempt": signal.SIGUSR1,
+    }[how]
     os.kill(os.getpid(), number)
     if how == "terminate":
         time.sleep(60)
 
 
-def main(directory: Path, last_step: int, replicas: str, at: int = 0, at_rank: int = -1, how: str = "") -> None:
+def main(
+    directory: Path, last_step: int, replicas: str, at: int = 0, at_rank: int = -1, how: str = ""
+) -> None:
     """Train."""
     signal.signal(signal.SIGUSR1, lambda *_: _ASKED.append(1))
     rank = rank_of_environment()
     model = model_of()
-    options = {"stage_replicas": replicas, "pipeline_num": 2, "stage_compiler": "eager", "step_timeout_seconds": STEP_LIMIT_SECONDS}
+    options = {
+        "stage_replicas": replicas,
+        "pipeline_num": 2,
+        "stage_compiler": "eager",
+        "step_timeout_seconds": STEP_LIMIT_SECONDS,
+    }
     if "," in replicas:
         options["stage_starts"] = "2"
     compiled = torch.compile(model, backend="rannc", options=options)
@@ -77,7 +99,9 @@ def main(directory: Path, last_step: int, replicas: str, at: int = 0, at_rank: i
             ask = torch.tensor([len(_ASKED)])
             torch.distributed.all_reduce(ask)
             if ask.item() or step % SAVE_EVERY == 0 or step == last_step:
-                rannc_backend.save_checkpoint(checkpoints, compiled, optimizer, scheduler, step=step, keep=2, asynchronous=step % 2 == 0)
+                rannc_backend.save_checkpoint(
+                    checkpoints, compiled, optimizer, scheduler, step=step, keep=2, asynchronous=step % 2 == 0
+                )
             if ask.item():
                 break
         rannc_backend.wait_for_checkpoint()
@@ -85,4 +109,9 @@ def main(directory: Path, last_step: int, replicas: str, at: int = 0, at_rank: i
 
 if __name__ == "__main__":
     begun = sys.argv[4:]
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *([int(begun[0]), int(begun[1]), begun[2]] if begun else []))
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        *([int(begun[0]), int(begun[1]), begun[2]] if begun else []),
+    )

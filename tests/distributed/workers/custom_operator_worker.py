@@ -1,4 +1,6 @@
-"""Operators of torch.library on two ranks (docs/custom_operators.md): `custom_operator_worker.py CASE STAGES COMPILER`."""
+"""Operators of torch.library on two ranks (docs/custom_operators.md): `custom_operator_worker.py CASE STAGES
+COMPILER`.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,13 @@ def main(case: str, num_stages: int, compiler: str) -> None:
     torch.set_default_dtype(torch.float64)
     plain, model = Model(case), Model(case)
     model.load_state_dict(plain.state_dict())
-    options = {"partition_num": num_stages, "pipeline_num": 2, "costs": "rules", "cluster": "generic-cpu", "stage_compiler": compiler}
+    options = {
+        "partition_num": num_stages,
+        "pipeline_num": 2,
+        "costs": "rules",
+        "cluster": "generic-cpu",
+        "stage_compiler": compiler,
+    }
     compiled = torch.compile(model, backend="rannc", options=options)
     rank, num_ranks = rannc_backend.get_rank(), rannc_backend.get_world_size()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]

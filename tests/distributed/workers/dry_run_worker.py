@@ -1,6 +1,7 @@
 """A training script as a user writes it: a model, one batch, some steps. Used by test_dry_run.py.
 
-In: the environment alone. Out: the loss of each step on stdout; what it does not know about is RANNC_PARTITIONING_DRY_RUN_NP.
+In: the environment alone. Out: the loss of each step on stdout; what it does not know about is
+RANNC_PARTITIONING_DRY_RUN_NP.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.job import bootstrap
 
 
 class Model(nn.Module):

@@ -20,7 +20,7 @@ import torch
 
 import rannc_backend
 from rannc_backend.checkpoint.directory import Disk
-from rannc_backend.runtime import bootstrap
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import StartOptions
 
 

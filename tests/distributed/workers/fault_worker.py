@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from rannc_backend.runtime import bootstrap
-from rannc_backend.runtime.bucket_reductions import BucketReductions
-from rannc_backend.runtime.buckets import BucketSpec
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
+from rannc_backend.runtime.gradients.buckets import BucketSpec
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import StartOptions
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))

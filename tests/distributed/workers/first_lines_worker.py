@@ -1,4 +1,6 @@
-"""Trains a small model over two ranks, and fails as it is told: `first_lines_worker.py user|both|refused|option|memory|kill DIRECTORY`."""
+"""Trains a small model over two ranks, and fails as it is told: `first_lines_worker.py
+user|both|refused|option|memory|kill DIRECTORY`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Model(nn.Module):
 
 
 def arrive(rank: int, directory: Path) -> None:
-    """Wait for the other rank: a busy machine starts them seconds apart, and who is late says what nobody is there to have said."""
+    """Wait for the other rank: a busy machine starts them seconds apart, and who is late says what nobody is
+    there to have said.
+    """
     (directory / f"arrived_{rank}").touch()
     limit = time.monotonic() + 60
     while not (directory / f"arrived_{1 - rank}").exists():

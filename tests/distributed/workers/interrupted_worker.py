@@ -1,4 +1,5 @@
-"""dry_run_worker.py with Ctrl-C on every rank while rank 0 plans and the others wait. Used by test_dry_run.py.
+"""dry_run_worker.py with Ctrl-C on every rank while rank 0 plans and the others wait. Used by
+test_dry_run.py.
 
 In: nothing. Out: as dry_run_worker.py, and "cancelled" from the rank that plans.
 """
@@ -9,14 +10,14 @@ import os
 import signal
 from typing import Any
 
-from rannc_backend import session
-from rannc_backend.runtime import bootstrap
+from rannc_backend.planner import plan_on_ranks
+from rannc_backend.runtime.job import bootstrap
 from tests.distributed.workers import dry_run_worker
 
 
 def main() -> None:
     world = bootstrap.start()
-    plan, broadcast = session.plan_analysis, world.control.broadcast
+    plan, broadcast = plan_on_ranks.plan_analysis, world.control.broadcast
 
     def plan_interrupted(analysis: Any, question: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -28,7 +29,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return broadcast(*arguments, **named)
 
-    session.plan_analysis = plan_interrupted
+    plan_on_ranks.plan_analysis = plan_interrupted
     world.control.broadcast = wait_interrupted  # type: ignore[method-assign]
     dry_run_worker.main()
 

@@ -1,4 +1,5 @@
-"""One rank of a job that checks the runtime's parts against each other; ends with a line "ok <rank>" when all held.
+"""One rank of a job that checks the runtime's parts against each other; ends with a line "ok <rank>" when all
+held.
 
 usage: runtime_worker.py CHECK...
 """
@@ -19,7 +20,8 @@ from unittest import mock
 import torch
 
 from rannc_backend.errors import CommunicationError, LaunchError
-from rannc_backend.runtime import bootstrap, shared_sums
+from rannc_backend.runtime.comm import shared_memory_allreduce as shared_sums
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import StartOptions, World
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
@@ -126,7 +128,15 @@ def messages() -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     world.transport.prepare(channels=["1F2", "2B1"])
     world.transport.prepare(channels=["2B1", "late"])
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    dtypes = [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ]
     dtypes += [torch.complex64, torch.float8_e4m3fn]
     for dtype in dtypes:
         expected = (torch.arange(24).reshape(2, 3, 4) + left).to(dtype)
@@ -138,7 +148,9 @@ def messages() -> None:
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), dtype
     sizes = [1, 100_000, 7, 3000, 0, 2, 1_000_000, 5]
     receives = [
-        (channel, index, torch.empty(count), count) for index, count in enumerate(sizes) for channel in ("1F2", "2B1")
+        (channel, index, torch.empty(count), count)
+        for index, count in enumerate(sizes)
+        for channel in ("1F2", "2B1")
     ]
     posted = [
         (world.transport.irecv(buffer, left if channel == "1F2" else right, channel), channel, index, buffer)
@@ -149,7 +161,11 @@ def messages() -> None:
     for channel in ("2B1", "1F2"):
         for index, count in enumerate(sizes):
             value = 1000.0 * rank + index + (0.5 if channel == "2B1" else 0.0)
-            sends.append(world.transport.isend(torch.full((count,), value), right if channel == "1F2" else left, channel))
+            sends.append(
+                world.transport.isend(
+                    torch.full((count,), value), right if channel == "1F2" else left, channel
+                )
+            )
     gc.collect()
     for work, channel, index, buffer in reversed(posted):
         work.wait(10)
@@ -181,7 +197,9 @@ def groups() -> None:
 
 @check
 def buckets() -> None:
-    """Sums in memory that the ranks of this host share: several groups and dtypes, many under way, before and after new connections."""
+    """Sums in memory that the ranks of this host share: several groups and dtypes, many under way, before and
+    after new connections.
+    """
     world = start()
     rank, size = world.rank, world.size
     groups = [ranks for ranks in (tuple(range(size)), (0, 1), tuple(range(size - 2, size))) if len(ranks) > 1]
@@ -191,7 +209,12 @@ def buckets() -> None:
     with fewest, mock.patch.object(shared_sums, "add_up", wraps=shared_sums.add_up) as add_up:
         for step in range(3):
             for ranks in (group for group in groups if rank in group):
-                kinds = [(100_003, torch.float32), (2**18, torch.bfloat16), (65_536, torch.float64), (5, torch.float32)]
+                kinds = [
+                    (100_003, torch.float32),
+                    (2**18, torch.bfloat16),
+                    (65_536, torch.float64),
+                    (5, torch.float32),
+                ]
                 made = [sums.new_bucket(numel, dtype, ranks) for numel, dtype in kinds]
                 for bucket in made:
                     bucket.copy_(torch.arange(bucket.numel()) % 7 + rank)
@@ -346,16 +369,22 @@ def reported() -> None:
 
 @check
 def equal_graphs() -> None:
-    """Two replicas under Inductor with an empty cache: each graph is compiled once, and the other rank finds it."""
+    """Two replicas under Inductor with an empty cache: each graph is compiled once, and the other rank finds
+    it.
+    """
     from torch import nn
 
     world = start()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = world.control.broadcast(tempfile.mkdtemp() if world.rank == 0 else None)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = world.control.broadcast(
+        tempfile.mkdtemp() if world.rank == 0 else None
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     x = torch.randn(8, 4, dtype=torch.float64)
     expected = model(x).square().mean()
-    compiled = torch.compile(model, backend="rannc", options={"stage_compiler": "inductor", "stage_replicas": "2"})
+    compiled = torch.compile(
+        model, backend="rannc", options={"stage_compiler": "inductor", "stage_replicas": "2"}
+    )
     loss = compiled(x[world.rank * 4 : world.rank * 4 + 4]).square().mean()
     loss.backward()
     found = torch._dynamo.utils.counters["inductor"]

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-import rannc_backend.runtime.bootstrap as bootstrap
+import rannc_backend.runtime.job.bootstrap as bootstrap
 
 before = (sys.excepthook, sys.exit, os._exit)
 assert "mpi4py" not in sys.modules, "importing the runtime imports mpi4py"

@@ -1,6 +1,7 @@
 """Training scripts as users write them, for `rannc verify`: `verify_worker.py CASE`. Used by test_verify.py.
 
-In: the case. Out: what it trains. A fault changes the backend, and so the ranks alone: what one process computes stays right.
+In: the case. Out: what it trains. A fault changes the backend, and so the ranks alone: what one process
+computes stays right.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ OPTIONS = {"stage_compiler": "eager", "cluster": "generic-cpu", "report_steps": 
 class Net(nn.Module):
     """Layers in a list, some noise if asked for."""
 
-    def __init__(self, noise: Callable[[Tensor], Tensor] | None = None, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self, noise: Callable[[Tensor], Tensor] | None = None, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.dropout = nn.Dropout(0.3)
@@ -35,7 +38,9 @@ class Net(nn.Module):
 
 
 def train_outside(net: nn.Module, num_steps: int = 3) -> None:
-    """The loss outside of the model, of unequal numbers of rows, in two parts per step, clipped, with a schedule."""
+    """The loss outside of the model, of unequal numbers of rows, in two parts per step, clipped, with a
+    schedule.
+    """
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model = torch.compile(net, backend="rannc", options=OPTIONS)
@@ -71,7 +76,7 @@ def noise(x: Tensor) -> Tensor:
 
 def scale_a_gradient(name: str) -> None:
     """On rank 1 the last gradient of every backward is a thousandth too large."""
-    from rannc_backend.runtime.graph_runtime import GraphRuntime
+    from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 
     original = GraphRuntime.backward
 

@@ -1,4 +1,6 @@
-"""Runs the scaling kernel in Triton's interpreter, in a process of its own, and prints {"triton": version, "problems": [...]} as JSON."""
+"""Runs the scaling kernel in Triton's interpreter, in a process of its own, and prints {"triton": version,
+"problems": [...]} as JSON.
+"""
 
 from __future__ import annotations
 

@@ -10,21 +10,23 @@ import torch
 from torch import Tensor, nn
 
 import rannc_backend
+from rannc_backend.api.record_model import recorded_source
 from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.ir.action import Channel
 from rannc_backend.kernels.boundary_pack import message_views, pack, pack_message, plan_message
-from rannc_backend.kernels.gradient_bucket import KernelError, read_bucket, write_bucket
-from rannc_backend.kernels.gradient_views import write_views
+from rannc_backend.kernels.gradient_writes import LATER
+from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.plain_memory import has_marks, has_plain_memory, plain_memory, without_marks
 from rannc_backend.kernels.scale_unless_one import scale_unless_one
-from rannc_backend.model_recording import recorded_source
-from rannc_backend.runtime.digests import digest
-from rannc_backend.runtime.messages import make_message
-from rannc_backend.runtime.send_buffers import SendBuffers
-from tests.unit.rannc_backend.checkpoint_jobs import save
+from rannc_backend.runtime.step.digests import digest
+from rannc_backend.runtime.step.messages import make_message
+from rannc_backend.runtime.step.send_buffers import SendBuffers
+from tests.unit.rannc_backend.checkpoint.checkpoint_jobs import save
 
-COMPLEX = torch.complex(torch.linspace(-1, 2, 12, dtype=torch.float64), torch.linspace(3, -5, 12, dtype=torch.float64)).view(4, 3)
+COMPLEX = torch.complex(
+    torch.linspace(-1, 2, 12, dtype=torch.float64), torch.linspace(3, -5, 12, dtype=torch.float64)
+).view(4, 3)
 MARKED = {
     "conjugate": COMPLEX.conj(),
     "negative": torch._neg_view(COMPLEX.real.contiguous()),
@@ -40,12 +42,17 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.view(-1).view(torch.uint8).numpy().tobytes()
 
 
+def layout_like(tensors: list[Tensor]) -> MessageLayout:
+    return plan_message([tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors])
+
+
 READERS: dict[str, Callable[[Tensor], bytes]] = {
     "plain_memory": lambda tensor: bits(plain_memory(tensor)),
-    "alone in a message": lambda tensor: bits(pack([tensor], plan_message([tensor.shape], [tensor.dtype])).message),
+    "alone in a message": lambda tensor: bits(
+        pack([tensor], plan_message([tensor.shape], [tensor.dtype])).message
+    ),
     "with others": lambda tensor: _values(pack_message([tensor] * 2), tensor),
-    "in a graph": lambda tensor: _packed_by_the_operator(tensor),
-    "for the user": lambda tensor: bits(make_message([tensor])),
+    "for the user": lambda tensor: bits(make_message([tensor], layout_like([tensor]))),
     "to a stage": lambda tensor: bits(_sent([tensor])),
     "to a stage with others": lambda tensor: _values(_sent([tensor] * 2), tensor),
     "checksum": lambda tensor: str(crc32_of(tensor)).encode(),
@@ -58,14 +65,7 @@ def _values(message: Tensor, tensor: Tensor) -> bytes:
 
 
 def _sent(rows: list[Tensor]) -> Tensor:
-    return SendBuffers(torch.device("cpu")).pack(Channel(0, 1, "F"), 0, 1, rows).message
-
-
-def _packed_by_the_operator(tensor: Tensor) -> bytes:
-    layout = plan_message([tensor.shape], [tensor.dtype])
-    message = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    torch.ops.rannc.pack_message(message, [tensor], layout.offsets, layout.wires, 0)
-    return bits(message)
+    return SendBuffers(torch.device("cpu")).pack(Channel(0, 1, "F"), 0, 1, rows, layout_like(rows)).message
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -75,22 +75,11 @@ def test_what_is_read_is_the_value(kind: str, reader: str) -> None:
     assert READERS[reader](MARKED[kind]) == READERS[reader](PLAIN[kind])
 
 
-@pytest.mark.parametrize("name", ["write_bucket", "write_views", "operator"])
-def test_gradients_reach_their_bucket_as_values(name: str) -> None:
-    for kind in ("negative", "imaginary"):
-        bucket = torch.ones(12, dtype=torch.float64)
-        if name == "write_bucket":
-            report = write_bucket(bucket, [MARKED[kind]], [0], scale=2.0, accumulate=True)
-        elif name == "write_views":
-            report = write_views([bucket.view(4, 3)], [MARKED[kind]], accumulate=True)
-        else:
-            torch.ops.rannc.write_bucket(bucket, [MARKED[kind]], [0], 1.0, [True], [])
-        factor = 2.0 if name == "write_bucket" else 1.0
-        torch.testing.assert_close(bucket.view(4, 3), 1 + factor * PLAIN[kind], rtol=1e-15, atol=0)
-        if name != "operator":
-            assert report.bytes_copied == 2 * 12 * 8, "the copy that the mark takes is counted"
-    with pytest.raises(KernelError, match="marked as negative"):
-        read_bucket(torch.zeros(12, dtype=torch.float64), [MARKED["negative"]], [0])
+@pytest.mark.parametrize("kind", ["negative", "imaginary"])
+def test_gradients_reach_their_bucket_as_values(kind: str) -> None:
+    bucket = torch.ones(12, dtype=torch.float64).view(4, 3)
+    torch.ops.rannc.write_gradients_([bucket], [MARKED[kind]], LATER)
+    torch.testing.assert_close(bucket, 1 + PLAIN[kind], rtol=1e-15, atol=0)
 
 
 def test_what_needs_no_copy_gets_none() -> None:
@@ -101,7 +90,10 @@ def test_what_needs_no_copy_gets_none() -> None:
 
 def test_checkpoints_hold_values(tmp_path: Path) -> None:
     # The format of the files has no complex numbers of two doubles.
-    marked = {name: without_marks(tensor).to(torch.complex64).conj() if tensor.is_complex() else tensor for name, tensor in MARKED.items()}
+    marked = {
+        name: without_marks(tensor).to(torch.complex64).conj() if tensor.is_complex() else tensor
+        for name, tensor in MARKED.items()
+    }
     save(tmp_path, [marked])
     reader = CheckpointReader(tmp_path)
     for name, expected in marked.items():
@@ -123,7 +115,9 @@ def test_promised_values_keep_their_marks() -> None:
     for name in ("turned", "shift"):
         tape = recorded_source(getattr(model, name))
         assert tape is not None
-        assert torch.equal(tape.value(tape.key_of(getattr(model, name)), tape.seed), getattr(expected, name).detach()), name
+        assert torch.equal(
+            tape.value(tape.key_of(getattr(model, name)), tape.seed), getattr(expected, name).detach()
+        ), name
 
 
 def test_a_complex_bucket_is_scaled_as_one() -> None:

@@ -27,7 +27,10 @@ def test_chunks_cover_each_span_in_order(work: list[Span]) -> None:
         done = 0
         while done < span.count:
             address, offset, count, kind = records.pop(0)
-            assert address == span.address + done * span.address_step and offset == span.offset + done * span.offset_step
+            assert (
+                address == span.address + done * span.address_step
+                and offset == span.offset + done * span.offset_step
+            )
             assert 0 < count <= span.chunk and kind == span.kind
             done += count
         assert done == span.count

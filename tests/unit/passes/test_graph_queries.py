@@ -18,7 +18,13 @@ def test_questions():
     first, total, nothing = output_values(graph)
     assert (x.name, y.name, nothing) == ("x", "y", None)
     assert _names(nodes_behind([total])) == {"x", "y", "relu_1", "add"}
-    assert _names(nodes_behind([total, first], stop=lambda node: node.name == "relu_1")) == {"y", "relu_1", "add", "relu", "x"}
+    assert _names(nodes_behind([total, first], stop=lambda node: node.name == "relu_1")) == {
+        "y",
+        "relu_1",
+        "add",
+        "relu",
+        "x",
+    }
     assert _names(nodes_behind([total], stop=lambda node: node.name == "relu_1")) == {"y", "relu_1", "add"}
     assert _names(nodes_behind([])) == set()
 

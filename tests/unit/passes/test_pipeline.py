@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import fx
 
-from rannc_backend.passes.pipeline import GraphPass, PassError, count_ops, run_passes
+from rannc_backend.passes.pipeline import (
+    GraphDump,
+    GraphPass,
+    Pass,
+    PassError,
+    count_ops,
+    dumping,
+    facts_of,
+    run_pass,
+    run_passes,
+    with_dump_of_now,
+    with_facts,
+)
 
 
 def traced() -> fx.GraphModule:
@@ -49,6 +61,28 @@ class Breaks(GraphPass):
         return graph_module
 
 
+@dataclass(frozen=True)
+class TwoGraphs:
+    first: fx.GraphModule
+    second: fx.GraphModule
+
+    def named_graphs(self):
+        return {"first": self.first, "second": self.second}
+
+
+@dataclass(frozen=True, slots=True)
+class Halves(Pass[TwoGraphs]):
+    """Gives the graph and another one."""
+
+    name: ClassVar[str] = "halves"
+    requires: ClassVar[frozenset[str]] = frozenset({"swapped"})
+    provides: ClassVar[frozenset[str]] = frozenset({"halved"})
+    ends: ClassVar[frozenset[str]] = frozenset({"swapped"})
+
+    def run(self, graph_module):
+        return TwoGraphs(graph_module, fx.symbolic_trace(lambda x: x + 1))
+
+
 def test_passes_run_in_order_and_the_graph_is_recompiled():
     graph, reports = run_passes(traced(), (Swap(), NeedsSwap()))
     x = torch.randn(3)
@@ -62,7 +96,16 @@ def test_passes_run_in_order_and_the_graph_is_recompiled():
 def test_requirements_are_checked():
     with pytest.raises(AssertionError, match="needs_swap requires .*swapped"):
         run_passes(traced(), (NeedsSwap(), Swap()))
-    run_passes(traced(), (NeedsSwap(),), provided=frozenset({"swapped"}))
+    run_passes(with_facts(traced(), {"swapped"}), (NeedsSwap(),))
+
+
+def test_facts_travel_with_the_graph():
+    graph, _ = run_passes(with_facts(traced(), {"given"}), (Swap(),))
+    assert facts_of(graph) == {"given", "swapped"}
+    halves = run_pass(Halves(), graph)
+    assert [facts_of(half) for half in halves.named_graphs().values()] == [{"given", "halved"}] * 2
+    with pytest.raises(AssertionError, match=r"halves requires \['swapped'\].*\['given', 'halved'\]"):
+        run_pass(Halves(), halves.first)
 
 
 def test_a_broken_graph_is_found_at_once():
@@ -70,11 +113,26 @@ def test_a_broken_graph_is_found_at_once():
         run_passes(traced(), (Breaks(), Swap()))
 
 
-def test_dumps(tmp_path):
-    run_passes(traced(), (Swap(),), dump_folder=tmp_path / "graphs")
-    files = sorted(tmp_path.glob("graphs/*"))
-    assert [file.name for file in files] == ["00_input.txt", "01_swap.txt"]
-    assert "torch.relu" in files[0].read_text() and "torch.relu" not in files[1].read_text()
+def test_every_pass_is_dumped_before_and_after():
+    texts = {}
+    dump = GraphDump(write=texts.__setitem__)
+    with dumping(dump):
+        graph, _ = run_passes(traced(), (Swap(), NeedsSwap()))
+        later = with_dump_of_now(lambda: run_pass(Swap(), traced()))
+        with dumping(None):
+            run_passes(traced(), (Swap(),))
+    run_passes(traced(), (Swap(),))
+    assert list(texts) == ["01_swap_before.txt", "01_swap.txt", "02_needs_swap.txt"]
+    assert "= relu(x)" in texts["01_swap_before.txt"] and "= relu(x)" not in texts["01_swap.txt"]
+    later()
+    with dumping(dump):
+        run_pass(Halves(), graph)
+    assert list(texts)[3:] == [
+        "03_swap_before.txt",
+        "03_swap.txt",
+        "04_halves_first.txt",
+        "04_halves_second.txt",
+    ]
 
 
 def test_no_pass_no_change():
@@ -90,5 +148,10 @@ def test_count_ops():
 def test_pass_error_tells_node_and_reason():
     node = next(iter(traced().graph.find_nodes(op="call_function", target=torch.relu)))
     error = PassError(node, "relu mixes rows")
-    assert error.node is node and error.reason == "relu mixes rows" and "relu mixes rows" in str(error) and node.name in str(error)
+    assert (
+        error.node is node
+        and error.reason == "relu mixes rows"
+        and "relu mixes rows" in str(error)
+        and node.name in str(error)
+    )
     assert str(PassError(None, "nothing")) == "nothing"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend.passes.plain_numbers import at_hint, plain_mode, without_modes
-from tests.unit.passes.batch_tracing import trace
+from tests.unit.passes.batch.batch_tracing import trace
 
 
 class Sizes(nn.Module):

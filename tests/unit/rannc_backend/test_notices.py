@@ -1,4 +1,6 @@
-"""Exceptions of the contract are said once for a model, only where they apply; see also tests/distributed/test_notices.py for the ranks."""
+"""Exceptions of the contract are said once for a model, only where they apply; see also
+tests/distributed/test_notices.py for the ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return (functional.batch_norm(y, None, None, training=True) if self.norm is None else self.norm(y)).square().mean()
+        return (
+            (functional.batch_norm(y, None, None, training=True) if self.norm is None else self.norm(y))
+            .square()
+            .mean()
+        )
 
 
 class Loss(nn.Module):
@@ -37,7 +43,11 @@ class Loss(nn.Module):
         return self.layers(x).square().mean()
 
 
-STATISTICS, RANDOM, NARROW = "statistics of each slice", "not the numbers that plain torch draws", "in that type"
+STATISTICS, RANDOM, NARROW = (
+    "statistics of each slice",
+    "not the numbers that plain torch draws",
+    "in that type",
+)
 CASES: dict[str, tuple[Callable[[], nn.Module], int, list[str]]] = {
     "module": (lambda: Norm(functional_form=False), 2, [STATISTICS]),
     "function": (lambda: Norm(functional_form=True), 2, [STATISTICS]),
@@ -67,7 +77,9 @@ def test_what_applies_is_said_once(case: str, caplog: pytest.LogCaptureFixture) 
     dtype = next(model.parameters()).dtype
     if case == "frozen_bfloat16":
         model.layers.insert(1, _Cast(torch.bfloat16))  # type: ignore[union-attr, operator]
-    compiled = torch.compile(model, backend="rannc", options={"stage_compiler": "eager", "pipeline_num": num_micro_batches})
+    compiled = torch.compile(
+        model, backend="rannc", options={"stage_compiler": "eager", "pipeline_num": num_micro_batches}
+    )
     with caplog.at_level(logging.INFO, logger="rannc_backend"):
         for rows in (4, 6, 4):
             compiled(torch.randn(rows, 4, dtype=dtype)).sum().backward()
@@ -75,14 +87,18 @@ def test_what_applies_is_said_once(case: str, caplog: pytest.LogCaptureFixture) 
         with torch.autocast("cpu", torch.bfloat16):
             compiled(torch.randn(4, 4, dtype=dtype)).sum().backward()
     lines = _lines(caplog)
-    assert len(lines) == len(expected) and all(words in line for words, line in zip(expected, lines, strict=True)), lines
+    assert len(lines) == len(expected) and all(
+        words in line for words, line in zip(expected, lines, strict=True)
+    ), lines
 
 
 def test_each_model_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     with caplog.at_level(logging.INFO, logger="rannc_backend"):
         for _ in range(2):
-            torch.compile(Loss(nn.Dropout(0.5)), backend="rannc", options={"stage_compiler": "eager"})(torch.randn(4, 4))
+            torch.compile(Loss(nn.Dropout(0.5)), backend="rannc", options={"stage_compiler": "eager"})(
+                torch.randn(4, 4)
+            )
     assert len(_lines(caplog)) == 2
 
 

@@ -1,0 +1,1 @@
+"""Where the batch's rows are in a graph, and the graph cut where they are summed."""

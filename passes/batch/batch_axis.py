@@ -1,0 +1,384 @@
+"""Follow the rows of the batch through a functional ATen graph.
+
+In: a graph whose `node.meta["val"]` are fake tensors in which every batch-dependent size is an expression of
+one symbol, and the names of the placeholders that hold the batch. Out: the layout of every value
+(layouts.py), or a PassError that names the operator that mixes rows.
+
+How: one rule per operator (batch_axis_rules.py), for operators that see rows; a value without rows needs
+none. Every layout that a rule gives is held against the symbolic shape of the value. An operator without a
+rule is looked at through its decomposition, and refused if it has none: nothing is guessed. Loss operators
+and means must have been decomposed before (loss_decompositions.py), so that the only reductions over rows are
+sums.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from rannc_backend.passes.batch.batch_axis_rules import RULES
+from rannc_backend.passes.batch.batch_axis_views import VIEW_RULES
+from rannc_backend.passes.batch.batch_split import GLOBAL_ROWS
+from rannc_backend.passes.batch.layouts import (
+    Constant,
+    Layout,
+    PartialSum,
+    Reduced,
+    RowCount,
+    RowIndex,
+    Rows,
+    Several,
+    SliceStatistic,
+)
+from rannc_backend.passes.batch.operator_call import (
+    ADVICE,
+    Call,
+    has_rows,
+    operator_name,
+    rows_dims,
+    rows_multiple,
+)
+from rannc_backend.passes.batch.probe_rows import probe_rows
+from rannc_backend.passes.batch.row_wise import is_row_wise, refuse_row_count, row_wise_rule
+from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.pipeline import Pass, PassError
+from rannc_backend.passes.tracing import trace_decomposition
+
+_DECLARE = (
+    "If it works element by element, declare it with tags=(torch.Tag.pointwise,); if row by row, with "
+    "rannc_backend.row_wise (docs/custom_operators.md). "
+)
+_NO_WRITING = "An operator that writes into its arguments (mutates_args) cannot be followed: let it return what it computes. "
+__all__ = [
+    "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic",
+    "FindRows", "KnownRows", "analyze_batch_axis", "extend_analysis", "is_random",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRows:
+    """A graph and the layouts of its values, by node name."""
+
+    graph_module: fx.GraphModule
+    layouts: dict[str, Layout]
+
+    def named_graphs(self) -> dict[str, fx.GraphModule]:
+        return {"": self.graph_module}
+
+
+@dataclass(frozen=True, slots=True)
+class FindRows(Pass[KnownRows]):
+    """The analysis as a pass; fields as arguments of `analyze_batch_axis`."""
+
+    name: ClassVar[str] = "batch_axis"
+    requires: ClassVar[frozenset[str]] = frozenset({"sums_only"})
+    provides: ClassVar[frozenset[str]] = frozenset({"rows_known"})
+    rewrites: ClassVar[bool] = False
+    batch_inputs: Collection[str]
+    rows_symbol: sympy.Symbol
+    gradient_free_inputs: Collection[str]
+
+    def run(self, graph_module: fx.GraphModule) -> KnownRows:
+        layouts = analyze_batch_axis(
+            graph_module,
+            self.batch_inputs,
+            self.rows_symbol,
+            gradient_free_inputs=self.gradient_free_inputs,
+        )
+        return KnownRows(graph_module, layouts)
+
+
+def analyze_batch_axis(
+    graph_module: fx.GraphModule,
+    batch_inputs: Collection[str],
+    rows_symbol: sympy.Symbol,
+    *,
+    gradient_free_inputs: Collection[str] | None = None,
+) -> dict[str, Layout]:
+    """Layouts by node name.
+
+    `gradient_free_inputs`: batch and replicated inputs that need no gradient (the batch inputs if not given);
+    sums that depend on nothing else are `input_only`. Raises PassError when an operator mixes rows of the
+    batch or is not known.
+    """
+    known = batch_inputs if gradient_free_inputs is None else gradient_free_inputs
+    analysis = _Analysis(rows_symbol, depth=0)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            analysis.set_input(node, node.name in batch_inputs, node.name in known)
+        else:
+            analysis.visit(node)
+    return {node.name: layout for node, layout in analysis.layouts.items()}
+
+
+def extend_analysis(
+    layouts: dict[str, Layout],
+    new_nodes: Iterable[fx.Node],
+    rows_symbol: sympy.Symbol,
+    *,
+    row_numbers: Collection[str] = (),
+) -> None:
+    """Add the layouts of new nodes to `layouts`, in which those of their arguments are.
+
+    `row_numbers`: nodes with a RowIndex that do not hold numbers within the slice but within the global
+    batch, so that they may be used as values.
+    """
+    analysis = _Analysis(rows_symbol, depth=0)
+    for node in new_nodes:
+        for source in node.all_input_nodes:
+            if source not in analysis.layouts:
+                layout = layouts[source.name]
+                if isinstance(layout, RowIndex) and source.name in row_numbers:
+                    layout = Rows(layout.dim)
+                analysis.layouts[source] = layout
+        analysis.visit(node)
+        layouts[node.name] = analysis.layouts[node]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers (dropout and fused attention with probability 0 included)."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+class _Analysis:
+    """Layouts of the nodes visited so far."""
+
+    def __init__(self, symbol: sympy.Symbol, *, depth: int) -> None:
+        self.symbol = symbol
+        self.depth = depth  # of decompositions within decompositions
+        self.layouts: dict[fx.Node, Layout] = {}
+        self.before_step: set[fx.Node] = set()  # depend on gradient-free inputs alone
+
+    def set_input(self, node: fx.Node, is_batch: bool, gradient_free: bool) -> None:
+        value: Any = node.meta.get("val")
+        dims = rows_dims(value, self.symbol)
+        if gradient_free:
+            self.before_step.add(node)
+        if node.name == GLOBAL_ROWS:
+            self.layouts[node] = Reduced(input_only=True)
+        elif has_rows(value, self.symbol):
+            self.layouts[node] = RowCount()
+        elif is_batch and not dims:
+            reason = f"the model works for one batch size only: its code turned the size of input {node.name} into a number. {ADVICE}"
+            raise PassError(node, reason)
+        elif not dims:
+            self.layouts[node] = Constant()
+        elif not is_batch or dims != [0] or rows_multiple(value.shape[0], self.symbol) != 1:
+            raise PassError(
+                node,
+                f"input {node.name} has the batch size in its shape {tuple(value.shape)}, but not as "
+                "dimension 0",
+            )
+        else:
+            self.layouts[node] = Rows(0)
+
+    def visit(self, node: fx.Node) -> None:
+        inputs = node.all_input_nodes
+        if node.op == "output":
+            return
+        # a size carries no gradient, whatever it is the size of
+        is_size = isinstance(node.meta.get("val"), torch.SymInt)
+        early = all(item in self.before_step or (is_size and item.op == "placeholder") for item in inputs)
+        if early and not is_random(node):
+            self.before_step.add(node)
+        layout = self._layout(node, inputs)
+        self.layouts[node] = layout
+        if isinstance(layout, (PartialSum, Reduced)):
+            # A second sum on top of a first one cannot be had in the same round.
+            self.before_step.discard(node)
+        if isinstance(layout, Rows):
+            if any(isinstance(self.layouts[item], (PartialSum, Reduced)) for item in inputs):
+                self.before_step.discard(node)
+
+    def _layout(self, node: fx.Node, inputs: list[fx.Node]) -> Layout:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return RowCount() if has_rows(value, self.symbol) else Constant()
+        if node.target is operator.getitem and isinstance(source := self.layouts[inputs[0]], Several):
+            return source.elements[arguments_of(node)[1]]
+        if any(isinstance(self.layouts[item], SliceStatistic) for item in inputs):
+            raise PassError(
+                node,
+                f"operator {operator_name(node.target)} uses the statistics of one micro-batch. {ADVICE}",
+            )
+        if reduced := self._after_sum(node, inputs):
+            return reduced
+        holds_rows = any(isinstance(self.layouts[item], (Rows, RowIndex, Several)) for item in inputs)
+        if not holds_rows and not any(rows_dims(item, self.symbol) for item in _elements(value)):
+            return self._without_rows(node, inputs)
+        return self._with_rows(node, value)
+
+    def _after_sum(self, node: fx.Node, inputs: list[fx.Node]) -> Layout | None:
+        """Reduced, if the node works on sums over the batch that are not known before the step."""
+        late = [item for item in inputs if self._is_late(item)]
+        if not late:
+            return None
+        name = operator_name(node.target)
+        if any(isinstance(self.layouts[item], (Rows, RowIndex)) for item in inputs):
+            raise PassError(
+                node,
+                f"operator {name} mixes rows of the batch (it feeds {late[0].name}, a sum over the batch, "
+                f"back to each row). {ADVICE}",
+            )
+        if any(rows_dims(item, self.symbol) for item in _elements(node.meta.get("val"))):
+            raise PassError(
+                node,
+                f"operator {name} mixes rows of the batch (it spreads a sum over the batch to all rows). "
+                f"{ADVICE}",
+            )
+        return Reduced()
+
+    def _is_late(self, node: fx.Node) -> bool:
+        layout = self.layouts[node]
+        return isinstance(layout, (PartialSum, Reduced)) and not layout.input_only
+
+    def _without_rows(self, node: fx.Node, inputs: list[fx.Node]) -> Layout:
+        early = any(isinstance(self.layouts[item], (PartialSum, Reduced)) for item in inputs)
+        if any(isinstance(self.layouts[item], RowCount) for item in inputs) and not early:
+            raise PassError(
+                node,
+                f"operator {operator_name(node.target)} uses the batch size as a number in a way that is not "
+                "known",
+            )
+        layout: Layout = Reduced(input_only=True) if early else Constant()
+        value = node.meta.get("val")
+        return Several(tuple(layout for _ in value)) if isinstance(value, (tuple, list)) else layout
+
+    def _with_rows(self, node: fx.Node, value: Any) -> Layout:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            more = _NO_WRITING if str(node.target).startswith("auto_functionalized") else ""
+            raise PassError(
+                node, f"unknown operator {operator_name(node.target)} on rows of the batch. {more}{ADVICE}"
+            )
+        call = Call.of(node, self.symbol, _Early(self.layouts))
+        name = call.name.removeprefix("aten.")
+        if numbers := self._row_numbers(node, name):
+            # The elements stay what they are: follow them as rows and say so again.
+            result = RULES[name](Call.of(node, self.symbol, _Replaced(self.layouts, numbers)))
+            if isinstance(result, Rows) and result.outer == result.inner == 1:
+                return self._checked(node, RowIndex(result.dim), value)
+            call.refuse("mixes the numbers of rows with other numbers")
+        rule = RULES.get(name) if call.name.startswith("aten.") else None
+        if (
+            rule is None
+            and not call.name.startswith("aten.")
+            and (is_row_wise(node.target) or torch.Tag.pointwise in node.target.tags)
+        ):
+            refuse_row_count(call)
+            rule = row_wise_rule if is_row_wise(node.target) else RULES["_to_copy"]
+            layout = self._checked(node, rule(call), value)
+            probe_rows(call)
+            return layout
+        if rule is None and torch.Tag.pointwise in node.target.tags:
+            rule = RULES["_to_copy"]
+        layout = rule(call) if rule else self._by_decomposition(node)
+        if isinstance(layout, PartialSum):
+            return PartialSum(input_only=node in self.before_step)
+        return self._checked(node, layout, value)
+
+    def _row_numbers(self, node: fx.Node, name: str) -> dict[fx.Node, Layout]:
+        """Row numbers that the node moves without change: views, copies, casts to integers."""
+        if name not in VIEW_RULES and not (
+            name in ("clone", "_to_copy") and not node.meta["val"].is_floating_point()
+        ):
+            return {}
+        return {
+            item: Rows(layout.dim)
+            for item in node.all_input_nodes
+            if isinstance(layout := self.layouts[item], RowIndex)
+        }
+
+    def _by_decomposition(self, node: fx.Node) -> Layout:
+        name = operator_name(node.target)
+        inner = trace_decomposition(node) if self.depth < 3 else None
+        if inner is None:
+            tag = "" if name.startswith("aten.") else _DECLARE
+            raise PassError(
+                node,
+                f"unknown operator {name} on rows of the batch: no rule says what it does with them. "
+                f"{tag}{ADVICE}",
+            )
+        analysis = _Analysis(self.symbol, depth=self.depth + 1)
+        for placeholder, outer in zip(inner.placeholders, inner.arguments):
+            analysis.layouts[placeholder] = _Early(self.layouts)[outer]
+        try:
+            for item in inner.graph.nodes:
+                if item.op != "placeholder":
+                    analysis.visit(item)
+        except PassError as error:
+            raise PassError(node, f"operator {name} cannot be followed: inside it, {error.reason}") from error
+        results = [
+            analysis.layouts.get(item, Constant()) if isinstance(item, fx.Node) else Constant()
+            for item in inner.outputs
+        ]
+        if any(isinstance(result, (PartialSum, Reduced)) for result in results):
+            raise PassError(
+                node, f"operator {name} reduces the batch dimension in a way that is not known. {ADVICE}"
+            )
+        return Several(tuple(results)) if isinstance(node.meta["val"], (tuple, list)) else results[0]
+
+    def _checked(self, node: fx.Node, layout: Layout, value: Any) -> Layout:
+        """The layout with one entry per element, after comparing it with the symbolic shape of the value."""
+        if isinstance(value, (tuple, list)):
+            given = layout.elements if isinstance(layout, Several) else (layout,) * len(value)
+            return Several(
+                tuple(self._checked_element(node, one, item) for one, item in zip(given, value, strict=True))
+            )
+        return self._checked_element(node, layout, value)
+
+    def _checked_element(self, node: fx.Node, layout: Layout, value: Any) -> Layout:
+        dims = rows_dims(value, self.symbol)
+        if not dims:
+            # Side results of fused operators (seeds, sizes): nobody may use them.
+            return layout if isinstance(layout, (Constant, SliceStatistic)) else SliceStatistic()
+        name = operator_name(node.target)
+        if not isinstance(layout, (Rows, RowIndex)) or dims != [layout.dim]:
+            raise PassError(
+                node, f"operator {name} mixes rows of the batch (shape {tuple(value.shape)}). {ADVICE}"
+            )
+        width = layout.outer * layout.inner if isinstance(layout, Rows) else 1
+        if rows_multiple(value.shape[layout.dim], self.symbol) != width:
+            what = f"size {value.shape[layout.dim]} of dimension {layout.dim}"
+            raise PassError(node, f"operator {name} mixes rows of the batch ({what}). {ADVICE}")
+        return layout
+
+
+class _Early(Mapping[fx.Node, Layout]):
+    """Layouts in which what is known before the step counts as a constant."""
+
+    def __init__(self, layouts: Mapping[fx.Node, Layout]) -> None:
+        self._layouts = layouts
+
+    def __getitem__(self, node: fx.Node) -> Layout:
+        layout = self._layouts[node]
+        return Constant() if isinstance(layout, (PartialSum, Reduced)) else layout
+
+    def __iter__(self) -> Any:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+
+class _Replaced(_Early):
+    """Layouts with some replaced."""
+
+    def __init__(self, layouts: Mapping[fx.Node, Layout], replaced: Mapping[fx.Node, Layout]) -> None:
+        super().__init__(layouts)
+        self._replaced = replaced
+
+    def __getitem__(self, node: fx.Node) -> Layout:
+        return self._replaced.get(node) or super().__getitem__(node)
+
+
+def _elements(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

@@ -1,0 +1,89 @@
+"""Where the rows of the batch are in a value.
+
+In: nothing (data types only). Out: one layout per value, made by batch_axis and read by everyone after it.
+
+Terms: `rows` is the number of samples of the batch; a slice is an interval of rows; the global batch is all
+rows of all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same for every row: parameters, buffers, replicated inputs and what is computed from them alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row r of the value depends on row r of the batch alone.
+
+    Dimension `dim` has outer * rows * inner elements, indexed (outer, row, inner), and is the only one that
+    holds rows.
+    `uniform`: every element along `dim` is the same, so that another split of the same size into outer and
+    inner is as true.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    uniform: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """Laid out as Rows(dim) and every element is the number of its own row in the slice (arange(rows), and
+    views of it).
+
+    May only be used to index the batch dimension of a Rows value: the number itself differs between slices.
+    """
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """A SymInt or SymFloat computed from the number of rows of the slice; used in shapes only, recomputed
+    where needed.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """A sum over the rows of a slice: the global value is the sum over all slices.
+
+    `input_only`: depends on no parameter, buffer, random number or differentiated input, so it can be had
+    before the step.
+    """
+
+    input_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Computed from global sums (or from the global number of rows).
+
+    With `input_only` it is known before the step and may be used by row-wise operators as a constant is.
+    """
+
+    input_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SliceStatistic:
+    """Belongs to one slice, by stated rule: batch statistics of BatchNorm in training. May only become a
+    buffer.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Layouts of the elements of a tuple or list value."""
+
+    elements: tuple[Layout, ...]
+
+
+Layout: TypeAlias = "Constant | Rows | RowIndex | RowCount | PartialSum | Reduced | SliceStatistic | Several"

@@ -1,0 +1,8 @@
+"""What a training script may call beside torch's own API."""
+
+import torch
+
+from rannc_backend.settings.torch_version import refuse_old_torch
+
+# Before the imports that an old torch would fail in, with names that say nothing to the user.
+refuse_old_torch(torch.__version__)

@@ -1,0 +1,1 @@
+"""From torch.compile's call to one functional graph with a symbolic batch size."""

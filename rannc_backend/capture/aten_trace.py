@@ -1,0 +1,390 @@
+"""Traces Dynamo's graph to functional ATen operators with one symbol for the batch size.
+
+In: the Dynamo `fx.GraphModule`, its tensor inputs and which of them are batch inputs. Out: an `AtenTrace`.
+Terms: *rows* is the batch size; the *hint* is the number that stands for it where the trace has to decide
+something (which memory layout a convolution prefers, say): a prime that divides no other size, so that no
+decision is owed to a coincidence with the batch size of this process.
+
+The trace runs with gradients enabled on fake tensors that require grad like the real ones, because operators
+are chosen accordingly (attention, matmul folding). Where the model switches gradients off, each result
+becomes an `aten.detach`, so that the graph, run later under autograd, stops gradients at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
+from rannc_backend.passes.graph_queries import arguments_of
+
+#: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
+#: included`.
+_WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
+_SMALLEST_HINT = 53
+
+StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
+"""Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
+back.
+"""
+_IN_PLACE_OPERATORS = frozenset(
+    {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "iand", "ior", "ixor"}
+)
+#: The noise that the forward drew is not what the derivative sees.
+_WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
+_SPARSE = 4  # place of that argument of aten.embedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtenTrace:
+    """Output of `graph_module`: the user's outputs, then the new values of the inputs in `mutated`."""
+
+    graph_module: fx.GraphModule
+    num_user_outputs: int
+    mutated: tuple[int, ...]  # indices into the tensor inputs
+    rows_symbol: sympy.Symbol
+    rows_hint: int
+    fake_mode: FakeTensorMode
+
+
+def trace_aten(
+    dynamo_graph: fx.GraphModule,
+    inputs: Sequence[TensorInput],
+    *,
+    batch_positions: frozenset[int],
+    sizes: dict[int, int | None],
+    device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
+) -> AtenTrace:
+    """Trace; placeholder i of the result is `inputs[i]`. Mutates neither the given graph nor any real tensor.
+
+    `sizes` gives the number for each size argument of Dynamo's graph, None for the batch size. `device`:
+    trace as if the model and its inputs were there. Raises UnsupportedModelError for what cannot be traced
+    exactly.
+    """
+    first_batch = next(index for index, item in enumerate(inputs) if item.position in batch_positions)
+    num_arguments = sum(node.op == "placeholder" for node in dynamo_graph.graph.nodes)
+
+    def forward(tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
+        arguments: list[Any] = [None] * num_arguments
+        for item, tensor in zip(inputs, tensors, strict=True):
+            arguments[item.position] = tensor
+        for position, number in sizes.items():
+            arguments[position] = tensors[first_batch].size(0) if number is None else number
+        return tuple(_AtenInterpreter(dynamo_graph, device, rows.is_fixed).run(*arguments))
+
+    return trace_function(
+        forward,
+        inputs,
+        batch_positions=batch_positions,
+        hint=rows_hint(dynamo_graph),
+        device=device,
+        strides_of=strides_of,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsSymbol:
+    """The batch size of a trace."""
+
+    symbol: sympy.Symbol
+    shape_env: ShapeEnv
+
+    def is_fixed(self) -> bool:
+        """Whether it has been taken for its hint."""
+        return self.symbol in self.shape_env.replacements
+
+
+def trace_function(
+    forward: Callable[[tuple[torch.Tensor, ...], RowsSymbol], tuple[Any, ...]],
+    inputs: Sequence[TensorInput],
+    *,
+    batch_positions: frozenset[int],
+    hint: int,
+    device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
+) -> AtenTrace:
+    """Trace a function of fakes of `inputs`, which says itself what it cannot take, and notes the user's lines;
+    see `trace_aten`.
+    """
+    shape_env = ShapeEnv()
+    fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    source = ConstantSource("rows")
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    rows = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    fakes = [
+        _fake_input(item, item.position in batch_positions, rows, fake_mode, device, strides_of)
+        for item in inputs
+    ]
+    mutated: list[int] = []
+    num_user_outputs = 0
+
+    def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        nonlocal num_user_outputs
+        outputs = forward(tensors, RowsSymbol(symbol=symbol, shape_env=shape_env))
+        num_user_outputs = len(outputs)
+        return outputs
+
+    with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), torch.enable_grad():
+        # A table, if an empty one: without it torch 2.14 makes `alias` of `detach`, and gradients go on where
+        # the model stops them.
+        graph_module = make_fx(
+            _functionalized(counted, mutated), decomposition_table={}, record_module_stack=True
+        )(*fakes)
+    graph_module.graph.eliminate_dead_code()
+    _check_gradients(graph_module.graph)
+    return AtenTrace(
+        graph_module=graph_module,
+        num_user_outputs=num_user_outputs,
+        mutated=tuple(mutated),
+        rows_symbol=symbol,
+        rows_hint=hint,
+        fake_mode=fake_mode,
+    )
+
+
+def _check_gradients(graph: fx.Graph) -> None:
+    """Refuse what no stage gives right gradients for."""
+    for node in graph.nodes:
+        if node.target in _WRONG_GRADIENTS:
+            raise UnsupportedModelError(
+                f"torch gives wrong gradients for {node.target} in a captured graph",
+                location=user_location(node.meta.get("stack_trace")),
+                cure="use another activation, or evaluation mode.",
+            )
+        if (
+            node.target is torch.ops.aten.embedding.default
+            and len(node.args) > _SPARSE
+            and node.args[_SPARSE]
+        ):
+            raise UnsupportedModelError(
+                "an embedding makes sparse gradients, and gradients are summed over ranks and micro-batches "
+                "in dense buckets",
+                location=user_location(node.meta.get("stack_trace")),
+                cure="make it with sparse=False.",
+            )
+
+
+def rows_hint(graph_module: fx.GraphModule) -> int:
+    """The smallest prime from 53 that divides no number of the graph: no size equals a multiple of it by
+    coincidence.
+    """
+    numbers: set[int] = set()
+    for node in graph_module.graph.nodes:
+        pytree.tree_map_only(int, numbers.add, (node.args, node.kwargs))
+        for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
+            if isinstance(value, torch.Tensor):
+                numbers.update(size for size in value.shape if isinstance(size, int))
+    return prime_apart_from(numbers)
+
+
+def prime_apart_from(numbers: Iterable[int]) -> int:
+    """The smallest prime from 53 that divides none of them."""
+    known = [number for number in numbers if number]
+    candidate = _SMALLEST_HINT
+    while not sympy.isprime(candidate) or any(number % candidate == 0 for number in known):
+        candidate += 1
+    return candidate
+
+
+def _fake_input(
+    item: TensorInput,
+    is_batch: bool,
+    rows: int | torch.SymInt,
+    mode: FakeTensorMode,
+    device: torch.device | None,
+    strides_of: StridesOf,
+) -> torch.Tensor:
+    tensor = item.tensor
+    place = tensor.device if device is None or (tensor.dim() == 0 and tensor.device.type == "cpu") else device
+    with mode:
+        if is_batch:
+            # Slices of a batch are handed on as contiguous tensors, whatever the layout of the user's.
+            fake = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=place)
+        else:
+            fake = torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=place)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def _functionalized(
+    forward: Callable[..., tuple[Any, ...]], mutated: list[int]
+) -> Callable[..., tuple[Any, ...]]:
+    """`forward` without mutation; new values of mutated inputs are appended to its outputs, their indices to
+    `mutated`.
+    """
+
+    def run(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        exclude = torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        )
+        with exclude, FunctionalTensorMode(), _PlainOperators():
+            wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
+            outputs = forward(*wrapped)
+            mutated.clear()
+            updates = []
+            for index, tensor in enumerate(wrapped):
+                torch._sync(tensor)
+                if torch._functionalize_has_metadata_mutation(tensor.elem):
+                    raise UnsupportedModelError(
+                        "the model changes the shape or storage of one of its inputs in place"
+                    )
+                if torch._functionalize_has_data_mutation(tensor.elem):  # type: ignore[attr-defined]
+                    mutated.append(index)
+                    updates.append(tensor)
+            return tuple(_unwrapped(value) for value in (*outputs, *updates))
+
+    return run
+
+
+class _PlainOperators(TorchDispatchMode):
+    """Leaves out what a graph whose values travel between ranks cannot have.
+
+    The checks of `torch.linalg` that a matrix can be inverted: from torch 2.13 on they are effects, which
+    order a graph. As with other assertions on data, stages do without; the result is not finite. And
+    conjugates and negatives that are only marked as such: what is sent is the memory, without the mark.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:
+            return None
+        return _UNMARKED.get(func, func)(*args, **(kwargs or {}))
+
+
+_UNMARKED = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+
+
+def _unwrapped(value: Any) -> Any:
+    if not isinstance(value, FunctionalTensor):
+        return value
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
+
+
+class _AtenInterpreter(fx.Interpreter):
+    """Runs Dynamo's graph: wrappers are inlined, results under no_grad detached, the rest is torch's own
+    business.
+    """
+
+    def __init__(
+        self, graph_module: fx.GraphModule, device: torch.device | None, is_fixed: Callable[[], bool]
+    ) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self._device = device
+        self._location = ""  # in the user's source, of the node that runs
+        self._is_fixed = is_fixed  # whether the batch size has been taken for its hint
+        # torch's note "While executing ..." prints the whole graph's node; our errors carry the user's line
+        # instead.
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._location = user_location(n.meta.get("stack_trace") or "")
+        operands: list[torch.Tensor] = []
+        if n.op.startswith("call_") and not torch.is_grad_enabled():
+            operands = [
+                tensor for tensor in tensors_in(self.fetch_args_kwargs_from_env(n)) if tensor.requires_grad
+            ]
+            if _is_in_place(n) and any(tensor is self.env[arguments_of(n)[0]] for tensor in operands):
+                raise UnsupportedModelError(
+                    f"{n.target} changes a value that has a gradient in place while gradients are switched "
+                    "off",
+                    location=self._location,
+                    cure="write it without the in-place operation.",
+                )
+        try:
+            result = super().run_node(n)
+        except RanncError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{n.target} cannot be captured with a symbolic batch size: {type(error).__name__}: {error}",
+                location=self._location,
+            ) from error
+        if self._is_fixed():
+            raise fixed_rows(str(n.target), self._location)
+        # x.contiguous() and the like may give x itself, with its gradient.
+        if not operands or any(value is operand for value in tensors_in(result) for operand in operands):
+            return result
+        return pytree.tree_map_only(torch.Tensor, _detached, result)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if self._device is None:
+            return args, kwargs
+        return pytree.tree_map_only(torch.device, self._moved, (args, kwargs))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(target, HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        name = target.name()
+        if name in _WRAPPERS:
+            body, operands = args[0], args[_WRAPPERS[name] :]
+            return _AtenInterpreter(body, self._device, self._is_fixed).run(*operands)
+        if name == "autograd_function_apply" and not (torch.is_grad_enabled() and _any_requires_grad(args)):
+            return super().call_function(target, args, kwargs)
+        raise UnsupportedModelError(
+            f"the model uses {_readable(name)}, whose gradients or branches cannot be split over stages "
+            "exactly",
+            location=self._location,
+            cure="write this part with ordinary operators, for which autograd knows the gradient.",
+        )
+
+    def _moved(self, device: torch.device) -> torch.device:
+        assert self._device is not None
+        return self._device
+
+
+def fixed_rows(what: str, location: str) -> UnsupportedModelError:
+    """The model has used its batch size as a number."""
+    return UnsupportedModelError(
+        f"{what} works for one batch size only",
+        location=location,
+        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
+    )
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors in nested containers."""
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _any_requires_grad(values: object) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(values))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        name == "setitem" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    )
+
+
+def _readable(name: str) -> str:
+    return {
+        "autograd_function_apply": "a torch.autograd.Function with a backward of its own",
+        "cond": "torch.cond",
+    }.get(name, f"torch.ops.higher_order.{name}")
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    # Only what could carry a gradient; the node of an integer or of a constant stays as it is.
+    return tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else tensor

@@ -1,0 +1,482 @@
+"""What the backend can learn about the Dynamo call that it was invoked from, and how it asks Dynamo to trace
+again.
+
+In: the Python stack below `torch.compile`'s backend call. Out: a `DynamoCall`; or a restart of the trace with
+the settings under which sizes stay symbolic. Terms: a *frame* is the function of the user that Dynamo traces;
+a *restart* is Dynamo tracing the same frame again from its beginning. Everything private that is used of
+`torch._dynamo` to do so is in this file (seen on torch 2.11.0 and 2.13.0; see
+tests/unit/rannc_backend/capture/test_dynamo.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+import sympy
+import torch
+import torch._dynamo.config as dynamo_config
+import torch.fx.experimental._config as symbolic_config
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.output_graph import OutputGraph
+from torch._guards import CompileContext
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from rannc_backend.errors import LaunchError, is_of_user, user_location
+from rannc_backend.settings import hooks
+
+_RESUME_PREFIX = "torch_dynamo_resume_in"
+
+#: Dynamo settings during the second trace: nothing but the marked dimensions may become symbolic.
+_DYNAMO_SETTINGS: dict[str, object] = {
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "specialize_int": True,
+    "specialize_float": True,
+}
+#: Sizes 0 and 1 are not special (a last batch of 1 must not give another graph), and sizes that happen to be
+#: equal do not share a symbol (a mask of [T, T] is no batch when T equals the batch size).
+_SYMBOLIC_SETTINGS: dict[str, object] = {"backed_size_oblivious": True, "use_duck_shape": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamoCall:
+    """One invocation of the backend by Dynamo."""
+
+    output_graph: OutputGraph
+    code: CodeType  # of the frame that is traced
+    restart_reasons: set[str]  # shared by all attempts to trace this frame
+    skipped_functions: tuple[
+        str, ...
+    ]  # "name (file:line)" of the user's functions between torch.compile and the frame
+
+    @property
+    def scope(self) -> dict[str, dict[str, Any]]:
+        """The names that source expressions such as `L['self']` refer to."""
+        return {"L": dict(self.output_graph.local_scope), "G": dict(self.output_graph.global_scope)}
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the frame is what is left of a function after a graph break."""
+        return self.code.co_name.startswith(_RESUME_PREFIX)
+
+
+class RestartReason(str):
+    """What a trace runs under, and the way back. A text, because Dynamo records it where it is the reason of
+    a restart.
+    """
+
+    restore: Callable[[], object]
+    batch_tensors: tuple[torch.Tensor, ...]
+    hint: int | None
+    break_counts: dict[str, int]  # graph breaks counted by Dynamo in this process before the restart
+    finished: Any = None  # what the trace before gave, where this one only renews the guards
+
+
+def find_dynamo_call() -> DynamoCall:
+    """Walk up the Python stack from a backend call. Raises LaunchError on a torch whose stack looks
+    different.
+    """
+    output_graph: OutputGraph | None = None
+    reasons: set[str] | None = None
+    skipped: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        variables = frame.f_locals
+        if output_graph is None and isinstance(variables.get("self"), OutputGraph):
+            output_graph = variables["self"]
+        elif reasons is None and isinstance(variables.get("restart_reasons"), set):
+            reasons = variables["restart_reasons"]
+        elif reasons is not None and frame.f_code.co_name == "compile_wrapper":
+            break
+        elif reasons is not None and not _is_torch_file(frame.f_code.co_filename):
+            skipped.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        frame = frame.f_back
+    if output_graph is None or reasons is None:
+        raise LaunchError(
+            f"the backend was not called by Dynamo, or torch {torch.__version__} calls backends in an "
+            "unknown way",
+            cure='use it through torch.compile(model, backend="rannc") with one of the torch versions in the '
+            "README.",
+        )
+    # Without the end of torch.compile's own wrapper in sight, callers further up say nothing about the frame.
+    skipped_functions = tuple(skipped) if frame is not None else ()
+    return DynamoCall(
+        output_graph=output_graph,
+        code=output_graph.root_tx.f_code,
+        restart_reasons=reasons,
+        skipped_functions=skipped_functions,
+    )
+
+
+def previous_restart(call: DynamoCall) -> RestartReason | None:
+    """The last `restart_trace` to which this call is the answer; None in the first attempt to trace a
+    frame.
+    """
+    restarts = [reason for reason in call.restart_reasons if isinstance(reason, RestartReason)]
+    return max(restarts, key=len, default=None)
+
+
+def restart_trace(
+    call: DynamoCall, batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None
+) -> NoReturn:
+    """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic; see `symbolic_trace`.
+
+    The settings go back when the reason's `restore` is called, at the latest when Dynamo has ended the
+    compilation in whichever way. Raises TensorifyScalarRestartAnalysis, which must reach Dynamo.
+    """
+    attempt = sum(isinstance(reason, RestartReason) for reason in call.restart_reasons)
+    reason = symbolic_trace(batch_tensors, hint=hint, finished=finished, attempt=attempt)
+    # Dynamo remembers where the graph broke and would break it there again.
+    call.output_graph.root_tx.speculation_log.clear()
+    # The context object lives as long as this compilation: a trace that fails before it comes back here
+    # cleans up too.
+    reason.restore = weakref.finalize(CompileContext.get(), reason.restore)
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def symbolic_trace(
+    batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None, attempt: int = 0
+) -> RestartReason:
+    """From now on, until `restore` of the result is called, let Dynamo trace with dimension 0 of
+    `batch_tensors` symbolic.
+
+    `hint`: what the trace takes for that size where it has to decide something; by default the real one.
+    `finished` comes back with the reason.
+    """
+    undo = contextlib.ExitStack()
+    with contextlib.ExitStack() as guard:
+        guard.callback(undo.close)
+        undo.enter_context(dynamo_config.patch(_DYNAMO_SETTINGS))
+        undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
+        undo.enter_context(_ignored_functions(library_log_methods().values()))
+        undo.enter_context(_marked_dynamic(batch_tensors, hint))
+        guard.pop_all()
+    reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
+    reason.batch_tensors = tuple(batch_tensors)
+    reason.hint = hint
+    reason.finished = finished
+    reason.break_counts = _break_counts()
+    reason.restore = undo.close
+    return reason
+
+
+def skip_library_loggers() -> None:
+    """Let Dynamo leave out, from now on, what libraries log once (`logger.warning_once` of Hugging Face's
+    losses).
+
+    To be called when the backend is looked up, so before the first trace: a call of a logger inside of a
+    nested function makes Dynamo give up the outer one before it calls any backend. Libraries that are
+    imported later count too. Other compiled functions of the process only gain by it: what would have been a
+    graph break is none.
+    """
+    name = _ignored_name()
+    ignored = getattr(dynamo_config, name)
+    if not isinstance(ignored, _WithLibraryLoggers):
+        hooks.replace("library loggers", dynamo_config, name, _WithLibraryLoggers(ignored))
+        logger = logging.getLogger("torch._dynamo.metrics_context")
+        hooks.register("library loggers", logger.addFilter, _no_settings_complaint)
+
+
+def _no_settings_complaint(record: logging.LogRecord) -> bool:
+    """Drop the traceback that torch 2.11 prints when it cannot write functions among its settings into its
+    own metrics.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, TypeError) and "logging compilation metrics" in record.getMessage())
+
+
+class _WithLibraryLoggers(set[Callable[..., Any]]):
+    """Dynamo's set of logging functions to leave out, and always also what libraries have added to
+    `logging.Logger` so far.
+    """
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        yield from super().__iter__()
+        for method in library_log_methods().values():
+            if not super().__contains__(method):
+                yield method
+
+    def __contains__(self, function: object) -> bool:
+        return super().__contains__(function) or any(
+            function is method for method in library_log_methods().values()
+        )
+
+
+def library_log_methods() -> dict[str, Callable[..., Any]]:
+    """The methods that libraries have added to `logging.Logger` to say something once, or as advice."""
+    return {
+        name: method for name, method in vars(logging.Logger).items() if name.endswith(("_once", "_advice"))
+    }
+
+
+def source_of(node: fx.Node) -> Any:
+    """Dynamo's source object of a placeholder: where in the user's program its value comes from."""
+    return node._dynamo_source  # type: ignore[attr-defined]
+
+
+def source_name(source: Any) -> str:
+    """A source as text, for example `L['self']._modules['head']._parameters['weight']`."""
+    name = source.name
+    return name() if callable(name) else name
+
+
+def source_chain(source: Any) -> tuple[Any, ...]:
+    """The sources from the root (a local or global name) to `source` itself."""
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    return tuple(reversed(chain))
+
+
+def source_value(source: Any, scope: dict[str, dict[str, Any]]) -> object | None:
+    """The object that a source refers to; None when its text is not a plain expression."""
+    try:
+        return eval(source_name(source), dict(scope))  # noqa: S307 - text made by Dynamo from attribute and item accesses
+    except Exception:
+        return None
+
+
+def serve_only(source: Any) -> None:
+    """Let the compiled frame serve the object that `source` leads to now, and no other that looks like it.
+
+    Dynamo takes two models of one class for the same: their parameters are arguments of the graph.
+    """
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def guard_as_they_are(
+    call: DynamoCall, graph_module: fx.GraphModule, example_inputs: Sequence[Any], positions: Iterable[int]
+) -> bool:
+    """Let the compiled frame expect the strides that the tensors at these positions have now, not those that
+    they were traced with.
+
+    False, and nothing done, where more than strides has changed: that takes another trace.
+    """
+    known = call.output_graph.input_source_to_sizes_strides
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    renewed = []
+    for position in positions:
+        value, traced = example_inputs[position], placeholders[position].meta["example_value"]
+        source = source_of(placeholders[position])
+        if (value.shape, value.dtype, value.device) != (
+            traced.shape,
+            traced.dtype,
+            traced.device,
+        ) or source not in known:
+            return False
+        renewed.append((known[source], value.stride()))
+    for entry, strides in renewed:
+        entry["stride"] = strides
+    return True
+
+
+def is_storage_offset(source: Any) -> bool:
+    """Whether a source is where in its memory a tensor begins, as a slice of another does."""
+    return getattr(getattr(source, "prop", None), "name", "") == "STORAGE_OFFSET"
+
+
+def is_argument(source: Any, code: CodeType) -> bool:
+    """Whether a source starts at an argument of the function `code` (not at a closure or a global).
+
+    An argument that an inner function or a generator of the model uses is in a cell, as a closure is.
+    """
+    root = source_chain(source)[0]
+    if not getattr(root, "is_input", False):
+        return False
+    return (
+        not getattr(root, "is_derefed_cell_contents", False)
+        or getattr(root, "local_name", "") in code.co_cellvars
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeCondition:
+    """Something about symbolic sizes that the trace took for granted."""
+
+    text: str
+    symbols: frozenset[Any]  # those that stand for themselves and for all that are equal to them
+    location: str  # the user's line, "" if unknown
+    # tested by the user's own Python code; else by an operator, for its own choice or as its requirement
+    is_branch: bool
+    is_general: bool  # holds for all sizes from 2
+
+
+def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
+    """All conditions on symbolic sizes that Dynamo guards on, in the order in which they came up."""
+    replace = call.output_graph.shape_env.replace
+    found = []
+    for guard in call.output_graph.shape_env.guards:
+        framework = getattr(guard.sloc, "framework_loc", None)
+        parts = getattr(framework, "filename", str(framework)).replace("\\", "/").split("/")
+        # A condition may be older than what the trace found out about its symbols.
+        expression = replace(guard.expr)
+        found.append(
+            SizeCondition(
+                text=str(guard.expr),
+                symbols=frozenset(expression.free_symbols),
+                location=_full_place(guard.sloc.maybe_user_loc or "", call.output_graph.graph),
+                # Operators run in _dynamo/utils.py; elsewhere in Dynamo it is a branch that asks.
+                is_branch="_dynamo" in parts and parts[-1] != "utils.py",
+                is_general=holds_from_two(expression),
+            )
+        )
+    return tuple(found)
+
+
+def _full_place(short: str, graph: fx.Graph) -> str:
+    """`/me/model.py:12, in forward: if x.size(0) > 2:` for torch's `if x.size(0) > 2:  # e/model.py:12 in
+    forward`: paths are cut there.
+
+    Of a line of torch's own, the user's line of an operator in it; "" if none is known.
+    """
+    text, _, place = short.rpartition("  # ")
+    path, _, rest = place.partition(".py:")
+    if not rest:
+        return short
+    files = (str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values()))
+    file = next((file for file in files if file.endswith(f"{path}.py")), f"{path}.py")
+    line, _, function = rest.partition(" in ")
+    if is_of_user(file):
+        return f"{file}:{line}, in {function}" + (f": {text.strip()}" if text else "")
+    traces = (str(node.meta.get("stack_trace") or "") for node in graph.nodes)
+    return user_location(
+        next((trace for trace in traces if f'{path}.py", line {line}, in {function}' in trace), "")
+    )
+
+
+def make_equal(call: DynamoCall, symbols: Iterable[Any]) -> Any:
+    """Make equality of these symbols a condition of the compiled frame; gives the one that stands for all of
+    them.
+    """
+    shape_env = call.output_graph.shape_env
+    first, *others = sorted(symbols, key=str)
+    for symbol in others:
+        holds = shape_env.evaluate_expr(sympy.Eq(shape_env.replace(first), shape_env.replace(symbol)))
+        assert holds, f"{symbol} is not {first} in the trace"
+    return shape_env.replace(first)
+
+
+def forget_size_conditions(call: DynamoCall, symbols: set[Any]) -> None:
+    """Let the compiled frame serve all sizes of `symbols`, whatever the trace took for granted about them.
+
+    That symbols are equal to each other remains a condition.
+    """
+    shape_env = call.output_graph.shape_env
+    same = {symbol: shape_env.replace(symbol) for symbol in shape_env.var_to_range}
+    members = {symbol for symbol, root in same.items() if root in symbols}
+    kept = [
+        guard
+        for guard in shape_env.guards
+        if not guard.expr.free_symbols <= members or guard.expr.xreplace(same) == sympy.true
+    ]
+    shape_env.guards[:] = kept
+    for symbol in members:
+        shape_env.var_to_range[symbol] = ValueRanges(0, int_oo)
+
+
+def holds_from_two(condition: sympy.Basic) -> bool:
+    """Whether a condition is true for all sizes from 2."""
+    shifted = {
+        symbol: sympy.Symbol(f"above_{symbol}", integer=True, nonnegative=True) + 2
+        for symbol in condition.free_symbols
+    }
+    return condition.xreplace(shifted) == sympy.true
+
+
+def module_path(meta: dict[str, Any], path_of_module: dict[int, str]) -> str:
+    """Dotted path of the innermost module that a node belongs to, "" if none.
+
+    `path_of_module`: id of each module below the root -> its dotted path.
+    """
+    for key in reversed(meta.get("nn_module_stack") or {}):
+        # Dynamo's key is the module's id, followed by "@1" at a second call of the same module.
+        number = key.split("@")[0]
+        if number.isdigit() and int(number) in path_of_module:
+            return path_of_module[int(number)]
+    return ""
+
+
+def break_reasons_since(restart: RestartReason | None) -> tuple[str, ...]:
+    """Texts of the graph breaks that Dynamo met since a restart (without one: in this process), oldest kind
+    first.
+    """
+    before = {} if restart is None else restart.break_counts
+    return tuple(text for text, count in _break_counts().items() if count > before.get(text, 0))
+
+
+def _break_counts() -> dict[str, int]:
+    return {str(reason): count for reason, count in torch._dynamo.utils.counters["graph_break"].items()}
+
+
+def latest_break() -> tuple[str, str]:
+    """Text of the last statement that Dynamo could not trace, and the user's lines down to it as a traceback;
+    "" and "" if none.
+
+    After a break from which it cannot resume, Dynamo goes back to a statement before it and only says
+    "step_unsupported".
+    """
+    for reason in reversed(torch._dynamo.utils.graph_break_reasons):
+        if reason.graph_break and "step_unsupported" not in reason.reason:
+            return reason.reason, "".join(traceback.format_list(list(reason.user_stack)))
+    return "", ""
+
+
+@contextlib.contextmanager
+def _ignored_functions(functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
+    ignored = _ignored_set()
+    added = [function for function in functions if function not in ignored]
+    ignored.update(added)
+    try:
+        yield
+    finally:
+        ignored.difference_update(added)
+
+
+def _ignored_set() -> set[Callable[..., Any]]:
+    return getattr(dynamo_config, _ignored_name())
+
+
+def _ignored_name() -> str:
+    # Older versions know the set by its former name only.
+    return (
+        "ignore_logging_functions"
+        if hasattr(dynamo_config, "ignore_logging_functions")
+        else "ignore_logger_methods"
+    )
+
+
+@contextlib.contextmanager
+def _marked_dynamic(tensors: Sequence[torch.Tensor], hint: int | None) -> Iterator[None]:
+    names = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking", "_dynamo_hint_overrides")
+    marked = [tensor for tensor in tensors if hint is not None or 0 not in getattr(tensor, names[0], ())]
+    before = [{name: vars(tensor)[name] for name in names if name in vars(tensor)} for tensor in marked]
+    for tensor in marked:
+        # A set of our own: the user's must come back unchanged.
+        tensor._dynamo_weak_dynamic_indices = set(getattr(tensor, names[0], ()))  # type: ignore[attr-defined]
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        if hint is not None:
+            tensor._dynamo_hint_overrides = {0: hint}  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor, attributes in zip(marked, before, strict=True):
+            for name in names:
+                if name in attributes:
+                    setattr(tensor, name, attributes[name])
+                elif name in vars(tensor):
+                    delattr(tensor, name)
+
+
+def _is_torch_file(path: str) -> bool:
+    return path.startswith(torch.__path__[0]) or path.startswith("<")

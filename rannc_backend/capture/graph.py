@@ -1,0 +1,251 @@
+"""From what Dynamo hands to the backend to one functional ATen graph with a symbolic batch size.
+
+In: the Dynamo `fx.GraphModule` and its example inputs. Out: a `CapturedGraph`.
+Terms: *rows* is the batch size, dimension 0 of every *batch* input; a *replicated* input is a tensor without
+rows that is no registered parameter or buffer. Where Dynamo's first graph of a frame has the batch size baked
+in, `capture_or_restart` makes Dynamo trace the frame again with that size symbolic, and captures at the
+second call (capture_begin.py: mostly the first will do).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+
+from rannc_backend.capture.aten_trace import AtenTrace, StridesOf, rows_hint, trace_aten
+from rannc_backend.capture.batch_inputs import batch_candidates, find_batch_inputs, has_symbolic_batch
+from rannc_backend.capture.dynamo import (
+    DynamoCall,
+    RestartReason,
+    find_dynamo_call,
+    module_path,
+    previous_restart,
+    restart_trace,
+    skip_library_loggers,
+)
+from rannc_backend.capture.errors import is_partial, refuse_graph_break, refuse_resumed_frame
+from rannc_backend.capture.fingerprint import canonical_text, fingerprint
+from rannc_backend.capture.first_trace import begun_trace
+from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
+from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
+from rannc_backend.passes.pipeline import run_passes, with_facts
+
+__all__ = ["CapturedGraph", "GraphInput", "capture", "capture_or_restart", "skip_library_loggers"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraph:
+    """A model's forward as functional ATen operators; placeholder i of `graph_module` is described by
+    `inputs[i]`.
+
+    `graph_module` mutates nothing. Its output is one flat tuple: the user's outputs in Dynamo's order
+    (`num_user_outputs` of them), then the new value of each buffer in `buffer_updates`. Node metadata: "val"
+    (fake tensors of `fake_mode`, batch sizes are expressions of `rows_symbol`), "stack_trace" (user's lines)
+    and "module_path" (dotted path of the user's module, "" if none). Batch inputs must be passed as
+    contiguous tensors.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    num_user_outputs: int
+    buffer_updates: tuple[str, ...]
+    rows_symbol: sympy.Symbol
+    rows_hint: int
+    fake_mode: FakeTensorMode
+    fingerprint: str
+    root_module: nn.Module
+    dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
+
+
+def capture_or_restart(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
+) -> CapturedGraph:
+    """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
+
+    Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) where this trace
+    was not begun by `begin_symbolically` or shows more than could be known then; GraphBreakError, and the
+    errors of `capture`. Dynamo's settings are as before when this returns or raises anything else.
+    """
+    call = find_dynamo_call()
+    restart = previous_restart(call) or begun_trace()
+    if restart is not None:
+        restart.restore()
+    refuse_resumed_frame(call)
+    # The first graph may end at the call of a logger that the next trace leaves out, and says little about
+    # other breaks.
+    if restart is not None:
+        refuse_graph_break(graph_module, restart)
+    _, tensors = find_tensor_inputs(graph_module, example_inputs, call)
+    wanted = _wanted_trace(tensors, call, restart, is_partial(graph_module))
+    if wanted is not None:
+        batch_tensors, single = wanted
+        restart_trace(call, batch_tensors, hint=rows_hint(graph_module) if single else None)
+    finished = None if restart is None else restart.finished
+    return capture(
+        graph_module, example_inputs, call, device=device, strides_of=strides_of, finished=finished
+    )
+
+
+def check_one_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raises ModelDevicesError where the parameters of the model lie on several devices. To be called from
+    the backend, as above.
+    """
+    find_tensor_inputs(graph_module, example_inputs, find_dynamo_call())
+
+
+def capture(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    call: DynamoCall,
+    *,
+    device: torch.device | None = None,
+    strides_of: StridesOf = torch.Tensor.stride,
+    finished: CapturedGraph | None = None,
+) -> CapturedGraph:
+    """Capture a Dynamo graph whose batch sizes are symbolic. `device`: trace as if the model and its inputs
+    were there.
+
+    Raises DataDependentControlFlowError, NoBatchDimensionError, ModelDevicesError, UnsupportedModelError.
+    Consumes no random numbers and changes neither the model nor the inputs.
+    """
+    root, tensors = find_tensor_inputs(graph_module, example_inputs, call)
+    batch = find_batch_inputs(graph_module, tensors, call)
+    key = _dynamo_key(graph_module, tensors, batch.positions)
+    if finished is not None and finished.dynamo_key == key and finished.root_module is root:
+        return finished
+    trace = trace_aten(
+        graph_module,
+        tensors,
+        batch_positions=batch.positions,
+        sizes=batch.sizes,
+        device=device,
+        strides_of=strides_of,
+    )
+    return captured_of(trace, tensors, batch.positions, root, key)
+
+
+def captured_of(
+    trace: AtenTrace,
+    tensors: Sequence[TensorInput],
+    batch_positions: frozenset[int],
+    root: nn.Module,
+    key: str = "",
+) -> CapturedGraph:
+    """What was traced, with names that are the same on all ranks, in canonical operators."""
+    inputs = _name_inputs(trace.graph_module, tensors, batch_positions)
+    buffer_updates = _buffer_updates(trace, inputs)
+    _tidy_metadata(trace.graph_module, root)
+    canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
+    text = canonical_text(
+        canonical,
+        inputs,
+        trace.rows_symbol,
+        num_user_outputs=trace.num_user_outputs,
+        buffer_updates=buffer_updates,
+    )
+    captured = CapturedGraph(
+        graph_module=canonical,
+        inputs=inputs,
+        num_user_outputs=trace.num_user_outputs,
+        buffer_updates=buffer_updates,
+        rows_symbol=trace.rows_symbol,
+        rows_hint=trace.rows_hint,
+        fake_mode=trace.fake_mode,
+        fingerprint=fingerprint(text),
+        root_module=root,
+        dynamo_key=key,
+    )
+    logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
+    return captured
+
+
+def _wanted_trace(
+    tensors: Sequence[TensorInput], call: DynamoCall, restart: RestartReason | None, partial: bool
+) -> tuple[tuple[torch.Tensor, ...], bool] | None:
+    """Which tensors the next trace should take for batches, and whether of size 1; None if this trace will
+    do.
+    """
+    single = restart is not None and restart.hint is not None
+    candidates = batch_candidates(tensors, single=single)
+    # A graph that was broken did not show all inputs.
+    known = set() if restart is None else {id(tensor) for tensor in restart.batch_tensors}
+    if any(id(tensor) not in known for tensor in candidates) or (restart is None and partial):
+        return candidates, single
+    # Before a trace the model's own tensors may look like the user's.
+    if any(id(item.tensor) in known for item in tensors if item.kind != "user"):
+        return candidates, single
+    ones = batch_candidates(tensors, single=True)
+    if ones and not single and not has_symbolic_batch(tensors, call):
+        return ones, True
+    return None
+
+
+def _dynamo_key(graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int]) -> str:
+    parts = [part.code for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+    for item in tensors:
+        shape = tuple(item.tensor.shape)[item.position in batch :]
+        parts.append(
+            f"{item.position} {item.source} {item.kind} {shape} {item.tensor.dtype} "
+            f"{item.tensor.requires_grad}"
+        )
+    return fingerprint("\n".join([*parts, str(sorted(batch))]))
+
+
+def _name_inputs(
+    graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int]
+) -> tuple[GraphInput, ...]:
+    """Rename the placeholders after what they hold, and describe them."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    inputs = []
+    for node, item in zip(placeholders, tensors, strict=True):
+        node._rename(placeholder_name(item))
+        node.target = node.name
+        kind = item.kind if item.aliases else ("batch" if item.position in batch else "replicated")
+        inputs.append(
+            GraphInput(
+                name=node.name,
+                kind=kind,
+                fqn=item.aliases[0] if item.aliases else None,
+                aliases=item.aliases,
+                position=item.position,
+                requires_grad=item.tensor.requires_grad,
+            )
+        )
+    return tuple(inputs)
+
+
+def _buffer_updates(trace: AtenTrace, inputs: Sequence[GraphInput]) -> tuple[str, ...]:
+    names = []
+    for index in trace.mutated:
+        item = inputs[index]
+        if item.kind != "buffer" or item.fqn is None:
+            raise UnsupportedModelError(
+                f"the model changes {item.fqn or item.name} in place, which is no buffer",
+                cure="work on a copy (x = x.clone()), or register a tensor that must change as a buffer.",
+            )
+        names.append(item.fqn)
+    return tuple(names)
+
+
+def _tidy_metadata(graph_module: fx.GraphModule, root: nn.Module) -> None:
+    """Keep what the rest of the backend relies on; the remainder holds on to the graph that was traced."""
+    paths = {id(module): name for name, module in root.named_modules()}
+    for node in graph_module.graph.nodes:
+        path = module_path(node.meta, paths)
+        kept = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+        node.meta.clear()
+        node.meta.update(kept, module_path=path)

@@ -1,0 +1,192 @@
+"""The arguments of one call of a model, apart: tensors that are inputs of its graph, and everything else.
+
+In: a module, and the arguments of its call. Out: a `Call`, whose flat tensors are parameters, buffers, plain
+tensors that modules hold as attributes, and the user's tensors, in this order. What is no tensor is part of
+what a capture holds for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module keeps a tensor: an entry of one of its dictionaries, under all its dotted names."""
+
+    kind: str  # "parameter" | "buffer" | "constant"
+    holder: dict[str, Any]
+    key: str
+    names: tuple[str, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """The one that is there now."""
+        value = self.holder[self.key]
+        assert isinstance(value, torch.Tensor), f"{self.names[0]} is no tensor any more"
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """See the module docstring. `leaves` are the flat arguments, with the index of its tensor in `tensors`
+    for each tensor.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    tensors: tuple[torch.Tensor, ...]
+    index_of_leaf: Mapping[int, int]
+    labels: tuple[str, ...]  # of the tensors: how the user calls them
+
+    def rebuilt(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors in the places of its own."""
+        leaves = [
+            tensors[self.index_of_leaf[position]] if position in self.index_of_leaf else leaf
+            for position, leaf in enumerate(self.leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+    def constants(self) -> dict[int, Any]:
+        """The leaves that are no tensors, by position."""
+        return {
+            position: leaf for position, leaf in enumerate(self.leaves) if position not in self.index_of_leaf
+        }
+
+
+def call_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Flatten the arguments. A tensor that is passed twice is one input.
+
+    Raises:
+        UnsupportedModelError: for tensors that are not plain, and objects that hold tensors and are no
+            container that torch knows.
+    """
+    pairs, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    names = _positional_names(module)
+    tensors: dict[int, torch.Tensor] = {}
+    order: dict[int, int] = {}
+    labels: list[str] = []
+    index_of_leaf: dict[int, int] = {}
+    for position, (path, leaf) in enumerate(pairs):
+        if not isinstance(leaf, torch.Tensor):
+            _refuse_hidden_tensors(leaf, _label(path, names))
+            continue
+        if id(leaf) not in tensors:
+            _refuse_special(leaf, _label(path, names))
+            tensors[id(leaf)] = leaf
+            order[id(leaf)] = len(labels)
+            labels.append(_label(path, names))
+        index_of_leaf[position] = order[id(leaf)]
+    return Call(
+        leaves=tuple(leaf for _, leaf in pairs),
+        structure=structure,
+        tensors=tuple(tensors.values()),
+        index_of_leaf=index_of_leaf,
+        labels=tuple(labels),
+    )
+
+
+def places_of(module: nn.Module) -> tuple[Place, ...]:
+    """Every tensor that the module and those in it hold under a name: once, however many names it has."""
+    found: dict[int, tuple[str, dict[str, Any], str, list[str]]] = {}
+    # A parameter that is a plain attribute too is a parameter.
+    for kind, of in (("parameter", "_parameters"), ("buffer", "_buffers"), ("constant", "")):
+        for path, part in module.named_modules(remove_duplicate=False):
+            holder = vars(part)[of] if of else vars(part)
+            for key, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    name = f"{path}.{key}" if path else key
+                    entry = found.setdefault(id(value), (kind, holder, key, []))
+                    if name not in entry[3] and kind == entry[0]:
+                        entry[3].append(name)
+    return tuple(Place(kind, holder, key, tuple(names)) for kind, holder, key, names in found.values())
+
+
+def inputs_of(places: Sequence[Place], call: Call) -> tuple[TensorInput, ...]:
+    """All tensors of a call as inputs of a graph: those that the module holds, then the user's."""
+    own = [
+        TensorInput(
+            node=None,
+            position=position,
+            tensor=place.tensor(),
+            kind=place.kind,
+            aliases=place.names if place.kind != "constant" else (),
+            source=place.names[0],
+        )
+        for position, place in enumerate(places)
+    ]
+    known = {id(item.tensor) for item in own}
+    for tensor, label in zip(call.tensors, call.labels, strict=True):
+        if id(tensor) in known:
+            raise UnsupportedModelError(
+                f"{label} is a tensor of the model, and an argument too",
+                cure="pass a copy of it, or leave the argument out.",
+            )
+        if isinstance(tensor, nn.Parameter):
+            raise UnsupportedModelError(
+                f"the parameter {label} does not belong to the model",
+                cure="register it in the nn.Module that is compiled (self.name = nn.Parameter(...)).",
+            )
+    users = [
+        TensorInput(
+            node=None, position=len(own) + index, tensor=tensor, kind="user", aliases=(), source=label
+        )
+        for index, (tensor, label) in enumerate(zip(call.tensors, call.labels, strict=True))
+    ]
+    return (*own, *users)
+
+
+def _positional_names(module: nn.Module) -> list[str]:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _label(path: tuple[Any, ...], names: Sequence[str]) -> str:
+    """`input_ids`, `batch_x`, `args_3`: the argument's name, and the way into it."""
+    first, *inner = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    if first == 0:
+        index, *inner = inner
+        inner = [names[index] if index < len(names) else f"args_{index}", *inner]
+    return "_".join(map(str, inner))
+
+
+def _refuse_special(tensor: torch.Tensor, label: str) -> None:
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedModelError(
+            f"{label} is a {type(tensor).__name__} with layout {tensor.layout}",
+            cure="pass plain dense tensors.",
+        )
+
+
+def _refuse_hidden_tensors(value: object, label: str) -> None:
+    """An object's tensors would be constants of the graph: those of the first call, in all calls."""
+    if isinstance(value, nn.Module) or callable(value):
+        return
+    if any(isinstance(inner, torch.Tensor) for inner in _inside(value)):
+        raise UnsupportedModelError(
+            f"{label} is a {type(value).__name__} that holds tensors",
+            cure="pass its tensors themselves, or a dict of them (model(**batch)), or register the class with "
+            "torch.utils._pytree.register_pytree_node.",
+        )
+
+
+def _inside(value: object) -> Iterator[object]:
+    members = getattr(value, "__dict__", None)
+    if isinstance(members, dict):
+        for member in members.values():
+            yield from pytree.tree_leaves(member)

@@ -1,0 +1,166 @@
+"""Captures of one module without Dynamo, each for the calls that it holds for.
+
+In: a module and the arguments of a call. Out: a `Capture` that serves it: one that was made before, where its
+guards hold, or a new one. A forward may fill a cache the first time (a value that is no tensor); one that
+changes something each time is refused, and what it has changed put back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rannc_backend.capture.aten_trace import StridesOf
+from rannc_backend.capture.nonstrict.arguments import Call, Place
+from rannc_backend.capture.nonstrict.guards import Change, Guards
+from rannc_backend.capture.nonstrict.trace import Recorded, record
+from rannc_backend.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The arguments that a capture serves: tensors by shape without rows, everything else by value."""
+
+    structure: pytree.TreeSpec
+    constants: tuple[tuple[int, type, Any], ...]
+    indices: tuple[tuple[int, int], ...]
+    tensors: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, call: Call, batch: frozenset[int]) -> Signature:
+        """Of a call of which the tensors with these indices have rows."""
+        return cls(
+            structure=call.structure,
+            constants=tuple((position, type(leaf), leaf) for position, leaf in call.constants().items()),
+            indices=tuple(call.index_of_leaf.items()),
+            tensors=tuple(
+                (
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.requires_grad,
+                    tensor.dim(),
+                    tuple(tensor.shape)[index in batch :],
+                )
+                for index, tensor in enumerate(call.tensors)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A captured forward and what it holds for."""
+
+    recorded: Recorded
+    guards: Guards
+    signature: Signature
+    kept: tuple[tuple[Any, ...], ...]  # of the tensors of the module: see `_kept`
+    batch: frozenset[int]  # among the tensors of the call
+
+    def serves(self, call: Call) -> str:
+        """Why it does not serve a call; "" if it does."""
+        if Signature.of(call, self.batch) != self.signature:
+            return "other arguments"
+        if _kept(self.recorded.places) != self.kept:
+            return "other parameters or buffers"
+        return self.guards.broken()
+
+    def renewed(self, module: nn.Module) -> Capture:
+        """The same capture, which takes for granted what has changed since: by this package, which puts hooks
+        on the modules that it has planned.
+        """
+        return replace(self, guards=Guards.of(module), kept=_kept(self.recorded.places))
+
+    def tensors(self, call: Call) -> list[torch.Tensor]:
+        """The inputs of the graph, for a call."""
+        return [*(place.tensor() for place in self.recorded.places), *call.tensors]
+
+    def num_rows(self, call: Call) -> int:
+        """The batch size of a call."""
+        return int(call.tensors[min(self.batch)].shape[0])
+
+
+def capture_call(
+    module: nn.Module,
+    call: Call,
+    *,
+    strides_of: StridesOf = torch.Tensor.stride,
+) -> Capture:
+    """Capture a call.
+
+    Raises:
+        UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
+            `record`.
+    """
+    undone: list[Change] = []
+    for _ in range(2):
+        guards = Guards.of(module)
+        try:
+            recorded = record(module, call, strides_of=strides_of)
+        except BaseException:
+            _undo([*undone, *guards.changes()])
+            raise
+        changes = list(guards.changes())
+        _undo([change for change in changes if change.is_of_torch])
+        changes = [change for change in changes if not change.is_of_torch]
+        if not changes:
+            return _capture(recorded, guards, call)
+        undone += changes
+        if any(_holds_tensor(change.now) for change in changes):
+            break
+        logger.debug("the forward has changed %s", ", ".join(change.place for change in changes))
+    _undo(undone)
+    raise UnsupportedModelError(
+        f"the forward changes {changes[0].place} ({type(changes[0].now).__name__}), which a graph does not",
+        cure="make it a buffer (self.register_buffer), give it as an output, or change it outside of the "
+        "compiled model.",
+    )
+
+
+def _undo(changes: Sequence[Change]) -> None:
+    """Put back what was there, the latest first."""
+    for change in reversed(changes):
+        change.undo()
+
+
+def _capture(recorded: Recorded, guards: Guards, call: Call) -> Capture:
+    own = len(recorded.places)
+    batch = frozenset(item.position - own for item in recorded.captured.inputs if item.kind == "batch")
+    return Capture(
+        recorded=recorded,
+        guards=guards,
+        signature=Signature.of(call, batch),
+        kept=_kept(recorded.places),
+        batch=batch,
+    )
+
+
+def _kept(places: Sequence[Place]) -> tuple[tuple[Any, ...], ...]:
+    """Whether each of the module's tensors is trained, and its type and shape."""
+    tensors = [place.holder.get(place.key) for place in places]
+    return tuple(
+        (tensor.requires_grad, tensor.dtype, tensor.shape) if isinstance(tensor, torch.Tensor) else ()
+        for tensor in tensors
+    )
+
+
+def find_capture(captures: Sequence[Capture], call: Call) -> Capture | None:
+    """The last one that serves a call."""
+    for capture in reversed(captures):
+        if not (reason := capture.serves(call)):
+            return capture
+        logger.debug("a capture does not serve a call: %s", reason)
+    return None
+
+
+def _holds_tensor(value: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)) or any(
+        isinstance(member, torch.Tensor) for member in getattr(value, "__dict__", {}).values()
+    )

@@ -1,0 +1,210 @@
+"""What a capture holds for: the values that the forward may read beside its tensors.
+
+In: a module, before its forward runs on fakes. Out: `Guards`: values of attributes of all modules (and of the
+objects, lists and dictionaries in them), of globals and of closure cells, and torch's own modes. After the
+run they show what the forward has changed; later, whether the capture still holds. Values deeper than
+`_MAX_DEPTH` objects, files, and what extensions in C read cannot be seen.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rannc_backend.capture.nonstrict.reachable import Reachable, file_of
+from rannc_backend.errors import is_of_user
+
+_MAX_DEPTH = 4
+_MAX_GLOBAL_ITEMS = 256
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
+_OPAQUE = (
+    *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, type, nn.Module, torch.Tensor),
+    logging.Logger,  # what it has said before
+)
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A value that is not what it was."""
+
+    place: str
+    holder: Any
+    key: Any
+    before: Any
+    now: Any
+    is_of_torch: bool = (
+        False  # an attribute of a layer of torch's own, which keeps what it has worked out there
+    )
+
+    def undo(self) -> None:
+        """Put back what was there."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = self.before
+        elif self.before is _MISSING:
+            self.holder.pop(self.key, None)
+        else:
+            self.holder[self.key] = self.before
+
+
+@dataclass(slots=True)
+class _Container:
+    """A dictionary or a list, with what was in it."""
+
+    place: str
+    holder: Any
+    known: dict[Any, Any]
+    is_of_torch: bool
+    are_members: bool  # attributes of an object
+
+    @classmethod
+    def of(cls, place: str, holder: Any, is_of_torch: bool, are_members: bool = False) -> _Container:
+        return cls(place, holder, _items(holder), is_of_torch, are_members)
+
+    def changes(self) -> Iterator[Change]:
+        current = _items(self.holder)
+        for key in [*self.known, *(key for key in current if key not in self.known)]:
+            before, after = self.known.get(key, _MISSING), current.get(key, _MISSING)
+            if not _same(before, after):
+                place = f"{self.place}.{key}" if self.are_members else f"{self.place}[{key!r}]"
+                yield Change(place, self.holder, key, before, after, self.is_of_torch)
+
+
+def _items(holder: Any) -> dict[Any, Any]:
+    # A subclass may make a value of each item that is asked for.
+    return dict(dict.items(holder)) if isinstance(holder, dict) else dict(enumerate(holder))
+
+
+@dataclass(slots=True)
+class Guards:
+    """See the module docstring."""
+
+    containers: list[_Container] = field(default_factory=list)
+    names: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    cells: list[tuple[str, CellType, Any]] = field(default_factory=list)
+    modes: tuple[Any, ...] = ()
+    _reads: list[Callable[[], Iterable[object]]] = field(default_factory=list)
+    _ids: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Guards:
+        """Of the values now."""
+        guards, seen = cls(modes=_modes()), set[int]()
+        for path, part in module.named_modules():
+            of_torch = not is_of_user(file_of(type(part)))
+            guards._visit_members(path or "the model", part, seen, _MAX_DEPTH, of_torch)
+        reachable = Reachable(module)
+        for holder, name in reachable.names.values():
+            value = holder.get(name, _MISSING)
+            guards.names.append((holder, name, value))
+            guards._visit_global(f"{holder.get('__name__', '')}.{name}", value, seen)
+        for place, cell in reachable.cells.values():
+            guards.cells.append((place, cell, cell.cell_contents))
+            guards._visit_global(place, cell.cell_contents, seen)
+        guards._reads = list(guards._readers())
+        guards._ids = guards._ids_now()
+        return guards
+
+    def _readers(self) -> Iterator[Callable[[], Iterable[object]]]:
+        """What gives all values, in the same order each time, without a step of Python for each."""
+        dicts = [each.holder for each in self.containers if isinstance(each.holder, dict)]
+        others = [each.holder for each in self.containers if not isinstance(each.holder, dict)]
+        yield lambda: chain.from_iterable(map(dict.values, dicts))
+        yield lambda: chain.from_iterable(others)
+        yield lambda: [cell.cell_contents for _, cell, _ in self.cells]
+        by_holder: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for holder, name, value in self.names:
+            if value is not _MISSING:
+                by_holder.setdefault(id(holder), (holder, []))[1].append(name)
+        for holder, names in by_holder.values():
+            # Twice the last: one name alone would be given without a tuple.
+            yield partial(itemgetter(*names, names[-1]), holder)
+
+    def _ids_now(self) -> list[int]:
+        return [each for read in self._reads for each in map(id, read())]
+
+    def changes(self) -> Iterator[Change]:
+        """Every value that is another one now."""
+        if (modes := _modes()) != self.modes:
+            yield Change("a mode of torch", {}, "", self.modes, modes)
+        for container in self.containers:
+            yield from container.changes()
+        for holder, name, value in self.names:
+            if (now := holder.get(name, _MISSING)) is not value and not _same(value, now):
+                yield Change(f"{holder.get('__name__', '')}.{name}", holder, name, value, now)
+        for place, cell, value in self.cells:
+            if (now := cell.cell_contents) is not value and not _same(value, now):
+                yield Change(place, cell, None, value, now)
+
+    def broken(self) -> str:
+        """The first place where a value is another one now; "" if the capture holds."""
+        try:
+            if self.modes == _modes() and self._ids_now() == self._ids:
+                return ""
+        except (KeyError, ValueError):
+            pass  # a name that is gone
+        return next((change.place for change in self.changes()), "")
+
+    def _visit_members(
+        self, place: str, value: object, seen: set[int], depth: int, of_torch: bool = False
+    ) -> None:
+        members = vars(value)
+        if id(members) in seen:
+            return
+        seen.add(id(members))
+        self.containers.append(_Container.of(place, members, of_torch, are_members=True))
+        for key, member in members.items():
+            self._visit(f"{place}.{key}", member, seen, depth - 1, of_torch)
+
+    def _visit(self, place: str, value: object, seen: set[int], depth: int, of_torch: bool = False) -> None:
+        if isinstance(value, _PLAIN) or isinstance(value, _OPAQUE) or depth < 0 or id(value) in seen:
+            return
+        if isinstance(value, dict | list | tuple | deque):
+            seen.add(id(value))
+            if not isinstance(value, tuple):
+                self.containers.append(_Container.of(place, value, of_torch))
+            for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+                self._visit(f"{place}[{key!r}]", member, seen, depth - 1, of_torch)
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            self._visit_members(place, value, seen, depth, of_torch)
+
+    def _visit_global(self, place: str, value: object, seen: set[int]) -> None:
+        """Of what all code shares, no more than plain containers and the members of small objects."""
+        size = len(value) if isinstance(value, dict | list | tuple) else len(getattr(value, "__dict__", ()))
+        if size <= _MAX_GLOBAL_ITEMS:
+            self._visit(place, value, seen, 1)
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(device) for device in ("cpu", "cuda")),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Another object of the same plain value is no change, nor is another tensor in the place of one."""
+    if before is now:
+        return True
+    if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
+        return True
+    return type(before) is type(now) and _is_plain(before) and bool(before == now)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple | frozenset) and all(map(_is_plain, value)))

@@ -1,0 +1,267 @@
+"""The forward of a model, run as Python on fakes, as a graph with a symbolic batch size.
+
+In: a module and the arguments of one call. Out: a `Recorded`: the graph, where its tensors come from and what
+it gives back. It is run twice: first alone, with a size of its own for dimension 0 of each argument, which
+shows the arguments that have rows; then as `aten_trace` runs Dynamo's graphs, with one size for all of them.
+
+What a run leaves behind (attributes of modules, values in globals) is found by `guards`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.fx.experimental._config as symbolic_config
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils import _pytree as pytree
+
+from rannc_backend.capture.aten_trace import (
+    AtenTrace,
+    RowsSymbol,
+    StridesOf,
+    prime_apart_from,
+    rows_hint,
+    trace_function,
+)
+from rannc_backend.capture.batch_inputs import batch_candidates, check_one_size
+from rannc_backend.capture.graph import CapturedGraph, captured_of
+from rannc_backend.capture.inputs import TensorInput, check_devices
+from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
+from rannc_backend.capture.nonstrict.swapping import Replaced, swapped
+from rannc_backend.capture.nonstrict.watch import Watch, keep_second_derivatives
+from rannc_backend.errors import (
+    DataDependentControlFlowError,
+    NoBatchDimensionError,
+    UnsupportedModelError,
+    user_location,
+)
+
+_PROBED_ROWS = 53
+_MAX_TRACES = 4
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A captured forward. Input i of the graph is the tensor of ``places[i]``, then those of the call."""
+
+    captured: CapturedGraph
+    places: tuple[Place, ...]
+    structure: pytree.TreeSpec  # of what the forward gives
+    constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
+    passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
+
+    def result(self, outputs: Sequence[Any], call: Call) -> Any:
+        """What the forward gives for a call, with these tensors."""
+        known = dict(self.constants) | {position: call.tensors[index] for position, index in self.passed}
+        remaining = iter(outputs)
+        leaves = [
+            known[position] if position in known else next(remaining)
+            for position in range(self.structure.num_leaves)
+        ]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def record(
+    module: nn.Module,
+    call: Call,
+    *,
+    strides_of: StridesOf = torch.Tensor.stride,
+) -> Recorded:
+    """Capture one call of the module.
+
+    Raises:
+        UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
+        DataDependentControlFlowError: the model tests its batch size.
+        NoBatchDimensionError: no argument has rows.
+        ModelDevicesError: parameters on several devices.
+    """
+    places = places_of(module)
+    inputs = inputs_of(places, call)
+    check_devices(inputs)
+    batch = _batch_positions(module, inputs, call, strides_of)
+    hint = prime_apart_from(size for item in inputs for size in item.tensor.shape)
+    for _ in range(_MAX_TRACES):
+        run = _Run(module, inputs, call)
+        trace = trace_function(run.forward, inputs, batch_positions=batch, hint=hint, strides_of=strides_of)
+        run.check(trace)
+        keep_second_derivatives(trace.graph_module.graph)
+        # No size may equal a multiple of the hint by coincidence.
+        if (other := rows_hint(trace.graph_module)) == hint:
+            break
+        hint = other
+    else:
+        raise UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
+    assert run.structure is not None
+    return Recorded(
+        captured=captured_of(trace, inputs, batch, module),
+        places=places,
+        structure=run.structure,
+        constants=tuple(run.constants.items()),
+        passed=tuple(run.passed.items()),
+    )
+
+
+class _Run:
+    """One run of the forward on fakes."""
+
+    def __init__(self, module: nn.Module, inputs: Sequence[TensorInput], call: Call) -> None:
+        self._module = module
+        self._inputs = inputs
+        self._call = call
+        self.structure: pytree.TreeSpec | None = None
+        self.constants: dict[int, Any] = {}
+        self.passed: dict[int, int] = {}
+
+    def forward(self, tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
+        """Gives the tensors among the outputs."""
+        others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
+        watch = Watch(rows)
+        with swapped(self._module, others) as swap:
+            with watch.watching():
+                result = _rannc_forward(self._module, args, kwargs)
+            _write_back(swap.replaced())
+        watch.check_branches()
+        leaves, self.structure = pytree.tree_flatten(result)
+        self.constants, self.passed = {}, {}
+        arguments = {id(tensor): index for index, tensor in enumerate(tensors[len(others) :])}
+        outputs = []
+        for position, leaf in enumerate(leaves):
+            if id(leaf) in arguments:
+                self.passed[position] = arguments[id(leaf)]
+            elif isinstance(leaf, torch.Tensor):
+                outputs.append(leaf)
+            elif isinstance(leaf, _PLAIN):
+                self.constants[position] = leaf
+            else:
+                raise UnsupportedModelError(
+                    f"the forward gives a value of type {type(leaf).__name__}, which is no tensor",
+                    cure="give tensors, and containers of tensors; register a class of your own with "
+                    "torch.utils._pytree.register_pytree_node.",
+                )
+        return tuple(outputs)
+
+    def check(self, trace: AtenTrace) -> None:
+        """Refuse tensors that are neither arguments nor the model's: the graph would hold today's."""
+        graph_module = trace.graph_module
+        for node in graph_module.graph.find_nodes(op="get_attr"):
+            value = getattr(graph_module, str(node.target), None)
+            # torch.tensor(...) in the forward: made anew from numbers in the code.
+            if not isinstance(value, torch.Tensor) or all(
+                user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users
+            ):
+                continue
+            user = next(iter(node.users), node)
+            raise UnsupportedModelError(
+                f"the model uses a tensor {list(value.shape)} that is neither an argument nor registered in "
+                "it",
+                location=user_location(user.meta.get("stack_trace")),
+                cure="register it (self.register_buffer, self.name = nn.Parameter(...)), or pass it as an "
+                "argument.",
+            )
+
+
+def _rannc_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Traces of the user's lines begin below this function. Not the module's call, which may be compiled.
+    try:
+        return module._call_impl(*args, **kwargs)
+    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
+        raise DataDependentControlFlowError(
+            "the forward decides by a value that is known only when it runs",
+            location=user_location("".join(traceback.format_tb(error.__traceback__))),
+        ) from error
+
+
+def _apart(
+    inputs: Sequence[TensorInput], call: Call, tensors: Sequence[torch.Tensor]
+) -> tuple[dict[int, torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Of tensors in the places of `inputs`: those of the module, by the id of its own, and the arguments."""
+    own = len(inputs) - len(call.tensors)
+    others = {id(item.tensor): tensor for item, tensor in zip(inputs[:own], tensors[:own], strict=True)}
+    return others, call.rebuilt(tensors[own:])
+
+
+def _write_back(replaced: Sequence[Replaced]) -> None:
+    """A buffer that the forward has replaced by another tensor gets its values; nothing else may be."""
+    for entry in replaced:
+        now, before = entry.now, entry.before
+        if (
+            entry.slot.is_buffer
+            and isinstance(now, torch.Tensor)
+            and (now.shape, now.dtype) == (before.shape, before.dtype)
+        ):
+            with torch.no_grad():
+                before.copy_(now)
+            continue
+        raise UnsupportedModelError(
+            f"the forward puts another value in place of {entry.slot.name}",
+            cure="change the values of a buffer (self.name.copy_(new)), and keep its shape.",
+        )
+
+
+def _batch_positions(
+    module: nn.Module, inputs: Sequence[TensorInput], call: Call, strides_of: StridesOf
+) -> frozenset[int]:
+    """Arguments whose dimension 0 the forward does not use as a number."""
+    found: list[int] = []
+    for single in (False, True):
+        known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
+        positions = [item.position for item in inputs if id(item.tensor) in known]
+        if positions and not found:
+            found = _probe(module, inputs, call, positions, strides_of, _PROBED_ROWS if single else None)
+    if not found:
+        shapes = {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
+        raise NoBatchDimensionError(shapes)
+    check_one_size(inputs, frozenset(found))
+    return frozenset(found)
+
+
+def _probe(
+    module: nn.Module,
+    inputs: Sequence[TensorInput],
+    call: Call,
+    candidates: Sequence[int],
+    strides_of: StridesOf,
+    hint: int | None,
+) -> list[int]:
+    """Run the forward with a size of its own for each candidate; those whose size has not become a number."""
+    shape_env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    symbols: dict[int, sympy.Symbol] = {}
+    fakes = []
+    with symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False), mode:  # type: ignore[attr-defined]
+        for item in inputs:
+            sizes: list[Any] = list(item.tensor.shape)
+            if item.position in candidates:
+                number = hint or sizes[0]
+                source = ConstantSource(f"rows_{item.position}")
+                symbols[item.position] = symbol = shape_env.create_symbol(
+                    number, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+                )
+                sizes[0] = shape_env.create_symintnode(symbol, hint=number, source=source)
+                fake = torch.empty(sizes, dtype=item.tensor.dtype, device=item.tensor.device)
+            else:
+                fake = torch.empty_strided(
+                    sizes, strides_of(item.tensor), dtype=item.tensor.dtype, device=item.tensor.device
+                )
+            fakes.append(fake.requires_grad_(item.tensor.requires_grad))
+        others, (args, kwargs) = _apart(inputs, call, fakes)
+        never = RowsSymbol(symbol=sympy.Dummy("none"), shape_env=shape_env)
+        with (
+            swapped(module, others),
+            enable_python_dispatcher(),
+            fx.traceback.preserve_node_meta(),
+            Watch(never).watching(),
+        ):
+            _rannc_forward(module, args, kwargs)
+    return [position for position, symbol in symbols.items() if not shape_env.replace(symbol).is_number]

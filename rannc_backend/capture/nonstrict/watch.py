@@ -1,0 +1,296 @@
+"""What a run of the forward does beside calling operators: gradients switched off, batch sizes tested, custom
+derivatives, random numbers of Python and NumPy, clocks.
+
+In: a stretch in which the forward runs on fakes. Out: the same operators with the notes that a graph needs
+(the user's lines, the module), values that stop gradients where the model stops them, and errors, with the
+user's line, for what a graph does not hold.
+
+What is private to torch here: the stack of function modes, `torch.compiler._is_compiling_flag`, and
+`torch.autograd.Function.apply` as a member of the class (seen on torch 2.13.0 and 2.14.1; see
+tests/unit/rannc_backend/capture/nonstrict/test_captures.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, tensors_in
+from rannc_backend.capture.dynamo import holds_from_two
+from rannc_backend.errors import (
+    DataDependentControlFlowError,
+    RanncError,
+    UnsupportedModelError,
+    is_of_user,
+    user_location,
+)
+from rannc_backend.settings import hooks
+
+_TORCH = torch.__path__[0]
+_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_MAX_FRAMES = 40
+_CALLED = "rannc_called"
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "imatmul", "ipow", "iand", "ior",
+        "ixor", "ilshift", "irshift",
+    )
+)  # fmt: skip
+_APPLY = vars(torch.autograd.Function)["apply"]
+
+
+class Watch(TorchFunctionMode):
+    """Sees every call of a function of torch, while the forward runs."""
+
+    def __init__(self, rows: RowsSymbol) -> None:
+        super().__init__()
+        self._rows = rows
+        self._modules: list[nn.Module] = []
+        self._thread = threading.get_ident()
+        self.operator_guards: set[int] = set()  # of the shape environment, by position: of operators alone
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        trace = user_trace(sys._getframe(1))
+        self._note(trace, func)
+        if func in _BACKWARD:
+            raise UnsupportedModelError(
+                "the forward calls backward(), which adds to the gradients of its parameters",
+                location=user_location(trace),
+                cure="use torch.autograd.grad(..., create_graph=True) in the forward, or call backward() "
+                "outside.",
+            )
+        operands = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if (
+            operands
+            and not torch.is_grad_enabled()
+            and _is_in_place(func)
+            and any(args[0] is tensor for tensor in operands)
+        ):
+            raise UnsupportedModelError(
+                f"{_name(func)} changes a value that has a gradient in place while gradients are switched off",
+                location=user_location(trace),
+                cure="write it without the in-place operation.",
+            )
+        guards = self._rows.shape_env.guards
+        first = len(guards)
+        try:
+            result = func(*args, **kwargs)
+        except RanncError:
+            raise
+        except Exception as error:
+            raise _failed(_name(func), error, trace) from error
+        self.operator_guards.update(range(first, len(guards)))
+        if self._rows.is_fixed():
+            raise fixed_rows(_name(func), user_location(trace))
+        # What autograd takes for a constant must be one where the graph runs under autograd later.
+        return pytree.tree_map_only(torch.Tensor, _detached, result) if operands else result
+
+    def _note(self, trace: str, func: Any) -> None:
+        meta = fx.traceback.get_current_meta()
+        meta["stack_trace"] = trace
+        meta["custom"] = {_CALLED: func}
+        meta["nn_module_stack"] = {str(id(module)): ("", type(module)) for module in self._modules}
+
+    def check_branches(self) -> None:
+        """Refuse tests of the batch size by Python code: ranks and micro-batches have others.
+
+        What operators ask of it is for them to choose, or their requirement. Sizes 0 and 1 are not told from
+        larger ones.
+        """
+        environment = self._rows.shape_env
+        for position, guard in enumerate(environment.guards):
+            condition = environment.replace(guard.expr)
+            if (
+                position in self.operator_guards
+                or self._rows.symbol not in condition.free_symbols
+                or holds_from_two(condition)
+            ):
+                continue
+            place = guard.sloc.framework_loc
+            where = (
+                f"{place.filename}:{place.lineno}, in {place.name}"
+                if isinstance(place, traceback.FrameSummary)
+                else ""
+            )
+            raise DataDependentControlFlowError(
+                f"the model tests its batch size ({guard.expr}), which differs between ranks and "
+                "micro-batches",
+                location=where,
+            )
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The stretch in which the forward runs."""
+        with contextlib.ExitStack() as undo:
+            for register, note in (
+                (register_module_forward_pre_hook, self._enter),
+                (register_module_forward_hook, self._leave),
+            ):
+                undo.callback(hooks.register("forward on fakes", register, note))
+            for name in _CLOCKS:
+                undo.callback(
+                    hooks.replace("forward on fakes", time, name, _clock(getattr(time, name), name))
+                )
+            for holder, name, value in (
+                (torch.autograd.Function, "apply", classmethod(_apply)),
+                (torch.compiler, "_is_compiling_flag", True),  # libraries leave out checks of values then
+            ):
+                undo.callback(hooks.replace("forward on fakes", holder, name, value))
+            undo.enter_context(_no_generators())
+            with self:
+                yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._modules.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A module whose forward has raised an error that the model caught never leaves.
+        while threading.get_ident() == self._thread and self._modules and self._modules.pop() is not module:
+            pass
+
+
+def keep_second_derivatives(graph: fx.Graph) -> None:
+    """Let what `torch.autograd.grad` has added to a graph depend on the values that it is made of.
+
+    Autograd keeps the result of an operator without its history, which is a `detach` of it in the graph, and
+    finds the history again when it uses it. A `detach` that the model asks for is one of its own calls, or
+    is used elsewhere.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        users = list(node.users)
+        if (
+            users
+            and _called(node) not in _DETACHING
+            and all(_called(user) is torch.autograd.grad for user in users)
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _called(node: fx.Node) -> Any:
+    return node.meta.get("custom", {}).get(_CALLED)
+
+
+def user_trace(frame: FrameType | None) -> str:
+    """The lines from the call of the model to a frame, without those of torch, as a traceback prints them."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < _MAX_FRAMES:
+        code = frame.f_code
+        if code.co_filename == __file__ or code.co_name == "_rannc_forward":
+            break
+        if not code.co_filename.startswith((_TORCH, "<")):
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            lines.append(
+                f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n    {text}\n'
+            )
+        frame = frame.f_back
+    return "".join(reversed(lines))
+
+
+def _failed(what: str, error: Exception, trace: str) -> UnsupportedModelError:
+    name, text = type(error).__name__, str(error).partition("\nException raised from ")[0]
+    if "DataDependent" in name:
+        return UnsupportedModelError(
+            f"{what} needs a value that is known only when the model runs",
+            location=user_location(trace),
+            cure="write it with torch.where, or decide it outside of the compiled model.",
+        )
+    return UnsupportedModelError(
+        f"{what} cannot be captured with a symbolic batch size: {name}: {text}",
+        location=user_location(trace),
+    )
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `torch.autograd.Function.apply`."""
+    if not any(isinstance(mode, Watch) for mode in _get_current_function_mode_stack()):
+        return _APPLY.__get__(None, cls)(*args, **kwargs)  # another thread
+    trace = user_trace(sys._getframe(1))
+    if cls.__module__ == "torch.utils.checkpoint":
+        function, _, *inputs = args  # reentrant: the function, whether to keep the state of generators
+        return function(*inputs)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+        raise UnsupportedModelError(
+            f"the model uses {cls.__name__}, a torch.autograd.Function with a backward of its own, whose "
+            "gradients cannot be split over stages exactly",
+            location=user_location(trace),
+            cure="write this part with ordinary operators, for which autograd knows the gradient.",
+        )
+    return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+def _clock(clock: Callable[[], Any], name: str) -> Callable[[], Any]:
+    """A clock that this thread may not read in the user's lines."""
+    thread = threading.get_ident()
+
+    def read() -> Any:
+        if threading.get_ident() == thread and is_of_user(sys._getframe(1).f_code.co_filename):
+            trace = user_trace(sys._getframe(1))
+            raise UnsupportedModelError(
+                f"the model reads a clock (time.{name})",
+                location=user_location(trace),
+                cure="measure time outside of the compiled model.",
+            )
+        return clock()
+
+    return read
+
+
+@contextlib.contextmanager
+def _no_generators() -> Iterator[None]:
+    """Refuse draws from the generators of Python and NumPy: a graph would hold the numbers of one call."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state(legacy=False) if numpy else None
+    yield
+    used = "Python's" if random.getstate() != python_state else ""
+    random.setstate(python_state)
+    if numpy is not None and not _is_same(numpy.random.get_state(legacy=False), numpy_state):
+        used = "NumPy's"
+        numpy.random.set_state(numpy_state)
+    if used:
+        raise UnsupportedModelError(
+            f"the model draws from {used} random generator, and a graph would repeat the numbers of its first call",
+            cure="draw with torch (torch.rand, torch.randint), or outside of the compiled model.",
+        )
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    return repr(state) == repr(other) and state["state"]["key"].tolist() == other["state"]["key"].tolist()
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", None) or str(func)
+
+
+def _is_in_place(func: Any) -> bool:
+    name = _name(func)
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The value without a gradient, where it has none: noted in the graph."""
+    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.detach()

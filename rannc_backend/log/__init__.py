@@ -1,0 +1,1 @@
+"""What the package says: logger, files, progress, phases of the first call."""

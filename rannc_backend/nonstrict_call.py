@@ -1,0 +1,100 @@
+"""Calls of one compiled module whose forward is captured without Dynamo.
+
+In: a module, and how a call of it becomes a capture and a callable over the capture's tensors. Out: what
+serves the calls of the module, once Dynamo has refused it or the user has chosen so.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from rannc_backend.capture.nonstrict.arguments import Call, call_of
+from rannc_backend.capture.nonstrict.captures import Capture, find_capture
+from rannc_backend.errors import InternalError, ModelDevicesError, ModelError, RanncError, extended
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[..., Sequence[Any]]
+Way = Literal["auto", "dynamo", "nonstrict"]
+
+
+@dataclass(slots=True, kw_only=True)
+class NonstrictCalls:
+    """See the module docstring; a `compiled_call.SecondWay`. ``way`` gives option ``capture``; ``leads``:
+    whether this rank tells the user.
+    """
+
+    module: weakref.ref[nn.Module]
+    way: Callable[[], Way]
+    prepare: Callable[[nn.Module, Call], tuple[Capture, Run]]
+    leads: Callable[[], bool]
+    _refused: ModelError | None = None  # by Dynamo
+    _asked: Way | None = None
+    _runs: list[tuple[Capture, Run]] = field(default_factory=list)
+
+    def is_chosen(self) -> bool:
+        """See `SecondWay`."""
+        if self._asked is None:
+            try:
+                self._asked = self.way()
+            except RanncError:
+                self._asked = "dynamo"  # an option is wrong: the call says so where all options are read
+        return self._asked == "nonstrict" or self._refused is not None
+
+    def choose(self, error: ModelError) -> bool:
+        """See `SecondWay`. Parameters on several devices are refused whatever captures them, and an error of
+        this package is no reason.
+        """
+        if self._asked == "dynamo" or isinstance(error, ModelDevicesError | InternalError):
+            return False
+        self._refused = error
+        return True
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call.
+
+        Raises:
+            ModelError: Dynamo's, where this way does not take the model either, with this way's as its cause.
+        """
+        module = self.module()
+        assert module is not None, "the model is gone"
+        first = not self._runs
+        try:
+            call = call_of(module, args, kwargs)
+            capture = find_capture([capture for capture, _ in self._runs], call)
+            if capture is None:
+                self._runs.append(self.prepare(module, call))
+                capture = self._runs[-1][0]
+        except ModelError as error:
+            if self._refused is None or not first:
+                raise
+            refused, self._refused = self._refused, None
+            if str(error.__cause__ or "?") in refused.problem:
+                raise refused from error  # both ways meet the same, an argument that does not fit
+            where = f" at {error.location}" if error.location else ""
+            more = f"nor can it be captured by one run of its forward: {error.problem}{where}"
+            raise extended(refused, more) from error
+        if first and self.leads():
+            self._say(module)
+        run = next(run for known, run in self._runs if known is capture)
+        return capture.recorded.result(run(*capture.tensors(call)), call)
+
+    def _say(self, module: nn.Module) -> None:
+        reason = (
+            "as option capture says"
+            if self._refused is None
+            else f"Dynamo refuses it: {self._refused.problem}"
+        )
+        logger.info(
+            "%s is captured by one run of its forward on fakes (%s); it is captured again when attributes, "
+            "globals or closures that its code names change, which files, C extensions and objects deep in "
+            "others are not; options={'capture': 'dynamo'} refuses this",
+            type(module).__name__,
+            reason,
+        )

@@ -1,0 +1,1 @@
+"""From an analysed model and a cluster to a plan."""

@@ -1,0 +1,1 @@
+"""The model as a line of blocks, each with what it costs."""

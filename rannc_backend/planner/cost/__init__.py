@@ -1,0 +1,1 @@
+"""Seconds and bytes of blocks, stages and messages."""

@@ -1,0 +1,71 @@
+"""Seconds that communication takes: one message, and an all-reduce over ranks that may lie on several nodes.
+
+In: a `Link` or `Cluster`, bytes, ranks (numbers or numpy arrays). Out: seconds. Terms: the *terms* of an
+all-reduce are its latency and its seconds per byte, which depend on where its ranks are and not on what is
+reduced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rannc_backend.planner.cluster.cluster import Cluster, Link
+
+Numbers = float | NDArray[np.float64]
+
+
+def message_seconds(link: Link, num_bytes: Numbers) -> Numbers:
+    """One message; no bytes, no message."""
+    return np.where(
+        np.asarray(num_bytes) > 0, link.latency_seconds + np.asarray(num_bytes) / link.bytes_per_second, 0.0
+    )
+
+
+def allreduce_seconds(link: Link, num_bytes: Numbers, num_ranks: int) -> Numbers:
+    """Ring all-reduce of `num_bytes` over `num_ranks`: 2 (n - 1) steps, each with 1 / n of the bytes."""
+    assert num_ranks >= 1, f"an all-reduce over {num_ranks} ranks"
+    latency, per_byte = ring_terms(link, num_ranks)
+    return np.where(np.asarray(num_bytes) > 0, latency + np.asarray(num_bytes) * per_byte, 0.0)
+
+
+def ring_terms(link: Link, num_ranks: int) -> tuple[float, float]:
+    """Latency in seconds and seconds per byte of a ring all-reduce; both 0 for one rank."""
+    num_steps = 2 * (num_ranks - 1)
+    return num_steps * link.latency_seconds, num_steps / num_ranks / (
+        link.bytes_per_second * link.allreduce_share
+    )
+
+
+def allreduce_terms(cluster: Cluster, ranks: Sequence[int]) -> tuple[float, float]:
+    """Latency in seconds and seconds per byte of an all-reduce over `ranks`.
+
+    Within a node it is a ring. Over nodes it is a ring over the slow link; where every node has equally many
+    of the ranks, each of these can instead reduce its part between the nodes, between two halves of a ring
+    within the node. The faster of the two, for large amounts, counts.
+    """
+    per_node = Counter(rank // cluster.devices_per_node for rank in ranks)
+    if len(per_node) <= 1:
+        return ring_terms(cluster.intra_node, len(ranks))
+    best = ring_terms(cluster.inter_node, len(ranks))
+    counts = set(per_node.values())
+    if len(counts) == 1:
+        share = counts.pop()
+        near, far = ring_terms(cluster.intra_node, share), ring_terms(cluster.inter_node, len(per_node))
+        hierarchical = near[0] + far[0], near[1] + far[1] / share
+        if hierarchical[1] < best[1]:
+            best = hierarchical
+    return best
+
+
+def shared_allreduce_terms(cluster: Cluster, ranks: Sequence[int]) -> tuple[float, float]:
+    """Terms of the all-reduce of what another stage reads too: a ring over twice as many ranks.
+
+    Who the others are is not known while a stage is priced; they are taken to be as many, and as near as the
+    stage's own are.
+    """
+    is_near = len({rank // cluster.devices_per_node for rank in ranks}) <= 1
+    return ring_terms(cluster.intra_node if is_near else cluster.inter_node, 2 * len(ranks))

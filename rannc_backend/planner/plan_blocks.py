@@ -1,0 +1,86 @@
+"""Plans a model from its blocks, without its graph: nothing here imports torch, so blocks from a file are
+planned in a second or two.
+
+In: a `PlannableModel` and a `PlanningQuestion`. Out: a `Plan`.
+
+Terms. Rows to plan for: those of one training step, of all replicas together; the example batch may have any
+number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rannc_backend.ir.plan import Plan
+from rannc_backend.log.progress import Progress
+from rannc_backend.log.step_timer import StepTimer
+from rannc_backend.planner.blocks_file import PlannableModel
+from rannc_backend.planner.choose_pricer import Pricing
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.pricing import BlockPricer, WholeStages
+from rannc_backend.planner.planner import plan_blocks
+from rannc_backend.settings.options import Config
+
+if TYPE_CHECKING:
+    from rannc_backend.planner.blocks.measure import LeadingProfiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningQuestion:
+    """What is planned for: all devices of `cluster`, and steps of `batch_rows` rows. `progress`, `narrator`:
+    who is told how far it is.
+    """
+
+    config: Config
+    cluster: Cluster
+    batch_rows: int
+    progress: Progress = field(default_factory=Progress)
+    step_timer: StepTimer = field(default_factory=StepTimer)
+
+
+def plan_prepared(
+    model: PlannableModel,
+    question: PlanningQuestion,
+    *,
+    profiler: LeadingProfiler | None = None,
+    whole_stages: WholeStages | None = None,
+) -> Plan:
+    """The plan of blocks that were made before, perhaps for other devices.
+
+    With a `profiler`, blocks may be measured; the other ranks must be ready for it. `whole_stages`: see
+    `plan_blocks`.
+
+    Raises:
+        BlocksFileError: the blocks were made under other options.
+        InfeasiblePlanError: nothing fits; says the smallest memory or number of devices that would do.
+    """
+    config = model.settled(question.config, question.cluster.device.kind)
+    model.check_options(config)
+    pricing = Pricing(
+        graph=model.graph,
+        partitions=model,
+        config=config,
+        cluster=question.cluster,
+        batch_rows=question.batch_rows,
+        profiler=profiler,
+    )
+
+    def search(pricer: BlockPricer) -> Plan:
+        with question.step_timer.step("search") as details:
+            plan = plan_blocks(
+                model.graph,
+                config,
+                cluster=question.cluster,
+                batch_rows=question.batch_rows,
+                schedules=model.searched_schedules(config),
+                fingerprint=model.fingerprint,
+                model_name=model.model_name,
+                pricer=pricer,
+                progress=question.progress,
+                whole_stages=whole_stages,
+            )
+            details.append(f"{plan.num_stages} stages")
+        return plan
+
+    return pricing.plan(search, cancelled=question.progress.cancelled)

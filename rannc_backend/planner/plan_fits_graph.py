@@ -1,0 +1,243 @@
+"""Whether a plan may be deployed: a file that somebody edited is checked as strictly as a plan that was just
+computed.
+
+In: a plan (whose parts agree with each other, see ir/plan_checks.py), the graph, the options and the memory
+of a device. Out: nothing, or a `PlanError` that names the difference and what to change.
+`projection.stage_of_plan` checks where the nodes are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from rannc_backend.errors import BYTES_PER_GB, PlanError
+from rannc_backend.ir.plan import Plan, StagePlan, check_against
+from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.planner.blocks.pins import StagePins, find_pins
+from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
+from rannc_backend.planner.projection import stage_of_plan
+from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
+from rannc_backend.settings.options import Config
+
+logger = logging.getLogger(__name__)
+
+_CURE = "correct the plan, or let the planner write it again."
+
+
+def check_plan(
+    plan: Plan,
+    split: BatchSplit,
+    inputs: Sequence[Input],
+    *,
+    config: Config,
+    fingerprint: str,
+    world_size: int,
+    device_memory_bytes: int,
+    possible_schedules: Collection[str],
+) -> dict[str, int]:
+    """The stage of every staged node, if the plan fits this graph, these options and these devices.
+
+    Args:
+        device_memory_bytes: what one device of this run has; the option mem_limit_gb comes before it.
+        possible_schedules: those that give exact results for this graph.
+
+    Raises:
+        PlanError: see the module docstring.
+    """
+    memory = (config.mem_limit_gb * BYTES_PER_GB or device_memory_bytes) * (1 - config.mem_margin)
+    check_against(plan, fingerprint=fingerprint, world_size=world_size)
+    _check_ranks(plan)
+    _check_rows(plan)
+    if plan.schedule not in possible_schedules:
+        raise PlanError(
+            f"the plan's schedule is {plan.schedule}, which does not give exact results for this model",
+            cure=f"use {' or '.join(sorted(possible_schedules))}, or let the planner write the plan again.",
+        )
+    stage_of = stage_of_plan(plan, split.rowwise, split.layouts, inputs)
+    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    _check_buffers(plan, split, staged, stage_of)
+    _check_pins(plan, [atom[0] for atom in staged.atoms], StagePins.from_config(config), stage_of)
+    for stage in plan.stages:
+        _check_memory(stage, split.rowwise, inputs, memory, config.opt_param_factor)
+    return stage_of
+
+
+def check_options(plan: Plan, config: Config, possible_schedules: Sequence[ScheduleName]) -> None:
+    """That a loaded plan is what the options ask for; raises `PlanError`.
+
+    ``possible_schedules``: of the graph; one that is not among them was not given to who saved the plan
+    either.
+    """
+    asked: tuple[tuple[str, object, object], ...] = (
+        ("partition_num", config.partition_num, plan.num_stages),
+        ("schedule", config.schedule if config.schedule in possible_schedules else "", plan.schedule),
+        ("pipeline_num", config.pipeline_num, plan.num_micro_batches),
+        (
+            "stage_compiler",
+            "" if config.stage_compiler == "auto" else config.stage_compiler,
+            plan.stage_compiler,
+        ),
+        ("stage_replicas", config.stage_replicas, ",".join(map(str, plan.stage_replicas))),
+    )
+    if config.replica_num and set(plan.stage_replicas) != {config.replica_num}:
+        asked += (("replica_num", config.replica_num, ",".join(map(str, plan.stage_replicas))),)
+    for item, wanted, found in asked:
+        if wanted and wanted != found:
+            raise PlanError(
+                f"the option {item} asks for {wanted}, and the plan in {config.deployment_file!r} has "
+                f"{found}",
+                cure=f"leave {item} out when a deployment is loaded, or plan again.",
+            )
+
+
+def _check_ranks(plan: Plan) -> None:
+    for stage in plan.stages:
+        if list(stage.ranks) != sorted(stage.ranks):
+            raise PlanError(
+                f"the ranks of stage {stage.index} are {list(stage.ranks)}, not in ascending order",
+                cure=_CURE,
+            )
+        if not stage.nodes and plan.num_stages > 1:
+            raise PlanError(f"stage {stage.index} of {plan.num_stages} has no nodes", cure=_CURE)
+
+
+def _check_rows(plan: Plan) -> None:
+    most = max(plan.stages, key=lambda stage: stage.num_replicas)
+    if most.num_replicas > plan.batch_rows:
+        raise PlanError(
+            f"stage {most.index} has {most.num_replicas} replicas, and the batch that the plan is for has "
+            f"{plan.batch_rows} rows",
+            cure="give the stage fewer ranks, or plan for a larger batch.",
+        )
+    if plan.num_micro_batches * most.num_replicas > plan.batch_rows:
+        raise PlanError(
+            f"{plan.num_micro_batches} micro-batches of {plan.batch_rows} rows do not have a row for each of "
+            f"the {most.num_replicas} replicas of stage {most.index}",
+            cure=f"use at most {plan.batch_rows // most.num_replicas} micro-batches, or fewer replicas.",
+        )
+
+
+def _check_buffers(plan: Plan, split: BatchSplit, staged: StagedGraph, stage_of: dict[str, int]) -> None:
+    nodes = {node.name: node for node in split.rowwise.graph.nodes}
+    updated: list[set[str]] = [set() for _ in plan.stages]
+    for output in split.outputs:
+        if output.kind == "buffer" and output.fqn is not None:
+            home: fx.Node | None = nodes[output.name]
+            if output.name not in stage_of:
+                home = home_of_cloned(staged, nodes[output.name])
+            updated[stage_of[home.name] if home is not None else 0].add(output.fqn)
+    for stage, wanted in zip(plan.stages, updated, strict=True):
+        if extra := sorted(set(stage.updated_buffers) - wanted):
+            raise PlanError(
+                f"stage {stage.index} lists buffer {extra[0]!r}, whose new value is not computed there",
+                cure=_CURE,
+            )
+        if absent := sorted(wanted - set(stage.updated_buffers)):
+            raise PlanError(
+                f"stage {stage.index} does not list buffer {absent[0]!r}, whose new value it computes",
+                cure=_CURE,
+            )
+
+
+def _check_pins(plan: Plan, atoms: Sequence[fx.Node], pins: StagePins, stage_of: Mapping[str, int]) -> None:
+    """That modules are where the options stage_starts, keep_together and stage_pins ask for them. Raises
+    UnknownModuleError too.
+    """
+    places = find_pins(pins, [str(node.meta.get("module_path", "")) for node in atoms]).atoms
+    nodes_of = {name: [atoms[place] for place in found] for name, found in places.items()}
+    for name in pins.together:
+        found = sorted({stage_of[node.name] for node in nodes_of[name]})
+        if len(found) > 1:
+            raise _pin_error("keep_together", name, f"it is in stages {found[0]} and {found[-1]}")
+    for name, wanted in pins.stages:
+        found = sorted({stage_of[node.name] for node in nodes_of[name]} - {wanted})
+        if found:
+            raise _pin_error("stage_pins", f"{name}={wanted}", f"it is in stage {found[0]}")
+    for name in pins.starts:
+        nodes = nodes_of[name]
+        stage = plan.stages[min(stage_of[node.name] for node in nodes)]
+        own = {node.name for node in nodes}
+        first = next(node for node in nodes if stage_of[node.name] == stage.index)
+        before = _before(first, set(stage.nodes)) - own
+        begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
+        if before or not begins:
+            raise _pin_error(
+                "stage_starts",
+                name,
+                f"it begins within stage {stage.index}, after {min(before, default=stage.nodes[0])!r}",
+            )
+
+
+def _before(node: fx.Node, names: Collection[str]) -> set[str]:
+    """Those of `names` that the node depends on through such."""
+    found: set[str] = set()
+    stack = [node]
+    while stack:
+        for argument in stack.pop().all_input_nodes:
+            if argument.name in names and argument.name not in found:
+                found.add(argument.name)
+                stack.append(argument)
+    return found
+
+
+def _pin_error(option: str, wanted: str, where: str) -> PlanError:
+    return PlanError(
+        f"the option {option} asks for {wanted}, and in the plan {where}",
+        cure=f"correct the plan, leave {option} out when it is loaded, or plan again.",
+    )
+
+
+def _check_memory(
+    stage: StagePlan,
+    rowwise: fx.GraphModule,
+    inputs: Sequence[Input],
+    limit_bytes: float,
+    optimizer_factor: float,
+) -> None:
+    """By the plan's own figure, and by what its parameters need at least, whatever the plan says."""
+    values = {node.name: node.meta.get("val") for node in rowwise.graph.find_nodes(op="placeholder")}
+    own = set(stage.parameters)
+    least = 0.0
+    for item in inputs:
+        value = values.get(item.name)
+        if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
+            num_bytes = int(value.numel()) * value.element_size()
+            least += num_bytes * (2 + optimizer_factor if item.requires_grad else 1)
+    needed = max(least, float(stage.predicted.peak_bytes))
+    if needed > limit_bytes:
+        raise PlanError(
+            f"stage {stage.index} needs {needed / BYTES_PER_GB:.3f} GB on each of its ranks, and plans may "
+            f"use {limit_bytes / BYTES_PER_GB:.3f} GB",
+            cure="give the stage fewer blocks, raise mem_limit_gb, or plan again for these devices.",
+        )
+
+
+def exact_schedules(split: BatchSplit, needs_grad: Collection[str]) -> tuple[ScheduleName, ...]:
+    """Schedules that give exact results: those with backwards in the forward call where a loss inside of the
+    model is linear in its sums over rows.
+    """
+    is_linear = _has_loss(split, needs_grad) and split.linear
+    return tuple(name for name in schedule_names() if is_linear or not schedule_named(name).eager_backward)
+
+
+def choose_schedule(split: BatchSplit, needs_grad: Collection[str], config: Config) -> ScheduleName:
+    """The schedule that the options ask for, where it gives exact results; else the first that does."""
+    possible = exact_schedules(split, needs_grad)
+    if config.schedule in possible:
+        return config.schedule
+    if config.schedule in schedule_names():
+        why = (
+            "the loss is not a linear function of sums over samples"
+            if _has_loss(split, needs_grad)
+            else "the model returns no loss"
+        )
+        logger.warning("schedule %s is not possible (%s); %s is used", config.schedule, why, possible[0])
+    return possible[0]
+
+
+def _has_loss(split: BatchSplit, needs_grad: Collection[str]) -> bool:
+    return any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)

@@ -1,0 +1,238 @@
+"""The parts of a `Plan` from a `Solution` and the costs that it was found with.
+
+In: the block graph, `IntervalCosts`, the solution. Out: `StagePlan`s and `BlockPlan`s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.ir.plan import BlockPlan, RowCost, StageCost, StagePlan
+from rannc_backend.planner.cost.expressions import evaluate
+from rannc_backend.planner.cost.pricing import Interval, StageMemory, WholeStages
+from rannc_backend.planner.search.bounds import Cell
+from rannc_backend.planner.search.interval_costs import IntervalCosts
+from rannc_backend.planner.search.moves import make_solution
+from rannc_backend.planner.search.problem import (
+    Pricer,
+    SearchProblem,
+    Solution,
+    StageTerms,
+    plans_step_seconds,
+    plans_terms,
+)
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
+
+
+def solution_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
+    """By stage the seconds of a solution, arrays of one element."""
+    pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
+    options = np.searchsorted(pricer.tables.replicas, solution.replicas)
+    bounds, places = np.array([solution.bounds]), np.array([solution.places])
+    return plans_terms(pricer, bounds, options[None], places, solution.placement)
+
+
+def longest_compute(problem: SearchProblem, solution: Solution) -> float:
+    """Seconds that the slowest stage computes for one micro-batch."""
+    return max(float(terms.forward[0] + terms.backward[0]) for terms in solution_terms(problem, solution))
+
+
+def priced(
+    problem: SearchProblem, solution: Solution, *, schedule: ScheduleName | None = None
+) -> Solution | None:
+    """The same cuts and ranks, perhaps with another schedule, priced in another problem with the same tables;
+    None if it does not fit.
+    """
+    schedule = schedule or solution.schedule
+    pricer = Pricer(problem, solution.num_micro_batches, schedule, solution.longest_stage)
+    options = np.searchsorted(pricer.tables.replicas, solution.replicas)
+    known = np.minimum(options, len(pricer.tables.replicas) - 1)
+    if (pricer.tables.replicas[known] != solution.replicas).any():
+        return None  # not a replica count that is tried with these micro-batches
+    cuts, places = np.array(solution.bounds), np.array(solution.places)
+    seconds = float(
+        plans_step_seconds(pricer, cuts[None], options[None], places[None], solution.placement)[0]
+    )
+    if not np.isfinite(seconds):
+        return None
+    cell = Cell(
+        schedule=schedule,
+        num_micro_batches=solution.num_micro_batches,
+        num_stages=solution.num_stages,
+        placement=solution.placement,
+    )
+    return make_solution(pricer, cell, cuts, options, places, step_seconds=seconds)
+
+
+def stage_plans(
+    graph: BlockGraph,
+    costs: IntervalCosts,
+    problem: SearchProblem,
+    solution: Solution,
+    whole_stages: WholeStages | None = None,
+) -> tuple[StagePlan, ...]:
+    """The stages of a solution; their memory from `whole_stages`, where that knows it."""
+    terms = solution_terms(problem, solution)
+    known: list[StageMemory | None] = [None] * solution.num_stages
+    if whole_stages is not None:
+        rows = [costs.replica_rows(solution.num_micro_batches, replicas) for replicas in solution.replicas]
+        parts = zip(solution.bounds, solution.bounds[1:], solution.budgets, rows, strict=False)
+        known = whole_stages.memory(
+            [Interval(begin=b, end=e, budget=costs.traced_budget(x), rows=n) for b, e, x, n in parts]
+        )
+    return tuple(
+        _stage(graph, costs, solution, index, terms[index], known[index])
+        for index in range(solution.num_stages)
+    )
+
+
+def _stage(
+    graph: BlockGraph,
+    costs: IntervalCosts,
+    solution: Solution,
+    index: int,
+    terms: StageTerms,
+    traced: StageMemory | None,
+) -> StagePlan:
+    begin, end = solution.bounds[index], solution.bounds[index + 1]
+    number, replicas, budget = solution.num_micro_batches, solution.replicas[index], solution.budgets[index]
+    flights = schedule_named(solution.schedule).in_flight(solution.num_stages - index, number)
+    memory = costs.memory(begin, end, budget, number, replicas, num_in_flight=flights, traced=traced)
+    forward, backward, message, gradient, allreduce, buckets = (
+        float(column[0]) for column in terms.columns()
+    )
+    busy = number * (forward + backward)
+    sizes = {
+        "parameter_bytes": memory.parameters,
+        "gradient_bytes": memory.gradients,
+        "optimizer_bytes": memory.optimizer,
+        "activation_bytes": flights * memory.activations,
+        "buffer_bytes": memory.buffers,
+        "workspace_bytes": memory.workspace,
+    }
+    whole = {name: math.ceil(size) for name, size in sizes.items()}
+    predicted = StageCost(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        transfer_seconds=message + gradient,
+        allreduce_seconds=allreduce,
+        **whole,
+        peak_bytes=sum(whole.values()),
+        idle_share=max(0.0, 1 - busy / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
+    )
+    rows = costs.replica_rows(number, replicas)
+    received, returned = costs.message_bytes(begin, end, [rows])
+    is_first = index == 0
+    return describe_stage(
+        graph,
+        index,
+        range(begin, end),
+        ranks=solution.ranks(index),
+        recompute=budget,
+        predicted=predicted,
+        at_rows=_at_rows(costs, begin, end, replicas, budget, traced),
+        bytes_per_row=(0.0, 0.0) if is_first else (float(received[0]) / rows, float(returned[0]) / rows),
+        num_buckets=int(buckets),
+    )
+
+
+def _at_rows(
+    costs: IntervalCosts, begin: int, end: int, replicas: int, budget: float, traced: StageMemory | None
+) -> tuple[RowCost, ...]:
+    """What one micro-batch costs at every number of rows that some number of micro-batches gives a
+    replica.
+    """
+    usable = [number for number in costs.micro_batches if replicas <= costs.batch_rows // number]
+    rows = sorted({costs.replica_rows(number, replicas) for number in usable or costs.micro_batches[:1]})
+    prices, (received, _) = (
+        costs.prices(begin, end, budget, rows, traced),
+        costs.message_bytes(begin, end, rows),
+    )
+    entries = []
+    for place, count in enumerate(rows):
+        if np.isfinite(prices.forward_seconds[place]) and np.isfinite(prices.backward_seconds[place]):
+            entries.append(
+                RowCost(
+                    rows=count,
+                    forward_seconds=float(prices.forward_seconds[place]),
+                    backward_seconds=float(prices.backward_seconds[place]),
+                    activation_bytes=math.ceil(prices.saved_bytes[place] + received[place]),
+                    workspace_bytes=math.ceil(prices.workspace_bytes[place]),
+                )
+            )
+    return tuple(entries)
+
+
+def describe_stage(
+    graph: BlockGraph,
+    index: int,
+    blocks: range,
+    *,
+    ranks: Sequence[int],
+    recompute: float,
+    predicted: StageCost,
+    at_rows: tuple[RowCost, ...],
+    bytes_per_row: tuple[float, float],
+    num_buckets: int,
+) -> StagePlan:
+    """A stage with the nodes, modules and parameters of its blocks."""
+    own = [graph.blocks[block] for block in blocks]
+    return StagePlan(
+        index=index,
+        blocks=tuple(blocks),
+        nodes=tuple(name for block in own for name in block.nodes),
+        modules=tuple(dict.fromkeys(path for block in own for path in block.modules)),
+        parameters=tuple({name for block in own for name in block.parameters}),
+        updated_buffers=tuple({name for block in own for name in block.updated_buffers}),
+        ranks=tuple(ranks),
+        recompute=recompute,
+        predicted=predicted,
+        at_rows=at_rows,
+        received_bytes_per_row=bytes_per_row[0],
+        gradient_bytes_per_row=bytes_per_row[1],
+        num_buckets=num_buckets,
+    )
+
+
+def block_plans(graph: BlockGraph, batch_rows: int) -> tuple[BlockPlan, ...]:
+    """All blocks, with amounts of the whole batch."""
+    sizes = {use.name: use.num_bytes for use in graph.parameters}
+    plans = []
+    known: dict[str, tuple[int, int, int, int]] = {}
+    for block in graph.blocks:
+        if block.structure not in known:
+            known[block.structure] = _amounts(block, batch_rows)
+        forward, backward, moved, saved = known[block.structure]
+        plans.append(
+            BlockPlan(
+                index=block.index,
+                structure=block.structure,
+                nodes=block.nodes,
+                modules=block.modules,
+                parameters=block.parameters,
+                forward_flops=forward,
+                backward_flops=backward,
+                moved_bytes=moved,
+                activation_bytes=saved,
+                parameter_bytes=sum(sizes[name] for name in block.parameters),
+            )
+        )
+    return tuple(plans)
+
+
+def _amounts(block: Block, rows: int) -> tuple[int, int, int, int]:
+    """Forward FLOPs, backward FLOPs, bytes moved, bytes saved."""
+    names = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
+    sums = [
+        float(evaluate([getattr(item, name) for item in block.operators], [rows]).sum()) for name in names
+    ]
+    return (
+        int(sums[0]),
+        int(sums[1]),
+        int(sums[2] + sums[3]),
+        int(evaluate([block.saved_bytes], [rows])[0, 0]),
+    )

@@ -1,0 +1,219 @@
+"""The planner: blocks with prices, a cluster and the user's limits in, the fastest predicted `Plan` out.
+
+Costs of runs of blocks (planner/search/interval_costs.py), the search (planner/search/search.py), then the
+plan with what binds it, the alternatives that lost and what would change it. Deterministic: the same question
+gives the same bytes, unless the user ends the search. Neither torch nor sympy is imported from here on:
+blocks that were saved are planned again in less time than those take.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rannc_backend.errors import InfeasiblePlanError
+from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.ir.plan import (
+    SCHEMA_VERSION,
+    Alternative,
+    Plan,
+    RowCost,
+    StageCompiler,
+    StageCost,
+    StagePlan,
+    WhatIf,
+)
+from rannc_backend.log.progress import Progress
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
+from rannc_backend.planner.cost.small_models import stage_compiler
+from rannc_backend.planner.explanations import alternatives
+from rannc_backend.planner.plan_parts import block_plans, describe_stage, priced, stage_plans
+from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.search.problem import SearchProblem, Solution
+from rannc_backend.planner.search.search import SearchResult, StageSearch
+from rannc_backend.planner.settling import settle
+from rannc_backend.planner.what_binds import binding, what_if
+from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.settings.options import Config
+
+logger = logging.getLogger(__name__)
+
+_MAX_SEARCHES = 4  # with less and less memory, where whole stages need more than their blocks say
+_ROUNDED_UP = 1 + 1e-6
+_NEAR = 0.5  # of the limit
+
+
+def plan_blocks(
+    graph: BlockGraph,
+    config: Config,
+    *,
+    cluster: Cluster,
+    batch_rows: int,
+    schedules: tuple[ScheduleName, ...],
+    fingerprint: str,
+    model_name: str = "",
+    stage_replicas: tuple[int, ...] | None = None,
+    pricer: BlockPricer | None = None,
+    progress: Progress | None = None,
+    whole_stages: WholeStages | None = None,
+) -> Plan:
+    """The fastest plan of the blocks on all devices of `cluster`, for batches of about `batch_rows` rows.
+
+    Args:
+        schedules: those that give exact results, the one preferred where both are equally fast first.
+        stage_replicas: fixes stages and replicas, as the option of that name does.
+        pricer: what blocks cost; None: a roofline on the cluster's device.
+        progress: told of the search; asked whether to end it.
+        whole_stages: knows the memory of the chosen stages better than their blocks do. Where they need more
+        than there is, the search
+            is repeated with that much less.
+
+    Raises `InfeasiblePlanError` with the smallest memory or number of devices that would do.
+    """
+    pricer = AnalyticPricer(device=cluster.device) if pricer is None else pricer
+    request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
+    if not graph.blocks:
+        return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
+    choice = _choose(request, progress, whole_stages, always=config.stage_memory == "traced")
+    chosen, equal = choice.solution, choice.equal
+    _warn_of_idle_ranks(request, chosen)
+    others: tuple[Alternative, ...] = ()
+    changes: tuple[WhatIf, ...] = ()
+    if progress is None or not progress.cancelled():
+        others = alternatives(request, choice.search, choice.problem, chosen, equal)
+        changes = what_if(request, choice.problem, chosen, choice.result)
+    return Plan(
+        schema_version=SCHEMA_VERSION,
+        fingerprint=fingerprint,
+        model_name=model_name,
+        cluster=cluster.assumption(),
+        world_size=cluster.num_devices,
+        batch_rows=batch_rows,
+        num_micro_batches=chosen.num_micro_batches,
+        schedule=chosen.schedule,
+        stage_compiler=stage_compiler(config),
+        memory_limit_bytes=int(request.memory_bytes),
+        blocks=block_plans(graph, batch_rows),
+        stages=choice.stages,
+        predicted_step_seconds=chosen.step_seconds,
+        equal_split_seconds=None if equal is None else equal.step_seconds,
+        proven_gap=choice.result.proven_gap,
+        costs_from=pricer.source,
+        binding=binding(chosen, choice.stages, changes, ended=choice.result.ended),
+        alternatives=others,
+        what_if=changes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What to do, and the search that found it. `equal`: the best equal split, if one fits."""
+
+    problem: SearchProblem
+    search: StageSearch
+    result: SearchResult
+    equal: Solution | None
+    solution: Solution
+    stages: tuple[StagePlan, ...]
+
+
+def _choose(
+    request: PlanRequest, progress: Progress | None, whole_stages: WholeStages | None, *, always: bool
+) -> _Choice:
+    """The fastest plan whose stages fit, also as whole stages, which are looked at `always` or where they
+    come near to the limit.
+
+    Raises `InfeasiblePlanError`.
+    """
+    costs = request.costs()
+    problem = request.problem(costs)
+    least = math.inf
+    for _ in range(_MAX_SEARCHES):
+        search = StageSearch(replace(problem, cluster=request.searched(problem.cluster)), progress=progress)
+        result = search.run()
+        if result.solution is None:
+            break
+        equal = None if search.equal is None else priced(problem, search.equal)
+        solution = settle(problem, result.solution, equal)
+        stages = stage_plans(request.graph, costs, problem, solution)
+        ended = progress is not None and progress.cancelled()
+        if (
+            whole_stages is not None
+            and not ended
+            and (always or _fullest(stages) > _NEAR * request.memory_bytes)
+        ):
+            stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
+        needed = _fullest(stages)
+        if whole_stages is None or needed <= request.memory_bytes * _ROUNDED_UP or ended:
+            return _Choice(
+                problem=problem, search=search, result=result, equal=equal, solution=solution, stages=stages
+            )
+        logger.info(
+            "a stage needs %s as a whole, and plans may use %s",
+            size_text(needed),
+            size_text(request.memory_bytes),
+        )
+        least = min(least, needed)
+        problem = replace(problem, memory_bytes=problem.memory_bytes * request.memory_bytes / needed)
+    if math.isinf(least):
+        raise request.infeasible()
+    raise InfeasiblePlanError(
+        f"the fullest stage of the plans that were found needs {size_text(least)}, and plans may use "
+        f"{size_text(request.memory_bytes)}",
+        smallest_bytes=least / (1 - request.memory_margin),
+    )
+
+
+def _fullest(stages: Sequence[StagePlan]) -> int:
+    return max(stage.predicted.peak_bytes for stage in stages)
+
+
+def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:
+    used, there = sum(chosen.replicas), request.cluster.num_devices
+    if used < there:
+        logger.warning(
+            "only %d of %d ranks are given work: more would not be faster with the settings, the model's "
+            "blocks (%d) and the batch (%d rows)", used, there, len(request.graph.blocks), request.batch_rows,
+        )  # fmt: skip
+
+
+def _plan_without_blocks(
+    request: PlanRequest, compiler: StageCompiler, fingerprint: str, model_name: str
+) -> Plan:
+    """A model that computes nothing from its batch: one stage without nodes on all ranks."""
+    nothing = StageCost(**{name: 0 for name in StageCost.model_fields})
+    stage = describe_stage(
+        request.graph,
+        0,
+        range(0),
+        ranks=range(request.cluster.num_devices),
+        recompute=1.0,
+        predicted=nothing,
+        at_rows=(RowCost(rows=1, **{name: 0 for name in RowCost.model_fields if name != "rows"}),),
+        bytes_per_row=(0.0, 0.0),
+        num_buckets=1,
+    )
+    return Plan(
+        schema_version=SCHEMA_VERSION,
+        fingerprint=fingerprint,
+        model_name=model_name,
+        cluster=request.cluster.assumption(),
+        world_size=request.cluster.num_devices,
+        batch_rows=request.batch_rows,
+        num_micro_batches=1,
+        schedule=request.schedules[0],
+        stage_compiler=compiler,
+        memory_limit_bytes=int(request.memory_bytes),
+        blocks=(),
+        stages=(stage,),
+        predicted_step_seconds=0.0,
+        equal_split_seconds=None,
+        proven_gap=0.0,
+        costs_from=request.pricer.source,
+        binding="nothing: the model computes nothing from its batch",
+        alternatives=(),
+        what_if=(),
+    )

@@ -1,0 +1,191 @@
+"""Stages for the nodes of a graph, once a plan says who owns which parameter.
+
+In: a plan and a row-wise graph. Out: a stage for every staged node, `dict[node name, stage]`, for
+passes/stage/split_stages.py. `stage_of_plan` is for the graph that was planned: the plan names its nodes, and
+is checked. `project_plan` is for another graph of the same module (evaluation, no_grad, another dtype), which
+has other nodes but the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from rannc_backend.errors import PlanError, UnsupportedModelError, user_location
+from rannc_backend.ir.plan import Plan
+from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.passes.batch.layouts import Layout
+from rannc_backend.planner.blocks.staged_nodes import (
+    Input,
+    StagedGraph,
+    find_staged_nodes,
+    home_of_cloned,
+    output_nodes,
+    placeholders_behind,
+)
+
+_CURE = "correct the plan, or let the planner write it again."
+
+
+def stage_of_plan(
+    plan: Plan, rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[Input]
+) -> dict[str, int]:
+    """The stage of every staged node of the planned graph.
+
+    Raises `PlanError`: a node that the graph does not have or the plan does not place, a value that would
+    flow from a later stage to an earlier one, a value that cannot cross between stages, parameters listed
+    with another stage than their readers.
+    """
+    staged = find_staged_nodes(rowwise, layouts, inputs)
+    planned = {name: stage.index for stage in plan.stages for name in stage.nodes}
+    known = {node.name for node in staged.nodes}
+    if unknown := sorted(set(planned) - known):
+        raise PlanError(f"the plan places node {unknown[0]!r}, which the graph does not have", cure=_CURE)
+    if missing := sorted(known - set(planned)):
+        raise PlanError(f"the plan places node {missing[0]!r} in no stage", cure=_CURE)
+    for node in staged.nodes:
+        _check_users(node, planned, staged)
+    _check_parameters(plan, staged, inputs, planned)
+    return {node.name: planned[node.name] for node in staged.nodes}
+
+
+def _check_users(node: fx.Node, planned: Mapping[str, int], staged: StagedGraph) -> None:
+    stage = planned[node.name]
+    for user in node.users:
+        if user not in staged.reads:
+            continue
+        other = planned[user.name]
+        if other < stage:
+            raise PlanError(
+                f"the cut is not acyclic: node {user.name!r} of stage {other} reads {node.name!r} of the "
+                f"later stage {stage}",
+                cure=_CURE,
+            )
+        if other > stage and node in staged.fixed:
+            raise PlanError(
+                f"node {user.name!r} of stage {other} reads {node.name!r} of stage {stage}, which is not a "
+                "value per row and cannot be sent",
+                cure=_CURE,
+            )
+
+
+def _check_parameters(
+    plan: Plan, staged: StagedGraph, inputs: Sequence[Input], planned: Mapping[str, int]
+) -> None:
+    names = {item.name: item.fqn for item in inputs if item.kind == "parameter" and item.fqn is not None}
+    read: list[set[str]] = [set() for _ in plan.stages]
+    for node in staged.nodes:
+        read[planned[node.name]].update(names[item.name] for item in staged.reads[node] if item.name in names)
+    for output in output_nodes(staged.rowwise):
+        if output not in staged.reads:
+            home = home_of_cloned(staged, output)
+            number = planned[home.name] if home is not None else 0
+            read[number].update(
+                names[item.name] for item in placeholders_behind(output) if item.name in names
+            )
+    for stage, wanted in zip(plan.stages, read, strict=True):
+        if extra := sorted(set(stage.parameters) - wanted):
+            raise PlanError(
+                f"stage {stage.index} lists parameter {extra[0]!r}, which none of its nodes reads", cure=_CURE
+            )
+        if absent := sorted(wanted - set(stage.parameters)):
+            raise PlanError(
+                f"stage {stage.index} does not list parameter {absent[0]!r}, which its nodes read", cure=_CURE
+            )
+
+
+def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict[str, int]:
+    """A stage for every staged node of another graph of the module that was planned; parameters keep their
+    owners.
+
+    A node goes to the first stage, not before those of its inputs, that owns all its parameters and, where
+    there is such a stage, makes the new values of the buffers that it reads; what is computed from batch
+    inputs alone goes where it is first read. A parameter that the plan does not know (the planned graph did
+    not use it) may be read anywhere, as every rank still holds it, and so may a buffer: all stages that read
+    one are given its new values.
+
+    Raises `UnsupportedModelError` naming the parameter that only an earlier stage owns, or parameters that no
+    stage owns together.
+    """
+    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    owners = _owners(plan, inputs)
+    parameters = {item.fqn for item in inputs if item.kind == "parameter" and item.fqn is not None}
+    stages: dict[fx.Node, int] = {}
+    from_inputs: set[fx.Node] = set()
+    for atom in staged.atoms:
+        members = set(atom)
+        sources = [argument for node in atom for argument in node.all_input_nodes if argument in stages]
+        sources = [argument for argument in sources if argument not in members]
+        stored = dict.fromkeys(item for node in atom for item in staged.reads[node] if item.name in owners)
+        earliest = max((stages[source] for source in sources), default=0)
+        stage = _first_stage_owning(
+            atom[0], earliest, [owners[item.name] for item in stored], parameters, plan
+        )
+        stages.update(dict.fromkeys(atom, stage))
+        if not stored and all(source in from_inputs for source in sources):
+            from_inputs.update(atom)
+    _move_to_readers(staged, stages, from_inputs)
+    return {node.name: stage for node, stage in stages.items()}
+
+
+def _owners(plan: Plan, inputs: Sequence[Input]) -> dict[str, tuple[str, frozenset[int]]]:
+    """Placeholder -> (dotted name, stages that own it or make its new value), for what the plan knows."""
+    owners: dict[str, tuple[str, frozenset[int]]] = {}
+    for item in inputs:
+        if item.fqn is None or item.kind not in ("parameter", "buffer"):
+            continue
+        where = frozenset(
+            stage.index
+            for stage in plan.stages
+            if item.fqn in (stage.parameters if item.kind == "parameter" else stage.updated_buffers)
+        )
+        if where:
+            owners[item.name] = (item.fqn, where)
+    return owners
+
+
+def _first_stage_owning(
+    node: fx.Node,
+    earliest: int,
+    stored: Sequence[tuple[str, frozenset[int]]],
+    parameters: Collection[str],
+    plan: Plan,
+) -> int:
+    required = [(name, where) for name, where in stored if name in parameters]
+    for wanted in (stored, required):
+        for stage in range(earliest, plan.num_stages):
+            if all(stage in where for _, where in wanted):
+                return stage
+    stored = required
+    location = user_location(node.meta.get("stack_trace"))
+    late = [(name, max(where)) for name, where in stored if max(where) < earliest]
+    if late:
+        name, last = late[0]
+        raise UnsupportedModelError(
+            f"this graph reads parameter {name!r} after values of stage {earliest}, but only stage {last} "
+            "owns it; the graph that was planned read it earlier",
+            location=location,
+            cure="run the modules in the same order in training and evaluation, or compile the other mode as "
+            "a model of its own.",
+        )
+    names = ", ".join(repr(name) for name, _ in stored)
+    raise UnsupportedModelError(
+        f"this graph reads {names} in one operator ({node.name}), and no stage of the plan owns them all",
+        location=location,
+        cure="compile this mode as a model of its own, or plan with fewer stages (partition_num).",
+    )
+
+
+def _move_to_readers(staged: StagedGraph, stages: dict[fx.Node, int], movable: set[fx.Node]) -> None:
+    """Compute what depends on batch inputs alone where it is first read: inputs reach every stage, others
+    would carry it.
+    """
+    for atom in reversed(staged.atoms):
+        if atom[0] not in movable or any(user.op == "output" for node in atom for user in node.users):
+            continue
+        readers = [
+            stages[user] for node in atom for user in node.users if user in stages and user not in atom
+        ]
+        if readers:
+            stages.update(dict.fromkeys(atom, min(readers)))

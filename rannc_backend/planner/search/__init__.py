@@ -1,0 +1,1 @@
+"""The search over stages, replicas, micro-batches, schedules and recompute."""

@@ -1,0 +1,494 @@
+"""Numbers for the stage search: what any run of blocks costs on any number of replicas.
+
+In: a `BlockGraph`, a `Cluster`, prices of blocks (planner/cost/pricing.py), the rows of the batch. Out: the
+tables of a `SearchProblem`, and the parts of one stage's cost for the plan. Terms: an *interval* is a run of
+blocks, given by its first block and its length; arrays over intervals are [blocks, most blocks in a stage].
+The rows of a replica are those of the largest micro-batch, divided by the replicas, rounded up.
+
+What is counted. Seconds: the blocks', and adding parameter gradients up. Messages: what an interval reads of
+earlier blocks and of the batch, all in one message from the stage before, and the gradients of what earlier
+blocks made back. Memory: parameters, gradients, optimizer state, returned outputs, workspace, message
+buffers, communicators; and for each micro-batch in flight what the blocks save and what was received.
+Workspace is what the fullest moment needs beyond the rest: while a block runs, the blocks behind it have not
+saved yet or have let go of it again, but may hold their parameters' gradients
+(`BlockPricer.holds_gradients`). At the activation budget 0.0 a stage saves nothing of its own, runs its
+forward again before backward and then holds what budget 1.0 saves of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rannc_backend.ir.block_graph import Block, BlockGraph
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.expressions import evaluate
+from rannc_backend.planner.cost.pricing import ANALYTIC, BlockPricer, BlockPrices, StageMemory
+from rannc_backend.planner.cost.transfer import allreduce_terms
+from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
+
+_ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
+# of weights, their states and saved values: scalars, counters, and what an allocator rounds up (half of it
+# was seen)
+_SMALL_THINGS = 0.01
+NO_BUDGET = 0.0  # everything is recomputed but what the stage receives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryParts:
+    """Bytes of one interval on one replica; `activations` of one micro-batch."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    workspace: float
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class IntervalCosts:
+    """Costs of all intervals whose parameters, gradients and optimizer state take at most `most_bytes`.
+
+    `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all
+    stages, None where it is chosen; one that the pricer does not know is priced as the next larger. Immutable
+    but for the cache of tables.
+    """
+
+    graph: BlockGraph
+    cluster: Cluster
+    batch_rows: int
+    micro_batches: tuple[int, ...]
+    pricer: BlockPricer
+    optimizer_factor: float
+    most_bytes: float = float("inf")
+    replica_counts: tuple[int, ...] = ()
+    only_budget: float | None = None
+    max_length: int = field(init=False)
+    parameter_bytes: Floats = field(init=False)  # [L, N]
+    trainable_bytes: Floats = field(init=False)
+    shared_bytes: Floats = field(init=False)  # trainable and read by blocks outside of the interval
+    _alike: tuple[Block, ...] = field(init=False)  # by block, the first of its structure
+    _accumulation: Floats = field(init=False)  # [L], seconds
+    _held_gradients: Floats = field(
+        init=False
+    )  # [L], bytes of parameter gradients that stay until the stage's backward ends
+    _rows: Ints = field(init=False)  # all numbers of rows of a replica that occur, ascending
+    _prices: dict[float, list[BlockPrices]] = field(init=False)  # budget -> by block, over _rows
+    _flow_bytes: Floats = field(init=False)  # [flows, rows]
+    _flow_places: dict[str, tuple[Ints, Ints, Ints, Floats]] = field(init=False)
+    _returned: Floats = field(init=False)  # [L, rows]
+    _tables: dict[int, MicroBatchTables] = field(init=False, default_factory=dict)
+    _floors: dict[int, WorkFloor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._size_parameters()
+        rows = {
+            self.replica_rows(number, count)
+            for number in self.micro_batches
+            for count in self.counts(number).tolist()
+        }
+        self._rows = np.array(sorted(rows), dtype=np.int64)
+        self._price_blocks()
+        self._place_flows()
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """Activation budgets in the order of the tables."""
+        if self.only_budget is not None:
+            return (self.only_budget,)
+        return tuple(dict.fromkeys((*self.pricer.budgets, NO_BUDGET)))
+
+    def traced_budget(self, budget: float) -> float:
+        """The activation budget at which a stage's graph is made: one that recomputes everything runs its
+        forward as if to keep all.
+        """
+        return self.pricer.budgets[0] if budget == NO_BUDGET else budget
+
+    def _priced_as(self, budget: float) -> float | None:
+        """The pricer's budget that stands for `budget`; None where the stage recomputes everything."""
+        if budget == NO_BUDGET:
+            return None
+        return min(known for known in self.pricer.budgets if known >= budget)
+
+    def replica_rows(self, num_micro_batches: int, replicas: int) -> int:
+        """Rows that the replica with most rows computes of the largest micro-batch."""
+        return math.ceil(math.ceil(self.batch_rows / num_micro_batches) / replicas)
+
+    def counts(self, num_micro_batches: int) -> Ints:
+        """Replica counts worth trying: of those whose replicas get equally many rows the fewest, and the
+        fewest that fill nodes.
+        """
+        cluster = self.cluster
+        most = min(cluster.num_devices, self.batch_rows // num_micro_batches)
+        chosen: set[int] = {count for count in self.replica_counts if count <= most}
+        seen: set[int] = set()
+        for count in range(1, most + 1):
+            rows = self.replica_rows(num_micro_batches, count)
+            fills = count > cluster.devices_per_node and count % cluster.devices_per_node == 0
+            if rows not in seen:
+                chosen.add(count)
+                seen.add(rows)
+                rate = allreduce_terms(cluster, range(count))[1]
+            elif fills and count not in chosen and allreduce_terms(cluster, range(count))[1] < rate:
+                chosen.add(count)
+                rate = allreduce_terms(cluster, range(count))[1]
+        return np.array(sorted(chosen), dtype=np.int64)
+
+    def tables(self, num_micro_batches: int, max_length: int | None = None) -> MicroBatchTables:
+        """Tables for one number of micro-batches, of intervals of at least `max_length` blocks (None: of
+        all).
+        """
+        length = min(max_length or self.max_length, self.max_length)
+        known = self._tables.get(num_micro_batches)
+        if known is None or known.forward.shape[1] < length:
+            self._tables[num_micro_batches] = known = self._build_tables(num_micro_batches, length)
+        return known
+
+    def work_floor(self, num_micro_batches: int) -> WorkFloor:
+        """See `SearchProblem`: seconds of a stage are at least the sums of its blocks' with the budgets that
+        are fastest for each.
+        """
+        if num_micro_batches not in self._floors:
+            self._floors[num_micro_batches] = self._work_floor(num_micro_batches)
+        return self._floors[num_micro_batches]
+
+    def _work_floor(self, num_micro_batches: int) -> WorkFloor:
+        counts = self.counts(num_micro_batches)
+        columns = self._columns(num_micro_batches, counts)
+        whole = self._prices[self.pricer.budgets[0]]
+        work = np.empty(len(self.graph.blocks))
+        known: dict[int, float] = {}
+        for place, prices in enumerate(whole):
+            key = id(self._alike[place])
+            if key not in known:
+                backward = np.min(
+                    [self._prices[budget][place].backward_seconds[columns] for budget in self._prices], axis=0
+                )
+                known[key] = float((counts * (prices.forward_seconds[columns] + backward)).min())
+            work[place] = known[key]
+        # Gradients are added up by every replica, so by one at least.
+        return WorkFloor(
+            work=work + self._accumulation,
+            held_bytes=self._held_bytes(),
+            most_replicas=int(counts.max(initial=1)),
+        )
+
+    def _columns(self, num_micro_batches: int, counts: Ints) -> Ints:
+        """Where the rows of each replica count are among all rows."""
+        rows = [self.replica_rows(num_micro_batches, int(count)) for count in counts]
+        return np.searchsorted(self._rows, rows)
+
+    # ------------------------------------------------------------------ the parts of one stage
+    def prices(
+        self, begin: int, end: int, budget: float, rows: Sequence[int], traced: StageMemory | None = None
+    ) -> BlockPrices:
+        """Prices of an interval at any numbers of rows of a replica; `saved_bytes` without what is received.
+
+        `traced`: what the interval keeps and needs as one stage, in place of the sum over its blocks.
+        """
+        first = self.pricer.budgets[0]
+        whole = [
+            self.pricer.prices(self._alike[block.index], rows, first)
+            for block in self.graph.blocks[begin:end]
+        ]
+        parts, priced_as = whole, self._priced_as(budget)
+        if priced_as not in (first, None):
+            parts = [
+                self.pricer.prices(self._alike[block.index], rows, priced_as)
+                for block in self.graph.blocks[begin:end]
+            ]
+        forward = np.sum([part.forward_seconds for part in whole], axis=0)
+        backward = (
+            np.sum([part.backward_seconds for part in parts], axis=0) + self._accumulation[begin:end].sum()
+        )
+        saved = np.sum([part.saved_bytes for part in parts], axis=0)
+        let_go = np.cumsum(
+            [part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0
+        )
+        workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
+        if traced is not None:
+            saved = evaluate([traced.saved_bytes], rows)[0]
+            needed = evaluate(traced.workspace_bytes, rows).max(axis=0, initial=0.0)
+            # What was measured may hold what no graph shows: memory of a library's own.
+            workspace = needed if self.pricer.source == ANALYTIC else np.maximum(needed, workspace)
+        workspace = workspace + _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + saved)
+        if priced_as is None:
+            backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
+        return BlockPrices(
+            forward_seconds=forward, backward_seconds=backward, saved_bytes=saved, workspace_bytes=workspace
+        )
+
+    def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
+        """What a replica with so many rows receives of one micro-batch, and the gradients that it gives back:
+        arrays [rows].
+        """
+        received = [
+            flow for flow in self.graph.flows
+            if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
+        ]  # fmt: skip
+        sizes = evaluate([flow.num_bytes for flow in received], rows)
+        has_gradient = np.array([flow.needs_grad for flow in received], dtype=bool)
+        return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
+
+    def memory(
+        self,
+        begin: int,
+        end: int,
+        budget: float,
+        num_micro_batches: int,
+        replicas: int,
+        *,
+        num_in_flight: int = 0,
+        traced: StageMemory | None = None,
+    ) -> MemoryParts:
+        """What the tables' bytes are made of; no more than those say where it is known how many micro-batches
+        are in flight.
+
+        `traced` as in `prices`.
+        """
+        rows = [self.replica_rows(num_micro_batches, replicas)]
+        prices = self.prices(begin, end, budget, rows, traced)
+        received, gradients = self.message_bytes(begin, end, rows)
+        sent = [flow for flow in self.graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
+        values = evaluate([flow.num_bytes for flow in sent], rows).sum()
+        awaited = evaluate([flow.num_bytes for flow in sent if flow.needs_grad], rows).sum()
+        # Where all micro-batches are in flight there is none to receive ahead.
+        ahead = received[0] if num_micro_batches > num_in_flight else 0.0
+        messages = self._message_memory(num_micro_batches, values, awaited, ahead, gradients[0])
+        messages += float(self._communicator_memory(np.array(begin), np.array(end), np.array(replicas)))
+        returned = (
+            num_micro_batches
+            * evaluate([block.output_bytes for block in self.graph.blocks[begin:end]], rows).sum()
+        )
+        place = (begin, end - begin - 1)
+        trainable = self.trainable_bytes[place]
+        return MemoryParts(
+            parameters=float(self.parameter_bytes[place]),
+            gradients=float(trainable),
+            optimizer=float(self.optimizer_factor * trainable),
+            activations=float(prices.saved_bytes[0] + received[0]),
+            buffers=float(messages + returned),
+            workspace=float(prices.workspace_bytes[0]),
+        )
+
+    def _message_memory(
+        self, num_micro_batches: int, sent: Any, awaited: Any, ahead: Any, returned: Any
+    ) -> Any:
+        """Bytes of messages on their way: the end of a send is waited for when the next but one begins.
+
+        Receives are posted one micro-batch ahead: one of values (`ahead`), beside those in flight, and one of
+        gradients (`awaited`).
+        """
+        if self.cluster.num_devices == 1:
+            return 0.0 * sent
+        return 2 * (sent + returned) + awaited + ahead if num_micro_batches > 1 else sent + returned
+
+    def _communicator_memory(self, begins: Ints, ends: Ints, replicas: Ints) -> Any:
+        """Bytes of communicators: two of all ranks (rows and parameters, sums), one for the stage on each
+        side, one for replicas.
+
+        Stages that a value skips to are not known here; each would be one more.
+        """
+        num_devices = self.cluster.num_devices
+        has_group = (replicas > 1) & (replicas < num_devices)
+        number = 2.0 + (begins > 0) + (ends < len(self.graph.blocks)) + has_group
+        return self.cluster.device.communicator_bytes * number * (num_devices > 1)
+
+    # ------------------------------------------------------------------ building
+    def _size_parameters(self) -> None:
+        blocks = self.graph.blocks
+        readers: dict[str, list[int]] = {}
+        for block in blocks:
+            for name in block.parameters:
+                readers.setdefault(name, []).append(block.index)
+        uses = {use.name: use for use in self.graph.parameters}
+        sizes_at: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # of all parameters and of trainable ones, by the blocks that read them
+        for name, indexes in readers.items():
+            sizes = sizes_at.setdefault(tuple(indexes), [0, 0])
+            sizes[0] += uses[name].num_bytes
+            sizes[1] += uses[name].num_bytes if uses[name].trainable else 0
+        everything, trainable, shared = (np.zeros((len(blocks), len(blocks))) for _ in range(3))
+        for places, (size, trainable_size) in sizes_at.items():
+            begins, ends = _first_at_or_after(places, 0)
+            everything[begins, ends - begins] += size
+            trainable[begins, ends - begins] += trainable_size
+            if len(places) > 1:
+                shared[begins, ends - begins] += trainable_size
+                whole = np.arange(places[0] + 1)
+                shared[whole, places[-1] - whole] -= trainable_size
+        sums = [np.cumsum(values, axis=1) for values in (everything, trainable, shared)]
+        state = sums[0] + (1 + self.optimizer_factor) * sums[1]
+        ends = np.arange(len(blocks))[:, None] + np.arange(1, len(blocks) + 1)[None, :]
+        fitting = (state <= self.most_bytes) & (ends <= len(blocks))
+        self.max_length = max(1, int(fitting.any(axis=0).sum()))
+        self.parameter_bytes, self.trainable_bytes, self.shared_bytes = (
+            values[:, : self.max_length] for values in sums
+        )
+        gradients = np.array(
+            [
+                sum(uses[name].num_bytes for name in block.parameters if uses[name].trainable)
+                for block in blocks
+            ]
+        )
+        self._held_gradients = (
+            gradients.astype(float) if self.pricer.holds_gradients else np.zeros(len(blocks))
+        )
+        self._accumulation = _ACCUMULATION_MOVES * gradients / self.cluster.device.memory_rate()
+
+    def _price_blocks(self) -> None:
+        rows = self._rows.tolist()
+        # What a block saves may depend on who reads it: neighbours count.
+        names = ["", *(block.structure for block in self.graph.blocks), ""]
+        keys = list(zip(names, names[1:], names[2:]))
+        first: dict[tuple[str, ...], Block] = {}
+        for key, block in zip(keys, self.graph.blocks, strict=True):
+            first.setdefault(key, block)
+        self._alike = tuple(first[key] for key in keys)
+        self._prices = {}
+        budgets = {self.pricer.budgets[0], *(self._priced_as(budget) for budget in self.budgets)}
+        for budget in (budget for budget in budgets if budget is not None):
+            known = {key: self.pricer.prices(block, rows, budget) for key, block in first.items()}
+            self._prices[budget] = [known[key] for key in keys]
+        self._returned = evaluate([block.output_bytes for block in self.graph.blocks], rows)
+
+    def _place_flows(self) -> None:
+        """Where in [begin, length] each flow begins (or ceases, with a minus) to count, for intervals of
+        growing length.
+        """
+        flows = self.graph.flows
+        entries: dict[str, list[tuple[Ints, Ints, int, float]]] = {
+            "received": [],
+            "gradients": [],
+            "sent": [],
+            "awaited": [],
+        }
+        for index, flow in enumerate(flows):
+            begins, ends = _first_at_or_after(flow.consumers, flow.producer + 1)
+            entries["received"].append((begins, ends - begins, index, 1.0))
+            if flow.needs_grad:
+                entries["gradients"].append((begins, ends - begins, index, 1.0))
+            before = np.arange(flow.producer + 1)
+            for kind in ("sent", "awaited") if flow.needs_grad else ("sent",):
+                entries[kind].append((before, flow.producer - before, index, 1.0))
+                entries[kind].append((before, flow.consumers[-1] - before, index, -1.0))
+        self._flow_places = {}
+        for kind, found in entries.items():
+            counts = [len(entry[0]) for entry in found]
+            begins, lengths = (
+                np.concatenate([np.zeros(0, dtype=np.int64), *(entry[part] for entry in found)])
+                for part in range(2)
+            )
+            labels, signs = (np.repeat(np.array([entry[part] for entry in found]), counts) for part in (2, 3))
+            kept = lengths < self.max_length
+            self._flow_places[kind] = (begins[kept], lengths[kept], labels[kept], signs[kept])
+        self._flow_bytes = evaluate([flow.num_bytes for flow in flows], self._rows.tolist())
+
+    def _sum_flows(self, kind: str, columns: Ints, max_length: int) -> Floats:
+        """[L, N, columns]: bytes of flows of a kind."""
+        begins, lengths, flows, signs = self._flow_places[kind]
+        kept = lengths < max_length
+        result = np.zeros((len(self.graph.blocks), max_length, len(columns)))
+        if kept.any():
+            moved = signs[kept, None] * self._flow_bytes[flows[kept]][:, columns]
+            np.add.at(result, (begins[kept], lengths[kept]), moved)
+        return np.maximum(np.cumsum(result, axis=1), 0.0)
+
+    def _build_tables(self, num_micro_batches: int, max_length: int) -> MicroBatchTables:
+        counts = self.counts(num_micro_batches)
+        rows = np.array(
+            [self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64
+        )
+        columns = np.searchsorted(self._rows, rows)
+        received, gradients, sent, awaited = (
+            self._sum_flows(kind, columns, max_length)
+            for kind in ("received", "gradients", "sent", "awaited")
+        )
+        held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
+        fixed = held[:, :, None] + num_micro_batches * _over(self._returned[:, columns], ends)
+        fixed += self._message_memory(num_micro_batches, sent, awaited, received, gradients)
+        fixed += self._communicator_memory(np.arange(len(ends))[:, None, None], ends[:, :, None], counts)
+        whole = self._prices[self.pricer.budgets[0]]
+        forward = _seconds(np.stack([price.forward_seconds[columns] for price in whole]), ends)
+        # Filled in place: stacking parts of this size takes as long as computing them.
+        backwards, fixed_bytes, flight_bytes = (
+            np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
+        )
+        for index, budget in enumerate(self.budgets):
+            priced_as = self._priced_as(budget)
+            prices = self._prices[self.pricer.budgets[0] if priced_as is None else priced_as]
+            backward = _seconds(
+                np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None],
+                ends,
+            )
+            own = np.stack([price.saved_bytes[columns] for price in prices])
+            saved = _over(own, ends)
+            let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
+            workspace = (
+                _largest(np.stack([price.workspace_bytes[columns] for price in prices]) + let_go, max_length)
+                - let_go[ends - 1]
+            )
+            workspace = workspace + _SMALL_THINGS * (held[:, :, None] + saved)
+            if priced_as is None:
+                backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
+            backwards[index] = backward
+            np.add(fixed, workspace, out=fixed_bytes[index])
+            np.add(saved, received, out=flight_bytes[index])
+        return MicroBatchTables(
+            replicas=counts,
+            rows=rows,
+            forward=forward,
+            backward=backwards,
+            fixed_bytes=fixed_bytes,
+            flight_bytes=flight_bytes,
+            message_bytes=received,
+            gradient_bytes=gradients,
+        )
+
+    def _held_bytes(self) -> Floats:
+        """[L, N]: parameters, gradients and optimizer state."""
+        return self.parameter_bytes + (1 + self.optimizer_factor) * self.trainable_bytes
+
+    def _ends(self, max_length: int) -> Ints:
+        """[L, N]: the block after each interval; those beyond the last block count as ending there."""
+        num_blocks = len(self.graph.blocks)
+        return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+
+
+def _over(values: Floats, ends: Ints) -> Floats:
+    """[L, N, columns]: sums of values [L, columns] over intervals."""
+    sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
+    return np.maximum(sums[ends] - sums[:-1, None], 0.0)
+
+
+def _seconds(values: Floats, ends: Ints) -> Floats:
+    """As `_over`, inf where a block is inf or the interval would end after the last block."""
+    finite = np.isfinite(values)
+    sums = _over(np.where(finite, values, 0.0), ends)
+    if not finite.all():
+        sums[_over((~finite).astype(float), ends) > 0] = np.inf
+    for begin in range(max(0, len(values) - ends.shape[1] + 1), len(values)):
+        sums[begin, len(values) - begin :] = np.inf
+    return sums
+
+
+def _largest(values: Floats, max_length: int) -> Floats:
+    """[L, N, columns]: the largest of values [L, columns] in each interval."""
+    padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
+    places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
+    return np.maximum.accumulate(padded[places], axis=1)
+
+
+def _first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
+    """Every begin from `first` on that has one of the ascending `places` at or after it, and the first such
+    place.
+    """
+    begins = np.arange(first, places[-1] + 1)
+    ordered = np.asarray(places, dtype=np.int64)
+    return begins, ordered[np.searchsorted(ordered, begins)]

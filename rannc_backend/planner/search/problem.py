@@ -1,0 +1,424 @@
+"""What the stage search searches over, and what it minimises: plain numbers, no graphs.
+
+In: tables of costs per run of blocks (from planner/search/interval_costs.py, or made up by a test). Out:
+`SearchProblem`, `Solution`, and the price of any plan: the simulated seconds of its step (schedule/chain.py),
+inf where it does not fit.
+
+Terms. *Interval*: a run of blocks, by its first block and its length. *Option*: an index into the replica
+counts that are tried. *Place* of a stage: the rank it begins at. Two *placements*: in "stage_major" a stage
+has consecutive ranks, stages follow each other, and a stage begins at the next free rank or at the next node;
+in "replica_major", for equal replica counts r in p stages, stage s has the ranks s, s + p, s + 2 p, ..., so
+that neighbours are near and replicas far.
+
+Recompute: of the activation budgets with which a stage fits into memory, the one with the shortest backward
+is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.transfer import allreduce_terms, shared_allreduce_terms
+from rannc_backend.schedule.chain import chains_step_seconds
+from rannc_backend.schedule.description import Count
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Budgets = NDArray[np.int8]  # which of the budgets
+Placement = Literal["stage_major", "replica_major"]
+INFINITY = float("inf")
+_ROUNDED_UP = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatchTables:
+    """Costs for one number of micro-batches; [..., L, N, R] is [first block, blocks - 1, option], budgets
+    come first.
+
+    `forward`, `backward`: seconds of one micro-batch, inf where an interval ends after the last block or a
+    replica would have no rows. `fixed_bytes`: memory whatever is in flight; `flight_bytes`: memory of each
+    micro-batch in flight. `message_bytes`, `gradient_bytes`: what one replica receives from the stage before,
+    and gets back to it.
+    """
+
+    replicas: Ints  # [R], ascending
+    rows: Ints  # [R], rows of a replica
+    forward: Floats  # [L, N, R]
+    backward: Floats  # [budgets, L, N, R]
+    fixed_bytes: Floats  # [budgets, L, N, R]
+    flight_bytes: Floats  # [budgets, L, N, R]
+    message_bytes: Floats  # [L, N, R]
+    gradient_bytes: Floats  # [L, N, R]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkFloor:
+    """For one number of micro-batches: `work` [blocks], at least what each block adds to the sum of replicas
+    x seconds of a micro-batch over all stages; `held_bytes` [first block, blocks - 1], at least what a stage
+    needs in memory; `most_replicas` of a stage."""
+
+    work: Floats
+    held_bytes: Floats
+    most_replicas: int
+
+    @cached_property
+    def _works(self) -> Floats:
+        """[first block, blocks - 1]: the work of stages."""
+        num_blocks, max_length = self.held_bytes.shape
+        sums = np.concatenate([[0.0], np.cumsum(self.work)])
+        ends = np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+        return sums[ends] - sums[:-1, None]
+
+    def of_stages(self, cuts: Ints) -> tuple[Floats, float]:
+        """The works [stages] of stages with bounds [stages + 1], and what the fullest needs at least in
+        memory: inf if it cannot fit.
+        """
+        lengths = np.diff(cuts)
+        if lengths.max() > self.held_bytes.shape[1]:
+            return np.zeros(len(lengths)), INFINITY
+        index = cuts[:-1], lengths - 1
+        return self._works[index], float(self.held_bytes[index].max())
+
+    def largest_share(self, memory_bytes: float) -> float:
+        """The largest share of the work in one stage that may fit; 0 if none does."""
+        return float(self._works[self.held_bytes <= memory_bytes].max(initial=0.0)) / max(
+            float(self.work.sum()), 1e-300
+        )
+
+    def longest_stage(self, memory_bytes: float, most_seconds: float) -> int:
+        """The most blocks, 1 at least, of a stage that may fit and compute a micro-batch in so many
+        seconds.
+        """
+        num_blocks, max_length = self.held_bytes.shape
+        is_whole = np.add.outer(np.arange(num_blocks), np.arange(1, max_length + 1)) <= num_blocks
+        fitting = (
+            is_whole
+            & (self.held_bytes <= memory_bytes)
+            & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
+        )
+        return int(np.flatnonzero(fitting.any(axis=0)).max(initial=0)) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchProblem:
+    """`tables(m, n)` gives the costs of m micro-batches, of stages of at least n blocks. Arrays are indexed
+    [first block, blocks - 1].
+
+    `own_gradient_bytes` are reduced over the replicas; `shared_gradient_bytes` are those that other stages
+    read too. `num_stages`, `replicas`: fixed numbers of stages, of replicas of each stage; None where they
+    are free. `stage_replicas` fixes both. `starts`: blocks that must be the first of a stage; `stage_of`:
+    (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
+    sums over its blocks; None: nothing is known of them but the tables.
+    """
+
+    num_blocks: int
+    cluster: Cluster
+    schedules: tuple[ScheduleName, ...]
+    micro_batches: tuple[int, ...]
+    budgets: tuple[float, ...]
+    tables: Callable[[int, int], MicroBatchTables]
+    own_gradient_bytes: Floats
+    shared_gradient_bytes: Floats
+    bucket_bytes: float
+    memory_bytes: float
+    num_stages: int | None = None
+    replicas: int | None = None
+    stage_replicas: tuple[int, ...] | None = None
+    starts: tuple[int, ...] = ()
+    stage_of: tuple[tuple[int, int], ...] = ()
+    work_floor: Callable[[int], WorkFloor] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
+
+    @property
+    def num_devices(self) -> int:
+        return self.cluster.num_devices
+
+    @property
+    def num_cores(self) -> float:
+        """Devices that can compute at the same time."""
+        return self.cluster.num_devices * self.cluster.device.core_share
+
+    @property
+    def stage_counts(self) -> range:
+        """Numbers of stages that the forced numbers, blocks and devices allow."""
+        fixed = len(self.stage_replicas) if self.stage_replicas is not None else self.num_stages
+        least = max([1, *(stage + 1 for _, stage in self.stage_of), len(set(self.starts) - {0}) + 1])
+        most = min(self.num_blocks, self.num_devices // (self.replicas or 1))
+        if self.stage_replicas is not None and sum(self.stage_replicas) > self.num_devices:
+            return range(0)
+        return range(least, most + 1) if fixed is None else range(max(fixed, least), min(fixed, most) + 1)
+
+    def longest_stage(self, num_micro_batches: int, limit: float = INFINITY) -> int:
+        """No stage that fits, of a plan whose step takes less than `limit` seconds, has more blocks."""
+        if self.work_floor is None:
+            return self.num_blocks
+        return self.work_floor(num_micro_batches).longest_stage(self.memory_bytes, limit / num_micro_batches)
+
+    def num_buckets(self, begins: Ints, lengths: Ints) -> Floats:
+        """Messages in which the gradients of intervals are reduced."""
+        size = self.own_gradient_bytes[begins, lengths - 1] + self.shared_gradient_bytes[begins, lengths - 1]
+        return np.maximum(np.ceil(size / self.bucket_bytes), 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Stage s has blocks [bounds[s], bounds[s + 1]) on replicas[s] ranks, from rank places[s] on."""
+
+    schedule: ScheduleName
+    num_micro_batches: int
+    placement: Placement
+    bounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    places: tuple[int, ...]
+    budgets: tuple[float, ...]
+    step_seconds: float
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def longest_stage(self) -> int:
+        """Blocks of the stage with most of them."""
+        return max(end - begin for begin, end in zip(self.bounds, self.bounds[1:]))
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """Ranks of a stage, ascending."""
+        step = self.num_stages if self.placement == "replica_major" else 1
+        return tuple(self.places[stage] + step * index for index in range(self.replicas[stage]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTerms:
+    """Seconds of stages, all arrays of one shape: what `chains_step_seconds` takes. `backward` is inf where
+    nothing fits.
+    """
+
+    forward: Floats
+    backward: Floats
+    message: Floats
+    gradient: Floats
+    allreduce: Floats
+    num_buckets: Floats
+
+    def columns(self) -> tuple[Floats, ...]:
+        return (self.forward, self.backward, self.message, self.gradient, self.allreduce, self.num_buckets)
+
+
+class Pricer:
+    """Prices of stages for one number of micro-batches and one schedule: of those of up to `longest_stage`
+    blocks, None: that fit.
+    """
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        num_micro_batches: int,
+        schedule: ScheduleName,
+        longest_stage: int | None = None,
+    ) -> None:
+        self.problem, self.num_micro_batches, self.schedule = problem, num_micro_batches, schedule
+        self.described = schedule_named(schedule)
+        self.tables = problem.tables(
+            num_micro_batches, longest_stage or problem.longest_stage(num_micro_batches)
+        )
+        self.max_length = self.tables.forward.shape[1]
+
+    def backward(self, num_stages_to_end: Count, index: tuple[Any, ...]) -> tuple[Floats, Budgets]:
+        """Backward seconds at an index of [L, N, R] with the best budget that fits (inf: none does), and
+        which budget that is.
+        """
+        number = self.described.in_flight(num_stages_to_end, self.num_micro_batches)
+        tables, everywhere = self.tables, (slice(None), *index)
+        parts = (tables.backward, tables.fixed_bytes, tables.flight_bytes)
+        return self.backward_of(number, tables.forward[index], *(part[everywhere] for part in parts))
+
+    def backward_of(
+        self, num_in_flight: int | Ints, forward: Floats, backward: Floats, fixed: Floats, flight: Floats
+    ) -> tuple[Floats, Budgets]:
+        """As `backward`, from parts of the tables and the micro-batches in flight."""
+        return _fastest(forward, backward, fixed + num_in_flight * flight <= self.problem.memory_bytes)
+
+    @cached_property
+    def least_backward(self) -> Floats:
+        """[L, N, R]: backward seconds of last stages: no others have fewer micro-batches in flight."""
+        return self.backward(1, (slice(None), slice(None), slice(None)))[0]
+
+    def links(self, near: NDArray[np.bool_], num_bytes: Floats) -> Floats:
+        """Seconds of messages over the near or the far link."""
+        fast, slow = self.problem.cluster.intra_node, self.problem.cluster.inter_node
+        latency = np.where(near, fast.latency_seconds, slow.latency_seconds)
+        rate = np.where(near, fast.bytes_per_second, slow.bytes_per_second)
+        return np.where(num_bytes > 0, latency + num_bytes / rate, 0.0)
+
+    def stage(
+        self,
+        stages_to_end: int,
+        begins: Ints,
+        lengths: Ints,
+        options: Ints,
+        places: Ints,
+        *,
+        before_options: Ints | None,
+        before_places: Ints | None,
+        placement: Placement = "stage_major",
+        num_stages: int = 1,
+    ) -> StageTerms:
+        """Terms of stages, arrays of one shape [n]; `before_...` are of the stages before them, None for
+        first stages.
+        """
+        tables, problem = self.tables, self.problem
+        index = (begins, lengths - 1, options)
+        replicas = tables.replicas[options]
+        zeros = np.zeros(len(begins))
+        message, gradient = zeros, zeros
+        if before_options is not None:
+            assert before_places is not None, "a stage before has a place"
+            per_node = problem.cluster.devices_per_node
+            if placement == "replica_major":
+                near = np.array(
+                    [
+                        _neighbours_near(num_stages, int(count), per_node, num_stages - stages_to_end)
+                        for count in replicas
+                    ]
+                )
+            else:
+                near = before_places // per_node == (places + replicas - 1) // per_node
+            # A sender with more rows than one receiver takes sends them to several.
+            share = np.maximum(1.0, tables.rows[before_options] / tables.rows[options])
+            message = self.links(near, tables.message_bytes[index] * share)
+            gradient = self.links(near, tables.gradient_bytes[index] * share)
+        return StageTerms(
+            forward=tables.forward[index],
+            backward=self.backward(stages_to_end, index)[0],
+            message=message,
+            gradient=gradient,
+            allreduce=self.allreduce(
+                begins, lengths, replicas, places, num_stages if placement == "replica_major" else 1
+            ),
+            num_buckets=problem.num_buckets(begins, lengths),
+        )
+
+    def allreduce(self, begins: Ints, lengths: Ints, replicas: Ints, places: Ints, stride: int) -> Floats:
+        """Seconds of the all-reduce of stages with ranks places, places + stride, ..."""
+        problem = self.problem
+        per_node = problem.cluster.devices_per_node
+        keys, inverse = np.unique(replicas * per_node + places % per_node, return_inverse=True)
+        terms = np.array(
+            [
+                reduction_terms(problem.cluster, int(key) // per_node, int(key) % per_node, stride)
+                for key in keys
+            ]
+        )
+        own, shared = (
+            problem.own_gradient_bytes[begins, lengths - 1],
+            problem.shared_gradient_bytes[begins, lengths - 1],
+        )
+        own_latency, own_rate, shared_latency, shared_rate = terms[inverse].T
+        return np.where(own > 0, own_latency + own * own_rate, 0.0) + np.where(
+            shared > 0, shared_latency + shared * shared_rate, 0.0
+        )
+
+
+def _fastest(forward: Floats, backward: Floats, fits: NDArray[np.bool_]) -> tuple[Floats, Budgets]:
+    """Of `backward` [budgets, ...] the least that fits, inf where none does or forward is inf; and which
+    budget that is.
+    """
+    seconds: Floats = np.full(forward.shape, np.inf)
+    chosen: Budgets = np.zeros(forward.shape, dtype=np.int8)
+    fits = fits & np.isfinite(forward)
+    for budget, values in enumerate(backward):
+        better = fits[budget] & (values < seconds)
+        np.copyto(seconds, values, where=better)
+        chosen[better] = budget
+    return seconds, chosen
+
+
+@lru_cache(maxsize=65536)
+def reduction_terms(
+    cluster: Cluster, replicas: int, place: int, stride: int
+) -> tuple[float, float, float, float]:
+    """`allreduce_terms` of what only the replicas read, and `shared_allreduce_terms`."""
+    ranks = range(place, place + stride * replicas, stride)
+    return (*allreduce_terms(cluster, ranks), *shared_allreduce_terms(cluster, ranks))
+
+
+@lru_cache(maxsize=65536)
+def _neighbours_near(num_stages: int, replicas: int, per_node: int, stage: int) -> bool:
+    """Whether, with replica-major ranks, each replica of `stage` shares a node with that of the stage before
+    it.
+    """
+    firsts = range(stage - 1, num_stages * replicas, num_stages)
+    return all(first // per_node == (first + 1) // per_node for first in firsts)
+
+
+def plans_step_seconds(
+    pricer: Pricer, bounds: Ints, options: Ints, places: Ints, placement: Placement = "stage_major"
+) -> Floats:
+    """Simulated seconds of a step of each of n plans of p stages, inf where one does not fit.
+
+    bounds [n, p + 1], options and places [n, p] as in `Solution`; lengths are at least 1.
+    """
+    terms = plans_terms(pricer, bounds, options, places, placement)
+    columns = [np.stack([getattr(stage, name) for stage in terms], axis=1) for name in StageTerms.__slots__]
+    fits = np.isfinite(columns[0]).all(axis=1) & np.isfinite(columns[1]).all(axis=1)
+    seconds = np.full(len(bounds), np.inf)
+    if fits.any():
+        kept = [column[fits] for column in columns]
+        chains = chains_step_seconds(
+            *kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule
+        )
+        # Where devices share cores the cores have all of the work to do, whoever waits.
+        work = (pricer.tables.replicas[options[fits]] * (kept[0] + kept[1])).sum(axis=1)
+        seconds[fits] = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
+    return seconds
+
+
+def plans_terms(
+    pricer: Pricer, bounds: Ints, options: Ints, places: Ints, placement: Placement = "stage_major"
+) -> list[StageTerms]:
+    """By stage, the terms of n plans; see `plans_step_seconds`. Intervals longer than the tables know do not
+    fit.
+    """
+    num_stages = options.shape[1]
+    result = []
+    for stage in range(num_stages):
+        lengths = bounds[:, stage + 1] - bounds[:, stage]
+        known = np.minimum(lengths, pricer.max_length)
+        terms = pricer.stage(
+            num_stages - stage,
+            bounds[:, stage],
+            known,
+            options[:, stage],
+            places[:, stage],
+            before_options=options[:, stage - 1] if stage else None,
+            before_places=places[:, stage - 1] if stage else None,
+            placement=placement,
+            num_stages=num_stages,
+        )
+        if (lengths > known).any():
+            terms.backward[lengths > known] = np.inf
+        result.append(terms)
+    return result
+
+
+def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Numbers of micro-batches in [smallest, largest] worth trying: of those with equally large ones only the
+    fewest.
+
+    No more than the batch has rows.
+    """
+    chosen: dict[int, int] = {}
+    for number in range(min(smallest, batch_rows), min(largest, batch_rows) + 1):
+        chosen.setdefault(-(-batch_rows // number), number)
+    return tuple(sorted(chosen.values()))

@@ -1,0 +1,414 @@
+"""The stage search: the plan with the shortest simulated step, over everything a `SearchProblem` leaves open.
+
+In: a `SearchProblem`. Out: a `SearchResult`: the best plan found and a proven lower bound of every plan's
+step. Pure and
+deterministic: work is limited by numbers of candidates, never by time.
+
+Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped
+by bounds that take no table of costs (quick_bounds.py); each of the others has a lower bound from shortest
+paths (stage_bounds.py). First a narrow walk (stage_beam.py) through the most promising cells and local
+improvement give a plan; then cells are opened in the order of their
+bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks
+better by then, and complete plans are simulated, until no cell's bound is below the best plan. A cell that is
+too wide to be walked through whole keeps the least bound of what was left out. Problems of ten blocks on six
+devices always end proven.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from rannc_backend.log.progress import Progress
+from rannc_backend.planner.search.beam import Beam
+from rannc_backend.planner.search.bounds import Cell, CellBounds, Shapes
+from rannc_backend.planner.search.equal_split import Candidate, best_equal_split
+from rannc_backend.planner.search.moves import first_cells, honours, make_solution, neighbours
+from rannc_backend.planner.search.problem import (
+    Floats,
+    Ints,
+    Pricer,
+    SearchProblem,
+    Solution,
+    plans_step_seconds,
+)
+from rannc_backend.planner.search.quick_bounds import quick_bounds
+from rannc_backend.planner.search.search_log import SearchLog
+from rannc_backend.schedule.orders import ScheduleName
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 1e-9  # relative: plans that are less faster than this count as equally fast
+_SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
+_MAX_IMPROVEMENTS = 30
+_SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many times the best are of no interest
+
+Entry = tuple[
+    float, int, Cell, float, CellBounds | None
+]  # lower bound, number, cell, its round trip at least, bounds if known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans
+    looked at in all.
+
+    A problem of at most `whole_size` blocks x devices is walked through whole.
+    """
+
+    narrow_width: int = 24
+    num_narrow_cells: int = 8
+    width: int = 512
+    whole_size: int = 100
+    most_candidates: int = 12_000_000
+
+    def width_for(self, problem: SearchProblem) -> int:
+        """Partial plans kept at once."""
+        return 10**9 if problem.num_blocks * problem.num_devices <= self.whole_size else self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """`solution`: None if nothing fits. No plan's step is shorter than `lower_bound` seconds. `ended`: not by
+    the user.
+    """
+
+    solution: Solution | None
+    lower_bound: float
+    num_candidates: int
+    ended: bool = True
+
+    @property
+    def proven_gap(self) -> float:
+        """Share of the step by which an unexplored plan could be faster."""
+        if self.solution is None or self.solution.step_seconds <= 0:
+            return 0.0
+        gap = 1 - self.lower_bound / self.solution.step_seconds
+        return min(gap, 1.0) if gap > 2 * TOLERANCE else 0.0
+
+
+def search(
+    problem: SearchProblem,
+    *,
+    effort: Effort = Effort(),
+    progress: Progress | None = None,
+) -> SearchResult:
+    """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited
+    for.
+    """
+    return StageSearch(problem, effort, progress).run()
+
+
+@dataclass(slots=True, eq=False)
+class StageSearch:
+    """One search, which can be asked afterwards for the best plans of other shapes."""
+
+    problem: SearchProblem
+    effort: Effort = Effort()
+    progress: Progress | None = None
+    pricers: dict[tuple[str, int], Pricer] = field(init=False, default_factory=dict)
+    shapes: dict[tuple[str, int], Shapes] = field(init=False, default_factory=dict)
+    best: Solution | None = field(init=False, default=None)
+    seconds: float = field(init=False, default=float("inf"))
+    num_candidates: int = field(init=False, default=0)
+    left_out: float = field(init=False, default=float("inf"))
+    equal: Solution | None = field(init=False, default=None)  # the best equal split
+    entries: list[Entry] = field(init=False, default_factory=list)
+    interrupted: bool = field(init=False, default=False)
+    log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
+
+    def run_shortly(self, start: Solution) -> Solution | None:
+        """A good plan without proof: the better of `start` and the equal splits, improved, and what narrow
+        walks near it find.
+
+        `start`: a plan of another problem with the same blocks, which may fit here. None if nothing fits.
+        """
+        self._try_again(start)
+        self._try_equal_splits(self._candidates())
+        if self.best is None:
+            return self.run().solution
+        self._improve()
+        best = self.best
+        for count in dict.fromkeys(
+            (best.num_stages - 1, best.num_stages, best.num_stages + 1, 2 * best.num_stages)
+        ):
+            if count in self.problem.stage_counts:
+                self._walk_narrowly(
+                    Cell(schedule=best.schedule, num_micro_batches=best.num_micro_batches, num_stages=count)
+                )
+        if self.best is not best:
+            self._improve()
+        return self.best
+
+    def run(self) -> SearchResult:
+        """Search; see `search`."""
+        heap = self._first_cells()
+        if self.best is not None:
+            self._improve()
+        ended = self._walk(heap) and not self.interrupted
+        self.log.tell((entry[0], entry[2]) for entry in self.entries)
+        lower = min(self.left_out, self.seconds, heap[0][0] if heap else self.seconds)
+        return SearchResult(
+            solution=self.best, lower_bound=lower, num_candidates=self.num_candidates, ended=ended
+        )
+
+    @property
+    def limit(self) -> float:
+        """Bounds from here on are of no interest."""
+        return self.seconds * (1 - TOLERANCE)
+
+    def _cancelled(self) -> bool:
+        return self.best is not None and self.progress is not None and self.progress.cancelled()
+
+    def _candidates(self) -> list[Candidate]:
+        """Of all schedules and numbers of micro-batches, with quick bounds."""
+        pairs = itertools.product(self.problem.schedules, self.problem.micro_batches)
+        return [
+            self._candidate(schedule, number, quick_bounds(self.problem, schedule, number))
+            for schedule, number in pairs
+        ]
+
+    def _candidate(self, schedule: ScheduleName, number: int, bounds: Mapping[int, float]) -> Candidate:
+        make_pricer = partial(self._pricer_of_equal, schedule, number)
+        return Candidate(schedule=schedule, num_micro_batches=number, bounds=bounds, make_pricer=make_pricer)
+
+    def _try_equal_splits(self, candidates: Iterable[Candidate]) -> None:
+        self.equal = equal = best_equal_split(self.problem, candidates)
+        if equal is not None:
+            self.log.priced(equal.num_stages, equal.step_seconds)
+            if equal.step_seconds < self.limit:
+                self.best, self.seconds = equal, equal.step_seconds
+
+    def _first_cells(self) -> list[Entry]:
+        """All cells that may hold a faster plan than the first found, as a heap."""
+        entries = self.entries
+        candidates = self._candidates()
+        self._try_equal_splits(candidates)
+        if self.best is not None:
+            self._improve()
+        ordered = sorted(candidates, key=lambda item: item.lower_bound)
+        # Without a plan, what is found in one may bound the next.
+        for group in [ordered] if self.best is not None else [[candidate] for candidate in ordered]:
+            for candidate, found in zip(group, self._cells_of(group), strict=True):
+                if found is None:
+                    self.left_out = min(self.left_out, candidate.lower_bound)
+                    continue
+                entries += [
+                    (bound, len(entries) + index, cell, path, None)
+                    for index, (bound, cell, path) in enumerate(found)
+                ]
+            self.interrupted = self.interrupted or self._cancelled()
+            if self.best is None:
+                self._try_narrowly(entries, self.effort.num_narrow_cells // 2)
+        self._try_narrowly(entries, self.effort.num_narrow_cells)
+        heap = [entry for entry in entries if entry[0] < self.limit]
+        heapq.heapify(heap)
+        return heap
+
+    def _open_counts(self, candidate: Candidate) -> list[int]:
+        """Numbers of stages with which the candidate may have a plan that is faster than the best."""
+        return [count for count, bound in candidate.bounds.items() if bound < self.limit]
+
+    def _cells_of(self, candidates: Sequence[Candidate]) -> list[list[tuple[float, Cell, float]] | None]:
+        """By candidate: its cells, each with a bound and its round trip at least; None where it is left
+        out.
+        """
+        result: list[list[tuple[float, Cell, float]] | None] = []
+        for candidate in candidates:
+            self.interrupted = self.interrupted or self._cancelled()
+            if candidate.lower_bound >= self.limit or self.interrupted:
+                result.append(None)
+                continue
+            key = (candidate.schedule, candidate.num_micro_batches)
+            shapes = self._shapes_of(*key)
+            found = first_cells(shapes, self._open_counts(candidate))
+            # Cores that are shared have all of the work to do.
+            floor = key[1] * shapes.least_path * self.problem.num_devices / self.problem.num_cores
+            result.append([(max(bound, floor), cell, path) for bound, cell, path in found])
+        return result
+
+    def best_of(self, cells: Iterable[Cell]) -> Solution | None:
+        """A good plan of these cells, without proof; None if none is found that takes less than a few times
+        the best. After `run`.
+        """
+        other = StageSearch(self.problem, self.effort)
+        other.pricers, other.seconds = self.pricers.copy(), _SLOWER_AT_MOST * self.seconds
+        cells = list(cells)
+        # A plan to begin from leaves few choices of stages.
+        other._try_equal_splits(
+            [
+                other._candidate(cell.schedule, cell.num_micro_batches, {cell.num_stages: 0.0})
+                for cell in cells
+            ]
+        )
+        if other.best is not None:
+            other._improve()
+        for cell in cells:
+            other._walk_narrowly(cell)
+        return other.best
+
+    def _walk_narrowly(self, cell: Cell) -> None:
+        """Look for a plan faster than the best in a cell of which nothing is known."""
+        unit = self._shapes_of(cell.schedule, cell.num_micro_batches).unit
+        self._walk_through(self._bounds(cell, unit * cell.num_stages, 0.0), self.effort.narrow_width)
+
+    def _shapes_of(self, schedule: ScheduleName, num_micro_batches: int) -> Shapes:
+        key = (schedule, num_micro_batches)
+        if key not in self.shapes:
+            self.shapes[key] = Shapes(self._pricer(*key), self.limit)
+        return self.shapes[key]
+
+    def _pricer(
+        self, schedule: ScheduleName, num_micro_batches: int, longest_stage: int | None = None
+    ) -> Pricer:
+        """Prices of stages of up to so many blocks; None: of all that plans faster than the best may have."""
+        key = (schedule, num_micro_batches)
+        needed = longest_stage or self.problem.longest_stage(num_micro_batches, self.limit)
+        known = self.pricers.get(key)
+        if known is None or known.max_length < min(needed, known.problem.own_gradient_bytes.shape[1]):
+            self.pricers[key] = known = Pricer(self.problem, num_micro_batches, schedule, needed)
+        return known
+
+    def _pricer_of_equal(
+        self, schedule: ScheduleName, num_micro_batches: int, num_stages: int, limit: float
+    ) -> Pricer:
+        """For equal splits into at least so many stages, and where there is a limit for all plans below
+        it.
+        """
+        longest = self.problem.longest_stage(num_micro_batches, limit) if np.isfinite(limit) else 1
+        return self._pricer(
+            schedule, num_micro_batches, max(longest, -(-self.problem.num_blocks // num_stages))
+        )
+
+    def _bounds(self, cell: Cell, path: float, least_path: float | None = None) -> CellBounds:
+        """Bounds of a cell, of plans faster than the best; `path`: about their round trip, none is below
+        `least_path` (None: `path`).
+        """
+        shapes = self._shapes_of(cell.schedule, cell.num_micro_batches)
+        shapes.limit = min(shapes.limit, self.limit)
+        return shapes.bounds(cell, path, path if least_path is None else least_path)
+
+    def _try_narrowly(self, entries: list[Entry], most: int) -> None:
+        """Walk narrowly through the most promising cells; their entries get what was learnt of them."""
+        for bound, number, cell, path, known in heapq.nsmallest(most, entries, key=lambda entry: entry[:2]):
+            if bound < self.limit:
+                bounds = known or self._bounds(cell, path)
+                entries[number] = (max(bound, bounds.lower_bound), number, cell, path, bounds)
+                self._walk_through(bounds, self.effort.narrow_width)
+
+    def _walk(self, heap: list[Entry]) -> bool:
+        """Open cells in the order of their bounds until none is below the best plan; False if the user ended
+        it.
+        """
+        if not heap:
+            return True
+        total = len(heap)
+        task = self.progress.task("search", total) if self.progress is not None else nullcontext()
+        with task as counter:
+            while heap and heap[0][0] < self.limit:
+                if self._cancelled():
+                    return False
+                _, number, cell, path, bounds = heapq.heappop(heap)
+                bounds = bounds or self._bounds(cell, path)
+                bounds.narrow(self.limit)
+                if heap and heap[0][0] < bounds.lower_bound < self.limit:
+                    # Cells that look better now come first: what is found there may spare the walk through
+                    # this one.
+                    heapq.heappush(heap, (bounds.lower_bound, number, cell, path, bounds))
+                    continue
+                if bounds.lower_bound < self.limit:
+                    if self.num_candidates < self.effort.most_candidates:
+                        found = self.seconds
+                        self.left_out = min(
+                            self.left_out, self._walk_through(bounds, self.effort.width_for(self.problem))
+                        )
+                        if self.seconds < found:
+                            self._improve()
+                    else:
+                        self.left_out = min(self.left_out, bounds.lower_bound)
+                if counter is not None:
+                    counter.advance(1)
+        return True
+
+    def _walk_through(self, bounds: CellBounds, width: int) -> float:
+        """Simulate the plans of a cell that may be faster than the best; the least bound of those left
+        out.
+        """
+        if bounds.lower_bound >= self.limit:
+            return bounds.lower_bound
+        beam = Beam(bounds, self.limit, width)
+        cuts, options, places, lower = beam.complete_plans()
+        self.num_candidates += beam.num_candidates
+        self._simulate(bounds.pricer, bounds.cell, cuts, options, places, lower)
+        self.log.opened(
+            bounds.cell, bound=bounds.lower_bound, num_candidates=beam.num_candidates, best=self.seconds
+        )
+        return beam.left_out
+
+    def _simulate(
+        self, pricer: Pricer, cell: Cell, cuts: Ints, options: Ints, places: Ints, lower: Floats
+    ) -> None:
+        """Price plans in the order given (ascending bounds) until the bounds say that the rest is slower than
+        the best.
+        """
+        most = max(1, _SIMULATED_AT_ONCE // (cell.num_stages * cell.num_micro_batches))
+        first, count = 0, 16
+        while first < len(cuts) and lower[first] < self.limit:
+            part = slice(first, first + min(count, most))
+            seconds = plans_step_seconds(pricer, cuts[part], options[part], places[part], cell.placement)
+            index = int(seconds.argmin())
+            self.log.priced(cell.num_stages, float(seconds[index]))
+            if seconds[index] < self.limit:
+                self.seconds = float(seconds[index])
+                chosen = (array[part][index] for array in (cuts, options, places))
+                self.best = make_solution(pricer, cell, *chosen, step_seconds=self.seconds)
+            first, count = part.stop, 4 * count
+
+    def _try_again(self, start: Solution) -> None:
+        """Price a plan of another problem in this one."""
+        problem = self.problem
+        key = (start.schedule, start.num_micro_batches)
+        if (
+            key[0] not in problem.schedules
+            or key[1] not in problem.micro_batches
+            or start.num_stages not in problem.stage_counts
+        ):
+            return
+        pricer = Pricer(problem, key[1], key[0], start.longest_stage)
+        options = np.searchsorted(pricer.tables.replicas, start.replicas)
+        if (options >= len(pricer.tables.replicas)).any() or start.bounds[-1] != problem.num_blocks:
+            return
+        is_same = tuple(pricer.tables.replicas[options]) == start.replicas
+        fits = max(start.ranks(stage)[-1] for stage in range(start.num_stages)) < problem.num_devices
+        if is_same and fits and honours(problem, start.bounds, start.replicas):
+            cell = Cell(
+                schedule=key[0], num_micro_batches=key[1], num_stages=start.num_stages, placement=start.placement,
+                option=int(options[0]) if start.placement == "replica_major" else None,
+            )  # fmt: skip
+            bounds, places = np.array([start.bounds]), np.array([start.places])
+            self._simulate(pricer, cell, bounds, options[None], places, np.zeros(1))
+
+    def _improve(self) -> None:
+        """Change the best plan a little as long as that helps."""
+        for _ in range(_MAX_IMPROVEMENTS):
+            best = self.best
+            assert best is not None, "there is a plan to improve"
+            if best.placement != "stage_major":
+                return
+            pricer = self._pricer(best.schedule, best.num_micro_batches)
+            cell = Cell(
+                schedule=best.schedule, num_micro_batches=best.num_micro_batches, num_stages=best.num_stages
+            )
+            cuts, options, places = neighbours(pricer, best)
+            self.num_candidates += len(cuts)
+            if len(cuts):
+                self._simulate(pricer, cell, cuts, options, places, np.zeros(len(cuts)))
+            if self.best is best:
+                return

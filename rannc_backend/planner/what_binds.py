@@ -1,0 +1,168 @@
+"""What binds a plan: what one more device, twice the memory and twice the link speed would each gain.
+
+In: a finished search's problem and plan, the request. Out: `WhatIf` records and a sentence for the `Plan`.
+Each case is planned again by the same rules, so that a gain is that of the change alone; in large problems by
+a short search without proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rannc_backend.ir.plan import StageCost, StagePlan, WhatIf
+from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.explanations import SAME
+from rannc_backend.planner.plan_parts import priced
+from rannc_backend.planner.plan_request import PlanRequest
+from rannc_backend.planner.search.problem import SearchProblem, Solution
+from rannc_backend.planner.search.search import SearchResult, StageSearch
+from rannc_backend.planner.settling import settle
+from rannc_backend.report.words import percent_text
+
+ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
+    "one more device",
+    "twice the memory per device",
+    "twice the bandwidth of all links",
+)
+MORE_DEVICES = "twice the devices"
+# What binds where a change gains most, and the change in a few words.
+_BINDING = {
+    ONE_MORE_DEVICE: ("the number of devices", "one more device"),
+    MORE_MEMORY: ("memory", "twice the memory"),
+    FASTER_LINKS: ("links", "twice the link speed"),
+}
+_SMALL = 500  # blocks x devices: searched in some tenths of a second, so for each change again
+_NOTICEABLE = 0.01  # share of the step: what gains less binds nothing
+
+
+def what_if(
+    request: PlanRequest, problem: SearchProblem, chosen: Solution, found: SearchResult
+) -> tuple[WhatIf, ...]:
+    """The best plans found if one thing were different. `found`: the search that `chosen` comes from."""
+    shortly = problem.num_blocks * problem.num_devices > _SMALL
+    now: Solution = chosen
+    if shortly and (found.proven_gap > 0 or request.num_stages is not None):
+        # A better plan without the change may be found as shortly: a change must beat that one.
+        again = _planned_again(request, problem, chosen, shortly)
+        now = min((plan for plan in (chosen, again) if plan is not None), key=lambda plan: plan.step_seconds)
+    result = []
+    for change, other in _cases(request, problem):
+        best = None if other is None else _planned_again(request, other, chosen, shortly)
+        if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
+            best = chosen  # it fits as well with more of anything
+        record = WhatIf(
+            change=change,
+            predicted_step_seconds=best.step_seconds,
+            num_stages=best.num_stages,
+            stage_replicas=best.replicas,
+        )
+        result.append(record)
+    return tuple(result)
+
+
+def _cases(request: PlanRequest, problem: SearchProblem) -> Iterator[tuple[str, SearchProblem | None]]:
+    """Each change with the problem that it makes; None where the options leave no use for it."""
+    cluster = problem.cluster
+
+    def on(other: Cluster) -> SearchProblem | None:
+        if request.stage_replicas is not None:
+            return None
+        return request.problem(request.costs(other), memory_bytes=problem.memory_bytes)
+
+    yield ONE_MORE_DEVICE, on(_with_one_more(cluster))
+    yield MORE_MEMORY, replace(problem, memory_bytes=2 * problem.memory_bytes)
+    fast = replace(
+        cluster,
+        intra_node=replace(cluster.intra_node, bytes_per_second=2 * cluster.intra_node.bytes_per_second),
+        inter_node=replace(cluster.inter_node, bytes_per_second=2 * cluster.inter_node.bytes_per_second),
+    )
+    yield FASTER_LINKS, replace(problem, cluster=fast)
+    if request.stage_replicas is None:
+        yield MORE_DEVICES, on(replace(cluster, num_devices=2 * cluster.num_devices))
+
+
+def _with_one_more(cluster: Cluster) -> Cluster:
+    """Where all devices are in one node, the new one is there as well: on another one it would say more of
+    the links between nodes.
+    """
+    num_devices = cluster.num_devices + 1
+    is_one_node = cluster.num_devices <= cluster.devices_per_node
+    return replace(
+        cluster,
+        num_devices=num_devices,
+        devices_per_node=max(cluster.devices_per_node, num_devices)
+        if is_one_node
+        else cluster.devices_per_node,
+    )
+
+
+def _planned_again(
+    request: PlanRequest, problem: SearchProblem, start: Solution, shortly: bool
+) -> Solution | None:
+    """The plan that the planner would take; `shortly`: a good one with the schedule of `start`."""
+    if shortly:
+        problem = replace(problem, schedules=(start.schedule,))
+    search = StageSearch(replace(problem, cluster=request.searched(problem.cluster)))
+    found = search.run_shortly(start) if shortly else search.run().solution
+    if found is None:
+        return None
+    return settle(problem, found, None if search.equal is None else priced(problem, search.equal))
+
+
+def binding(plan: Solution, stages: Sequence[StagePlan], changes: Sequence[WhatIf], *, ended: bool) -> str:
+    """What binds the plan, by what would gain most; then the slowest part of the slowest stage."""
+    slowest = _slowest(plan, stages)
+    if not ended:
+        return f"the user's interruption of the search: this is the best plan until then; slowest: {slowest}"
+    gains = _gains(plan, changes)
+    return f"{gains_text(gains)}; slowest: {slowest}" if gains else slowest
+
+
+def gains_text(gains: Mapping[str, float]) -> str:
+    """What binds, and why: `gains` has the share of the step that each change saves."""
+    ordered = sorted((change for change in _BINDING if change in gains), key=lambda change: -gains[change])
+    parts = [
+        f"{_BINDING[change][1]} by {percent_text(gains[change]) if gains[change] else 'nothing'}"
+        for change in ordered
+    ]
+    name = _BINDING[ordered[0]][0]
+    twice = gains.get(MORE_DEVICES, 0.0)
+    if gains[ordered[0]] < _NOTICEABLE:
+        # Rows and layers come in whole numbers, so one more device among many may have nothing to do.
+        is_devices = twice >= _NOTICEABLE
+        name = _BINDING[ONE_MORE_DEVICE][0] if is_devices else "none of devices, memory and links"
+        parts = [f"twice the devices by {percent_text(twice)}"] * is_devices + parts
+    first, *others = parts
+    return f"{name}: {first.replace(' by ', ' would shorten the step by ')}, {', '.join(others)}"
+
+
+def _gains(plan: Solution, changes: Sequence[WhatIf]) -> dict[str, float]:
+    """By change the share of the step that it saves."""
+    gains = {}
+    for item in changes:
+        step = item.predicted_step_seconds
+        if step is not None and plan.step_seconds > 0:
+            gain = 1 - step / plan.step_seconds
+            gains[item.change] = gain if gain >= SAME else 0.0
+    return gains
+
+
+def _slowest(plan: Solution, stages: Sequence[StagePlan]) -> str:
+    worst = max(stages, key=lambda stage: _micro_batch_seconds(stage.predicted))
+    cost = worst.predicted
+    parts = {"compute": cost.forward_seconds + cost.backward_seconds, "transfers": cost.transfer_seconds}
+    part = max(parts, key=lambda name: parts[name])
+    ranks = sum(len(stage.ranks) for stage in stages)
+    idle = sum(stage.predicted.idle_share * len(stage.ranks) for stage in stages) / ranks
+    reduction = max(stage.predicted.allreduce_seconds for stage in stages) / max(plan.step_seconds, 1e-30)
+    share = parts[part] / max(_micro_batch_seconds(cost), 1e-30)
+    return (
+        f"{part} of stage {worst.index} ({percent_text(share)} of its time); ranks compute nothing for "
+        f"{percent_text(idle)} of the step (filling, draining, waiting); the longest all-reduce is "
+        f"{percent_text(reduction)} of it, most of it beside computing"
+    )
+
+
+def _micro_batch_seconds(cost: StageCost) -> float:
+    return cost.forward_seconds + cost.backward_seconds + cost.transfer_seconds

@@ -1,0 +1,1 @@
+"""Tensors and small values between ranks."""

@@ -1,0 +1,1 @@
+"""Gradients from the backward to the optimizer, and optimizers over ranks."""

@@ -1,0 +1,428 @@
+"""Flat buffers in which the gradients of one step are summed over micro-batches and then over ranks.
+
+In: the parameters of this rank with the ranks that own each of them, and backwards that write gradients into
+the buckets. Out: per step, one view per parameter of the reduced gradient; ``publish`` puts these views where
+``torch.optim`` looks for them. Where nothing was published before, nothing is copied on the way.
+
+Terms. A *bucket* holds parameters of one dtype and one owner group (the ranks that own all of them: the
+replicas of a stage, or of several stages for tied parameters). A bucket's all-reduce starts when its last
+gradient of the last micro-batch is there, in bucket order within an owner group, so that all its ranks start
+them alike; that of a bucket of several stages after the last backward, since other stages may need what this
+backward sends before they come to theirs. A *pending* gradient belongs to a step whose backward has not been
+asked for yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from rannc_backend.kernels.message_layout import slot_elements
+from rannc_backend.runtime.gradients.loss_gradients import Number, scale_buffers
+from rannc_backend.runtime.torch_internals import (
+    accumulation_hooks,
+    any_hooks,
+    gradient_hooks,
+    num_storage_users,
+)
+from rannc_backend.runtime.world import Ranks
+
+
+class Waitable(Protocol):
+    """A started all-reduce."""
+
+    def wait(self) -> None:
+        """Block until the result is there."""
+
+
+StartReduce = Callable[[torch.Tensor, Ranks], Waitable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter's gradient lies: elements [offset, offset + numel) of bucket ``bucket``, at a
+    multiple of 128 bytes.
+    """
+
+    name: str
+    bucket: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+    place: tuple[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """What a view of the bucket is found by: offset and shape."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", (self.offset, self.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """One flat buffer: its owner group, dtype, number of elements and parameter names in order.
+
+    ``is_shared``: its ranks are those of several stages.
+    """
+
+    ranks: Ranks
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    names: tuple[str, ...]
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """All buckets of one rank. The same order of buckets per owner group on each of the group's ranks."""
+
+    buckets: tuple[BucketSpec, ...]
+    slots: Mapping[str, Slot]
+    slots_of: tuple[tuple[Slot, ...], ...] = field(init=False, repr=False, compare=False)  # of each bucket
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self,
+            "slots_of",
+            tuple(tuple([self.slots[name] for name in bucket.names]) for bucket in self.buckets),
+        )
+
+
+def plan_buckets(
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    owners: Mapping[str, Ranks],
+    stage_ranks: Ranks,
+    capacity_bytes: float,
+) -> BucketLayout:
+    """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``)
+    finishes them.
+
+    Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So
+    are their buckets, and they come last: then every rank waits for sums in an order that fits those of the
+    others, and no ranks wait for each other in a ring.
+    """
+    groups: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in parameters:
+        groups.setdefault((owners[name], tensor.dtype, tensor.device), []).append((name, tensor))
+    buckets: list[BucketSpec] = []
+    slots: dict[str, Slot] = {}
+    own = {key: members for key, members in groups.items() if key[0] == stage_ranks}
+    shared = {
+        key: groups[key] for key in sorted(groups.keys() - own.keys(), key=lambda key: (key[0], str(key[1])))
+    }
+    for (ranks, dtype, device), members in (own | shared).items():
+        spec = partial(BucketSpec, ranks=ranks, dtype=dtype, device=device, is_shared=ranks != stage_ranks)
+        if ranks != stage_ranks:
+            members = sorted(members, key=lambda member: member[0])
+        names: list[str] = []
+        numel = 0
+        for name, tensor in members:
+            if names and (numel + tensor.numel()) * dtype.itemsize > capacity_bytes:
+                buckets.append(spec(numel=numel, names=tuple(names)))
+                names, numel = [], 0
+            slots[name] = Slot(
+                name=name,
+                bucket=len(buckets),
+                offset=numel,
+                shape=tuple(tensor.shape),
+                stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
+                numel=tensor.numel(),
+            )
+            names.append(name)
+            # Kernels that read and write 16 bytes at a time would have to copy what begins elsewhere.
+            numel += slot_elements(tensor.numel(), dtype)
+        buckets.append(spec(numel=numel, names=tuple(names)))
+    return BucketLayout(buckets=tuple(buckets), slots=slots)
+
+
+NewBuffer = Callable[[BucketSpec], torch.Tensor]
+"""Makes the memory of a bucket. Zeros, since what lies between gradients is summed and scaled with them;
+nobody reads it.
+"""
+
+
+def zeros_for(spec: BucketSpec) -> torch.Tensor:
+    """Memory of this process alone."""
+    return torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device)
+
+
+Templates = dict[tuple[int, tuple[int, ...]], torch.Tensor]
+"""Views of one buffer by offset and shape. They stay with it: to make a view anew takes several times as long
+as to copy one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledBuffer:
+    """A buffer of the pool and the views of it that stay."""
+
+    memory: torch.Tensor
+    templates: Templates = field(default_factory=dict)
+
+
+class BucketMemory(NamedTuple):
+    """A buffer while a step uses it: in use as long as ``flat`` or a view of it is somewhere."""
+
+    flat: torch.Tensor
+    templates: Templates
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """A new tensor over a slot's memory. Not a view to autograd: Dynamo would follow p.grad to its base,
+        and fail over its sizes.
+        """
+        template = self.templates.get(slot.place)
+        if template is None:
+            template = self.flat.new_empty(0).set_(  # type: ignore[call-overload]
+                self.flat, slot.offset, slot.shape, slot.stride
+            )
+            self.templates[slot.place] = template
+        return template.data
+
+    def views(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """`view` of each."""
+        templates = self.templates
+        try:
+            return [templates[slot.place].data for slot in slots]
+        except KeyError:
+            return [self.view(slot) for slot in slots]
+
+
+@dataclass(slots=True)
+class BufferPool:
+    """Flat buffers that are used again when nobody else refers to them, so that a gradient that the user
+    keeps is never overwritten.
+
+    Shared by all graphs of a model: ``p.grad`` of one graph's step keeps its buffers from the others.
+    """
+
+    _buffers: dict[tuple[int, torch.dtype, torch.device, Ranks], list[PooledBuffer]] = field(
+        default_factory=dict
+    )
+
+    def take(self, spec: BucketSpec, new_buffer: NewBuffer) -> BucketMemory:
+        """A buffer for a bucket, free again when the result's memory and all views of it are gone. New ones
+        hold zeros.
+        """
+        buffers = self._buffers.setdefault((spec.numel, spec.dtype, spec.device, spec.ranks), [])
+        for buffer in buffers:
+            if num_storage_users(buffer.memory) == 1 + len(buffer.templates):
+                return BucketMemory(buffer.memory.data, buffer.templates)
+        buffers.append(PooledBuffer(new_buffer(spec)))
+        return BucketMemory(buffers[-1].memory.data, buffers[-1].templates)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer that has been made so far."""
+        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingGradients:
+    """Gradients of one step: written and added up in place, reduced, then handed out as views."""
+
+    layout: BucketLayout
+    memory: list[BucketMemory]
+    start_reduce: StartReduce
+    in_last_micro_batch: bool = False
+    ended: bool = False  # the last backward has
+    received: set[str] = field(default_factory=set)
+    _views: dict[str, torch.Tensor] = field(default_factory=dict)
+    _missing: list[set[str]] = field(default_factory=list)
+    _works: list[Waitable | None] = field(default_factory=list)
+    _started: list[bool] = field(default_factory=list)
+
+    def view(self, name: str) -> torch.Tensor:
+        """The parameter's gradient, in the memory of its bucket; always the same tensor."""
+        view = self._views.get(name)
+        if view is None:
+            bucket = self.layout.slots[name].bucket
+            # All of its bucket at once: they are asked for together.
+            self._views.update(
+                zip(
+                    self.layout.buckets[bucket].names, self.memory[bucket].views(self.layout.slots_of[bucket])
+                )
+            )
+            view = self._views[name]
+        return view
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of every bucket."""
+        return [memory.flat for memory in self.memory]
+
+    def target(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Where a micro-batch's gradient is to be written, and whether the sum of earlier ones is there to
+        add to.
+        """
+        return self.view(name), name in self.received
+
+    def targets(self, names: Sequence[str]) -> tuple[list[torch.Tensor], list[bool]]:
+        """`target` of each."""
+        return self._views_of(names), [name in self.received for name in names] if self.received else [
+            False
+        ] * len(names)
+
+    def made(self, name: str) -> None:
+        """One micro-batch's gradient has been written; starts the bucket's all-reduce when it was the last
+        one that is missing.
+        """
+        self.all_made([name])
+
+    def all_made(self, names: Sequence[str]) -> None:
+        """`made` of each."""
+        self.received.update(names)
+        if self.in_last_micro_batch:
+            slots, is_full = self.layout.slots, False
+            for name in names:
+                missing = self._missing[slots[name].bucket]
+                missing.discard(name)
+                is_full = is_full or not missing
+            if is_full:
+                self._start_ready()
+
+    def _views_of(self, names: Sequence[str]) -> list[torch.Tensor]:
+        if len(self._views) < len(self.layout.slots):
+            return [self.view(name) for name in names]
+        return list(map(self._views.__getitem__, names))
+
+    def begin_last_micro_batch(self) -> None:
+        """The last micro-batch's backward begins: from now on each gradient that comes is final."""
+        assert not self.in_last_micro_batch, "gradients armed twice"
+        self.in_last_micro_batch = True
+        self._missing = [set(bucket.names) for bucket in self.layout.buckets]
+        self._works = [None] * len(self.layout.buckets)
+        self._started = [False] * len(self.layout.buckets)
+
+    def finish(self) -> None:
+        """Start what has not been started (gradients that never came count as zero) and wait for all
+        reductions.
+        """
+        if not self.in_last_micro_batch:
+            self.begin_last_micro_batch()
+        for name in (
+            self.layout.slots.keys() - self.received if len(self.received) < len(self.layout.slots) else ()
+        ):
+            self.view(name).zero_()
+        for missing in self._missing:
+            missing.clear()
+        self.ended = True
+        self._start_ready()
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+    def _start_ready(self) -> None:
+        blocked: set[Ranks] = set()
+        for index, bucket in enumerate(self.layout.buckets):
+            if self._started[index]:
+                continue
+            if self._missing[index]:
+                blocked.add(bucket.ranks)
+            elif bucket.ranks not in blocked and (self.ended or not bucket.is_shared):
+                self._started[index] = True
+                if len(bucket.ranks) > 1:
+                    self._works[index] = self.start_reduce(self.memory[index].flat, bucket.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class StageGradients:
+    """What one stage's backward writes to: pending gradients by the position of the parameter among the
+    stage's inputs.
+    """
+
+    pending: PendingGradients
+    names: Mapping[int, str]
+
+    def targets(self, positions: Sequence[int]) -> tuple[list[torch.Tensor], list[bool]]:
+        """`target` of each."""
+        names = self.names
+        return self.pending.targets([names[position] for position in positions])
+
+    def all_made(self, positions: Sequence[int]) -> None:
+        """`made` of each."""
+        names = self.names
+        self.pending.all_made([names[position] for position in positions])
+
+    def target(self, position: int) -> tuple[torch.Tensor, bool]:
+        """See `PendingGradients.target`."""
+        return self.pending.target(self.names[position])
+
+    def made(self, position: int) -> None:
+        """See `PendingGradients.made`."""
+        self.pending.made(self.names[position])
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientBuckets:
+    """Makes the pending gradients of a step and publishes them as ``p.grad``: views of the buckets in which
+    they were made.
+    """
+
+    layout: BucketLayout
+    parameters: Mapping[str, torch.Tensor]
+    stage_ranks: Ranks
+    start_reduce: StartReduce
+    new_buffer: NewBuffer = zeros_for
+    pool: BufferPool = field(default_factory=BufferPool)
+
+    def pending(self) -> PendingGradients:
+        """Empty gradients for one step."""
+        memory = [self.pool.take(bucket, self.new_buffer) for bucket in self.layout.buckets]
+        return PendingGradients(layout=self.layout, memory=memory, start_reduce=self.start_reduce)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every buffer that has been made so far."""
+        return self.pool.tensors()
+
+    def publish(self, pending: PendingGradients, scale: Number, *, keep: bool) -> None:
+        """Add ``scale`` times the pending gradients to ``p.grad`` of every parameter of this rank, as the
+        parameters' hooks want them.
+
+        A hook gets what it gets in one process: the gradient of the whole batch, once per backward.
+        ``keep``: the pending gradients will be published again (retain_graph), so they must not be given
+        away.
+        """
+        names = self._names_with_gradient(pending)
+        if not keep:
+            scale_buffers(pending.buffers, scale)
+        if not keep and not any_hooks(self.parameters.values()):
+            for name, view in zip(names, pending.targets(names)[0]):
+                parameter = self.parameters[name]
+                if parameter.grad is None:
+                    parameter.grad = view
+                else:
+                    parameter.grad.add_(view)
+            return
+        for name in names:
+            parameter, view = self.parameters[name], pending.view(name)
+            if keep:
+                view = view * scale
+            for change in gradient_hooks(parameter):
+                changed = change(view)
+                view = view if changed is None else changed
+            if parameter.grad is None:
+                parameter.grad = view
+            else:
+                parameter.grad.add_(view)
+            for tell in accumulation_hooks(parameter):
+                tell(parameter)
+
+    def has_hooks(self) -> bool:
+        """Whether the user wants to see, or change, a gradient of this rank."""
+        return any(
+            gradient_hooks(parameter) or accumulation_hooks(parameter)
+            for parameter in self.parameters.values()
+        )
+
+    def _names_with_gradient(self, pending: PendingGradients) -> list[str]:
+        """Without those where no gradient flows, on any of the parameter's ranks: as in plain torch,
+        ``p.grad`` stays as it is.
+        """
+        received = pending.received
+        if len(received) == len(self.parameters):
+            return list(self.parameters)
+        ranks_of = {name: bucket.ranks for bucket in self.layout.buckets for name in bucket.names}
+        return [name for name in self.parameters if name in received or ranks_of[name] != self.stage_ranks]

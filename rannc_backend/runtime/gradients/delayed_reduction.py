@@ -1,0 +1,111 @@
+"""Gradients that stay each rank's own over several steps and are summed over ranks once:
+`delay_grad_allreduce`.
+
+In: a model's table and the switch. Out: buckets that leave out the all-reduce while it is delayed, and
+`reduce_gradients`, which makes it good. Terms: gradients are *local* while ``p.grad`` holds sums over this
+rank's rows only; all gradients of a model are local, or none.
+
+Exactness. What had been reduced before the first delayed step (a step without delay, then one with) is in
+``p.grad`` of every owner, and would be counted once per owner in the sum to come: it is kept on the first
+owner alone. A step that ends a delay is delayed itself and reduced together with what came before, so that
+there is one all-reduce and no rounding of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rannc_backend.runtime.gradients.buckets import (
+    GradientBuckets,
+    PendingGradients,
+    StartReduce,
+    plan_buckets,
+    zeros_for,
+)
+from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.state_hooks import Ranks
+from rannc_backend.runtime.switches import Switches
+
+
+class _Later:
+    """Nothing to wait for: the reduction comes with `reduce_gradients`."""
+
+    def wait(self) -> None:
+        return
+
+
+def _later(buffer: torch.Tensor, ranks: Ranks) -> _Later:
+    return _Later()
+
+
+@dataclass(slots=True, kw_only=True)
+class DelayableBuckets(GradientBuckets):
+    """Buckets of one graph of a model; ``capacity_bytes``: size of the buckets of a reduction that was
+    delayed.
+    """
+
+    table: ParameterTable
+    switches: Switches
+    capacity_bytes: float
+
+    def pending(self) -> PendingGradients:
+        """Empty gradients for one step; they are not reduced while that is delayed, or deferred."""
+        pending = GradientBuckets.pending(self)
+        if self.switches.delay_reductions or self.table.gradients_are_local:
+            pending.start_reduce = _later
+        return pending
+
+    def publish(self, pending: PendingGradients, scale: float | torch.Tensor, *, keep: bool) -> None:
+        """As of `GradientBuckets`; then reduce, unless that is delayed."""
+        table = self.table
+        local = pending.start_reduce is _later
+        if local and not table.gradients_are_local:
+            _count_once(table)
+            table.gradients_are_local = True
+        elif table.gradients_are_local and not local:
+            self.reduce()
+        GradientBuckets.publish(self, pending, scale, keep=keep)
+        if table.gradients_are_local and not self.switches.delay_reductions:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Sum all local gradients of the model over their owners."""
+        reduce_gradients(self.table, self.start_reduce, self.capacity_bytes)
+
+
+def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_bytes: float) -> None:
+    """Sum the gradients of every parameter over its owners, in flat buckets. Collective among owners; nothing
+    to do on one rank.
+    """
+    parameters = dict(table.module().named_parameters())
+    mine = [
+        (name, p)
+        for name, p in sorted(parameters.items())
+        if p.grad is not None and len(table.owners[name]) > 1
+    ]
+    layout = plan_buckets(mine, table.owners, (), capacity_bytes)
+    # The same order on all ranks, whatever stages they have: owner groups may overlap.
+    for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
+        buffer = zeros_for(bucket)
+        views = []
+        for name in bucket.names:
+            slot = layout.slots[name]
+            # As in buckets.py: not a view to autograd, which Dynamo would follow.
+            views.append(
+                buffer.new_empty(0)
+                .set_(buffer, slot.offset, slot.shape, slot.stride)  # type: ignore[call-overload]
+                .copy_(parameters[name].grad)
+            )
+        start_reduce(buffer, bucket.ranks).wait()
+        for name, view in zip(bucket.names, views, strict=True):
+            parameters[name].grad = view
+    table.gradients_are_local = False
+
+
+def _count_once(table: ParameterTable) -> None:
+    for name, parameter in table.module().named_parameters():
+        if parameter.grad is not None and table.owns(name) and not table.counts(name):
+            # Not in place: the user may have kept the tensor.
+            parameter.grad = torch.zeros_like(parameter.grad)

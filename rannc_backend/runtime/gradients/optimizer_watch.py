@@ -1,0 +1,200 @@
+"""Looks at every optimizer step of a job of several ranks, before it changes anything.
+
+In: torch's global hook of optimizer steps, and the tables of ownership. Out: an error, or the step as it is
+and a number that the ranks compare (`step_counts.py`). Refused are gradients that are not what one process
+would have: delayed sums, gradients of parameters outside of any compiled model, gradients of plain calls; and
+optimizers that could not do on one rank's parameters what they do on all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rannc_backend.errors import (
+    CoupledOptimizerError,
+    PlainGradientError,
+    ShardingOptimizerError,
+    UnsynchronizedGradientError,
+)
+from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
+from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
+from rannc_backend.runtime.torch_internals import replace_zero_grad
+from rannc_backend.runtime.world import World
+from rannc_backend.settings import hooks
+
+# They keep their state, or parameters, in step over ranks by collectives of their own.
+_SHARDING = frozenset({"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"})
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one optimizer, as long as its groups are these."""
+
+    sizes: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the tables that there were
+    keys: Keys
+    tables: list[ParameterTable]
+    outside: list[tuple[str, torch.Tensor]]
+    settings: str
+    num_backwards: int = 0  # of compiled models, at the last update
+
+
+class OptimizerWatch:
+    """See the module docstring.
+
+    Args:
+        tables: of all models that are planned.
+        is_synchronized: whether a parameter outside of compiled models has its gradients averaged over ranks.
+        checks: whether optimizers are to be tried before their first step.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        tables: Callable[[], Sequence[ParameterTable]],
+        is_synchronized: Callable[[torch.Tensor], bool],
+        checks: Callable[[], bool],
+    ) -> None:
+        self._world = world
+        self._tables = tables
+        self._is_synchronized = is_synchronized
+        self._checks = checks
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._is_trying = False
+        self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def install(self) -> Callable[[], None]:
+        """From now on, until what this gives is called."""
+        self._world.counts.owners_of = self._owners_of
+        return hooks.together(
+            hooks.register("optimizer steps", register_optimizer_step_pre_hook, self._before_step),
+            replace_zero_grad(self._before_clear),
+        )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        known = self._of(optimizer)
+        if not known.keys:
+            return
+        assert not self._is_trying, "a copy of an optimizer steps the optimizer itself"
+        for table in known.tables:
+            table.require_reduced_gradients("optimizer.step()")
+        name = type(optimizer).__name__
+        if any(cls.__name__ in _SHARDING for cls in type(optimizer).__mro__):
+            raise ShardingOptimizerError(name)
+        loose = [place for place, p in known.outside if p.grad is not None and not self._is_synchronized(p)]
+        if loose:
+            raise UnsynchronizedGradientError(name, loose)
+        self._try(optimizer, known)
+        self._take_plain_gradients(known)
+        counts = self._world.counts.of_parameters(known.keys)
+        counts.num_updates += 1
+        rates = [_plain(group.get("lr")) for group in optimizer.param_groups]
+        counts.settings = f"{known.settings}, learning rates {rates}"
+
+    def _before_clear(self, optimizer: torch.optim.Optimizer) -> None:
+        known = self._of(optimizer)
+        if known.keys:
+            self._world.counts.of_parameters(known.keys).num_clears += 1
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> _Known:
+        tables = self._tables()
+        sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+        numbers = tuple(table.number for table in tables)
+        known = self._known.get(optimizer)
+        if known is None or known.sizes != sizes or known.numbers != numbers:
+            before = 0 if known is None else known.num_backwards
+            known = self._known[optimizer] = self._look(optimizer, sizes, tables)
+            known.num_backwards = before
+        return known
+
+    def _look(
+        self, optimizer: torch.optim.Optimizer, sizes: tuple[int, ...], tables: Sequence[ParameterTable]
+    ) -> _Known:
+        keys, outside, found = [], [], {}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                table = next((table for table in tables if table.name_of(parameter) is not None), None)
+                if table is None:
+                    outside.append(
+                        (f"group {number}, parameter {index} of shape {list(parameter.shape)}", parameter)
+                    )
+                else:
+                    keys.append(table.key_of(parameter))
+                    found[id(table)] = table
+        return _Known(
+            sizes=sizes,
+            numbers=tuple(table.number for table in tables),
+            keys=tuple(keys),
+            tables=list(found.values()),
+            outside=outside,
+            settings=_settings(optimizer),
+        )
+
+    def _try(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
+        """Once: refuse it, or one that stands around it, if it couples parameters of which this rank lacks
+        some.
+        """
+        if optimizer in self._tried or not self._checks():
+            return
+        parameters = parameters_of(optimizer)
+        lacks = any(table.lacks(parameter) for table in known.tables for parameter in parameters)
+        for each in optimizers_of(parameters) if lacks else ():
+            self._is_trying = True
+            try:
+                couples = couples_parameters(each)
+            finally:
+                self._is_trying = False
+            if couples or couples is None:
+                raise CoupledOptimizerError(type(each).__name__, known=couples is True)
+            self._tried.add(each)
+        self._tried.add(optimizer)
+
+    def _take_plain_gradients(self, known: _Known) -> None:
+        """Refuse an update by plain gradients alone; the others compare theirs when the ranks agree on
+        something next.
+        """
+        counts: StepCounts = self._world.counts
+        for table in known.tables:
+            found = table.take_plain_gradients()
+            if found and counts.num_backwards == known.num_backwards:
+                raise PlainGradientError(
+                    f"{name_of(next(iter(found)))!r} was about to be updated by the gradient of a plain call "
+                    "on this rank's rows alone: the compiled model has had no backward since the last update"
+                )
+            counts.plain_gradients.update(found)
+        known.num_backwards = counts.num_backwards
+
+    def _owners_of(self, key: str) -> tuple[int, ...]:
+        for table in self._tables():
+            if (owners := table.owners_of_key(key)) is not None:
+                return owners
+        return ()
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    """Class and settings, as text: those that its constructor takes, but for the learning rate, which
+    schedules change.
+    """
+    names = sorted(name for name in optimizer.defaults if name != "lr")
+    texts = [
+        ", ".join(f"{name}={_plain(group.get(name))}" for name in names) for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(texts))})"
+
+
+def _plain(value: Any) -> str:
+    """A number or a text in words; "..." for what is neither, or on a device that would have to be waited
+    for.
+    """
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "..."
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_plain, value))})"
+    return repr(value) if isinstance(value, bool | int | float | str | type(None)) else "..."

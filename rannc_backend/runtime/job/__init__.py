@@ -1,0 +1,1 @@
+"""A job from its start to its end: meeting, watching, failing."""

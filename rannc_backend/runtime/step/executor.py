@@ -1,0 +1,464 @@
+"""Interprets a rank's program: one handler for each kind of action.
+
+In: the compiled stage of this rank, the edges, a program (tuple of actions) and a `StepState`. Out: the state
+after the program: sums, row outputs, gradients. There is no autograd here: forward and backward are
+callables, saved values are explicit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
+from rannc_backend.ir.exchange import Edge, Value
+from rannc_backend.kernels.message_layout import MessageLayout
+from rannc_backend.kernels.record_table import CopyReport
+from rannc_backend.runtime.gradients.buckets import StageGradients
+from rannc_backend.runtime.rows import Piece
+from rannc_backend.runtime.step.messages import (
+    Incoming,
+    RowsTensors,
+    assemble,
+    layout_of,
+    make_incoming,
+    make_message,
+    slice_rows,
+)
+from rannc_backend.runtime.step.send_buffers import SendBuffers
+from rannc_backend.runtime.step.step_state import StepState
+from rannc_backend.runtime.torch_internals import storage_key
+from rannc_backend.runtime.trace.copy_report import BUCKETS, MESSAGES
+from rannc_backend.runtime.trace.meter import StepRecord
+from rannc_backend.runtime.world import QueueTurn, World
+
+_Key = TypeVar("_Key")
+_MAX_LAYOUTS = 1024  # of messages: channels, times numbers of rows
+
+
+class StageSlot(Protocol):
+    """An input or output of a stage: the value's name and what it is."""
+
+    name: str
+    kind: str
+
+
+class Stage(Protocol):
+    """What the executor needs of a compiled stage (`compile_stages.CompiledStage` in production)."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+    grad_parameters: tuple[int, ...]
+    stored_outputs: tuple[int, ...]
+    stored_gradients: tuple[int, ...]
+    gradient_copies: CopyReport
+
+    def forward(
+        self, args: Sequence[torch.Tensor], destinations: Destinations
+    ) -> tuple[list[torch.Tensor], Any]:
+        """Outputs and saved values."""
+
+    def backward(
+        self,
+        saved: Any,
+        grads: Sequence[torch.Tensor | None],
+        sink: StageGradients,
+        destinations: Destinations,
+    ) -> list[torch.Tensor]:
+        """Gradients of `grad_inputs`; those of `grad_parameters` go to the sink."""
+
+    def infer(self, args: Sequence[torch.Tensor], destinations: Destinations) -> list[torch.Tensor]:
+        """Outputs only."""
+
+
+Destinations = Mapping[int, torch.Tensor]
+"""Memory for outputs, or for gradients of inputs, by position: parts of messages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Executor:
+    """Plays this rank's part. ``tensors`` holds parameters and buffers by the stage's placeholder names.
+
+    A rank that the plan has no work for has neither stage nor index; it only hands out inputs and takes
+    outputs.
+    ``examples``: in a rehearsal, where nothing arrives, a row for each value that is known, as [1, elements];
+    zeros for the others.
+    """
+
+    world: World
+    stage_index: int | None
+    stage: Stage | None
+    edges: Mapping[tuple[int, int], Edge]
+    tensors: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    parameter_names: Mapping[str, str]
+    updated_buffers: frozenset[str]
+    limit_seconds: float
+    send_buffers: SendBuffers
+    examples: Mapping[str, torch.Tensor] | None = None
+    _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict, init=False)
+    _num_readers: dict[str, int] = field(default_factory=dict, init=False)
+    _names: tuple[tuple[int, ...], dict[int, str]] = field(
+        default=((), {}), init=False
+    )  # of parameters, and for which positions
+    _layouts: dict[tuple[Channel, int], MessageLayout] = field(
+        default_factory=dict, init=False
+    )  # by number of rows
+
+    def __post_init__(self) -> None:
+        kind = ActionKind
+        self._handlers = {
+            kind.FORWARD: self._forward,
+            kind.BACKWARD: self._backward,
+            kind.SEND_FORWARD: self._send,
+            kind.SEND_GRADIENT: self._send,
+            kind.RECEIVE_FORWARD: self._post_receive,
+            kind.RECEIVE_GRADIENT: self._post_receive,
+            kind.WAIT_FORWARD: self._wait_forward,
+            kind.WAIT_GRADIENT: self._wait_gradient,
+            kind.DONE_FORWARD: self._send_done,
+            kind.DONE_GRADIENT: self._send_done,
+            kind.ARM_REDUCTIONS: self._begin_last_micro_batch,
+            kind.WAIT_REDUCTIONS: self._finish_reductions,
+        }
+        for (source, _), edge in self.edges.items():
+            if source == self.stage_index:
+                for value in edge.forward:
+                    self._num_readers[value.name] = self._num_readers.get(value.name, 0) + 1
+
+    def run(
+        self, program: Program, phases: Sequence[str], state: StepState, turns: Sequence[QueueTurn] = ()
+    ) -> None:
+        """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor.
+
+        ``turns``: of this rank's messages, where the device runs behind the host.
+        """
+        prefix = f"step {state.number}, " + (
+            f"stage {self.stage_index}, " if self.stage is not None else "no stage, "
+        )
+        transport = self.world.transport
+        transport.begin_step(turns)
+        self.send_buffers.begin()
+        with torch.no_grad():
+            if state.record is not None:
+                self._run_measured(program, phases, state, prefix, state.record)
+            else:
+                for place, (action, phase) in enumerate(zip(program, phases, strict=True)):
+                    self.world.monitor.phase(prefix + phase)
+                    transport.reach(place)
+                    self._handlers[action.kind](action, state)
+            transport.reach(len(program))
+
+    def _run_measured(
+        self, program: Program, phases: Sequence[str], state: StepState, prefix: str, record: StepRecord
+    ) -> None:
+        mark, marks = record.mark, record.marks_of(program)
+        with record.following():
+            marks.append(mark())
+            for place, (action, phase) in enumerate(zip(program, phases, strict=True)):
+                self.world.monitor.phase(prefix + phase)
+                self.world.transport.reach(place)
+                self._handlers[action.kind](action, state)
+                marks.append(mark())
+                if record.tracker is not None and action.kind is ActionKind.FORWARD:
+                    # Compiled kernels allocate what they return themselves.
+                    record.tracker.add([*state.saved.get(action.micro_batch, ()), *state.values.values()])
+
+    def _forward(self, action: Action, state: StepState) -> None:
+        m = action.micro_batch
+        assert self.stage is not None, "no stage here"
+        args = [self._argument(slot, m, state) for slot in self.stage.inputs]
+        if state.training:
+            outputs, state.saved[m] = self.stage.forward(args, self._destinations("F", m, state))
+        else:
+            outputs = self.stage.infer(args, self._destinations("F", m, state))
+        del args
+        for position, (slot, tensor) in enumerate(zip(self.stage.outputs, outputs, strict=True)):
+            self._keep_output(position, slot, tensor, m, state)
+        self.world.transport.after_compute()
+
+    def _argument(self, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
+        match slot.kind:
+            case "parameter":
+                return self.tensors[slot.name]
+            case "buffer":
+                return self._buffer(slot.name, micro_batch, state)
+            case "batch" | "boundary":
+                return state.inbox.pop((slot.name, micro_batch))
+            case "replicated":
+                return state.inputs[slot.name]
+            case "first_row":
+                assert self.stage_index is not None, "no stage here"
+                start, _ = state.rows.interval(self.stage_index, self.world.rank, micro_batch)
+                # Not torch.tensor: that copies from the host, and a copy waits for the device.
+                return torch.full((), start, dtype=torch.int64, device=self.world.device)
+            case _:
+                return state.scalars[slot.name]
+
+    def _buffer(self, name: str, micro_batch: int, state: StepState) -> torch.Tensor:
+        key = (name, micro_batch)
+        if key in state.buffers_read:
+            return state.buffers_read[key]
+        tensor = self.tensors[name]
+        # Saved values may alias the argument, and the update after the forward writes the buffer in place.
+        tensor = tensor.clone() if name in self.updated_buffers else tensor
+        if state.training:
+            state.buffers_read[key] = tensor
+        return tensor
+
+    def _keep_output(
+        self, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: StepState
+    ) -> None:
+        match slot.kind:
+            case "boundary" | "rows":
+                if slot.name in self._num_readers:
+                    state.values[slot.name, micro_batch] = tensor
+                    state.readers[slot.name, micro_batch] = self._num_readers[slot.name]
+            case "partial":
+                exact = tensor.double() if tensor.is_floating_point() else tensor
+                if tensor.is_complex():
+                    exact = tensor.to(torch.complex128)
+                state.partials[slot.name] = (
+                    state.partials[slot.name] + exact if slot.name in state.partials else exact
+                )
+            case "buffer":
+                if state.apply_buffer_updates and (
+                    not slot.once or micro_batch == state.rows.num_micro_batches - 1
+                ):
+                    self.buffers[slot.fqn].copy_(tensor)
+            case "replicated":
+                state.replicated_outputs[slot.name] = tensor
+
+    def _backward(self, action: Action, state: StepState) -> None:
+        m = action.micro_batch
+        assert self.stage is not None, "no stage here"
+        stage = self.stage
+        # A list is emptied by the stage, so that each saved value is freed after its last use.
+        saved = state.saved[m] if state.keep_saved else list(state.saved.pop(m))
+        grads = [state.output_gradient(stage.outputs[position], m) for position in stage.grad_outputs]
+        assert state.pending is not None, "backward without gradient buffers"
+        sink = StageGradients(state.pending, self._gradient_names(stage))
+        results = stage.backward(saved, grads, sink, self._destinations("B", m, state))
+        if state.copies is not None:
+            state.copies.add(BUCKETS, m, stage.gradient_copies)
+        for position, gradient in zip(stage.grad_inputs, results, strict=True):
+            slot = stage.inputs[position]
+            state.input_gradients[slot.name, m] = gradient
+        del saved, grads
+        self.world.transport.after_compute()
+
+    def _gradient_names(self, stage: Stage) -> Mapping[int, str]:
+        """Of the parameters, by their positions. A stage that is compiled for more later may come to have
+        others.
+        """
+        positions = stage.grad_parameters
+        if self._names[0] != positions:
+            self._names = (
+                positions,
+                {position: self.parameter_names[stage.inputs[position].name] for position in positions},
+            )
+        return self._names[1]
+
+    def _destinations(self, direction: str, micro_batch: int, state: StepState) -> Destinations:
+        """Acquire the buffers of messages that hold several values, where the stage writes some of them
+        itself.
+        """
+        stage, index = self.stage, self.stage_index
+        assert stage is not None and index is not None, "no stage here"
+        if direction == "F":
+            stored = {stage.outputs[position].name: position for position in stage.stored_outputs}
+        else:
+            stored = {stage.inputs[position].name: position for position in stage.stored_gradients}
+        found: dict[int, torch.Tensor] = {}
+        for (source, destination), edge in self.edges.items() if stored else ():
+            own, other, values = (
+                (source, destination, edge.forward)
+                if direction == "F"
+                else (destination, source, edge.gradient)
+            )
+            if own == index and other >= 0 and any(value.name in stored for value in values):
+                pieces = state.rows.pieces(own, other, self.world.rank, micro_batch)
+                start, stop = state.rows.interval(own, self.world.rank, micro_batch)
+                # Rows that go to several ranks are packed for each.
+                if [(piece.start, piece.stop) for piece in pieces] == [(start, stop)]:
+                    channel = Channel(own, other, direction)
+                    found |= self.send_buffers.destinations(
+                        channel, micro_batch, pieces[0].peer, values, stop - start, stored
+                    )
+        return found
+
+    def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
+        if channel.direction == "F":
+            edge = self.edges[channel.source, channel.destination]
+            return edge, edge.forward
+        edge = self.edges[channel.destination, channel.source]
+        return edge, edge.gradient
+
+    def _send(self, action: Action, state: StepState) -> None:
+        channel, m = action.channel, action.micro_batch
+        _, values = self._edge(channel)
+        pieces = state.rows.pieces(action.stage, action.peer, self.world.rank, m)
+        tensors, start = self._outgoing(action, values, state)
+        for piece in pieces:
+            rows = slice_rows(tensors, values, start, piece)
+            if piece.peer == self.world.rank:
+                state.local_messages[channel, m].append((piece, rows))
+            else:
+                message = self._message(action, piece, tensors, rows, state)
+                work = self.world.transport.isend(message, piece.peer, str(channel))
+                state.sends[channel, m].append(work)
+
+    def _layout(self, channel: Channel, piece: Piece) -> MessageLayout:
+        """How the rows of a piece lie in their message: worked out once for each number of rows."""
+        key = (channel, piece.stop - piece.start)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = layout_of(self._edge(channel)[1], piece.stop - piece.start)
+        return layout
+
+    def _message(
+        self,
+        action: Action,
+        piece: Piece,
+        tensors: Sequence[torch.Tensor],
+        rows: RowsTensors,
+        state: StepState,
+    ) -> torch.Tensor:
+        layout = self._layout(action.channel, piece)
+        if action.stage < 0 or action.peer < 0:
+            return make_message(
+                rows, layout
+            )  # of the user's tensors, or for the user; memory is not kept for these
+        packed = self.send_buffers.pack(action.channel, action.micro_batch, piece.peer, rows, layout)
+        if state.copies is None:
+            return packed.message
+        state.copies.add(MESSAGES, action.micro_batch, packed.report)
+        for tensor, row in zip(tensors, rows, strict=True):
+            if storage_key(tensor) != storage_key(row):  # its samples do not lie one after the other
+                state.copies.add(
+                    MESSAGES, action.micro_batch, CopyReport(bytes_copied=row.nbytes, launches=1)
+                )
+        return packed.message
+
+    def _outgoing(
+        self, action: Action, values: Sequence[Value], state: StepState
+    ) -> tuple[list[torch.Tensor], int]:
+        """The tensors to send and the global row at which they begin."""
+        m = action.micro_batch
+        if action.stage in (INPUT, OUTPUT):
+            source = state.inputs if action.stage == INPUT else state.grad_outputs
+            start, _ = state.rows.owned_rows(action.stage, self.world.rank)
+            return [source[value.name] for value in values], start
+        start, _ = state.rows.interval(action.stage, self.world.rank, m)
+        if action.kind is ActionKind.SEND_GRADIENT:
+            return [state.input_gradients.pop((value.name, m)) for value in values], start
+        tensors = []
+        for value in values:
+            key = (value.name, m)
+            tensors.append(state.values[key])
+            state.readers[key] -= 1
+            if state.readers[key] == 0:
+                del state.values[key], state.readers[key]
+        return tensors, start
+
+    def _send_done(self, action: Action, state: StepState) -> None:
+        for work in state.sends.pop((action.channel, action.micro_batch), ()):
+            work.wait(self.limit_seconds)
+        self.send_buffers.done(action.channel, action.micro_batch)
+
+    def _post_receive(self, action: Action, state: StepState) -> None:
+        channel, m = action.channel, action.micro_batch
+        _, values = self._edge(channel)
+        for piece in state.rows.pieces(action.stage, action.peer, self.world.rank, m):
+            if piece.peer != self.world.rank:
+                incoming = make_incoming(
+                    self._layout(channel, piece), piece, self.world.transport.acquire_message
+                )
+                if self.examples is not None:
+                    self._fill(incoming, values, self.examples)
+                work = self.world.transport.irecv(incoming.buffer, piece.peer, str(channel))
+                state.receives[channel, m].append((incoming, work))
+
+    def _fill(
+        self, incoming: Incoming, values: Sequence[Value], examples: Mapping[str, torch.Tensor]
+    ) -> None:
+        for value, rows in zip(values, incoming.views, strict=True):
+            if value.name in examples:
+                value.to_rows(rows).copy_(examples[value.name])  # the rows of a message are a view so
+            else:
+                rows.zero_()
+
+    def _arrived(self, action: Action, state: StepState) -> list[torch.Tensor] | None:
+        """The values of this rank's rows once all pieces are there; None when it has no rows in this
+        micro-batch.
+        """
+        channel, m = action.channel, action.micro_batch
+        arrived = state.local_messages.pop((channel, m), [])
+        for incoming, work in state.receives.pop((channel, m), ()):
+            work.wait(self.limit_seconds)
+            arrived.append((incoming.piece, incoming.views))
+        start, stop = state.rows.interval(action.stage, self.world.rank, m)
+        if start == stop:
+            return None
+        _, values = self._edge(channel)
+        return assemble(values, arrived, start, stop, overlapping=action.peer == OUTPUT)
+
+    def _wait_forward(self, action: Action, state: StepState) -> None:
+        tensors = self._arrived(action, state)
+        if tensors is None:
+            return
+        target = state.row_outputs if action.stage == OUTPUT else state.inbox
+        for value, tensor in zip(self._edge(action.channel)[1], tensors, strict=True):
+            target[value.name, action.micro_batch] = tensor
+
+    def _wait_gradient(self, action: Action, state: StepState) -> None:
+        tensors = self._arrived(action, state)
+        if tensors is None:
+            return
+        m = action.micro_batch
+        kind = "rows" if action.peer == OUTPUT else "boundary"
+        for value, tensor in zip(self._edge(action.channel)[1], tensors, strict=True):
+            if action.stage == INPUT:
+                _accumulate(state.user_gradients, (value.name, m), tensor)
+            else:
+                _accumulate(state.output_gradients, (kind, value.name, m), tensor)
+
+    def _begin_last_micro_batch(self, action: Action, state: StepState) -> None:
+        assert state.pending is not None, "reductions without gradient buckets"
+        state.pending.begin_last_micro_batch()
+
+    def _finish_reductions(self, action: Action, state: StepState) -> None:
+        assert state.pending is not None, "reductions without gradient buckets"
+        state.pending.finish()
+
+
+def describe(program: Program) -> tuple[str, ...]:
+    """What each action does, in words: "micro-batch 3, forward (2F3)"."""
+    words = {
+        "F": "forward",
+        "B": "backward",
+        "A": "gradient reduction",
+        "G": "waiting for gradient reductions",
+    }
+    verbs = {"S": "sending", "R": "receiving", "W": "waiting for", "D": "finishing the send of"}
+    texts = []
+    for action in program:
+        spelling = action.kind.value
+        if len(spelling) == 1:
+            what = words.get(spelling, spelling)
+        else:
+            what = f"{verbs[spelling[0]]} {'values' if spelling[1] == 'F' else 'gradients'}"
+        where = f"micro-batch {action.micro_batch}, " if action.micro_batch >= 0 else ""
+        texts.append(f"{where}{what} ({action})")
+    return tuple(texts)
+
+
+def _accumulate(target: dict[_Key, torch.Tensor], key: _Key, tensor: torch.Tensor) -> None:
+    target[key] = target[key] + tensor if key in target else tensor

@@ -1,0 +1,497 @@
+"""One captured graph at run time: a call on all ranks, from this rank's inputs to its outputs, and the
+backward that belongs to it.
+
+In: this rank's user tensors, or the gradients of the outputs. Out: this rank's rows and the scalars of the
+global batch; gradients published in ``p.grad``.
+
+Terms. *Eager backward* (1F1B): one program runs forwards and backwards during the forward call, with the
+gradient of the first differentiable scalar (the *loss*) as given; backward only scales what is there. The
+seed is the gradient that came last time, since nobody knows this step's yet. *Deferred backward*
+(fill-drain): forwards run in the forward call, backwards in the backward call. A graph is switched to
+deferred backward for good the first time that something other than the loss receives a gradient; that step is
+run again. A graph of *narrow range* computes in float16 somewhere: what overflows and what vanishes there
+depends on the loss gradient, so scaling afterwards cannot make up for a wrong one, and the step is run again
+with the right one (a GradScaler changes its scale rarely).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rannc_backend.errors import TooFewSamplesError, UserInputError
+from rannc_backend.ir.action import INPUT, OUTPUT, Program, Turn
+from rannc_backend.kernels.plain_memory import plain_memory, without_marks
+from rannc_backend.runtime.agreement import agree, exchanging
+from rannc_backend.runtime.gradients.buckets import GradientBuckets
+from rannc_backend.runtime.gradients.loss_gradients import Number, if_within, means_on_device, ratio
+from rannc_backend.runtime.host_resources import give_back_memory, keep_freed_memory
+from rannc_backend.runtime.rows import RowTable
+from rannc_backend.runtime.shared_buffers import SharedBuffers
+from rannc_backend.runtime.step.compile_watch import CompileWatch
+from rannc_backend.runtime.step.digests import Digests
+from rannc_backend.runtime.step.executor import Executor, describe
+from rannc_backend.runtime.step.graph_settings import (
+    RuntimeInput,
+    RuntimeSettings,
+    StepCounter,
+    TrainingStep,
+    check_replicated,
+    local_rows_of,
+)
+from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.runtime.step.rehearsal import Rehearsal
+from rannc_backend.runtime.step.scalars import ScalarGraphs, total_over_ranks
+from rannc_backend.runtime.step.step_state import StepState
+from rannc_backend.runtime.step.user_outputs import RuntimeOutput, collect_outputs, refuse_several_numbers
+from rannc_backend.runtime.step.versions import VersionCheck, refuse_changes
+from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
+from rannc_backend.runtime.trace.copy_report import CopyLog
+from rannc_backend.runtime.trace.event_trace import EventTrace
+from rannc_backend.runtime.trace.meter import StepMeter
+from rannc_backend.runtime.world import QueueTurn, World
+
+logger = logging.getLogger(__name__)
+
+# A loss gradient within these bounds costs no digits in float32 or bfloat16.
+_MIN_LOSS_GRADIENT, _MAX_LOSS_GRADIENT = 2.0**-24, 2.0**24
+_MAX_TURNS = 32  # of steps with other rows; those of a training are few
+
+
+@dataclass(slots=True, kw_only=True)
+class GraphRuntime:
+    """See the module docstring. ``make_executor(kind, rows)`` compiles for "loss" (only scalars are
+    differentiated), "all" or "infer".
+    """
+
+    label: str
+    world: World
+    settings: RuntimeSettings
+    counter: StepCounter
+    inputs: tuple[RuntimeInput, ...]
+    outputs: tuple[RuntimeOutput, ...]
+    scalars: ScalarGraphs
+    buckets: GradientBuckets
+    shared_buffers: SharedBuffers
+    make_executor: Callable[[str, RowTable], Executor]
+    make_program: Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]
+    loss_index: int | None
+    is_random: bool
+    switches: Switches = field(default_factory=Switches)
+    copies: CopyLog | None = None
+    meter: StepMeter | None = None
+    trace: EventTrace | None = None
+    rehearsal: Rehearsal | None = None
+    _executors: dict[str, Executor] = field(default_factory=dict)
+    _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...], tuple[Turn, ...]]] = field(
+        default_factory=dict
+    )
+    _turns: dict[tuple[str, str, RowTable], tuple[QueueTurn, ...]] = field(default_factory=dict)
+    _deferred: bool = False
+    _rows: RowTable | None = None
+    _digests: Digests = field(default_factory=Digests)
+
+    def message_tensors(self) -> list[torch.Tensor]:
+        """Buffers of messages that stay from step to step."""
+        return [tensor for executor in self._executors.values() for tensor in executor.send_buffers.tensors]
+
+    @without_autocast
+    def begin(self, user_tensors: Sequence[torch.Tensor], *, training: bool) -> StepState:
+        """Agree with the other ranks on this step's rows and random seed; nothing is computed yet.
+
+        ``user_tensors``: by ``inputs``.
+        """
+        if self.switches.observer is not None:
+            self.switches.observer.begun(self, user_tensors)
+        tensors = {
+            spec.name: without_marks(tensor.detach())
+            for spec, tensor in zip(self.inputs, user_tensors, strict=True)
+        }
+        # The graphs are of contiguous batches (see capture_trace.py), and labels[:, 1:] is none.
+        tensors |= {
+            spec.name: plain_memory(tensors[spec.name]) for spec in self.inputs if spec.kind == "batch"
+        }
+        local_rows = local_rows_of(self.inputs, tensors)
+        pairs = zip(self.inputs, user_tensors, strict=True)
+        digests = [self._digests.of(spec.name, tensor) for spec, tensor in pairs if spec.kind == "replicated"]
+        # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
+        rng_seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
+        kind = "training step" if training else "inference step"
+        delayed = training and self.switches.delay_reductions
+        if delayed and self.buckets.has_hooks():
+            raise UserInputError(
+                "a parameter has hooks for its gradient, which with delay_grad_allreduce is not the gradient "
+                "yet",
+                cure="change p.grad after allreduce_grads, in place of the hook",
+            )
+        kind += " with delay_grad_allreduce" * delayed
+        answers = self._agree_with_measured(f"{kind} of {self.label}", [local_rows, rng_seed, digests])
+        check_replicated(self.inputs, [answer[2] for answer in answers])
+        rows_by_rank = tuple(answer[0] for answer in answers)
+        rows = self._row_table(rows_by_rank)
+        record = None
+        if training and self.meter is not None:
+            record = self.meter.begin(rows.global_rows, rows.num_micro_batches, tensors.values())
+        device = self.world.device
+        scalars = {
+            # Not torch.tensor: that copies from the host, and a copy waits for the device.
+            "rng_seed": torch.full((), answers[0][1], dtype=torch.int64, device=device),
+            "global_rows": torch.full((), rows.global_rows, dtype=torch.int64, device=device),
+        }
+        counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
+        with exchanging(self.world):
+            scalars.update(
+                self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device)
+            )
+        self.counter.number += 1
+        if self.counter.number == 1 and self.world.rank == 0 and self.world.device_problem:
+            logger.warning("%s", self.world.device_problem)
+        if self.trace is not None:
+            record = self.trace.begin(record, self.counter.number, kind, rows)
+        state = StepState(
+            number=self.counter.number,
+            rows=rows,
+            inputs=tensors,
+            scalars=scalars,
+            training=training,
+            record=record,
+        )
+        if self.copies is None or self.copies.own is not None:
+            state.copies = None
+        return state
+
+    def _agree_with_measured(self, what: str, payload: list[Any]) -> list[Any]:
+        """`agree`, which also carries what was measured when that is due: at the same time on all ranks."""
+        measured = self.meter.measured() if self.meter is not None else None
+        answers = agree(self.world, what, [*payload, measured])
+        if self.meter is not None and measured is not None:
+            self.meter.deliver([answer[-1] for answer in answers])
+        return answers
+
+    def _row_table(self, rows_by_rank: tuple[int, ...]) -> RowTable:
+        settings = self.settings
+        most_replicas = max(len(ranks) for ranks in settings.stage_ranks)
+        table = RowTable(
+            local_rows=rows_by_rank,
+            num_micro_batches=1,
+            stage_ranks=settings.stage_ranks,
+            gather_inputs=settings.gather_inputs,
+        )
+        if table.global_rows < most_replicas:
+            raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
+        table = replace(
+            table, num_micro_batches=min(settings.num_micro_batches, table.global_rows // most_replicas)
+        )
+        if table != self._rows:
+            self._rows = table  # the last one remembers what messages have asked it
+        return self._rows
+
+    def _all_reduce(self) -> Callable[[torch.Tensor], None] | None:
+        if self.world.size == 1:
+            return None
+        everyone = tuple(range(self.world.size))
+        limit = self.settings.step_limit_seconds
+        return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
+
+    def executor(self, kind: str, rows: RowTable, state: StepState | None = None) -> Executor:
+        """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for
+        the slowest.
+
+        ``state``: the step that begins; it is rehearsed first where that is needed.
+        """
+        rehearsal = None
+        if state is not None and self.rehearsal is not None and self.rehearsal.is_needed(kind, rows):
+            rehearsal = self.rehearsal
+        if kind not in self._executors or rehearsal is not None:
+            stage = next(
+                (i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks), None
+            )
+            part = f"stage {stage}" if stage is not None else "nothing"
+            with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
+                if kind not in self._executors:
+                    self._executors[kind] = without_anomaly_detection(self.make_executor)(kind, rows)
+                if rehearsal is not None and state is not None:
+                    without_anomaly_detection(self._rehearse)(rehearsal, kind, state)
+                watch.done()
+                agree(
+                    self.world,
+                    f"compilation of {self.label}",
+                    limit_seconds=self.settings.compile_limit_seconds,
+                )
+            if rehearsal is not None:
+                rehearsal.done(kind, rows)
+            if self.world.device.type == "cpu":
+                give_back_memory()  # of compilers, and of parameters that have moved
+                keep_freed_memory()
+        return self._executors[kind]
+
+    def _rehearse(self, rehearsal: Rehearsal, kind: str, state: StepState) -> None:
+        phases = {"loss": ("train",), "all": ("forward", "backward"), "infer": ("infer",)}[kind]
+        programs = [
+            (phase, *self._program(kind, phase, state.rows.num_micro_batches)[:2]) for phase in phases
+        ]
+        ones = [1.0] * self._num_scalars
+        rehearsal.run(
+            kind,
+            self._executors[kind],
+            programs,
+            state,
+            self.buckets.pending,
+            lambda: self.scalars.partial_gradients(state.scalars, ones, self.world.device),
+        )
+        if state.record is not None:
+            state.record.spoiled = True
+
+    def _program(
+        self, kind: str, phase: str, num_micro_batches: int
+    ) -> tuple[Program, tuple[str, ...], tuple[Turn, ...]]:
+        key = (kind, phase, num_micro_batches)
+        if key not in self._programs:
+            program, turns = self.make_program(*key)
+            self._programs[key] = (program, describe(program), turns)
+        return self._programs[key]
+
+    def _run(self, kind: str, phase: str, state: StepState) -> None:
+        executor = self.executor(kind, state.rows, state)
+        program, phases, turns = self._program(kind, phase, state.rows.num_micro_batches)
+        key = (kind, phase, state.rows)
+        if key not in self._turns:
+            if len(self._turns) >= _MAX_TURNS:
+                self._turns.clear()
+            self._turns[key] = queue_turns(turns, self.world.rank, state.rows)
+        self.world.monitor.phase(f"step {state.number}, {phase}")
+        with exchanging(self.world):
+            executor.run(program, phases, state, self._turns[key])
+
+    @without_autocast
+    def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Outputs of the global batch's forward, this rank's rows of it."""
+        state = self.begin(user_tensors, training=False)
+        self._run("infer", "infer", state)
+        return self._outputs(state)
+
+    @without_autocast
+    def forward(self, state: StepState) -> tuple[list[Any], TrainingStep]:
+        """Outputs of a training step; with eager backward, its gradients are made too."""
+        eager = self.uses_eager_backward
+        if eager:
+            self._run_eager(state, self.counter.loss_gradient)
+        else:
+            self._run("all", "forward", state)
+        outputs = self._outputs(state)
+        if state.record is not None:
+            state.record.stop(complete=eager)
+        # What an eager backward is made of has been used by now; saved values of a deferred one may share
+        # memory with outputs.
+        shared = (
+            ()
+            if eager
+            else [value for spec, value in zip(self.outputs, outputs, strict=True) if spec.differentiable]
+        )
+        # Buffers matter to a step that is run again, which an eager backward alone may be.
+        buffers = state.buffers_read if eager else {}
+        return outputs, TrainingStep(
+            state, eager, VersionCheck.of(state.inputs, self.buckets.parameters, shared, buffers)
+        )
+
+    def _run_eager(self, state: StepState, loss_gradient: Number) -> None:
+        self.executor("loss", state.rows, state)  # a rehearsal uses the buffers that this step takes then
+        state.pending = self.buckets.pending()
+        state.loss_gradient = loss_gradient
+        loss: list[Number] = [0.0] * self._num_scalars
+        loss[self._loss_scalar] = loss_gradient
+        state.partial_gradients = self.scalars.partial_gradients(state.scalars, loss, self.world.device)
+        self._run("loss", "train", state)
+
+    @property
+    def uses_eager_backward(self) -> bool:
+        """True while the backward runs within the forward call."""
+        return (
+            self.settings.eager_backward
+            and self.loss_index is not None
+            and self.scalars.linear
+            and not self._deferred
+        )
+
+    @property
+    def _num_scalars(self) -> int:
+        return sum(output.kind == "scalar" for output in self.outputs)
+
+    @property
+    def _loss_scalar(self) -> int:
+        assert self.loss_index is not None, "no scalar output needs a gradient"
+        return self.outputs[self.loss_index].scalar_index
+
+    def _outputs(self, state: StepState) -> list[Any]:
+        with exchanging(self.world):
+            self.shared_buffers.share()
+            totals = total_over_ranks(
+                state.partials, self.scalars.partials, self._all_reduce(), self.world.device
+            )
+            state.scalars.update(totals)
+            scalars = self.scalars.scalars(state.scalars)
+            return collect_outputs(self.outputs, state, scalars, self.world)
+
+    @without_autocast
+    def backward(
+        self, step: TrainingStep, grads: Sequence[torch.Tensor | None], *, keep: bool
+    ) -> list[torch.Tensor | None]:
+        """Publish gradients; returns the gradients of the inputs that require them, in order of ``inputs``.
+
+        ``grads``: of every output, None where none came. ``keep``: the graph is retained for another
+        backward.
+
+        Raises:
+            UserInputError: what backward needs was modified in place since the forward.
+        """
+        refuse_several_numbers(grads, self.outputs)
+        self.world.counts.num_backwards += 1
+        kinds = [
+            None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)
+        ]
+        scalars = [grad if kind == "scalar" else None for grad, kind in zip(grads, kinds, strict=True)]
+        behind = self.world.runs_behind
+        grad_outputs = [] if behind else [0.0 if grad is None else float(grad) for grad in scalars]
+        words = [[kind is not None for kind in kinds], grad_outputs, step.versions.changed()]
+        answers = self._agree_with_measured(f"backward of {self.label}", words)
+        step.changed_by_rank = tuple(answer[2] for answer in answers)
+        if not step.eager:
+            refuse_changes(step.changed_by_rank)
+        size = len(answers)
+        flagged = [any(answer[0][i] for answer in answers) for i in range(len(grads))]
+        if behind:
+            with exchanging(self.world):
+                means = means_on_device(scalars, self._all_reduce(), size, self.world.device)
+        else:
+            means = [sum(answer[1][i] for answer in answers) / size for i in range(len(grads))]
+        if step.eager and all(index == self.loss_index for index, flag in enumerate(flagged) if flag):
+            assert self.loss_index is not None, "there is a loss where a step is eager"
+            gradients = self._publish_eager(step, means[self.loss_index], keep=keep)
+        else:
+            if step.eager:
+                self._deferred = True
+                step.state, step.eager = self._again(step), False
+                self._run("all", "forward", step.state)
+            gradients = self._run_deferred(step.state, grads, flagged, means, keep=keep)
+        if self.copies is not None and step.state.copies is not None:
+            self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
+        if self.switches.observer is not None:
+            self.switches.observer.published(self)
+        return gradients
+
+    def _publish_eager(
+        self, step: TrainingStep, gradient: Number, *, keep: bool
+    ) -> list[torch.Tensor | None]:
+        if self.settings.narrow_range:
+            # Whether to run again is decided on the host, which waits for the device here; a GradScaler does
+            # so in its step anyway.
+            gradient = float(gradient)
+        if not isinstance(gradient, torch.Tensor) and self._needs_another_loss_gradient(
+            gradient, step.state.loss_gradient
+        ):
+            step.state = self._again(step)
+            self._run_eager(step.state, gradient)
+        state = step.state
+        assert state.pending is not None, "eager step without gradients"
+        scale = ratio(gradient, state.loss_gradient)
+        self._remember_loss_gradient(gradient)
+        self.buckets.publish(state.pending, scale, keep=keep)
+        if not keep:
+            state.pending = None
+        return [None if grad is None else grad * scale for grad in self._user_gradients(state, 1.0)]
+
+    def _needs_another_loss_gradient(self, gradient: float, expected: Number) -> bool:
+        return bool(gradient != expected) and (self.settings.narrow_range or not math.isfinite(gradient))
+
+    def _remember_loss_gradient(self, gradient: Number) -> None:
+        bounds = (0.0, math.inf) if self.settings.narrow_range else (_MIN_LOSS_GRADIENT, _MAX_LOSS_GRADIENT)
+        self.counter.loss_gradient = if_within(gradient, *bounds, otherwise=self.counter.loss_gradient)
+
+    def _again(self, step: TrainingStep) -> StepState:
+        """The step before its forward, to be run once more; it reads the buffers that were read, and does not
+        advance them again.
+        """
+        refuse_changes(step.changed_by_rank)
+        state = step.state
+        if state.record is not None:
+            state.record.spoiled = True
+        return StepState(
+            number=state.number,
+            rows=state.rows,
+            inputs=state.inputs,
+            scalars=state.scalars,
+            training=True,
+            apply_buffer_updates=False,
+            buffers_read=state.buffers_read,
+        )
+
+    def _run_deferred(
+        self,
+        state: StepState,
+        grads: Sequence[torch.Tensor | None],
+        flagged: Sequence[bool],
+        means: Sequence[Number],
+        *,
+        keep: bool,
+    ) -> list[torch.Tensor | None]:
+        state.keep_saved = keep
+        if state.record is not None and state.record.complete:
+            state.record = None  # a second backward of the same forward
+        if state.record is not None:
+            state.record.start()
+        state.pending = self.buckets.pending()
+        scalar_grad_outputs: list[Number] = [0.0] * self._num_scalars
+        for output, mean in zip(self.outputs, means, strict=True):
+            if output.kind == "scalar":
+                scalar_grad_outputs[output.scalar_index] = mean
+        state.partial_gradients = self.scalars.partial_gradients(
+            state.scalars, scalar_grad_outputs, self.world.device
+        )
+        num_rows = state.rows.owned_rows(OUTPUT, self.world.rank)
+        share = 1.0 / self.world.size if self.settings.mean_gradients else 1.0
+        state.grad_outputs = {}
+        for grad, output in zip(grads, self.outputs, strict=True):
+            if output.kind == "rows" and output.value is not None:
+                shape = output.shape(num_rows[1] - num_rows[0])
+                grad_output = (
+                    torch.zeros(shape, dtype=output.value.dtype, device=self.world.device)
+                    if grad is None
+                    else grad * share
+                )
+                held = state.grad_outputs.get(output.value.name)
+                state.grad_outputs[output.value.name] = grad_output if held is None else held + grad_output
+        self._run("all", "backward", state)
+        self.buckets.publish(state.pending, 1.0, keep=False)
+        state.pending = None
+        if state.record is not None:
+            state.record.stop(complete=True)
+        only_rows = not any(
+            flag and output.kind == "scalar" for flag, output in zip(flagged, self.outputs, strict=True)
+        )
+        return self._user_gradients(state, 1.0 / share if only_rows else 1.0)
+
+    def _user_gradients(self, state: StepState, scale: float) -> list[torch.Tensor | None]:
+        results: list[torch.Tensor | None] = []
+        for spec in self.inputs:
+            if not spec.requires_grad:
+                continue
+            parts = [
+                state.user_gradients[spec.name, m]
+                for m in range(state.rows.num_micro_batches)
+                if (spec.name, m) in state.user_gradients
+            ]
+            if not parts:
+                results.append(torch.zeros_like(state.inputs[spec.name]))
+                continue
+            start, stop = state.rows.owned_rows(INPUT, self.world.rank)
+            gradient = torch.cat(parts)
+            assert gradient.shape[0] == stop - start, "gradients of some rows did not come"
+            results.append(gradient if scale == 1.0 else gradient * scale)
+        state.user_gradients.clear()
+        return results

@@ -1,0 +1,81 @@
+"""All that one call of a compiled model holds on a rank, from its inputs to its gradients.
+
+In: the step's rows, its user tensors and scalars. Out: a container that the executor fills and empties action
+by action. Values are keyed by (name, micro-batch); what is sent is dropped with its last reader, so memory is
+bounded by what is in flight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rannc_backend.ir.action import Channel
+from rannc_backend.runtime.gradients.buckets import PendingGradients
+from rannc_backend.runtime.gradients.loss_gradients import Number
+from rannc_backend.runtime.rows import Piece, RowTable
+from rannc_backend.runtime.step.messages import Incoming, RowsTensors
+from rannc_backend.runtime.trace.copy_report import StepCopies
+from rannc_backend.runtime.trace.meter import StepRecord
+
+ValueKey = tuple[str, int]
+MessageKey = tuple[Channel, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepState:
+    """State of one step; see the fields' comments."""
+
+    number: int
+    rows: RowTable
+    inputs: dict[str, torch.Tensor]  # the user's tensors by placeholder name
+    scalars: dict[str, torch.Tensor]  # rng_seed, global_rows and prologue sums by placeholder name
+    training: bool
+    loss_gradient: Number = 1.0  # that an eager backward starts from
+    apply_buffer_updates: bool = True
+    pending: PendingGradients | None = None
+    partial_gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # gradient of each partial sum
+    grad_outputs: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # gradient of each row output, this rank's rows
+    keep_saved: bool = False
+    record: StepRecord | None = None  # in steps that are measured
+    # By (slot, micro-batch): what forwards have read, before they gave the buffer a new value. A step that
+    # runs again reads it again.
+    buffers_read: dict[ValueKey, torch.Tensor] = field(default_factory=dict)
+
+    values: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # made here, not yet sent everywhere
+    readers: dict[ValueKey, int] = field(default_factory=dict)
+    inbox: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # received, not yet used
+    saved: dict[int, Any] = field(default_factory=dict)  # by micro-batch
+    output_gradients: dict[tuple[str, str, int], torch.Tensor] = field(
+        default_factory=dict
+    )  # (kind, name, m)
+    input_gradients: dict[ValueKey, torch.Tensor] = field(
+        default_factory=dict
+    )  # of boundary and batch inputs, to be sent
+
+    local_messages: dict[MessageKey, list[tuple[Piece, RowsTensors]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    sends: dict[MessageKey, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[MessageKey, list[tuple[Incoming, Any]]] = field(default_factory=lambda: defaultdict(list))
+
+    partials: dict[str, torch.Tensor] = field(default_factory=dict)  # summed over this rank's slices
+    row_outputs: dict[ValueKey, torch.Tensor] = field(
+        default_factory=dict
+    )  # this rank's rows of user outputs
+    user_gradients: dict[ValueKey, torch.Tensor] = field(
+        default_factory=dict
+    )  # gradients of this rank's input rows
+    copies: StepCopies | None = field(default_factory=StepCopies)  # None: nobody counts them any more
+    replicated_outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def output_gradient(self, slot: Any, micro_batch: int) -> torch.Tensor | None:
+        """Gradient of one output of the stage; None when none came."""
+        if slot.kind == "partial":
+            return self.partial_gradients[slot.name]
+        return self.output_gradients.pop((slot.kind, slot.name, micro_batch), None)

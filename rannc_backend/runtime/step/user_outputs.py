@@ -1,0 +1,139 @@
+"""What the user gets back from a call.
+
+In: the finished `StepState` and the scalar outputs. Out: the flat outputs in Dynamo's order: this rank's rows
+of each output with a batch dimension, scalars of the global batch, values that are the same for every row,
+constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rannc_backend.errors import OutputNotAvailableError, UserInputError
+from rannc_backend.ir.action import OUTPUT
+from rannc_backend.ir.exchange import Value
+from rannc_backend.kernels.plain_memory import plain_memory
+from rannc_backend.runtime.step.step_state import StepState
+from rannc_backend.runtime.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeOutput:
+    """One flat user output.
+
+    kind "rows": ``value`` says name, dtype and layout; None when the user asked not to get it
+    (outputs="loss"). kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
+    ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself.
+    """
+
+    kind: str
+    differentiable: bool = False
+    value: Value | None = None
+    scalar_index: int = -1
+    name: str = ""
+    root: int = 0
+    dtype: torch.dtype = torch.float32
+    static_shape: tuple[int, ...] = ()
+    constant: object = None
+
+    def shape(self, num_rows: int) -> tuple[int, ...]:
+        """Shape of a row output that holds ``num_rows`` samples."""
+        value = self.value
+        assert value is not None, "no shape without a value"
+        return tuple(
+            num_rows * value.outer * value.inner if i == value.dim else size
+            for i, size in enumerate(value.shape)
+        )
+
+
+def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequence[RuntimeOutput]) -> None:
+    """Gradients of outputs that are summed over the batch are one real number each.
+
+    Raises:
+        UserInputError: one has several elements, or an imaginary part.
+    """
+    for index, (grad, output) in enumerate(zip(grads, outputs, strict=True)):
+        if grad is None or output.kind != "scalar":
+            continue
+        place = f"output {index} of the compiled model is summed over the batch and has"
+        if grad.numel() != 1:
+            raise UserInputError(
+                f"{place} {grad.numel()} elements; such outputs are differentiated one number at a time",
+                cure="compute the loss within the model, or return the elements one by one: "
+                "tuple(value.unbind()).",
+            )
+        if grad.is_complex():
+            raise UserInputError(
+                f"{place} complex numbers, which are not differentiated from outside of the model",
+                cure="compute the loss within the model, or return the two parts: value.real, value.imag.",
+            )
+
+
+class UnavailableOutput(torch.Tensor):
+    """Stands where an output would be that the user asked not to get; any use of it raises
+    OutputNotAvailableError.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise OutputNotAvailableError("an output beside the loss")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "<output not available: options={'outputs': 'loss'}>"
+
+
+def collect_outputs(
+    outputs: Sequence[RuntimeOutput], state: StepState, scalars: Sequence[torch.Tensor], world: World
+) -> list[Any]:
+    """The flat outputs of this rank."""
+    results: list[Any] = []
+    for output in outputs:
+        match output.kind:
+            case "rows":
+                results.append(_rows(output, state, world))
+            case "scalar":
+                results.append(scalars[output.scalar_index])
+            case "replicated":
+                results.append(_replicated(output, state, world))
+            case _:
+                results.append(output.constant)
+    state.row_outputs.clear()
+    return results
+
+
+def _rows(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor:
+    value = output.value
+    if value is None:
+        return torch.empty(0).as_subclass(UnavailableOutput)
+    parts = [
+        state.row_outputs[value.name, m]
+        for m in range(state.rows.num_micro_batches)
+        if (value.name, m) in state.row_outputs
+    ]
+    if not parts:
+        return torch.empty(output.shape(0), dtype=value.dtype, device=world.device)
+    start, stop = state.rows.owned_rows(OUTPUT, world.rank)
+    if len(parts) == 1:
+        result = parts[0]
+    else:
+        result = value.from_rows(torch.cat([value.to_rows(part) for part in parts]))
+    assert value.num_rows(result) == stop - start, f"rows of {value.name} are missing"
+    return result
+
+
+def _replicated(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor:
+    tensor = state.replicated_outputs.get(output.name)
+    if world.size == 1:
+        assert tensor is not None, f"{output.name} was not computed"
+        return tensor
+    if tensor is None:
+        tensor = torch.empty(output.static_shape, dtype=output.dtype, device=world.device)
+    tensor = plain_memory(tensor)
+    world.transport.broadcast(tensor, output.root, tuple(range(world.size))).wait()
+    return tensor

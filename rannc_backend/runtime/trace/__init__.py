@@ -1,0 +1,1 @@
+"""What steps took: seconds, bytes, events."""

@@ -1,0 +1,182 @@
+"""What is to be known of a schedule: one frozen object, which everything asks that depends on the schedule.
+
+In: numbers of stages and micro-batches, seconds of stages. Out: orders, micro-batches in flight, bounds of
+the step. A schedule is a module of this folder with an instance named `SCHEDULE`, and an entry in the list of
+`settings/options.py`. It must give its order and what it keeps in flight; it may state more bounds than those
+that hold for every order, and the levels in which its steps are priced quickly.
+
+Terms. Seconds of a stage: forward f, backward b, c = f + b, messages into it t and u; a: stages after it; P:
+the round trip, sum of f + b + t + u over all stages; m: micro-batches, p: stages. Numbers and arrays of them
+are handled alike, elementwise, as the search asks for thousands of stages at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rannc_backend.ir.action import Action, ActionKind, Program
+
+Floats = NDArray[np.float64]
+Count = TypeVar("Count", int, NDArray[np.int64])
+Order = tuple[Program, ...]
+Weights = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Computations that do not wait for each other: forwards (or backwards) of the stages first, first +
+    step, ... last. The first has micro-batch `number`; from each to the next it is one less (one more for
+    backwards).
+    """
+
+    is_forward: bool
+    first: int
+    last: int
+    number: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Of stages at one place, arrays of one shape: a forward, a backward, both messages into it, and `late`:
+    how long after its gradients have reached the first stage its reductions end.
+    """
+
+    forward: Floats
+    backward: Floats
+    message: Floats
+    gradient: Floats
+    late: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule(ABC):
+    """`name`: as options and plans spell it. `eager_backward`: backwards run among the forwards, so within
+    the call of the model, which needs a loss inside of it that is linear in its sums over rows; else a
+    backward may wait for what the user does with the outputs.
+    """
+
+    name: str
+    eager_backward: bool
+
+    @abstractmethod
+    def order(self, num_stages: int, num_micro_batches: int) -> Order:
+        """Per lane its forwards and backwards, of whatever stages it owns, in sequence. Both numbers are at
+        least 1.
+        """
+
+    @abstractmethod
+    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
+        """Most micro-batches of which a stage keeps saved values at one time. `num_stages_to_end` counts the
+        stage itself: no place may keep more than one that is further from the end.
+        """
+
+    def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """`in_flight` of all stages, the first one first."""
+        return tuple(self.in_flight(count, num_micro_batches) for count in range(num_stages, 0, -1))
+
+    def levels(self, num_stages: int, num_micro_batches: int) -> Iterator[Level] | None:
+        """The order as levels, for chains in which lane s runs stage s alone; micro-batches are numbered in
+        the sequence in which they come. None: a step is priced by simulating its programs, one after the
+        other.
+        """
+        return None
+
+    def forwards_before(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """Per stage, the number of the forward that runs right before its first backward."""
+        return (num_micro_batches - 1,) * num_stages
+
+    # Bounds of the step. Where nothing is overridden they hold for every order.
+
+    def weights(self, num_stages: int, num_micro_batches: int) -> Weights:
+        """(alpha, beta) of the bounds alpha P + beta max c."""
+        return []
+
+    def quick_weights(self, num_stages: int, num_micro_batches: int) -> Weights:
+        """`weights`, and what `excess` leaves of the longest c at worst."""
+        return self.weights(num_stages, num_micro_batches)
+
+    def excess(self, num_micro_batches: int, num_after: Count, forward: Floats, backward: Floats) -> Floats:
+        """What a stage with so many after it adds to P at least; the largest of a plan counts."""
+        return np.zeros_like(forward)
+
+    def longest(self, forward: Floats, backward: Floats) -> Floats:
+        """The seconds of a stage of which the largest of a plan is `longest` in `bound_of_peaks`."""
+        return forward + backward
+
+    def bound_of_peaks(
+        self,
+        num_stages: int,
+        num_micro_batches: int,
+        path: Floats,
+        excess: Floats,
+        longest: Floats,
+        highest: float,
+    ) -> Floats:
+        """A bound from P and from the largest `excess` and `longest`. `highest`: no plan's largest c is less
+        (without `weights`: no plan's largest excess).
+        """
+        return self._weighted(num_stages, num_micro_batches, path, path + excess, longest, highest)
+
+    def bound_of_stages(self, num_micro_batches: int, forward: Floats, backward: Floats) -> Floats:
+        """[n] of n plans from seconds [stages, n], without messages and reductions; of two micro-batches or
+        more.
+        """
+        num_stages, compute = len(forward), forward + backward
+        after = np.arange(num_stages - 1, -1, -1)[:, None]
+        with np.errstate(invalid="ignore"):
+            path = compute.sum(axis=0)
+            excess = self.excess(num_micro_batches, after, forward, backward).max(axis=0)
+            result = np.maximum(path, path + excess)
+            for alpha, beta in self.weights(num_stages, num_micro_batches):
+                result = np.maximum(result, alpha * path + beta * compute.max(axis=0))
+        return result
+
+    def exact_peaks(
+        self, num_micro_batches: int, num_after: int, path: Floats, stage: StageSeconds
+    ) -> tuple[Floats, Floats, Floats]:
+        """`excess` and `longest` where messages and reductions are known, and the bound that a stage sets
+        alone. `path`: P of the stages before it and its messages.
+        """
+        compute = stage.forward + stage.backward
+        excess = self.excess(num_micro_batches, num_after, stage.forward, stage.backward) + stage.late
+        return excess, compute, path + num_micro_batches * compute + stage.late
+
+    def _weighted(
+        self,
+        num_stages: int,
+        num_micro_batches: int,
+        path: Floats,
+        result: Floats,
+        longest: Floats,
+        highest: float,
+    ) -> Floats:
+        weights = self.weights(num_stages, num_micro_batches)
+        if not weights:
+            return np.maximum(result, path + highest)
+        longest = np.maximum(longest, highest)
+        for alpha, beta in weights:
+            if beta:
+                result = np.maximum(result, alpha * path + beta * longest)
+            else:
+                result = np.maximum(result, alpha * path)
+        return result
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def forward_of(stage: int, micro_batch: int) -> Action:
+    """`2F0`."""
+    return Action(stage, ActionKind.FORWARD, micro_batch)
+
+
+def backward_of(stage: int, micro_batch: int) -> Action:
+    """`2B0`."""
+    return Action(stage, ActionKind.BACKWARD, micro_batch)

@@ -1,0 +1,1 @@
+"""Options, where they come from, and files that users name."""

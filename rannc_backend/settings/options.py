@@ -1,0 +1,484 @@
+"""All options of the backend in one frozen object.
+
+In: values by name, from sources.py. Out: a checked `Config`, and what each item accepts in words.
+Terms: an *item* is one option; its environment variable is RANNC_<NAME IN CAPITALS>. Names that RaNNC has too
+mean what they mean there; those of RaNNC's that can mean nothing here are in rannc_items.py. 0 means "the
+planner decides" for every number of things. One GB is 1024**3 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
+
+from rannc_backend.errors import RanksDifferError
+
+ENVIRONMENT_PREFIX = "RANNC_"
+ITEMS_DISAGREE = "items_disagree"
+_PROFILED_STEPS = 5
+# Three years: what clocks and sockets can be told to wait.
+_LONGEST_SECONDS = 1e8
+# Of a rank alone: a path on a disk of its host, or what its own log says. Nothing that ranks do together
+# depends on it.
+_OWN: JsonDict = {"own": True}
+_OWN_PATH: JsonDict = {"accepts": "a path, at least 1 character", **_OWN}
+
+
+# All schedules: the name, and the module with the description of it (see schedule/description.py). Where two
+# are equally fast, the first of them is preferred.
+SCHEDULES: Mapping[str, str] = MappingProxyType(
+    {
+        "1f1b": "rannc_backend.schedule.one_f_one_b",
+        "fill_drain": "rannc_backend.schedule.fill_drain",
+    }
+)
+SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})
+
+# More is no number of ranks, and a number of thousands of digits is none for int().
+_COUNT = r"[1-9][0-9]{0,8}"
+_NAME = r"[^\s,=]+"
+_NAMES = rf"^({_NAME}(,{_NAME})*)?$"
+
+
+class Config(BaseModel):
+    """Options of one compiled model; frozen. Build it with ``resolve_config``, which reports invalid
+    values.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+    partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
+    replica_num: int = Field(
+        0, ge=0, description="Number of replicas of every stage; 0: the planner decides."
+    )
+    stage_replicas: str = Field(
+        "",
+        pattern=rf"^({_COUNT}(,{_COUNT})*)?$",
+        json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
+        description="Number of replicas of each stage, first stage first; empty: the planner decides.",
+    )
+    max_partition_num: int = Field(
+        160,
+        ge=1,
+        description="Largest number of blocks into which the planner cuts the model before it forms stages.",
+    )
+    min_partition_num: int = Field(
+        0,
+        ge=0,
+        description="Number of clusters at which coarsening stops, before blocks are cut; 0: twice "
+        "max_partition_num.",
+    )
+    coarsen_by_time: bool = Field(
+        True,
+        description="True: blocks are alike in time; False: in the memory of what they keep for backward.",
+    )
+    stage_starts: str = Field(
+        "",
+        pattern=_NAMES,
+        json_schema_extra={
+            "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
+            'or ""'
+        },
+        description="Modules that must start a stage, by dotted name.",
+    )
+    keep_together: str = Field(
+        "",
+        pattern=_NAMES,
+        json_schema_extra={
+            "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
+            'or ""'
+        },
+        description="Modules that must each stay in one stage, by dotted name.",
+    )
+    stage_pins: str = Field(
+        "",
+        pattern=rf"^({_NAME}=[0-9]{{1,9}}(,{_NAME}=[0-9]{{1,9}})*)?$",
+        json_schema_extra={
+            "accepts": 'module=stage with commas between, as "encoder=0,decoder=1" (a dict in options), or ""'
+        },
+        description="Stages of modules, counted from 0: module=stage, by dotted name.",
+    )
+    pipeline_num: int = Field(
+        0, ge=0, description="Number of micro-batches of a step; 0: the planner decides."
+    )
+    min_pipeline: int = Field(
+        1, ge=1, description="Smallest number of micro-batches that the planner may choose."
+    )
+    max_pipeline: int = Field(
+        32, ge=1, description="Largest number of micro-batches that the planner may choose."
+    )
+    mem_limit_gb: float = Field(
+        0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
+    )
+    mem_margin: float = Field(
+        0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free."
+    )
+    opt_param_factor: float = Field(
+        2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
+    )
+    recompute: str = Field(
+        "auto",
+        pattern=r"^(auto|0(\.[0-9]+)?|1(\.0+)?)$",
+        json_schema_extra={"accepts": '"auto", or a number from 0 to 1'},
+        description="Activation budget of every stage: 1 recomputes nothing, 0 all; auto: as much as memory "
+        "asks for, per stage.",
+    )
+    checkpointing: bool = Field(False, description="True: every stage recomputes all it can, as recompute=0.")
+    verify_recomp: bool = Field(
+        False,
+        description="True: every backward also runs without recompute, and gradients that differ are logged. "
+        "Slow; takes its memory.",
+    )
+    costs: Literal["auto", "analytic", "measured", "rules"] = Field(
+        "auto",
+        description="What plans are priced with: a model of the device, or each distinct block measured; "
+        "auto: measured on GPUs. rules: as analytic, but each block by its forward operators alone, "
+        "untraced: quicker and coarser, without recompute.",
+    )
+    profile_file: str = Field(
+        "",
+        description="File in which measured blocks are kept and looked up, or the run_file of a run to learn "
+        "from; empty: none.",
+    )
+    save_graph_profile: bool = Field(
+        False, description="Write measured blocks to graph_profile_file, where profile_file is empty."
+    )
+    load_graph_profile: bool = Field(
+        False, description="Look measured blocks up in graph_profile_file, where profile_file is empty."
+    )
+    graph_profile_file: str = Field(
+        "rannc_graph_profiles.json",
+        min_length=1,
+        json_schema_extra=_OWN_PATH,
+        description="File of save_graph_profile and load_graph_profile.",
+    )
+    profile_by_acc: bool = Field(
+        True,
+        description="True: a stage costs the sum of its blocks; False: the plan's stages are measured whole "
+        "and planned again.",
+    )
+    stage_memory: Literal["auto", "blocks", "traced"] = Field(
+        "auto",
+        description="Memory of a plan's stages: the sum over their blocks, or traced as a whole, which takes "
+        "about as long as capture and is all but exact; auto: traced where a stage of a small model comes "
+        "near to the limit.",
+    )
+    profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
+    cluster: str = Field(
+        "local",
+        min_length=1,
+        json_schema_extra={
+            "accepts": '"local", the name of a shipped description (as "a100-80gb") or the path of a TOML '
+            "file"
+        },
+        description="Cluster to plan for; local: the one at hand, measured once and remembered.",
+    )
+    cache_dir: str = Field(
+        "",
+        json_schema_extra=_OWN,
+        description="Directory of what is measured or planned once and remembered; empty: rannc in "
+        "$XDG_CACHE_HOME or ~/.cache.",
+    )
+    plan_cache: bool = Field(
+        True,
+        description="Keep plans in cache_dir, and take the plan of an earlier run of the same job from "
+        "there; False: plan anew.",
+    )
+    capture: Literal["auto", "dynamo", "nonstrict"] = Field(
+        "auto",
+        description="How a model becomes a graph: dynamo: as torch.compile does it; nonstrict: its forward "
+        "runs once, as Python, on fakes; auto: nonstrict where Dynamo refuses.",
+    )
+    stage_compiler: Literal["auto", "eager", "inductor"] = Field(
+        "auto",
+        description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: eager where a "
+        "model on CPUs is small.",
+    )
+    schedule: str = Field(
+        "auto",
+        description="Order of forwards and backwards; auto: 1f1b wherever it gives exact results. gpipe is "
+        "another name of fill_drain.",
+    )
+    outputs: Literal["all", "loss"] = Field(
+        "all",
+        description="all: outputs with rows come back as this rank's rows; loss: only scalars come back.",
+    )
+    gather_inputs: bool = Field(
+        True,
+        description="True: the global batch is the ranks' batches in rank order; False: it is rank 0's "
+        "batch.",
+    )
+    gradients_reduce_method: Literal["mean", "sum"] = Field(
+        "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
+    )
+    states_on_all_ranks: bool = Field(
+        False,
+        description="state_dict() of the model and of optimizers gives every rank the whole state; False: "
+        "rank 0 alone.",
+    )
+    check_optimizers: bool = Field(
+        True,
+        description="Try an optimizer on small copies before its first step, and refuse it where it updates "
+        "a parameter from others that are on other ranks.",
+    )
+    skip_grad_scaling: bool = Field(False, description="True: as gradients_reduce_method='sum'.")
+    sync_allreduce: bool = Field(
+        False,
+        description="True: the all-reduces of gradients begin after a rank's last backward, instead of while "
+        "it runs.",
+    )
+    sync_params_on_init: bool = Field(
+        True, description="Give rank 0's parameters and buffers to all ranks before the first step."
+    )
+    start_timeout_seconds: float = Field(
+        1800.0,
+        gt=0,
+        le=_LONGEST_SECONDS,
+        description="Longest wait for all ranks to come to their first call of the backend, seconds.",
+    )
+    step_timeout_seconds: float = Field(
+        600.0, gt=0, le=_LONGEST_SECONDS, description="Longest wait for a message within a step, seconds."
+    )
+    compile_timeout_seconds: float = Field(
+        7200.0,
+        gt=0,
+        le=_LONGEST_SECONDS,
+        description="Longest wait for the slowest rank to plan and compile, seconds.",
+    )
+    bucket_mb: float = Field(25.0, gt=0, description="Size of one gradient bucket in MB (1024**2 bytes).")
+    shared_memory: bool = Field(
+        True,
+        description="On CPUs, ranks of one host sum gradients in memory that they share; False: over "
+        "sockets, as between hosts.",
+    )
+    save_deployment: bool = Field(False, description="Rank 0 saves the plan as JSON in deployment_file.")
+    load_deployment: bool = Field(
+        False, description="Take the plan from deployment_file, checked, instead of planning."
+    )
+    deployment_file: str = Field(
+        "rannc_deployment.json",
+        min_length=1,
+        json_schema_extra=_OWN_PATH,
+        description="File of save_deployment and load_deployment.",
+    )
+    partitioning_dry_run_np: int = Field(
+        0,
+        ge=0,
+        description="Plan for so many ranks at the first call, print and save the plan, and exit; 0: no dry "
+        "run.",
+    )
+    report_steps: int = Field(
+        5,
+        ge=0,
+        description="Training steps that are measured and logged beside what was predicted, after two to "
+        "warm up; 0: none.",
+    )
+    run_file: str = Field(
+        "",
+        json_schema_extra=_OWN,
+        description="File to which rank 0 writes what the measured steps took, as JSON; empty: none.",
+    )
+    print_program: bool = Field(
+        False, description="Log the program of each rank as text before the first step."
+    )
+    profiling: bool = Field(
+        False,
+        description=f"True: at least {_PROFILED_STEPS} steps are measured and logged, as report_steps does.",
+    )
+    trace_events: bool = Field(False, description="Write what every rank did, and when, to event_trace_file.")
+    event_trace_file: str = Field(
+        "rannc_event_trace.json",
+        min_length=1,
+        json_schema_extra=_OWN_PATH,
+        description="File of trace_events, for Perfetto or chrome://tracing.",
+    )
+    dump_graph: bool = Field(
+        False,
+        description="Rank 0 writes the captured graph and every stage's graph as text files; every rank "
+        "writes the graphs before and after each pass that it ran, in the folder PREFIX.passes/rankN.",
+    )
+    dump_graph_prefix: str = Field(
+        "rannc_graph",
+        min_length=1,
+        json_schema_extra=_OWN_PATH,
+        description="What the paths of the files of dump_graph begin with.",
+    )
+    validate_comm: bool = Field(
+        False, description="Send a checksum with every message and check it where it arrives. Slow."
+    )
+    display_comm_value: bool = Field(
+        False, description="Log what is sent and received, on every rank: shape, least, mean, largest. Slow."
+    )
+    display_act_value: bool = Field(
+        False, description="Log the outputs of every stage's forward, as display_comm_value does. Slow."
+    )
+    show_config_items: bool = Field(
+        False, json_schema_extra=_OWN, description="Log every item with its value and source at start."
+    )
+    verbose: bool = Field(
+        False,
+        description="Log what was captured, split, priced, searched and compiled: a line each, with its "
+        "seconds.",
+    )
+
+    @property
+    def stage_replica_counts(self) -> tuple[int, ...]:
+        """`stage_replicas` as numbers; () when the planner decides."""
+        return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
+
+    @property
+    def fixed_recompute(self) -> float | None:
+        """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
+        if self.checkpointing:
+            return 0.0
+        return None if self.recompute == "auto" else float(self.recompute)
+
+    @property
+    def prices_by_rules(self) -> bool:
+        """Whether blocks are priced without what each one saves and computes again."""
+        return self.costs == "rules"
+
+    @property
+    def measures_nothing(self) -> bool:
+        """Whether prices come from a model of the device, also where blocks could be measured."""
+        return self.costs in ("analytic", "rules")
+
+    @property
+    def mean_gradients(self) -> bool:
+        """Whether gradients are averaged over ranks, not summed, with the loss outside the model."""
+        return self.gradients_reduce_method == "mean" and not self.skip_grad_scaling
+
+    @property
+    def profile_to_read(self) -> str:
+        """File in which measured blocks are looked up; "" for none."""
+        return self.profile_file or (self.graph_profile_file if self.load_graph_profile else "")
+
+    @property
+    def profile_to_write(self) -> str:
+        """File to which measured blocks are written; "" for none."""
+        return self.profile_file or (self.graph_profile_file if self.save_graph_profile else "")
+
+    @property
+    def num_measured_steps(self) -> int:
+        """Steps to measure and log: `report_steps`, and some more with `profiling`."""
+        return max(self.report_steps, _PROFILED_STEPS) if self.profiling else self.report_steps
+
+    @field_validator("schedule")
+    @classmethod
+    def _schedule_by_its_own_name(cls, value: str) -> str:
+        return value if value == "auto" else check_schedule_name(SCHEDULE_ALIASES.get(value, value))
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    @field_validator("stage_starts", "keep_together", "stage_pins", mode="before")
+    @classmethod
+    def _join_names(cls, value: object, info: ValidationInfo) -> object:
+        if info.field_name == "stage_pins" and isinstance(value, Mapping):
+            return ",".join(f"{name}={stage}" for name, stage in value.items())
+        if (
+            info.field_name != "stage_pins"
+            and isinstance(value, list | tuple)
+            and all(isinstance(name, str) for name in value)
+        ):
+            return ",".join(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_items_agree(self) -> Config:
+        counts = self.stage_replica_counts
+        if self.min_pipeline > self.max_pipeline:
+            raise _disagreement("min_pipeline", "an integer from 1 to", "max_pipeline")
+        if counts and self.partition_num not in (0, len(counts)):
+            raise _disagreement("stage_replicas", "as many numbers as", "partition_num")
+        if counts and self.replica_num and set(counts) != {self.replica_num}:
+            raise _disagreement("stage_replicas", "no other number than", "replica_num")
+        if self.run_file and not self.num_measured_steps:
+            raise _disagreement("run_file", "empty without", "report_steps")
+        if self.checkpointing and self.recompute != "auto" and float(self.recompute) != 0:
+            raise _disagreement("checkpointing", "False with", "recompute")
+        return self
+
+
+def check_schedule_name(name: str) -> str:
+    """The name, if there is such a schedule. As pydantic says it of a Literal if there is none."""
+    if name not in SCHEDULES:
+        *others, last = map(repr, SCHEDULES)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name
+
+
+def choices(item: str) -> tuple[object, ...]:
+    """The values of an item that accepts no others than some names; () for every other item."""
+    if item == "schedule":
+        return ("auto", *SCHEDULES)
+    annotation = Config.model_fields[item].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def environment_name(item: str) -> str:
+    """The environment variable of an item: "pipeline_num" gives "RANNC_PIPELINE_NUM"."""
+    return ENVIRONMENT_PREFIX + item.upper()
+
+
+def accepted_values(item: str) -> str:
+    """What an item accepts, in words: "an integer, at least 0"."""
+    field = Config.model_fields[item]
+    if isinstance(field.json_schema_extra, dict) and "accepts" in field.json_schema_extra:
+        return str(field.json_schema_extra["accepts"])
+    annotation = field.annotation
+    if names := choices(item):
+        return "one of " + ", ".join(map(repr, names))
+    if annotation is bool:
+        return "True or False (in the file: true or false)"
+    if annotation is str:
+        return "a string"
+    words = ["an integer" if annotation is int else "a finite number"]
+    for constraint in field.metadata:
+        if isinstance(constraint, Ge):
+            words.append(f"at least {constraint.ge}")
+        elif isinstance(constraint, Gt):
+            words.append(f"above {constraint.gt}")
+        elif isinstance(constraint, Le):
+            words.append(f"at most {constraint.le}")
+        elif isinstance(constraint, Lt):
+            words.append(f"below {constraint.lt}")
+    return ", ".join(words)
+
+
+def is_own(item: str) -> bool:
+    """Whether an item may have another value on each rank: a path, or what is logged."""
+    extra = Config.model_fields[item].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("own"))
+
+
+def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
+    """Raise RanksDifferError for the first item whose value is not the same on all ranks.
+
+    Items that are a rank's own affair (`is_own`) may differ; where rank 0 alone uses one, its value counts.
+
+    Args:
+        options_by_rank: `Config.model_dump()` of each rank, in rank order.
+    """
+    for item in Config.model_fields:
+        if is_own(item):
+            continue
+        values = [repr(options[item]) for options in options_by_rank]
+        if len(set(values)) > 1:
+            raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)
+
+
+def _disagreement(item: str, relation: str, other: str) -> PydanticCustomError:
+    context = {"item": item, "relation": relation, "other": other}
+    return PydanticCustomError(ITEMS_DISAGREE, "{item} must be {relation} {other}", context)

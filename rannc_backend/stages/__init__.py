@@ -1,0 +1,1 @@
+"""From a stage's graph to the functions that run it."""

@@ -1,0 +1,332 @@
+"""Build the functions of one stage: trace, split, let gradients and outputs be written in place, compile.
+
+In: a `StageGraph`, its signature, the compiler. Out: `StageFunctions`, which know positions of inputs and
+outputs only. Terms as in compile_stages.py; a *distinct* output is one of the graph's outputs after equal
+ones have been put together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from rannc_backend.kernels.gradient_writes import FIRST
+from rannc_backend.passes.pipeline import run_pass, with_dump_of_now
+from rannc_backend.passes.stage.gradient_buckets import GROUP_BYTES, How, WriteIntoBuckets
+from rannc_backend.passes.stage.partition_backward import Box
+from rannc_backend.passes.stage.recompute import saved_bytes
+from rannc_backend.passes.stage.send_slices import WriteToDestinations, storable
+from rannc_backend.passes.stage.split_stages import StageGraph
+from rannc_backend.passes.stage.stage_boundaries import SecureGradients, SecureOutputs
+from rannc_backend.stages.joint_graph import (
+    BoxedCallable,
+    SplitJoint,
+    SplitStage,
+    TracedStage,
+    TraceJoint,
+    new_number,
+    row_conditions,
+)
+from rannc_backend.stages.signature import StageSignature
+
+
+def begin_compiling(devices: Iterable[str]) -> None:
+    """Begin, beside what this thread does, what every graph that Inductor compiles for devices of these types
+    needs.
+    """
+    from rannc_backend.stages import inductor  # imports Inductor
+
+    inductor.begin_compiling(devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What messages with several values hold, so that it may be written into them: positions of outputs, and
+    of inputs' gradients.
+    """
+
+    outputs: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, kw_only=True)
+class Inference:
+    """The function of a stage without backward: takes [rows, *inputs, *constants, *destinations of `stored`],
+    gives the other outputs.
+    """
+
+    function: BoxedCallable
+    stored: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class StageFunctions:
+    """The compiled functions of all equal stages; knows positions only, no names.
+
+    `forward` takes [rows, *inputs, *constants, *destinations of `stored_outputs`] and returns the other
+    distinct outputs, then saved values. `backward` takes [*saved in `saved_order`, *tangents, accumulate,
+    *views of the gradients of `delivered`, *destinations of `stored_gradients`] (accumulate only where
+    something is delivered) and returns the gradients of `returned`, which are positions of inputs.
+    `output_index[i]` is where output i is found among the distinct outputs, which `stored_outputs` counts
+    too; `tangent_of[j]` is the distinct output that tangent j belongs to.
+    """
+
+    forward: BoxedCallable | None = None
+    backward: BoxedCallable | None = None
+    infer: Inference | None = None
+    make_infer: Callable[[], Inference]
+    num_outputs: int
+    output_index: tuple[int, ...]
+    stored_outputs: tuple[int, ...] = ()
+    tangent_of: tuple[int, ...] = ()
+    tangent_dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
+    saved_order: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
+    stored_gradients: tuple[int, ...] = ()
+    delivered: tuple[int, ...] = ()
+    # How each term of the gradients of `delivered` gets into its bucket, and how many calls copy some.
+    how: Mapping[int, tuple[How, ...]] = field(default_factory=dict)
+    num_gradient_calls: int = 0
+    # Of `returned`: gradients that are views of memory that the caller or `saved` owns, and are copied.
+    borrowed: frozenset[int] = frozenset()
+    saved_bytes: sympy.Expr = sympy.Integer(0)
+    # What compilation assumed of the batch size, as a function so that it covers what was compiled last.
+    row_conditions: Callable[[], tuple[sympy.Basic, ...]]
+    rows_symbol: sympy.Symbol
+
+    def broken_condition(self, rows: int) -> sympy.Basic | None:
+        """A condition that a number of rows breaks (index arithmetic in 32 bits has a limit); None when it
+        may run.
+        """
+        for condition in self.row_conditions():
+            if condition.subs(self.rows_symbol, rows) == sympy.false:
+                return condition
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """What the outputs of a backward graph are: gradients of the stage's inputs, by place among the
+    outputs.
+    """
+
+    parameters: Mapping[int, int]
+    returned: Mapping[int, int]
+    borrowed: frozenset[int]
+
+    @property
+    def num_gradients(self) -> int:
+        """Outputs of the backward graph."""
+        return len(self.parameters) + len(self.returned)
+
+
+class StageBuilder:
+    """Compiles one stage; holds what the steps share."""
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        signature: StageSignature,
+        fake_mode: FakeTensorMode,
+        compiler: str,
+        activation_budget: float,
+        stored: Stored = Stored(),
+    ) -> None:
+        self.signature = signature
+        self.fake_mode = fake_mode
+        self.inductor = compiler == "inductor"
+        self.activation_budget = activation_budget
+        with fake_mode:
+            fakes = signature.fakes(requires_grad=False)
+        own = signature.lifted(stage.graph_module)
+        secured = run_pass(SecureOutputs(fakes[1:], fake_mode), own)
+        self.graph_module, self.output_index = secured.graph_module, secured.output_index
+        needs = {self.output_index[position] for position in signature.grad_outputs}
+        self.num_outputs = len(set(self.output_index))
+        self.needs_grad = [index in needs for index in range(self.num_outputs)]
+        # Operators that run one by one have memory of their own: a copy would be a copy.
+        self._stored_gradients = stored.gradients if self.inductor else frozenset()
+        self._may_store = (
+            {self.output_index[position] for position in stored.outputs} if self.inductor else set()
+        )
+
+    def build(self, training: bool) -> StageFunctions:
+        """Compile the stage, forward and backward or inference alone."""
+        if self.inductor:
+            begin_compiling(
+                {value.device.type for value in (*self.signature.values, *self.signature.output_values)}
+            )
+        functions = StageFunctions(
+            make_infer=with_dump_of_now(self.make_infer),
+            num_outputs=self.num_outputs,
+            output_index=self.output_index,
+            row_conditions=functools.partial(row_conditions, self.fake_mode, self.signature.rows_symbol),
+            rows_symbol=self.signature.rows_symbol,
+        )
+        if not training:
+            functions.infer = self.make_infer()
+        else:
+            traced = self.trace()
+            if traced.tangent_of:
+                self._add_training(functions, traced)
+            else:
+                # Nothing here is trained: forward saves nothing and backward has nothing to do.
+                inference = self._forward_only(traced.joint) if self.inductor else self.make_infer()
+                functions.forward, functions.stored_outputs = inference.function, inference.stored
+        return functions
+
+    def trace(self) -> TracedStage:
+        """The joint graph; Inductor's simplified, once for all activation budgets at which it is split."""
+        with self.fake_mode:
+            fakes = self.signature.fakes(requires_grad=True)
+        # Refuses a stage that fits one batch size only, before anything else meets its numbers in place of
+        # symbols.
+        row_conditions(self.fake_mode, self.signature.rows_symbol)
+        traced = self._trace_joint(fakes, self.needs_grad)
+        row_conditions(self.fake_mode, self.signature.rows_symbol)
+        if self.inductor and traced.tangent_of:
+            from rannc_backend.stages.inductor import simplify_joint
+
+            simplify_joint(traced.joint, self.fake_mode)
+        return traced
+
+    def kept_anyway(self, forward: fx.GraphModule) -> frozenset[str]:
+        """Names of the placeholders of a joint or forward graph that live as long as the stage."""
+        names = [node.name for node in forward.graph.find_nodes(op="placeholder")]
+        return frozenset(names[index] for index in self.signature.long_lived)
+
+    def make_infer(self) -> Inference:
+        """Compile the graph without backward."""
+        if not self.inductor:
+            return Inference(function=_without_rows(run_pass(Box(), self.graph_module).forward), stored=())
+        with self.fake_mode:
+            fakes = self.signature.fakes(requires_grad=False)
+        return self._forward_only(self._trace_joint(fakes, [False] * self.num_outputs).joint)
+
+    def _trace_joint(self, fakes: Sequence[Any], needs_grad: Sequence[bool]) -> TracedStage:
+        traces = TraceJoint(
+            fakes=fakes,
+            needs_grad=needs_grad,
+            fake_mode=self.fake_mode,
+            decompositions=self._decompositions(),
+        )
+        return run_pass(traces, self.graph_module)
+
+    def _forward_only(self, graph_module: fx.GraphModule) -> Inference:
+        from rannc_backend.stages.inductor import compile_forward_only
+
+        stored = storable(graph_module, self._may_store)
+        function = compile_forward_only(_writing_outputs(graph_module, stored), self.fake_mode)
+        return Inference(function=function, stored=stored)
+
+    def _decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        if not self.inductor:
+            return {}
+        from rannc_backend.stages.inductor import inductor_decompositions
+
+        return inductor_decompositions()
+
+    def split_safely(self, traced: TracedStage) -> tuple[SplitStage, Gradients]:
+        """The two graphs, with gradients that are safe to hand on, and what those are."""
+        # Input 0 of the joint graph is the batch size.
+        positions = [index - 1 for index in traced.gradient_of]
+        parameters = {i: p for i, p in enumerate(positions) if p in self.signature.trained}
+        returned = {i: p for i, p in enumerate(positions) if i not in parameters}
+        splits = SplitJoint(
+            traced=traced, activation_budget=self.activation_budget, long_lived=self.signature.long_lived
+        )
+        split = run_pass(splits, traced.joint)
+        safe = run_pass(SecureGradients(tuple(returned)), split.backward)
+        borrowed = frozenset(positions[i] for i in safe.borrowed)
+        return split, Gradients(parameters=parameters, returned=returned, borrowed=borrowed)
+
+    def _add_training(self, functions: StageFunctions, traced: TracedStage) -> None:
+        split, gradients = self.split_safely(traced)
+        functions.saved_bytes = saved_bytes(
+            split.forward, traced.num_outputs, self.kept_anyway(split.forward)
+        )
+        functions.tangent_of = traced.tangent_of
+        positions_of = {index: self.output_index.index(index) for index in traced.tangent_of}
+        functions.tangent_dtypes = {i: self.signature.output_values[p].dtype for i, p in positions_of.items()}
+        functions.saved_order = split.saved_order
+        functions.returned = tuple(gradients.returned.values())
+        functions.borrowed = gradients.borrowed
+        functions.stored_outputs = storable(split.forward, self._may_store)
+        forward = _writing_outputs(split.forward, functions.stored_outputs)
+        backward = self._writing(functions, split.backward, gradients)
+        if not self.inductor:
+            functions.forward, functions.backward = (
+                run_pass(Box(), graph).forward for graph in (forward, backward)
+            )
+            return
+        from rannc_backend.stages.inductor import compile_pair
+
+        functions.forward, functions.backward = compile_pair(
+            forward,
+            backward,
+            num_outputs=self.num_outputs - len(functions.stored_outputs),
+            saved_order=split.saved_order,
+            fake_mode=self.fake_mode,
+        )
+
+    def _writing(
+        self, functions: StageFunctions, backward: fx.GraphModule, gradients: Gradients
+    ) -> fx.GraphModule:
+        """The backward graph that writes gradients of parameters into buckets, and of inputs into messages
+        where that is free.
+        """
+        if gradients.parameters:
+            with self.fake_mode:
+                slots = {
+                    position: torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                    for position in gradients.parameters.values()
+                    for value in [self.signature.values[position]]
+                }
+                accumulate = new_number("accumulate", FIRST, self.fake_mode) if self.inductor else FIRST
+                # Operators that run one by one announce each gradient by itself, since its memory is better
+                # freed than filled up.
+                writes = WriteIntoBuckets(
+                    parameters=gradients.parameters,
+                    slots=slots,
+                    accumulate=accumulate,
+                    fuse=self.inductor,
+                    group_bytes=GROUP_BYTES if self.inductor else 0,
+                )
+                written = run_pass(writes, backward)
+            backward = written.graph_module
+            functions.delivered, functions.how, functions.num_gradient_calls = (
+                written.positions,
+                written.how,
+                written.num_calls,
+            )
+        candidates = [
+            i
+            for i, p in enumerate(functions.returned)
+            if p in self._stored_gradients and p not in gradients.borrowed
+        ]
+        indices = storable(backward, candidates)
+        functions.stored_gradients = tuple(functions.returned[i] for i in indices)
+        functions.returned = tuple(p for i, p in enumerate(functions.returned) if i not in indices)
+        return _writing_outputs(backward, indices)
+
+
+def _without_rows(function: BoxedCallable) -> BoxedCallable:
+    """The stage's own graph reads the batch size from a tensor and does not take it as an input."""
+
+    def run(arguments: list[Any]) -> Sequence[Any]:
+        del arguments[0]
+        return function(arguments)
+
+    return run
+
+
+def _writing_outputs(graph_module: fx.GraphModule, indices: tuple[int, ...]) -> fx.GraphModule:
+    """The graph that writes these outputs where it is told, or the same graph where there are none."""
+    return run_pass(WriteToDestinations(indices), graph_module) if indices else graph_module

@@ -1,0 +1,103 @@
+"""An analysed graph cut into stages along a plan, and what travels between them.
+
+In: an `AnalyzedGraph`, a plan projected on it. Out: a graph per stage and the edges between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rannc_backend.capture.analysis import GraphAnalysis, mixed_batch_error
+from rannc_backend.capture.graph import GraphInput
+from rannc_backend.ir.action import INPUT, OUTPUT
+from rannc_backend.ir.exchange import Edge
+from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
+from rannc_backend.schedule.edges import EdgeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCut:
+    """A graph cut in stages: their graphs and the edges between endpoints."""
+
+    graphs: tuple[StageGraph, ...]
+    edges: dict[tuple[int, int], Edge]
+
+    @property
+    def buffer_makers(self) -> dict[str, int]:
+        """The stage that makes the new value of each buffer that the graph changes."""
+        return {
+            slot.fqn: graph.index for graph in self.graphs for slot in graph.outputs if slot.fqn is not None
+        }
+
+    def buffer_readers(self, inputs: Sequence[GraphInput]) -> dict[str, frozenset[int]]:
+        """The stages that read each buffer of the model; ``inputs``: those of the graph that was cut."""
+        names = {item.name: item.fqn for item in inputs if item.kind == "buffer" and item.fqn is not None}
+        readers: dict[str, set[int]] = {}
+        for graph in self.graphs:
+            for slot in graph.inputs:
+                if slot.name in names:
+                    readers.setdefault(names[slot.name], set()).add(graph.index)
+        return {name: frozenset(stages) for name, stages in readers.items()}
+
+
+def cut_stages(
+    analysis: GraphAnalysis, stage_of: Mapping[str, int], num_stages: int, *, all_outputs: bool
+) -> StageCut:
+    """Cut the row-wise graph; ``all_outputs=False`` leaves row outputs where they are made."""
+    split = analysis.split
+    try:
+        graphs = split_stages(
+            split.rowwise,
+            split.outputs,
+            split.layouts,
+            stage_of,
+            num_stages,
+            input_kinds=analysis.input_kinds,
+            rows_symbol=analysis.captured.rows_symbol,
+        )
+    except PassError as error:
+        raise mixed_batch_error(error) from error
+    return StageCut(graphs=graphs, edges=_edges(analysis, graphs, all_outputs=all_outputs))
+
+
+def _edges(
+    analysis: GraphAnalysis, graphs: tuple[StageGraph, ...], *, all_outputs: bool
+) -> dict[tuple[int, int], Edge]:
+    producer = {
+        slot.name: graph.index for graph in graphs for slot in graph.outputs if slot.kind == "boundary"
+    }
+    carried: dict[tuple[int, int], list[str]] = {}
+    for graph in graphs:
+        for slot in graph.inputs:
+            if slot.kind == "batch":
+                carried.setdefault((INPUT, graph.index), []).append(slot.name)
+            elif slot.kind == "boundary":
+                carried.setdefault((producer[slot.name], graph.index), []).append(slot.name)
+        for output in graph.outputs:
+            if output.kind == "rows" and all_outputs:
+                names = carried.setdefault((graph.index, OUTPUT), [])
+                if output.name not in names:
+                    names.append(output.name)
+    edges: dict[tuple[int, int], Edge] = {}
+    for (src, dst), names in carried.items():
+        values = tuple(analysis.value(name) for name in names)
+        gradient = tuple(value for value in values if value.name in analysis.needs_grad)
+        edges[src, dst] = Edge(src=src, dst=dst, forward=values, gradient=gradient)
+    return edges
+
+
+def edge_specs(edges: Mapping[tuple[int, int], Edge]) -> tuple[EdgeSpec, ...]:
+    """The schedule's view of the edges."""
+    return tuple(
+        EdgeSpec(
+            src=edge.src,
+            dst=edge.dst,
+            num_forward_values=len(edge.forward),
+            num_gradient_values=len(edge.gradient),
+            forward_bytes_per_row=sum(value.bytes_per_row for value in edge.forward),
+            gradient_bytes_per_row=sum(value.bytes_per_row for value in edge.gradient),
+        )
+        for edge in edges.values()
+    )

@@ -1,0 +1,376 @@
+"""From a stage graph to its forward and backward graphs.
+
+In: a stage graph whose outputs are safe (see `passes.stage_boundaries`), fake inputs that say what requires a
+gradient.
+Out: `TracedStage` (one joint graph of forward and backward), then `SplitStage` (two graphs and what passes
+between them). What is private to torch's AOTAutograd is used in this file; seen on torch 2.13.
+
+Terms. The joint graph's *primals* are the batch size (a number) and the stage's inputs; its *tangents* are
+the gradients of those outputs that require one. The *activation budget* is the part of the default amount of
+saved values that may be saved; 1.0 is the default, less makes backward recompute more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+import torch._functorch.config as functorch_config
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.passes.pipeline import Pass
+
+aten = torch.ops.aten
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+"""One list of inputs, which the call empties."""
+
+# Operators that functionalization has left without a derivative, and the forms that have one but write
+# running statistics.
+_MUTATING_FORMS = {
+    aten._native_batch_norm_legit_functional.default: aten._native_batch_norm_legit.default,
+    aten._batch_norm_with_update_functional.default: aten._batch_norm_with_update.default,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStage:
+    """Joint graph: outputs are `num_outputs` results of forward, then one gradient per element of
+    `gradient_of`.
+
+    `tangent_of[i]` is the output that tangent i is the gradient of, `gradient_of[i]` the input (the batch
+    size counts as input 0) that gradient i belongs to. Without tangents there is no backward.
+    """
+
+    joint: fx.GraphModule
+    num_outputs: int
+    tangent_of: tuple[int, ...]
+    gradient_of: tuple[int, ...]
+
+    def named_graphs(self) -> dict[str, fx.GraphModule]:
+        return {"": self.joint}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStage:
+    """Forward graph: (batch size, *inputs) to (*outputs, *saved). Backward: (*saved by `saved_order`,
+    *tangents).
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved_order: tuple[int, ...]
+
+    def named_graphs(self) -> dict[str, fx.GraphModule]:
+        return {"forward": self.forward, "backward": self.backward}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJoint(Pass[TracedStage]):
+    """The pass of `trace_joint`; fields as its arguments."""
+
+    name: ClassVar[str] = "trace_joint"
+    requires: ClassVar[frozenset[str]] = frozenset({"safe_outputs"})
+    provides: ClassVar[frozenset[str]] = frozenset({"traced", "joint", "all_outputs", "all_gradients"})
+    fakes: Sequence[Any]
+    needs_grad: Sequence[bool]
+    fake_mode: FakeTensorMode
+    decompositions: Mapping[Any, Callable[..., Any]]
+
+    def run(self, graph_module: fx.GraphModule) -> TracedStage:
+        return trace_joint(graph_module, self.fakes, self.needs_grad, self.fake_mode, self.decompositions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitJoint(Pass[SplitStage]):
+    """The pass of `split_joint`, on the joint graph of `traced`; fields as its arguments."""
+
+    name: ClassVar[str] = "split_joint"
+    requires: ClassVar[frozenset[str]] = frozenset({"joint", "all_outputs"})
+    provides: ClassVar[frozenset[str]] = frozenset({"partitioned"})
+    ends: ClassVar[frozenset[str]] = frozenset({"joint"})
+    traced: TracedStage
+    activation_budget: float
+    long_lived: Sequence[int]
+
+    def run(self, graph_module: fx.GraphModule) -> SplitStage:
+        assert graph_module is self.traced.joint, "the joint graph of another stage"
+        return split_joint(self.traced, activation_budget=self.activation_budget, long_lived=self.long_lived)
+
+
+def trace_joint(
+    graph_module: fx.GraphModule,
+    fakes: Sequence[Any],
+    needs_grad: Sequence[bool],
+    fake_mode: FakeTensorMode,
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> TracedStage:
+    """Trace forward and backward of a stage, once and without the layer that takes mutation out where nothing
+    mutates.
+
+    Args:
+        graph_module: placeholders are the inputs without the batch size; outputs are distinct tensors,
+        ``meta["val"]`` set.
+        fakes: the batch size (SymInt), then one fake tensor per placeholder, with `requires_grad` set.
+        needs_grad: per output, whether it takes a gradient.
+    """
+    tracer = _JointTracer(graph_module, fakes, needs_grad, fake_mode, decompositions)
+    joint = (
+        None
+        if any(node.target in _MUTATING_FORMS for node in graph_module.graph.nodes)
+        else tracer.trace(functionalized=False)
+    )
+    if joint is None or any(_mutates(node) for node in joint.graph.nodes):
+        joint = tracer.trace(functionalized=True)
+    return TracedStage(
+        joint=joint, num_outputs=len(needs_grad), tangent_of=tracer.tangent_of, gradient_of=tracer.gradient_of
+    )
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+class _JointTracer:
+    """The function (*primals, *tangents) to (*outputs, *gradients), and its graph.
+
+    After `trace`: `tangent_of` and `gradient_of` as in `TracedStage`.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        primals: Sequence[Any],
+        needs_grad: Sequence[bool],
+        fake_mode: FakeTensorMode,
+        decompositions: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        self._graph_module = graph_module
+        self._primals = tuple(primals)
+        self._needs_grad = tuple(needs_grad)
+        self._fake_mode = fake_mode
+        self._decompositions = dict(decompositions)
+        self.tangent_of: tuple[int, ...] = ()
+        self.gradient_of: tuple[int, ...] = ()
+
+    def trace(self, *, functionalized: bool) -> fx.GraphModule:
+        """The joint graph. `functionalized`: operators that change their operands are replaced by such that
+        do not.
+        """
+        wanted = [index for index, needs in enumerate(self._needs_grad) if needs]
+        with clean_tracing(self._fake_mode), contextlib.ExitStack() as stack:
+            stack.enter_context(self._fake_mode)
+            # Fixes no size to a number, see passes/tracing.py; and backward must run in this thread, where
+            # the modes are.
+            stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(fx.traceback.preserve_node_meta())
+            stack.enter_context(torch.enable_grad())
+            values = [node.meta["val"] for node in _results(self._graph_module)]
+            tangents = [
+                torch.empty(values[i].shape, dtype=values[i].dtype, device=values[i].device) for i in wanted
+            ]
+            function = without_mutation(self._run) if functionalized else self._run
+            joint = make_fx(function, decomposition_table=self._decompositions)(*self._primals, *tangents)
+        self._name_inputs(joint, wanted)
+        return joint
+
+    def _run(self, *arguments: Any) -> tuple[Any, ...]:
+        primals, tangents = arguments[: len(self._primals)], arguments[len(self._primals) :]
+        results = _DifferentiableInterpreter(self._graph_module).run(*primals[1:])
+        outputs = [r if needs else r.detach() for r, needs in zip(results, self._needs_grad, strict=True)]
+        # An output through which no gradient can flow takes no tangent.
+        self.tangent_of = tuple(index for index, value in enumerate(outputs) if value.requires_grad)
+        leaves = {
+            index: value
+            for index, value in enumerate(primals)
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        }
+        gradients: Sequence[torch.Tensor | None] = ()
+        if self.tangent_of and leaves:
+            wanted = [index for index, needs in enumerate(self._needs_grad) if needs]
+            seeds = [tangents[wanted.index(index)] for index in self.tangent_of]
+            with set_partitioner_tag_is_backward():
+                gradients = torch.autograd.grad(
+                    [outputs[index] for index in self.tangent_of],
+                    list(leaves.values()),
+                    seeds,
+                    allow_unused=True,
+                )
+        made = {index: gradient for index, gradient in zip(leaves, gradients) if gradient is not None}
+        self.gradient_of = tuple(made)
+        return (*outputs, *made.values())
+
+    def _name_inputs(self, joint: fx.GraphModule, wanted: Sequence[int]) -> None:
+        """Name the inputs as the partitioner knows them; drop the tangents that no output takes."""
+        inputs = joint.graph.find_nodes(op="placeholder")
+        for number, node in enumerate(inputs[: len(self._primals)], 1):
+            node.target = f"primals_{number}"
+            node._rename(node.target)
+        for index, node in zip(wanted, inputs[len(self._primals) :], strict=True):
+            if index in self.tangent_of:
+                node.target = f"tangents_{self.tangent_of.index(index) + 1}"
+                node._rename(node.target)
+                node.meta["partitioner_tag"] = "is_backward"
+            else:
+                joint.graph.erase_node(node)
+        joint.recompile()
+
+
+def without_mutation(function: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """`function` in which operators that change their operands have been replaced; it must not change its
+    arguments.
+    """
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        exclude = torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        )
+        with exclude, FunctionalTensorMode():
+            wrapped = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, values)
+            return pytree.tree_map_only(FunctionalTensor, _unwrapped, function(*wrapped))
+
+    return run
+
+
+def _unwrapped(value: FunctionalTensor) -> torch.Tensor:
+    torch._sync(value)
+    return torch._from_functional_tensor(value.elem)
+
+
+class _DifferentiableInterpreter(fx.Interpreter):
+    """Runs a graph; operators that functionalization has left without a derivative are computed in another
+    way.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _MUTATING_FORMS:
+            assert not kwargs, f"{target} with keyword arguments {kwargs}"
+            return _batch_norm(_MUTATING_FORMS[target], *args)
+        return super().call_function(target, args, kwargs)
+
+
+def _batch_norm(
+    operator: Callable[..., tuple[torch.Tensor, ...]],
+    value: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    *settings: Any,
+) -> tuple[torch.Tensor, ...]:
+    """What `operator` gives and the new running statistics, which it writes over copies of the old ones."""
+    new_mean, new_var = running_mean.clone(), running_var.clone()
+    return (*operator(value, weight, bias, new_mean, new_var, *settings), new_mean, new_var)
+
+
+@contextlib.contextmanager
+def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Trace or compile under `fake_mode` only: without an outer capture's context and without the user's
+    autocast.
+    """
+    with tracing(TracingContext(fake_mode)), torch._C._DisableAutocast():
+        yield
+
+
+def new_number(name: str, hint: int, fake_mode: FakeTensorMode) -> torch.SymInt:
+    """A number of its own (2 or more) that a graph may take as an input."""
+    shape_env = fake_mode.shape_env
+    assert shape_env is not None, "traces have symbols"
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    number = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(number, torch.SymInt), number
+    return number
+
+
+def split_joint(traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int]) -> SplitStage:
+    """Split the joint graph into forward and backward by the minimum cut, so that little is saved.
+
+    Args:
+        activation_budget: see the module docstring, from 0 to 1.
+        long_lived: inputs (the batch size is input 0) that exist until backward anyway, so that saving them
+        is free.
+    """
+    fake_mode = _fake_mode(traced.joint)
+    with (
+        clean_tracing(fake_mode),
+        torch.no_grad(),
+        functorch_config.patch(activation_memory_budget=activation_budget),
+    ):
+        forward, backward = min_cut_rematerialization_partition(
+            traced.joint,
+            None,
+            num_fwd_outputs=traced.num_outputs,
+            static_lifetime_input_indices=list(long_lived),
+        )
+    saved = [node.name for node in _results(forward)[traced.num_outputs :]]
+    wanted = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+    wanted = wanted[: len(wanted) - len(traced.tangent_of)]
+    assert sorted(saved) == sorted(wanted), f"forward saves {saved}, backward takes {wanted}"
+    return SplitStage(
+        forward=forward, backward=backward, saved_order=tuple(saved.index(name) for name in wanted)
+    )
+
+
+def _results(graph_module: fx.GraphModule) -> Sequence[Any]:
+    (output,) = graph_module.graph.find_nodes(op="output")
+    return output.args[0]
+
+
+def _fake_mode(joint: fx.GraphModule) -> FakeTensorMode:
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["val"], FakeTensor):
+            return node.meta["val"].fake_mode
+    raise AssertionError("a joint graph has a tensor among its inputs")
+
+
+def row_conditions(fake_mode: FakeTensorMode, rows_symbol: sympy.Symbol) -> tuple[sympy.Basic, ...]:
+    """What torch has assumed about the batch size in all traces under `fake_mode`; code compiled so far
+    relies on it.
+
+    Raises UnsupportedModelError if a single batch size was assumed.
+    """
+    shape_env = fake_mode.shape_env
+    assert shape_env is not None, "traces have symbols"
+    if rows_symbol in shape_env.replacements:
+        raise UnsupportedModelError(
+            f"a part of the model compiles for one batch size only ({shape_env.replacements[rows_symbol]})",
+            cure="look for an operation that needs the batch size to be a certain number.",
+        )
+    return tuple(
+        guard.expr
+        for guard in shape_env.guards
+        if rows_symbol in guard.expr.free_symbols and not _only_chooses_convolution(guard)
+    )
+
+
+def _only_chooses_convolution(guard: Any) -> bool:
+    """Whether a guard comes from which kernel a convolution would pick for this batch size (oneDNN from 16
+    samples on).
+
+    The kernel is picked again at run time; the trace needs it for the memory format alone, which is the
+    operands' own.
+    """
+    frame = guard.sloc.framework_loc
+    return (
+        isinstance(frame, traceback.FrameSummary)
+        and frame.name == "conv"
+        and frame.filename.endswith("fake_impls.py")
+    )

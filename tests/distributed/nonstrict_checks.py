@@ -1,0 +1,143 @@
+"""Checks of models that are captured without Dynamo: they train as in one process, follow what their code
+reads, and are refused on all ranks where a graph cannot hold them.
+
+In: a context. Out: findings. One job does several models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tests.nonstrict_models as nonstrict
+from rannc_backend import backend
+from rannc_backend.errors import ModelError, RanncError
+from tests.distributed.harness.context import Context
+from tests.nonstrict_models import MODELS, REFUSED, batch
+from tests.odd_models import worst_error
+
+EXACT = 1e-12
+
+
+@contextlib.contextmanager
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def _counted_captures() -> Iterator[list[nn.Module]]:
+    captured: list[nn.Module] = []
+    before = backend.capture_call
+
+    def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        captured.append(module)
+        return before(module, *args, **kwargs)
+
+    backend.capture_call = counted
+    try:
+        yield captured
+    finally:
+        backend.capture_call = before
+
+
+def _trained(
+    context: Context, model: nn.Module, alone: nn.Module, compiled: Any, optimizers: list[Any], step: int
+) -> float:
+    """One step; the largest error of the loss and of the gradients of this rank."""
+    start, stop = context.interval
+    rows = batch(sum(context.case.local_rows), step)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    result, expected = compiled(rows[start:stop].clone()), alone(rows)
+    result.backward()
+    expected.backward()
+    error = max(abs(float(result.detach()) / float(expected.detach()) - 1.0), worst_error(model, alone))
+    for optimizer in optimizers:
+        optimizer.step()
+    return error
+
+
+def _pair(context: Context, name: str, **options: Any) -> tuple[nn.Module, nn.Module, Any, list[Any]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    alone = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+    return model, alone, torch.compile(model, **context.compile_arguments(**options)), optimizers
+
+
+def nonstrict_models(context: Context) -> dict[str, Any]:
+    """Three steps of each, and an evaluation, equal one process."""
+    with _float64():
+        for name in MODELS:
+            model, alone, compiled, optimizers = _pair(context, name)
+            with _counted_captures() as captures:
+                for step in range(3):
+                    error = _trained(context, model, alone, compiled, optimizers, step)
+                    context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+            context.findings.that(len(captures) == 1, f"{name}: captured {len(captures)} times in 3 steps")
+            if name in ("gradient", "slopes"):
+                continue  # they need gradients in the forward
+            compiled.eval()
+            alone.eval()
+            start, stop = context.interval
+            rows = batch(sum(context.case.local_rows), 7)
+            with torch.no_grad():
+                error = abs(float(compiled(rows[start:stop].clone())) / float(alone(rows)) - 1)
+            context.findings.that(error <= EXACT, f"{name} evaluated: off by {error}")
+    return {}
+
+
+def nonstrict_changes(context: Context) -> dict[str, Any]:
+    """What the code reads has another value in a later step: an item of a global, an attribute, the mode."""
+    with _float64():
+        model, alone, compiled, optimizers = _pair(context, "global")
+        before = nonstrict.SCALE["of_output"]
+        try:
+            for step, scale in enumerate((before, 0.5, before)):
+                nonstrict.SCALE["of_output"] = scale
+                error = _trained(context, model, alone, compiled, optimizers, step)
+                context.findings.that(error <= EXACT, f"with {scale}: off by {error}")
+        finally:
+            nonstrict.SCALE["of_output"] = before
+        # Asked for, a model that Dynamo takes goes the other way too.
+        model, alone, compiled, optimizers = _pair(context, "tied", capture="nonstrict")
+        error = _trained(context, model, alone, compiled, optimizers, 0)
+        context.findings.that(error <= EXACT, f"by choice: off by {error}")
+    return {}
+
+
+def nonstrict_refusals(context: Context) -> dict[str, Any]:
+    """A model that neither way takes is refused on all ranks; so is one by option `capture`, with the line."""
+    with _float64():
+        for name, (make, reason) in REFUSED.items():
+            torch._dynamo.reset()
+            for chosen in ("nonstrict", "auto"):
+                compiled = torch.compile(make(), **context.compile_arguments(capture=chosen))
+                text = _refusal(context, compiled, f"{name}, {chosen}")
+                if chosen == "nonstrict":
+                    context.findings.that(reason in text, f"{name}: {text}")
+        torch._dynamo.reset()
+        compiled = torch.compile(MODELS["lock"](), **context.compile_arguments(capture="dynamo"))
+        text = _refusal(context, compiled, "a lock with capture='dynamo'")
+        context.findings.that("lock" in text and "nonstrict_models.py:" in text, f"a lock: {text}")
+    return {}
+
+
+def _refusal(context: Context, compiled: Any, what: str) -> str:
+    try:
+        result: Tensor = compiled(batch(4))
+    except RanncError as error:
+        context.findings.that(isinstance(error, ModelError), f"{what}: {type(error).__name__} {error}")
+        return str(error)
+    context.findings.that(False, f"{what}: not refused, but {result}")
+    return ""

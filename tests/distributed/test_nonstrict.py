@@ -1,0 +1,34 @@
+"""Models that Dynamo refuses train exactly, captured by a run of their forward."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.choice import cases
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+
+CASES = (
+    *(
+        Case(
+            name=f"nonstrict-{check}-{replicas}",
+            check=f"nonstrict_{check}",
+            world=sum(map(int, replicas.split(","))),
+            replicas=replicas,
+            num_micro_batches=2,
+            limit_seconds=180.0,
+        )
+        for check, replicas in (
+            ("models", "1,1"),
+            ("models", "2"),
+            ("models", "1,2,1"),
+            ("changes", "1,1"),
+            ("refusals", "1,1"),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("case", cases(CASES, "nonstrict", ("models-2", "models-1,2,1")))
+def test_nonstrict(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()

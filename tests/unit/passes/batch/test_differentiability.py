@@ -1,0 +1,58 @@
+"""Which values need gradients, by autograd's own word."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rannc_backend.passes.batch.differentiability import values_needing_grad, values_reached_by_grad
+from tests.unit.passes.batch.batch_tracing import trace
+from tests.unit.passes.batch.slice_runner import split_traced
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.first(x)
+        return self.second(y), y.argmax(-1), (y.detach() > 0).double()
+
+
+def test_frozen_start_and_integer_values_need_none() -> None:
+    graph = trace(Branches(), dict(x=torch.randn(5, 3)))
+    first_weight, first_bias, second_weight, second_bias = graph.parameters
+    module = graph.graph_module
+    output, index, mask = module.graph.output_node().args[0]
+    everything = values_needing_grad(module, graph.parameters)
+    assert {output.name, *graph.parameters} <= everything
+    assert index.name not in everything and mask.name not in everything and graph.batch[0] not in everything
+    assert everything == values_reached_by_grad(module, graph.parameters)
+    late = values_needing_grad(module, [second_weight])
+    assert output.name in late and not {first_weight, first_bias, second_bias} & late
+    first_products = [node.name for node in module.graph.nodes if str(node.target) == "aten.addmm.default"][
+        :1
+    ]
+    assert not set(first_products) & late
+    assert values_needing_grad(module, []) == frozenset()
+
+
+def test_tuples_and_batch_norm_in_training() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    graph = trace(model, dict(input=torch.randn(5, 3)))
+    found = values_needing_grad(graph.graph_module, graph.parameters)
+    outputs = graph.graph_module.graph.output_node().args[0]
+    assert outputs[0].name in found
+    assert not {item.name for item in outputs[1:]} & found, "running statistics have no gradient"
+
+
+def test_sizes_stay_symbolic() -> None:
+    class Numbered(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[torch.arange(x.shape[0]), x.long()[:, 0] * 0]
+
+    graph = trace(Numbered(), dict(x=torch.randn(5, 3)))
+    values_needing_grad(graph.graph_module, graph.batch)
+    split_traced(graph)
+    assert graph.rows_symbol not in graph.fake_mode.shape_env.replacements

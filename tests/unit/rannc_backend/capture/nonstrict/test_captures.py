@@ -1,0 +1,346 @@
+"""A run of the forward on fakes gives the graph of that forward, for as long as nothing that it read has
+changed; what a graph cannot hold is refused, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tests.nonstrict_models as nonstrict
+from rannc_backend.capture.nonstrict.arguments import call_of, places_of
+from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture
+from rannc_backend.errors import (
+    ModelError,
+    NoBatchDimensionError,
+    UnsupportedModelError,
+)
+from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, batch
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def captured(module: nn.Module, *args: Any, **kwargs: Any) -> Capture:
+    return capture_call(module, call_of(module, args, kwargs))
+
+
+def serves(capture: Capture, module: nn.Module, *args: Any, **kwargs: Any) -> str:
+    return capture.serves(call_of(module, args, kwargs))
+
+
+def results(capture: Capture, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What the graph gives, as the forward would."""
+    call = call_of(module, args, kwargs)
+    graph = capture.recorded.captured
+    outputs = graph.graph_module(*capture.tensors(call))
+    return capture.recorded.result(outputs[: graph.num_user_outputs], call)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_is_the_forward_for_every_batch_size(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    capture = captured(model, batch(4))
+    for rows in (2, 7):
+        assert serves(capture, model, batch(rows, 1)) == ""
+        alone = copy.deepcopy(model)
+        result, expected = results(capture, model, batch(rows, 1)), alone(batch(rows, 1))
+        model.zero_grad()
+        result.backward()
+        expected.backward()
+        torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_new_values_of_buffers_are_outputs() -> None:
+    model = MODELS["buffer"]()
+    capture = captured(model, batch(4))
+    assert capture.recorded.captured.buffer_updates == ("steps", "decay")
+    call = call_of(model, (batch(3),), {})
+    *_, steps, decay = capture.recorded.captured.graph_module(*capture.tensors(call))
+    model(batch(3))
+    assert torch.equal(steps, model.steps) and torch.equal(decay, model.decay)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_hold_is_refused_and_nothing_is_left(name: str) -> None:
+    make, reason = REFUSED[name]
+    model = make()
+    before, members = model.state_dict(), set(vars(model))
+    tensors = {key: value.clone() for key, value in before.items()}
+    python, drawn = random.getstate(), numpy.random.get_state()[2]
+    clock, apply = time.time, vars(torch.autograd.Function)["apply"]
+    with pytest.raises(ModelError, match=reason):
+        captured(model, batch(4))
+    assert set(vars(model)) == members and not torch.compiler.is_compiling()
+    assert all(torch.equal(tensors[key], value) for key, value in model.state_dict().items())
+    assert all(type(parameter) is nn.Parameter and parameter.grad is None for parameter in model.parameters())
+    assert random.getstate() == python and numpy.random.get_state()[2] == drawn
+    assert time.time is clock and vars(torch.autograd.Function)["apply"] is apply
+
+
+@pytest.mark.parametrize(
+    "name", ["backward of its own", "global tensor", "value", "decision", "batch size", "backward", "clock"]
+)
+def test_the_users_line_is_named(name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        captured(REFUSED[name][0](), batch(4))
+    assert nonstrict.__file__ in caught.value.location
+
+
+class _Switched(Ends):
+    """Reads values in the ways that code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.settings = {"shift": 0.5, "powers": [1, 2]}
+        self.options = Options()
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = x * self.scale + self.settings["shift"] + FACTOR * cell_reader()
+        if self.options.inner.doubled:
+            x = x * 2
+        return sum(x**power for power in self.settings["powers"]) if self.training else x
+
+
+class Options:
+    """An object in an attribute, with one in it."""
+
+    def __init__(self) -> None:
+        self.inner = Inner()
+
+
+class Inner:
+    """See `Options`."""
+
+    def __init__(self) -> None:
+        self.doubled = False
+
+
+FACTOR = 3.0
+
+
+def _make_reader() -> Any:
+    value = 1.0
+
+    def read() -> float:
+        return value
+
+    def write(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return read, write
+
+
+cell_reader, cell_writer = _make_reader()
+
+
+def _replace_global(model: Any) -> None:
+    globals()["FACTOR"] = 5.0
+
+
+def _replace_function(model: Any) -> None:
+    globals()["cell_reader"] = lambda: 7.0
+
+
+CHANGES = {
+    "trained": (lambda model: model.first.weight.requires_grad_(False), "parameters"),
+    "type": (lambda model: model.last.float(), "parameters"),
+    "attribute": (lambda model: setattr(model, "scale", 3.0), "the model.scale"),
+    "item": (lambda model: model.settings.update(shift=1.0), "the model.settings['shift']"),
+    "item of a list": (lambda model: model.settings["powers"].append(3), "powers"),
+    "object": (lambda model: setattr(model.options.inner, "doubled", True), "doubled"),
+    "another object": (lambda model: setattr(model.options, "inner", Inner()), "options.inner"),
+    "mode": (lambda model: model.eval(), "training"),
+    "global": (_replace_global, "FACTOR"),
+    "function": (_replace_function, "cell_reader"),
+    "cell": (lambda model: cell_writer(4.0), "value"),
+    "layer": (lambda model: setattr(model, "last", nn.Linear(WIDTH, WIDTH)), "last"),
+    "hook": (lambda model: model.last.register_forward_hook(lambda *_: None), "_forward_hooks"),
+    "new attribute": (lambda model: setattr(model, "extra", 1), "extra"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_value_that_has_changed_ends_a_capture(what: str) -> None:
+    change, place = CHANGES[what]
+    model = _Switched()
+    capture = captured(model, batch(4))
+    assert serves(capture, model, batch(4)) == ""
+    kept = dict(globals())
+    try:
+        change(model)
+        assert place in serves(capture, model, batch(4))
+        if what == "type":
+            return  # which the plain model does not take
+        second = captured(model, batch(4))
+        trained = [item.requires_grad for item in second.recorded.captured.inputs if item.kind == "parameter"]
+        assert trained == [parameter.requires_grad for parameter in model.parameters()]
+        torch.testing.assert_close(results(second, model, batch(3)), model(batch(3)))
+    finally:
+        cell_writer(1.0)
+        globals().update(kept)
+
+
+def test_a_value_that_is_set_to_what_it_was_changes_nothing() -> None:
+    model = _Switched()
+    capture = captured(model, batch(4))
+    model.scale = float("2.0")
+    model.settings["powers"] = model.settings["powers"]
+    model.last.weight.data.zero_()
+    assert serves(capture, model, batch(4)) == ""
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu"), torch.inference_mode])
+def test_modes_of_torch_end_a_capture(mode: Any) -> None:
+    model = Ends()
+    capture = captured(model, batch(4))
+    with mode():
+        assert serves(capture, model, batch(4)) == "a mode of torch"
+
+
+class _Arguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, pair: Any = None, *rest: Any, scale: float = 1.0, flag: Any = None) -> Any:
+        y = self.layer(x) * scale
+        if pair is not None:
+            y = y + pair["left"] * pair["right"][0]
+        return {"y": y, "x": x, "scale": scale, "nothing": None, "pair": (y.sum(), flag)}
+
+
+def test_arguments_and_results_keep_their_structure() -> None:
+    model = _Arguments()
+    pair = {"left": batch(4, 1), "right": [batch(4, 2), "word"]}
+    capture = captured(model, batch(4), pair, scale=2.0)
+    kinds = {item.name: item.kind for item in capture.recorded.captured.inputs if item.kind == "batch"}
+    assert set(kinds) == {"x_x", "x_pair_left", "x_pair_right_0"}
+    x, other = batch(3), {"left": batch(3, 1), "right": [batch(3, 2), "word"]}
+    result, expected = results(capture, model, x, other, scale=2.0), model(x, other, scale=2.0)
+    assert result["x"] is x and result["nothing"] is None and result["scale"] == 2.0
+    torch.testing.assert_close((result["y"], result["pair"][0]), (expected["y"], expected["pair"][0]))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((batch(4),), {}),
+        ((batch(4),), {"scale": 2.5}),
+        ((batch(4),), {"scale": 2.0, "flag": 1}),
+        ((batch(4).float(),), {"scale": 2.0}),
+        ((batch(4).requires_grad_(),), {"scale": 2.0}),
+        ((batch(4)[:, :3],), {"scale": 2.0}),
+        ((batch(4), None), {"scale": 2.0}),
+    ],
+)
+def test_other_arguments_need_another_capture(args: Any, kwargs: Any) -> None:
+    model = _Arguments()
+    capture = captured(model, batch(4), scale=2.0)
+    call = call_of(model, args, kwargs)
+    assert capture.serves(call) == "other arguments" and find_capture([capture], call) is None
+    assert find_capture([capture], call_of(model, (batch(9),), {"scale": 2.0})) is capture
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.tensor = batch(4)
+
+
+def test_tensors_that_are_hidden_in_objects_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="flag is a _Holder that holds tensors"):
+        captured(_Arguments(), batch(4), flag=_Holder())
+
+
+def test_sparse_arguments_and_foreign_parameters_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="plain dense tensors"):
+        captured(_Arguments(), batch(4).to_sparse())
+    with pytest.raises(UnsupportedModelError, match="does not belong to the model"):
+        captured(_Arguments(), nn.Parameter(batch(4)))
+
+
+class _Mask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.layer(x) @ x.transpose(1, 2)
+        return (scores.masked_fill(mask, 0.0) @ x).mean()
+
+
+def test_a_mask_of_as_many_rows_as_the_batch_is_none_of_its_rows() -> None:
+    model = _Mask()
+    mask = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+    capture = captured(model, batch(5), mask)
+    assert [item.name for item in capture.recorded.captured.inputs if item.kind == "batch"] == ["x_x"]
+    torch.testing.assert_close(results(capture, model, batch(3), mask), model(batch(3), mask))
+
+
+def test_a_batch_of_one_row_is_traced_as_a_larger_one() -> None:
+    model = Ends()
+    capture = captured(model, batch(1))
+    torch.testing.assert_close(results(capture, model, batch(3)), model(batch(3)))
+
+
+def test_without_rows_there_is_no_batch() -> None:
+    class Numbers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * len(range(x.shape[0]))
+
+    with pytest.raises(NoBatchDimensionError):
+        captured(Numbers(), batch(4))
+
+
+def test_a_cache_that_is_filled_once_is_no_change() -> None:
+    class Caching(Ends):
+        cache: Any = None
+
+        def middle(self, x: Tensor) -> Tensor:
+            if self.cache is None:
+                self.cache = {"scale": 2.0}
+            return x * self.cache["scale"]
+
+    model = Caching()
+    capture = captured(model, batch(4))
+    assert model.cache == {"scale": 2.0} and serves(capture, model, batch(4)) == ""
+    model.cache["scale"] = 3.0
+    assert "scale" in serves(capture, model, batch(4))
+
+
+def test_tensors_have_one_place_and_all_their_names() -> None:
+    model = MODELS["tied"]()
+    places = {place.names[0]: place for place in places_of(model)}
+    assert places["first.weight"].names == ("first.weight", "last.weight")
+    assert places["first.weight"].kind == "parameter" and "alias" not in places
+
+
+def test_modules_are_noted_and_lines_are_the_users() -> None:
+    capture = captured(MODELS["comprehension"](), batch(4))
+    nodes = capture.recorded.captured.graph_module.graph.nodes
+    layers = [node for node in nodes if node.target is torch.ops.aten.addmm.default]
+    assert [node.meta["module_path"] for node in layers] == ["towers.0", "towers.1", "towers.2", "last"]
+    assert all(nonstrict.__file__ in node.meta["stack_trace"] for node in layers)
+    capture = captured(MODELS["checks"](), batch(4))
+    graph = capture.recorded.captured.graph_module.graph
+    (after,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)
+    assert after.meta["module_path"] == "block"

@@ -1,0 +1,125 @@
+"""Capturing without computing: the same graph as a real call's, for models without memory too, and errors
+that say what went wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rannc_backend.capture.meta_model import capture_model
+from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, UnsupportedModelError
+from tests.choice import mostly
+from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo
+from tests.unit.rannc_backend.planner.planning_examples import SMALL, small_example
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    with fresh_dynamo():
+        yield
+
+
+def _on_meta(name):
+    with torch.device("meta"):
+        return small_example(name)
+
+
+_BY_DEFAULT = ("resnet",)  # the others train over ranks, or are planned on meta in test_planning.py
+
+
+@pytest.mark.parametrize("name", mostly(SMALL, _BY_DEFAULT))
+def test_a_model_on_meta_gives_the_graph_of_a_real_call_on_the_cpu(name):
+    model, args, kwargs = small_example(name)
+    recorder = Recorder()
+    torch.compile(model, backend=recorder)(*args, **kwargs)
+    torch._dynamo.reset()
+    captured = capture_model(*_on_meta(name), device=CPU)
+    assert captured.fingerprint == recorder.graphs[0].fingerprint
+    kinds = {item.kind for item in captured.inputs if item.name.startswith("x_")}
+    assert kinds == {"batch"}
+    assert {node.meta["val"].device.type for node in captured.graph_module.graph.nodes if "val" in node.meta
+            and isinstance(node.meta["val"], torch.Tensor)} == {"cpu"}  # fmt: skip
+
+
+def test_nothing_is_computed_and_nothing_changes():
+    calls = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                calls.append(x)
+            return self.norm(self.linear(x))
+
+    model, x = Model(), torch.randn(4, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        captured = capture_model(model, (x,), {})
+    assert calls == [] and captured.buffer_updates and captured.root_module is model
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert any(item.requires_grad for item in captured.inputs)
+    model(x)  # still the plain model
+    assert len(calls) == 1
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise KeyError("no such setting")
+
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Prints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        breakpoint()
+        return y * 2
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "error", "text"),
+    [
+        (Raises(), torch.zeros(4, 3), GraphBreakError, "the model raises KeyError"),
+        (Branches(), torch.zeros(4, 3), DataDependentControlFlowError, "test_meta_model.py"),
+        (Prints(), torch.zeros(4, 3), GraphBreakError, "test_meta_model.py"),
+        (
+            Constant(),
+            torch.zeros(4, 3),
+            UnsupportedModelError,
+            "Constant was called without computing anything",
+        ),
+        (Scale(), torch.zeros(4), UnsupportedModelError, "works for one batch size only"),
+    ],
+    ids=["raises", "branches", "breaks", "constant", "no batch"],
+)
+def test_what_cannot_be_captured_is_said_with_the_users_line(model, x, error, text):
+    with pytest.raises(error, match=text):
+        capture_model(model, (x,), {})

@@ -1,0 +1,98 @@
+"""`module.compile` reaches the backend where the module's forward is torch's own, on torch 2.11.0 and
+2.13.0.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rannc_backend.capture.module_compile import trace_modules_of_torch
+from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder()
+    end = trace_modules_of_torch(lambda backend: backend is recorder)
+    with fresh_dynamo():
+        yield recorder
+    end()
+
+
+class Inherited(nn.Sequential):
+    """Its forward is that of torch."""
+
+
+class Own(nn.Module):
+    """Its forward is the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+MODULES = {
+    "sequential": lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+    "inherited": lambda: Inherited(nn.Linear(4, 4), nn.Tanh()),
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4)), Own()),
+    "layer": lambda: nn.Linear(4, 4),
+    "own": Own,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_whole_module_is_one_graph(recorder: Recorder, name: str) -> None:
+    module, x = MODULES[name](), torch.randn(5, 4)
+    expected = module(x)
+    module.compile(backend=recorder)
+    torch.testing.assert_close(module(x), expected)
+    assert recorder.graph.root_module is module
+    assert {item.fqn for item in recorder.graph.inputs if item.fqn} == set(module.state_dict())
+
+
+def test_modules_of_one_kind_are_told_apart(recorder: Recorder) -> None:
+    first, second, x = MODULES["sequential"](), MODULES["sequential"](), torch.randn(5, 4)
+    expected = first(x), second(x)
+    first.compile(backend=recorder, options={})
+    second.compile(backend=recorder, options={})
+    assert torch.equal(first(x), expected[0]) and torch.equal(second(x), expected[1])
+
+
+def test_other_backends_are_as_they_were() -> None:
+    """Whether torch traces such a module depends on its version (2.14 does); with ours installed it does what
+    it does without.
+    """
+
+    def num_calls() -> int:
+        calls = []
+
+        def other(graph_module, example_inputs):
+            calls.append(graph_module)
+            return graph_module
+
+        torch.compiler.reset()
+        module = MODULES["sequential"]()
+        module.compile(backend=other)
+        module(torch.randn(5, 4))
+        return len(calls)
+
+    without = num_calls()
+    asked = []
+    end = trace_modules_of_torch(lambda backend: bool(asked.append(backend)))
+    try:
+        assert num_calls() == without and asked
+    finally:
+        end()
+
+
+def test_it_ends() -> None:
+    before = torch._dynamo.eval_frame._TorchDynamoContext.__call__
+    end = trace_modules_of_torch(lambda backend: True)
+    assert torch._dynamo.eval_frame._TorchDynamoContext.__call__ is not before
+    end()
+    assert torch._dynamo.eval_frame._TorchDynamoContext.__call__ is before

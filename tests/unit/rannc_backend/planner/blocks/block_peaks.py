@@ -1,0 +1,80 @@
+"""Analysed models in blocks, and the memory that stages of them really take."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from rannc_backend.capture.analysis import GraphAnalysis
+from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.planner.blocks.block_partitions import needs_grad_in_training, stage_needs_grad
+from rannc_backend.planner.blocks.cut_blocks import block_graph
+from rannc_backend.planner.blocks.measure import example_inputs, interval_stage
+from rannc_backend.planner.plan_model import analyze_model
+from rannc_backend.runtime.trace.allocations import AllocationTracker
+from rannc_backend.settings.options import Config
+from rannc_backend.stages.compiled_stage import compile_stage
+from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
+from tests.unit.rannc_backend.planner.planning_graphs import Chain, Filters, gpt2
+
+CPU = torch.device("cpu")
+CLUSTER = local_cpu(2)
+
+
+@functools.lru_cache
+def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
+    torch.manual_seed(0)
+    if name == "gpt2":
+        module, batch = gpt2(num_layers=2)
+        args, kwargs = (), batch
+    else:
+        module = Chain(width=32, activation=nn.functional.gelu) if name == "chain" else Filters()
+        args, kwargs = (torch.randn(4, 32) if name == "chain" else torch.randn(4, 3, 8, 8),), {}
+    analysis = analyze_model(module, args, kwargs, cluster=CLUSTER)
+    graph = block_graph(
+        analysis.split,
+        analysis.captured.inputs,
+        analysis.needs_grad,
+        Config(),
+        cluster=CLUSTER,
+        batch_rows=16,
+        rows_symbol=analysis.captured.rows_symbol,
+    )
+    return analysis, graph
+
+
+def measured_peak(
+    name: str, begin: int, end: int, rows: int, budget: float, *, as_trained: bool = False
+) -> int:
+    """Bytes beside inputs and parameters of one forward and backward of blocks [begin, end) as a stage.
+
+    `as_trained`: outputs that the user alone gets have no gradient where the loss alone is differentiated.
+    """
+    analysis, graph = analysed(name)
+    stage_graph = interval_stage(analysis, [block.nodes for block in graph.blocks], begin, end)
+    stage = compile_stage(
+        stage_graph,
+        needs_grad=stage_needs_grad(analysis, stage_graph)
+        if as_trained
+        else needs_grad_in_training(analysis),
+        requires_grad_parameters=analysis.trained_parameters,
+        fake_mode=analysis.captured.fake_mode,
+        rows_symbol=analysis.captured.rows_symbol,
+        compiler="eager",
+        activation_budget=budget,
+        training=True,
+        rows_hint=rows,
+    )
+    args = example_inputs(stage_graph, analysis, rows, CPU)
+    sink = stage.scratch_gradients()
+    tracker = AllocationTracker(args)
+    with tracker.following():
+        outputs, saved = stage.forward(args)
+        grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
+        del outputs
+        kept = list(saved)
+        del saved
+        stage.backward(kept, grads, sink)
+    return tracker.peak_bytes

@@ -1,0 +1,166 @@
+"""Costs of runs of blocks: what a cut gives them, and parts that add up to what the search compares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rannc_backend.planner.cost.expressions import evaluate
+from rannc_backend.planner.cost.pricing import AnalyticPricer
+from rannc_backend.planner.cost.tensor_sizes import value_bytes
+from rannc_backend.planner.search.interval_costs import IntervalCosts
+from rannc_backend.planner.search.problem import useful_micro_batches
+from tests.unit.rannc_backend.planner.blocks.block_models import blocks_of, model, staged_graph
+from tests.unit.rannc_backend.planner.cluster.made_up_clusters import generic_gpu, local_cpu
+
+
+def interval_costs(name: str, num_devices: int = 4, rows: int = 16, **others: object) -> IntervalCosts:
+    cluster = local_cpu(num_devices, memory_bytes=10**9)
+    cluster = replace(cluster, device=replace(cluster.device, communicator_bytes=1000))
+    return IntervalCosts(
+        graph=blocks_of(name, 12), cluster=cluster, batch_rows=rows, micro_batches=useful_micro_batches(rows, 1, 8),
+        pricer=AnalyticPricer(device=cluster.device), optimizer_factor=2.0, **others,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tied", "normalized"])
+def test_intervals_hold_the_parameters_and_receive_the_values_that_a_cut_gives_them(name: str) -> None:
+    costs = interval_costs(name)
+    graph, staged = costs.graph, staged_graph(name)
+    block_of = {node: block.index for block in graph.blocks for node in block.nodes}
+    sizes = {use.name: use.num_bytes for use in graph.parameters}
+    batch = {item.name for item in model(name).inputs if item.kind == "batch"}
+    for begin in range(len(graph.blocks)):
+        for end in range(begin + 1, len(graph.blocks) + 1):
+            inside = {n for n in staged.nodes if begin <= block_of[n.name] < end}
+            names = {name for block in graph.blocks[begin:end] for name in block.parameters}
+            others = {
+                name for block in graph.blocks[:begin] + graph.blocks[end:] for name in block.parameters
+            }
+            assert costs.parameter_bytes[begin, end - begin - 1] == sum(sizes[name] for name in names)
+            assert costs.shared_bytes[begin, end - begin - 1] == sum(sizes[name] for name in names & others)
+            read = {
+                a
+                for n in inside
+                for a in n.all_input_nodes
+                if (a in staged.reads and a not in inside) or a.name in batch
+            }
+            received = (
+                evaluate([value_bytes(n.meta["val"]) for n in read], [1, 8]).sum(axis=0)
+                if read
+                else np.zeros(2)
+            )
+            np.testing.assert_allclose(costs.message_bytes(begin, end, [1, 8])[0], received)
+
+
+@pytest.mark.parametrize("place", [(0, 3, 2, 4), (2, 7, 1, 8), (0, None, 4, 1)])
+@pytest.mark.parametrize("only_budget", [None, 0.0, 0.5])
+def test_the_parts_of_a_stage_are_what_the_search_compares(place: tuple, only_budget: float | None) -> None:
+    costs = interval_costs("tied", only_budget=only_budget)
+    begin, end, replicas, number = place
+    end = len(costs.graph.blocks) if end is None else end
+    tables = costs.tables(number)
+    option = tables.replicas.tolist().index(replicas)
+    where = (begin, end - begin - 1, option)
+    rows = [costs.replica_rows(number, replicas)]
+    assert tables.rows[option] == rows[0]
+    for index, budget in enumerate(costs.budgets):
+        prices, memory = (
+            costs.prices(begin, end, budget, rows),
+            costs.memory(begin, end, budget, number, replicas),
+        )
+        assert prices.forward_seconds[0] == pytest.approx(tables.forward[where])
+        assert prices.backward_seconds[0] == pytest.approx(tables.backward[index][where])
+        fixed = memory.parameters + memory.gradients + memory.optimizer + memory.buffers + memory.workspace
+        assert fixed == pytest.approx(tables.fixed_bytes[index][where])
+        assert memory.activations == pytest.approx(tables.flight_bytes[index][where])
+    received, gradients = costs.message_bytes(begin, end, rows)
+    assert (received[0], gradients[0]) == pytest.approx(
+        (tables.message_bytes[where], tables.gradient_bytes[where])
+    )
+
+
+def test_communicators_take_memory_of_their_device() -> None:
+    costs = interval_costs("tied")
+    number = len(costs.graph.blocks)
+    costs.cluster = replace(costs.cluster, device=replace(costs.cluster.device, communicator_bytes=0))
+
+    def taken(begin: int, end: int, replicas: int) -> float:
+        without = costs.memory(begin, end, 1.0, 1, replicas).buffers
+        small = costs.cluster
+        costs.cluster = replace(small, device=replace(small.device, communicator_bytes=1000))
+        taken_with = costs.memory(begin, end, 1.0, 1, replicas).buffers
+        costs.cluster = small
+        return taken_with - without
+
+    # Of all ranks, of the stages beside it, of the replicas where those are not all ranks.
+    assert [taken(0, 3, 1), taken(2, 3, 1), taken(2, 3, 2), taken(0, number, 4)] == [3000, 4000, 5000, 2000]
+    costs.cluster = replace(costs.cluster, num_devices=1)
+    assert taken(0, number, 1) == 0
+
+
+def test_recomputing_everything_keeps_what_is_received_and_runs_forward_twice() -> None:
+    costs = interval_costs("tied")
+    keep, nothing = (costs.prices(2, 7, budget, [4]) for budget in (1.0, 0.0))
+    assert nothing.backward_seconds == pytest.approx(keep.backward_seconds + keep.forward_seconds)
+    assert nothing.saved_bytes[0] == 0 < keep.saved_bytes[0]
+    assert nothing.workspace_bytes == pytest.approx(keep.workspace_bytes + keep.saved_bytes)
+
+
+def test_stages_beyond_the_memory_are_not_priced_and_the_others_cost_the_same() -> None:
+    whole = interval_costs("tied")
+    most = float(whole.parameter_bytes[0, 3] + 3 * whole.trainable_bytes[0, 3])
+    small = interval_costs("tied", most_bytes=most)
+    assert small.max_length < whole.max_length
+    np.testing.assert_allclose(small.tables(4).forward, whole.tables(4).forward[:, : small.max_length])
+    np.testing.assert_allclose(
+        small.tables(4).message_bytes, whole.tables(4).message_bytes[:, : small.max_length]
+    )
+
+
+def test_tables_know_stages_as_long_as_asked_for_and_cost_the_same() -> None:
+    whole, short = interval_costs("tied").tables(4), interval_costs("tied")
+    for asked, expected in ((2, 2), (3, 3), (2, 3)):
+        known = short.tables(4, asked)
+        assert known.forward.shape[1] == expected
+        for name in ("forward", "message_bytes", "gradient_bytes"):
+            np.testing.assert_array_equal(
+                getattr(known, name), getattr(whole, name)[:, : known.forward.shape[1]]
+            )
+        for name in ("backward", "fixed_bytes", "flight_bytes"):
+            np.testing.assert_array_equal(
+                getattr(known, name), getattr(whole, name)[:, :, : known.forward.shape[1]]
+            )
+
+
+def test_of_replica_counts_with_equally_many_rows_the_fewest_are_tried() -> None:
+    costs = interval_costs("tied", num_devices=12, rows=12, replica_counts=(7,))
+    assert costs.counts(1).tolist() == [1, 2, 3, 4, 6, 7, 12]
+    assert costs.counts(6).tolist() == [1, 2]
+    nodes = generic_gpu(12, devices_per_node=4, device_name="gpu", memory_bytes=10**9, num_multiprocessors=1)
+    filling = IntervalCosts(
+        graph=costs.graph,
+        cluster=nodes,
+        batch_rows=12,
+        micro_batches=(1,),
+        pricer=costs.pricer,
+        optimizer_factor=2.0,
+    )
+    assert filling.counts(1).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+    ]  # 8 ranks fill two nodes, with as many rows as 6
+
+
+def test_only_useful_numbers_of_micro_batches_are_tried() -> None:
+    assert useful_micro_batches(8, 1, 32) == (1, 2, 3, 4, 8)
+    assert useful_micro_batches(8, 3, 3) == (3,)
+    assert useful_micro_batches(3, 8, 8) == (3,)
+    assert useful_micro_batches(1, 1, 32) == (1,)

@@ -1,0 +1,110 @@
+"""The chain's recurrences equal the simulated programs, and the bubble is what theory says."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rannc_backend.ir.action import Channel
+from rannc_backend.schedule.chain import chains_step_seconds
+from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import build_order, schedule_names
+from rannc_backend.schedule.simulator import StageSeconds, simulate
+
+SECONDS = st.one_of(st.just(0.0), st.integers(1, 9).map(float), st.floats(0.001, 10.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainStage:
+    """One stage's place in the columns of `chains_step_seconds`."""
+
+    forward_seconds: float
+    backward_seconds: float = 0.0
+    message_seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    num_buckets: int = 1
+
+
+def chain_step_seconds(stages: list[ChainStage], num_micro_batches: int, schedule: str) -> float:
+    columns = [np.array([[float(value) for value in column]]) for column in zip(*map(astuple, stages))]
+    return float(chains_step_seconds(*columns, num_micro_batches=num_micro_batches, schedule=schedule)[0])
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> list[ChainStage]:
+    stages = []
+    for index in range(draw(st.integers(1, 7))):
+        stages.append(
+            ChainStage(
+                forward_seconds=draw(SECONDS),
+                backward_seconds=draw(SECONDS),
+                message_seconds=draw(SECONDS) if index else 0.0,
+                gradient_seconds=draw(SECONDS) if index else 0.0,
+                allreduce_seconds=draw(SECONDS),
+                num_buckets=draw(st.integers(1, 4)),
+            )
+        )
+    return stages
+
+
+def simulated_seconds(stages: list[ChainStage], num_micro_batches: int, schedule: str) -> float:
+    edges = [
+        EdgeSpec(src=i, dst=i + 1, num_forward_values=1, num_gradient_values=1)
+        for i in range(len(stages) - 1)
+    ]
+    programs = lower(build_order(schedule, len(stages), num_micro_batches), edges, "train", num_micro_batches)
+    messages = {}
+    for index, stage in enumerate(stages[1:]):
+        messages[Channel(index, index + 1, "F")] = stage.message_seconds
+        messages[Channel(index + 1, index, "B")] = stage.gradient_seconds
+    costs = [
+        StageSeconds(
+            forward=stage.forward_seconds,
+            backward=stage.backward_seconds,
+            allreduce=stage.allreduce_seconds,
+            num_buckets=stage.num_buckets,
+        )
+        for stage in stages
+    ]
+    return simulate(programs, costs, messages).makespan_seconds
+
+
+@settings(max_examples=400, deadline=None)
+@given(stages=chains(), num_micro_batches=st.integers(1, 12), schedule=st.sampled_from(schedule_names()))
+def test_a_chain_takes_as_long_as_its_simulated_programs(
+    stages: list[ChainStage], num_micro_batches: int, schedule: str
+) -> None:
+    expected = simulated_seconds(stages, num_micro_batches, schedule)
+    assert chain_step_seconds(stages, num_micro_batches, schedule) == pytest.approx(
+        expected, rel=1e-9, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 1), (2, 3), (4, 8), (8, 4), (64, 128)])
+def test_the_bubble_of_equal_stages_is_what_theory_says(
+    schedule: str, num_stages: int, num_micro_batches: int
+) -> None:
+    stages = [ChainStage(forward_seconds=1.0, backward_seconds=2.0)] * num_stages
+    seconds = chain_step_seconds(stages, num_micro_batches, schedule)
+    bubble = 1 - 3 * num_micro_batches / seconds
+    assert bubble == pytest.approx((num_stages - 1) / (num_micro_batches + num_stages - 1), abs=1e-9)
+
+
+def test_many_chains_at_once_are_each_priced_alone() -> None:
+    generator = np.random.default_rng(1)
+    columns = [generator.random((5, 4)) for _ in range(5)]
+    columns[2][:, 0] = columns[3][:, 0] = 0.0
+    buckets = np.full((5, 4), 3.0)
+    for schedule in schedule_names():
+        together = chains_step_seconds(*columns, buckets, num_micro_batches=6, schedule=schedule)
+        for index, seconds in enumerate(together):
+            stages = [ChainStage(**dict(zip(ChainStage.__slots__, (*map(float, row), 3)))) for row in
+                      np.stack([column[index] for column in columns], axis=1)]  # fmt: skip
+            assert chain_step_seconds(stages, 6, schedule) == seconds

@@ -1,0 +1,290 @@
+"""When messages are queued: shared communicators, and any action waiting for its whole device, let every
+program end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rannc_backend.deployment import routes_of
+from rannc_backend.errors import ScheduleError
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn, parse_programs
+from rannc_backend.ir.exchange import Edge
+from rannc_backend.runtime.rows import RowTable
+from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.schedule.edges import PHASES, EdgeSpec, Phase
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import ScheduleName, build_order, schedule_names
+from rannc_backend.schedule.turns import turns_of
+from tests.played_ranks import Fabric
+from tests.played_steps import transport_of
+
+
+def link_of(channel: Channel) -> tuple[int, ...]:
+    """Channels between the same two stages share a communicator, and all of the endpoints do."""
+    return (INPUT,) if min(channel[:2]) < 0 else tuple(sorted(channel[:2]))
+
+
+def never_ends(
+    programs: Mapping[int, Program], turns: tuple[Turn, ...], *, synchronise: bool
+) -> dict[int, str]:
+    """Where lanes stand for ever: queues run their operations in order, and with ``synchronise`` each
+    computation waits for all queued.
+    """
+    operations: dict[int, list[tuple[int, Turn]]] = defaultdict(list)
+    for turn in turns:
+        if turn.sender != turn.receiver:
+            operations[turn.sender].append((turn.sender_place, turn))
+            operations[turn.receiver].append((turn.receiver_place, turn))
+    for waiting in operations.values():
+        waiting.sort(key=lambda operation: operation[0])
+    place = dict.fromkeys(programs, 0)
+    queues: dict[tuple[int, tuple[int, ...]], list[Turn]] = defaultdict(list)
+    unfinished: dict[int, set[Turn]] = defaultdict(set)
+    moved = True
+    while moved:
+        moved = False
+        for lane, program in programs.items():
+            while True:
+                while operations[lane] and operations[lane][0][0] <= place[lane]:
+                    turn = operations[lane].pop(0)[1]
+                    queues[lane, link_of(turn.channel)].append(turn)
+                    unfinished[lane].add(turn)
+                if place[lane] == len(program) or (
+                    synchronise and program[place[lane]].is_compute and unfinished[lane]
+                ):
+                    break
+                place[lane] += 1
+                moved = True
+        for (_, link), queue in list(queues.items()):
+            while (
+                queue
+                and queues[queue[0].sender, link][:1] == queue[:1] == queues[queue[0].receiver, link][:1]
+            ):
+                turn = queue[0]
+                for end in (turn.sender, turn.receiver):
+                    queues[end, link].pop(0)
+                    unfinished[end].discard(turn)
+                moved = True
+    stuck = {
+        lane: str(program[place[lane]]) for lane, program in programs.items() if place[lane] < len(program)
+    }
+    return stuck or {lane: "the end" for lane, left in unfinished.items() if left}
+
+
+def made_programs(
+    schedule: ScheduleName, phase: Phase, num_stages: int, number: int, skips: tuple[tuple[int, int], ...]
+) -> dict[int, Program]:
+    pairs = [(stage, stage + 1) for stage in range(num_stages - 1)] + [
+        skip for skip in skips if skip[1] < num_stages
+    ]
+    pairs += [(INPUT, 0), (num_stages - 1, OUTPUT)]
+    edges = [
+        EdgeSpec(src=source, dst=destination, num_forward_values=1, num_gradient_values=1)
+        for source, destination in set(pairs)
+    ]
+    if num_stages > 1:
+        edges.append(EdgeSpec(src=INPUT, dst=num_stages - 1, num_forward_values=1))
+    return lower(build_order(schedule, num_stages, number), edges, phase, number)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(schedule_names()),
+    st.sampled_from(PHASES),
+    st.integers(2, 8),
+    st.integers(1, 16),
+    st.sets(
+        st.tuples(st.integers(0, 6), st.integers(2, 7)).filter(lambda skip: skip[0] + 1 < skip[1]), max_size=3
+    ),
+    st.booleans(),
+)
+def test_programs_end_whatever_waits_for_its_device(
+    schedule: ScheduleName,
+    phase: Phase,
+    num_stages: int,
+    number: int,
+    skips: set[tuple[int, int]],
+    idle: bool,
+) -> None:
+    programs = made_programs(schedule, phase, num_stages, number, tuple(sorted(skips)))
+    if idle:
+        programs[num_stages] = tuple(action for action in programs[0] if action.stage < 0)
+    turns = turns_of(programs)
+    for synchronise in (False, True):
+        assert not never_ends(programs, turns, synchronise=synchronise)
+    # Posted before its turn, and queued before it is waited for.
+    numbers = {
+        lane: {str(action): index for index, action in enumerate(program)}
+        for lane, program in programs.items()
+    }
+    for turn in turns:
+        letter = turn.channel.direction
+        names = {place: "IO"[-1 - place] if place < 0 else str(place) for place in turn.channel[:2]}
+        source, destination = names[turn.channel.source], names[turn.channel.destination]
+        send, done = (f"{source}{kind}{letter}{turn.micro_batch}>{destination}" for kind in "SD")
+        receive, wait = (f"{destination}{kind}{letter}{turn.micro_batch}<{source}" for kind in "RW")
+        assert numbers[turn.sender][send] < turn.sender_place <= numbers[turn.sender][done]
+        assert numbers[turn.receiver][receive] < turn.receiver_place <= numbers[turn.receiver][wait]
+
+
+def test_the_model_sees_a_hang() -> None:
+    """As programs post them, the ends of a shared communicator have their operations in different orders."""
+    programs = made_programs("fill_drain", "train", 2, 4, ())
+    turns = turns_of(programs)
+    posted = []
+    for turn in turns:
+        places = []
+        for lane, kind in ((turn.sender, "S"), (turn.receiver, "R")):
+            found = [
+                i
+                for i, a in enumerate(programs[lane])
+                if a.kind.value[0] == kind and a.kind.value[1:] and a.channel == turn.channel
+            ]
+            places.append(next(i for i in found if programs[lane][i].micro_batch == turn.micro_batch) + 1)
+        posted.append(turn._replace(sender_place=places[0], receiver_place=places[1]))
+    assert never_ends(programs, tuple(posted), synchronise=False)
+
+
+def test_with_one_micro_batch_no_gradient_is_received_before_the_forward() -> None:
+    for schedule in schedule_names():
+        for num_stages in range(2, 9):
+            programs = made_programs(schedule, "train", num_stages, 1, ())
+            for turn in turns_of(programs):
+                if turn.channel.direction == "B" and turn.receiver != turn.sender:
+                    forward = next(
+                        i
+                        for i, action in enumerate(programs[turn.receiver])
+                        if str(action) == f"{turn.receiver}F0"
+                    )
+                    assert turn.receiver_place > forward
+
+
+def test_programs_that_get_stuck_have_no_turns() -> None:
+    programs = parse_programs("lane 0: 0WF0<1 0RF0<1 0SF0>1\nlane 1: 1RF0<0 1WF0<0 1SF0>0\n")
+    with pytest.raises(ScheduleError, match="never ends"):
+        turns_of(programs)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+) -> tuple[int, tuple[tuple[int, ...], ...], list[tuple[int, int]], list[tuple[int, ...]]]:
+    """Ranks, stages, edges between stages, and the stages of tied parameters."""
+    size = draw(st.integers(2, 64))
+    replicas: list[int] = []
+    while sum(replicas) < size and len(replicas) < 12:
+        replicas.append(draw(st.integers(1, size - sum(replicas))))
+    starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
+    ranks = tuple(tuple(range(start, start + number)) for start, number in zip(starts, replicas, strict=True))
+    stages = range(len(ranks))
+    skips = draw(
+        st.sets(
+            st.tuples(st.sampled_from(stages), st.sampled_from(stages)).filter(
+                lambda pair: pair[0] < pair[1]
+            ),
+            max_size=3,
+        )
+    )
+    tied = draw(st.lists(st.sets(st.sampled_from(stages), min_size=2), max_size=2)) if len(ranks) > 1 else []
+    return (
+        size,
+        ranks,
+        sorted(skips | {(s, s + 1) for s in stages[:-1]}),
+        [tuple(sorted(stages)) for stages in tied],
+    )
+
+
+def communicators(
+    size: int, ranks: tuple[tuple[int, ...], ...], pairs: list[tuple[int, int]], tied: list[tuple[int, ...]]
+) -> list[int]:
+    """By rank, as a deployment asks for them."""
+    edges = {pair: Edge(src=pair[0], dst=pair[1], forward=(), gradient=(1,)) for pair in pairs}  # type: ignore[arg-type]
+    for pair in ((INPUT, 0), (INPUT, len(ranks) - 1), (len(ranks) - 1, OUTPUT)):
+        edges[pair] = Edge(src=pair[0], dst=pair[1], forward=(), gradient=(1,))  # type: ignore[arg-type]
+    owners = [tuple(rank for stage in stages for rank in ranks[stage]) for stages in tied]
+    transport = transport_of(Fabric(size).devices[0], size)
+    transport.prepare(
+        channels=["state"],
+        routes=routes_of(edges, ranks, size),
+        groups=sorted({tuple(range(size)), *ranks, *owners}),
+    )
+    transport.share(sorted({*ranks, *owners}))
+    created: list[tuple[int, ...]] = transport._calls.created  # type: ignore[attr-defined]
+    return [sum(rank in group for group in created) for rank in range(size)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_a_rank_has_few_communicators(
+    plan: tuple[int, tuple[tuple[int, ...], ...], list[tuple[int, int]], list[tuple[int, ...]]],
+) -> None:
+    """Two for all ranks, one for each stage that a rank's stage talks to, one for each group that reduces:
+    however many ranks there are.
+    """
+    size, ranks, pairs, tied = plan
+    counts = communicators(size, ranks, pairs, tied)
+    for stage, members in enumerate(ranks):
+        neighbours = {other for pair in pairs for other in pair if stage in pair} - {stage}
+        groups = {
+            tuple(rank for stage in stages for rank in ranks[stage]) for stages in tied if stage in stages
+        }
+        groups |= {members} if len(members) > 1 else set()
+        for rank in members:
+            assert counts[rank] <= 2 + len(neighbours) + len(groups - {tuple(range(size))})
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_communicators_of_chains_and_of_data_parallelism(size: int) -> None:
+    chain = communicators(
+        size, tuple((rank,) for rank in range(size)), [(s, s + 1) for s in range(size - 1)], []
+    )
+    assert max(chain) == (2 if size == 2 else 4)
+    assert communicators(size, (tuple(range(size)),), [], []) == [2] * size
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 5), st.booleans(), st.data())
+def test_ranks_have_the_same_order_and_every_message_once(
+    replicas: list[int], number: int, gather: bool, data: st.DataObject
+) -> None:
+    starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
+    ranks = tuple(tuple(range(start, start + count)) for start, count in zip(starts, replicas, strict=True))
+    size = sum(replicas)
+    local = data.draw(
+        st.lists(st.integers(0, 5), min_size=size, max_size=size).filter(lambda rows: sum(rows) and rows[0])
+    )
+    rows = RowTable(
+        local_rows=tuple(local), num_micro_batches=number, stage_ranks=ranks, gather_inputs=gather
+    )
+    turns = turns_of(made_programs("1f1b", "forward", len(ranks), number, ()))
+    mine = [queue_turns(turns, rank, rows) for rank in range(size)]
+    for rank, own in enumerate(mine):
+        places = [turn.place for turn in own]
+        assert places == sorted(places)
+        for other in range(rank + 1, size):
+            here = [(turn.channel, turn.is_send) for turn in own if turn.peer == other]
+            there = [(turn.channel, not turn.is_send) for turn in mine[other] if turn.peer == rank]
+            assert here == there
+    wanted = sum(
+        piece.peer != rank
+        for rank in range(size)
+        for channel, micro_batch in {(turn.channel, turn.micro_batch) for turn in turns}
+        if rank in rows.ranks(channel.source)
+        for piece in rows.pieces(channel.source, channel.destination, rank, micro_batch)
+    )
+    assert sum(turn.is_send for own in mine for turn in own) == wanted
+    for source, destination in {turn.channel[:2] for turn in turns}:
+        named = {
+            (rank, piece.peer)
+            for m in range(number)
+            for rank in rows.ranks(source)
+            for piece in rows.pieces(source, destination, rank, m)
+            if piece.peer != rank
+        }
+        assert rows.pairs(source, destination) == named
