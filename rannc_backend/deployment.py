@@ -15,7 +15,7 @@ import torch
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.plan import Plan
@@ -151,7 +151,7 @@ class Deployer:
         config = self.config
         return RuntimeSettings(
             stage_ranks=self.stage_ranks,
-            num_micro_batches=config.pipeline_num or self.plan.num_micro_batches,
+            num_micro_batches=self._num_micro_batches(analysis),
             eager_backward=schedule.eager_backward,
             narrow_range=_has_narrow_range(analysis),
             gather_inputs=config.gather_inputs,
@@ -159,6 +159,21 @@ class Deployer:
             step_limit_seconds=config.step_timeout_seconds,
             compile_limit_seconds=config.compile_timeout_seconds,
         )
+
+    def _num_micro_batches(self, analysis: GraphAnalysis) -> int:
+        """Of a step with enough rows. Raises UnsupportedModelError where the whole batch has no place."""
+        whole = analysis.split.whole_batch
+        if whole is None:
+            return self.config.pipeline_num or self.plan.num_micro_batches
+        if max(map(len, self.stage_ranks)) > 1:
+            raise UnsupportedModelError(
+                f"operator {whole.operator} mixes the samples of a batch ({whole.reason}), which needs the "
+                "whole batch on one replica, and the plan that was made for an earlier call of this model has "
+                "several",
+                location=user_location(whole.stack_trace),
+                cure="make the first call one that mixes samples too, or set replica_num to 1.",
+            )
+        return 1
 
     def _inputs(self, analysis: GraphAnalysis) -> tuple[RuntimeInput, ...]:
         specs = [spec for spec in analysis.captured.inputs if spec.kind in ("batch", "replicated")]
@@ -197,6 +212,8 @@ class Deployer:
             elif output.kind == "replicated":
                 assert output.name is not None, "outputs of this kind have a name"
                 results.append(self._replicated_output(analysis, output.name, maker))
+            elif output.kind == "unavailable":
+                results.append(RuntimeOutput(kind="unavailable", constant=output.value))
             else:
                 results.append(RuntimeOutput(kind="none", constant=output.value))
         return tuple(results)

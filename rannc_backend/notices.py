@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rannc_backend.capture.analysis import GraphAnalysis
+from rannc_backend.errors import user_location
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.layouts import Layout, Several, SliceStatistic
 from rannc_backend.settings.options import Config
@@ -36,6 +37,8 @@ class Deployed:
     @property
     def num_micro_batches(self) -> int:
         """Of a step with enough rows."""
+        if self.analysis.split.whole_batch is not None:
+            return 1
         return self.config.pipeline_num or self.plan.num_micro_batches
 
     def slices(self, stage: int) -> str:
@@ -76,6 +79,19 @@ def _statistics(deployed: Deployed) -> str:
 def _is_statistic(layout: Layout) -> bool:
     return isinstance(layout, Several) and any(
         isinstance(element, SliceStatistic) for element in layout.elements
+    )
+
+
+def _whole_batch(deployed: Deployed) -> str:
+    whole = deployed.analysis.split.whole_batch
+    if whole is None:
+        return ""
+    place = user_location(whole.stack_trace)
+    return (
+        f"samples of a batch meet in operator {whole.operator}{f' ({place})' if place else ''}: every step runs "
+        "as one micro-batch on one replica per stage, so results are those of one process and stages do not "
+        "overlap; to have micro-batches and replicas, compute each sample by itself there "
+        "(whole_batch='never' refuses such models)"
     )
 
 
@@ -127,6 +143,7 @@ def _mean_over_ranks(deployed: Deployed) -> str:
 
 
 EXCEPTIONS: Mapping[str, Callable[[Deployed], str]] = {
+    "whole batch": _whole_batch,
     "statistics": _statistics,
     "random numbers": _random_numbers,
     "narrow sums": _narrow_sums,

@@ -134,7 +134,9 @@ class Session:
         rows = [answer["rows"] for answer in answers]
         with log_step_timer(verbose=self.config.verbose).step("analysis") as details:
             with dumping(self._dump):
-                analysis = analyze(captured)
+                analysis = analyze(
+                    captured, whole_batch=self.config.whole_batch, batch_norm=self.config.batch_norm
+                )
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         moved, fresh = False, self.plan is None
         if self.plan is None and self.config.partitioning_dry_run_np:
@@ -249,7 +251,12 @@ class Session:
 
     def _loaded_text(self, analysis: GraphAnalysis) -> str:
         text = read_plan_text(self.config.deployment_file, named_by=_DEPLOYMENT)
-        check_options(Plan.from_json(text), self.config, exact_schedules(analysis.split, analysis.needs_grad))
+        check_options(
+            Plan.from_json(text),
+            self.config,
+            exact_schedules(analysis.split, analysis.needs_grad),
+            whole_batch=analysis.split.whole_batch is not None,
+        )
         logger.info("plan loaded from %s", self.config.deployment_file)
         return text
 

@@ -9,13 +9,20 @@ none. Every layout that a rule gives is held against the symbolic shape of the v
 rule is looked at through its decomposition, and refused if it has none: nothing is guessed. Loss operators
 and means must have been decomposed before (loss_decompositions.py), so that the only reductions over rows are
 sums.
+
+*Rows that meet.* A graph that mixes rows has no slices, but it has one: the whole batch, in one micro-batch
+on one replica of every stage. There every operator computes what one process would, so `together` follows the
+rows as far as the rules go and takes what they refuse for a value of the whole batch: `Rows` where one
+dimension holds the batch (rows of such a value say how it is sent, and which rank gets which part of an
+output), a sum where none does, else `Whole`. Nothing that depends on such a value is a sum of slices, so none
+of it counts as known before the step.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import sympy
@@ -35,6 +42,7 @@ from rannc_backend.passes.batch.layouts import (
     Rows,
     Several,
     SliceStatistic,
+    Whole,
 )
 from rannc_backend.passes.batch.operator_call import (
     ADVICE,
@@ -56,17 +64,29 @@ _DECLARE = (
 )
 _NO_WRITING = "An operator that writes into its arguments (mutates_args) cannot be followed: let it return what it computes. "
 __all__ = [
-    "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic",
-    "FindRows", "KnownRows", "analyze_batch_axis", "extend_analysis", "is_random",
+    "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic", "Whole",
+    "FindRows", "KnownRows", "Meeting", "analyze_batch_axis", "extend_analysis", "is_random",
 ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Where the rows of a graph meet: filled while it is followed.
+
+    `first`: the first refusal; `names`: values that are none of one row each, and all that depend on them.
+    """
+
+    first: PassError | None = None
+    names: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """A graph and the layouts of its values, by node name."""
+    """A graph and the layouts of its values, by node name; `meeting` where its rows may meet."""
 
     graph_module: fx.GraphModule
     layouts: dict[str, Layout]
+    meeting: Meeting | None = None
 
     def named_graphs(self) -> dict[str, fx.GraphModule]:
         return {"": self.graph_module}
@@ -83,15 +103,18 @@ class FindRows(Pass[KnownRows]):
     batch_inputs: Collection[str]
     rows_symbol: sympy.Symbol
     gradient_free_inputs: Collection[str]
+    together: bool = False
 
     def run(self, graph_module: fx.GraphModule) -> KnownRows:
+        meeting = Meeting() if self.together else None
         layouts = analyze_batch_axis(
             graph_module,
             self.batch_inputs,
             self.rows_symbol,
             gradient_free_inputs=self.gradient_free_inputs,
+            meeting=meeting,
         )
-        return KnownRows(graph_module, layouts)
+        return KnownRows(graph_module, layouts, meeting)
 
 
 def analyze_batch_axis(
@@ -100,15 +123,16 @@ def analyze_batch_axis(
     rows_symbol: sympy.Symbol,
     *,
     gradient_free_inputs: Collection[str] | None = None,
+    meeting: Meeting | None = None,
 ) -> dict[str, Layout]:
     """Layouts by node name.
 
     `gradient_free_inputs`: batch and replicated inputs that need no gradient (the batch inputs if not given);
     sums that depend on nothing else are `input_only`. Raises PassError when an operator mixes rows of the
-    batch or is not known.
+    batch or is not known; with `meeting` that is noted there, and the layouts hold for the whole batch alone.
     """
     known = batch_inputs if gradient_free_inputs is None else gradient_free_inputs
-    analysis = _Analysis(rows_symbol, depth=0)
+    analysis = _Analysis(rows_symbol, depth=0, meeting=meeting)
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             analysis.set_input(node, node.name in batch_inputs, node.name in known)
@@ -123,13 +147,14 @@ def extend_analysis(
     rows_symbol: sympy.Symbol,
     *,
     row_numbers: Collection[str] = (),
+    meeting: Meeting | None = None,
 ) -> None:
     """Add the layouts of new nodes to `layouts`, in which those of their arguments are.
 
     `row_numbers`: nodes with a RowIndex that do not hold numbers within the slice but within the global
     batch, so that they may be used as values.
     """
-    analysis = _Analysis(rows_symbol, depth=0)
+    analysis = _Analysis(rows_symbol, depth=0, meeting=meeting)
     for node in new_nodes:
         for source in node.all_input_nodes:
             if source not in analysis.layouts:
@@ -149,12 +174,18 @@ def is_random(node: fx.Node) -> bool:
     )
 
 
+def is_statistic(layout: Layout | None) -> bool:
+    """Whether a value holds batch statistics of a slice."""
+    return isinstance(layout, Several) and any(isinstance(item, SliceStatistic) for item in layout.elements)
+
+
 class _Analysis:
     """Layouts of the nodes visited so far."""
 
-    def __init__(self, symbol: sympy.Symbol, *, depth: int) -> None:
+    def __init__(self, symbol: sympy.Symbol, *, depth: int, meeting: Meeting | None = None) -> None:
         self.symbol = symbol
         self.depth = depth  # of decompositions within decompositions
+        self.meeting = meeting
         self.layouts: dict[fx.Node, Layout] = {}
         self.before_step: set[fx.Node] = set()  # depend on gradient-free inputs alone
 
@@ -190,14 +221,44 @@ class _Analysis:
         early = all(item in self.before_step or (is_size and item.op == "placeholder") for item in inputs)
         if early and not is_random(node):
             self.before_step.add(node)
-        layout = self._layout(node, inputs)
+        try:
+            layout = self._layout(node, inputs)
+        except PassError as error:
+            layout = self._of_whole_batch(node, error)
         self.layouts[node] = layout
+        if self.meeting is not None and any(item.name in self.meeting.names for item in inputs):
+            self.meeting.names.add(node.name)
+        if self.meeting is not None and node.name in self.meeting.names:
+            self.before_step.discard(node)
         if isinstance(layout, (PartialSum, Reduced)):
             # A second sum on top of a first one cannot be had in the same round.
             self.before_step.discard(node)
         if isinstance(layout, Rows):
             if any(isinstance(self.layouts[item], (PartialSum, Reduced)) for item in inputs):
                 self.before_step.discard(node)
+
+    def _of_whole_batch(self, node: fx.Node, error: PassError) -> Layout:
+        """The layout of a value that no rule gives one, in a graph that runs on the whole batch."""
+        if self.meeting is None:
+            raise error
+        self.meeting.first = self.meeting.first or error
+        self.meeting.names.add(node.name)
+        value = node.meta.get("val")
+        if isinstance(value, (tuple, list)):
+            return Several(tuple(self._of_whole_element(item) for item in value))
+        return self._of_whole_element(value)
+
+    def _of_whole_element(self, value: Any) -> Layout:
+        if not isinstance(value, torch.Tensor):
+            return Whole()
+        sizes = {dim: size for dim, size in enumerate(value.shape) if not isinstance(size, int)}
+        if not sizes and (value.is_floating_point() or value.is_complex()):
+            return PartialSum()
+        if len(sizes) != 1:
+            return Whole()
+        ((dim, size),) = sizes.items()
+        multiple = rows_multiple(size, self.symbol)
+        return Rows(dim, 1, multiple) if multiple else Whole()
 
     def _layout(self, node: fx.Node, inputs: list[fx.Node]) -> Layout:
         value = node.meta.get("val")
@@ -210,6 +271,8 @@ class _Analysis:
                 node,
                 f"operator {operator_name(node.target)} uses the statistics of one micro-batch. {ADVICE}",
             )
+        if any(_is_whole(self.layouts[item]) for item in inputs):
+            raise PassError(node, f"operator {operator_name(node.target)} works on rows that have met")
         if reduced := self._after_sum(node, inputs):
             return reduced
         holds_rows = any(isinstance(self.layouts[item], (Rows, RowIndex, Several)) for item in inputs)
@@ -299,7 +362,9 @@ class _Analysis:
 
     def _by_decomposition(self, node: fx.Node) -> Layout:
         name = operator_name(node.target)
-        inner = trace_decomposition(node) if self.depth < 3 else None
+        # A factory has nothing to follow, and its decomposition may turn the batch size into a number.
+        is_factory = not any(isinstance(item.meta.get("val"), torch.Tensor) for item in node.all_input_nodes)
+        inner = trace_decomposition(node) if self.depth < 3 and not is_factory else None
         if inner is None:
             tag = "" if name.startswith("aten.") else _DECLARE
             raise PassError(
@@ -378,6 +443,13 @@ class _Replaced(_Early):
 
     def __getitem__(self, node: fx.Node) -> Layout:
         return self._replaced.get(node) or super().__getitem__(node)
+
+
+def _is_whole(layout: Layout) -> bool:
+    """Also of a tuple whose elements are used together."""
+    if isinstance(layout, Several):
+        return any(_is_whole(element) or isinstance(element, PartialSum) for element in layout.elements)
+    return isinstance(layout, Whole)
 
 
 def _elements(value: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ RNG_SEED = "rng_seed"
 FIRST_ROW = "first_row"
 
 ROWWISE_KINDS = ("rows", "partial", "buffer", "replicated")
-USER_KINDS = ("rows", "scalar", "replicated", "none")
+USER_KINDS = ("rows", "scalar", "replicated", "none", "unavailable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ class RowwiseOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOutput:
     """Where one user output comes from: a row-wise node (kinds "rows", "replicated"), an epilogue output
-    ("scalar"), or nowhere ("none": `value` itself, None or a Python constant)."""
+    ("scalar"), or nowhere ("none": `value` itself, None or a Python constant; "unavailable": `value` says why
+    it cannot be had)."""
 
     kind: str
     name: str | None = None
@@ -52,6 +53,15 @@ class UserOutput:
             "rows and replicated outputs have a name"
         )
         assert (self.index is not None) == (self.kind == "scalar"), "scalar outputs have an index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBatch:
+    """Why a graph runs on the whole batch alone: `reason` in words, and the user's code at that place."""
+
+    operator: str
+    reason: str
+    stack_trace: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,8 @@ class BatchSplit:
     linear: no gradient of an epilogue output with respect to a partial depends on a partial, so a slice's
     backward may start
         before the forward of the others has ended.
+    whole_batch: the graph is right for one slice that holds the whole batch, and for no other; None: for any
+    slices.
     """
 
     rowwise: fx.GraphModule
@@ -81,6 +93,7 @@ class BatchSplit:
     epilogue: fx.GraphModule | None
     user_outputs: tuple[UserOutput, ...]
     linear: bool
+    whole_batch: WholeBatch | None = None
 
     def named_graphs(self) -> dict[str, fx.GraphModule]:
         """The parts that there are."""

@@ -80,10 +80,19 @@ class SliceStatistic:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """Computed from rows that meet, and not one value per row: true of the whole batch alone (see
+    `batch_axis.analyze_batch_axis`, `together`).
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Several:
     """Layouts of the elements of a tuple or list value."""
 
     elements: tuple[Layout, ...]
 
 
-Layout: TypeAlias = "Constant | Rows | RowIndex | RowCount | PartialSum | Reduced | SliceStatistic | Several"
+Layout: TypeAlias = (
+    "Constant | Rows | RowIndex | RowCount | PartialSum | Reduced | SliceStatistic | Whole | Several"
+)

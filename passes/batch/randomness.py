@@ -26,9 +26,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from rannc_backend.passes.batch.batch_axis import KnownRows, extend_analysis, is_random
+from rannc_backend.passes.batch.batch_axis import KnownRows, Meeting, extend_analysis, is_random
 from rannc_backend.passes.batch.batch_split import FIRST_ROW, RNG_SEED
-from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows, Several
+from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows, Several, Whole
 from rannc_backend.passes.batch.operator_call import Call, product, rows_multiple, size_expression
 from rannc_backend.passes.graph_queries import fake_mode_of, placeholders
 from rannc_backend.passes.pipeline import Pass, PassError
@@ -100,21 +100,25 @@ class PureRandomness(Pass[KnownRows]):
     provides: ClassVar[frozenset[str]] = frozenset({"pure_randomness"})
     layouts: Mapping[str, Layout]
     rows_symbol: sympy.Symbol
+    meeting: Meeting | None = None
 
     def run(self, graph_module: fx.GraphModule) -> KnownRows:
-        layouts = make_random_ops_pure(graph_module, self.layouts, self.rows_symbol)
-        return KnownRows(graph_module, layouts)
+        layouts = make_random_ops_pure(graph_module, self.layouts, self.rows_symbol, self.meeting)
+        return KnownRows(graph_module, layouts, self.meeting)
 
 
 def make_random_ops_pure(
-    graph_module: fx.GraphModule, layouts: Mapping[str, Layout], rows_symbol: sympy.Symbol
+    graph_module: fx.GraphModule,
+    layouts: Mapping[str, Layout],
+    rows_symbol: sympy.Symbol,
+    meeting: Meeting | None = None,
 ) -> dict[str, Layout]:
     """Rewrite the random operators of the graph in place; gives the layouts of all nodes after it. The caller
     recompiles.
 
     Raises PassError for random operators that cannot be rewritten.
     """
-    rewriter = _Rewriter(graph_module, dict(layouts), rows_symbol)
+    rewriter = _Rewriter(graph_module, dict(layouts), rows_symbol, meeting)
     for node in list(graph_module.graph.nodes):
         if is_random(node) and not _is_off(Call.of(node, rows_symbol, {})):
             rewriter.rewrite(node)
@@ -134,8 +138,13 @@ def _is_off(call: Call) -> bool:
 
 class _Rewriter:
     def __init__(
-        self, graph_module: fx.GraphModule, layouts: dict[str, Layout], symbol: sympy.Symbol
+        self,
+        graph_module: fx.GraphModule,
+        layouts: dict[str, Layout],
+        symbol: sympy.Symbol,
+        meeting: Meeting | None = None,
     ) -> None:
+        self.meeting = meeting
         self.graph = graph_module.graph
         self.layouts = layouts
         self.symbol = symbol
@@ -159,6 +168,10 @@ class _Rewriter:
         layout = layout.elements[0] if isinstance(layout, Several) else layout
         number, self.num_operators = self.num_operators, self.num_operators + 1
         shape_of = _attention_shape if function is attention else _value_shape
+        if isinstance(layout, Whole):
+            raise PassError(
+                node, f"random operator {call.name} gives a number to pairs of rows or to a choice of rows"
+            )
         keys = self._keys(layout, value.device)
         elements = self._elements(product(_row_shape(shape_of(call.arguments, value), layout)), value.device)
 
@@ -181,7 +194,9 @@ class _Rewriter:
         new_nodes = inline(node, inner)
         for new_node in new_nodes:
             new_node.args = tuple(_with_key(item, number) for item in new_node.args)
-        extend_analysis(self.layouts, new_nodes, self.symbol, row_numbers=self.row_numbers)
+        extend_analysis(
+            self.layouts, new_nodes, self.symbol, row_numbers=self.row_numbers, meeting=self.meeting
+        )
 
     def _size(self, node: fx.Node, dim: int) -> Any:
         """A size of the node's value; those with rows as nodes."""

@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from rannc_backend.passes.batch.batch_axis import FindRows
+from rannc_backend.passes.batch.batch_axis import FindRows, Meeting, is_statistic
 from rannc_backend.passes.batch.batch_split import (
     FIRST_ROW,
     GLOBAL_ROWS,
@@ -31,12 +31,23 @@ from rannc_backend.passes.batch.batch_split import (
     BatchSplit,
     RowwiseOutput,
     UserOutput,
+    WholeBatch,
 )
 from rannc_backend.passes.batch.differentiability import values_reached_by_grad
-from rannc_backend.passes.batch.layouts import Constant, Layout, PartialSum, Reduced, RowCount, Rows, Several
+from rannc_backend.passes.batch.layouts import (
+    Constant,
+    Layout,
+    PartialSum,
+    Reduced,
+    RowCount,
+    Rows,
+    Several,
+    SliceStatistic,
+    Whole,
+)
 from rannc_backend.passes.batch.linearity import is_linear
 from rannc_backend.passes.batch.loss_decompositions import HALF, DecomposeReductions
-from rannc_backend.passes.batch.operator_call import ADVICE, rows_multiple
+from rannc_backend.passes.batch.operator_call import ADVICE, operator_name, rows_multiple
 from rannc_backend.passes.batch.randomness import PureRandomness
 from rannc_backend.passes.graph_copy import GraphBuilder, depends_on_inputs
 from rannc_backend.passes.graph_queries import nodes_behind, output_values, placeholders
@@ -58,9 +69,13 @@ def split_batch(
     num_user_outputs: int,
     buffer_updates: Sequence[str] = (),
     rows_symbol: sympy.Symbol,
+    together: bool = False,
 ) -> BatchSplit:
     """All batch passes in their order: decompose, analyse, make random operators pure, split. Works on a
     copy.
+
+    `together`: where rows meet, or statistics are taken of a slice, the graph is one for the whole batch
+    (`whole_batch` of the result) instead of refused.
 
     The graph is canonical. `gradient_inputs`: placeholders that require a gradient, parameters and inputs.
     `buffer_updates`: dotted name of the buffer for each trailing output. Raises PassError.
@@ -68,14 +83,15 @@ def split_batch(
     copy = GraphBuilder.copy_of(graph_module)
     free = (set(batch_inputs) | set(replicated_inputs)) - set(gradient_inputs)
     sums = run_pass(DecomposeReductions(rows_symbol), copy)
-    found = run_pass(FindRows(batch_inputs, rows_symbol, free), sums)
-    pure = run_pass(PureRandomness(found.layouts, rows_symbol), found.graph_module)
+    found = run_pass(FindRows(batch_inputs, rows_symbol, free, together), sums)
+    pure = run_pass(PureRandomness(found.layouts, rows_symbol, found.meeting), found.graph_module)
     split = SplitReductions(
         layouts=pure.layouts,
         num_user_outputs=num_user_outputs,
         rows_symbol=rows_symbol,
         buffer_updates=buffer_updates,
         gradient_inputs=gradient_inputs,
+        meeting=pure.meeting,
     )
     return run_pass(split, pure.graph_module)
 
@@ -92,6 +108,7 @@ class SplitReductions(Pass[BatchSplit]):
     rows_symbol: sympy.Symbol
     buffer_updates: Sequence[str]
     gradient_inputs: Collection[str]
+    meeting: Meeting | None = None
 
     def run(self, graph_module: fx.GraphModule) -> BatchSplit:
         return split_reductions(
@@ -101,6 +118,7 @@ class SplitReductions(Pass[BatchSplit]):
             rows_symbol=self.rows_symbol,
             buffer_updates=self.buffer_updates,
             gradient_inputs=self.gradient_inputs,
+            meeting=self.meeting,
         )
 
 
@@ -112,10 +130,11 @@ def split_reductions(
     rows_symbol: sympy.Symbol,
     buffer_updates: Sequence[str] = (),
     gradient_inputs: Collection[str] = (),
+    meeting: Meeting | None = None,
 ) -> BatchSplit:
     """Split at the reductions. Raises PassError for outputs that no slice and no sum can give."""
     needs_grad = values_reached_by_grad(graph_module, gradient_inputs)
-    splitter = _Splitter(graph_module, dict(layouts), rows_symbol, needs_grad)
+    splitter = _Splitter(graph_module, dict(layouts), rows_symbol, needs_grad, meeting)
     return splitter.split(num_user_outputs, buffer_updates)
 
 
@@ -126,7 +145,9 @@ class _Splitter:
         layouts: dict[str, Layout],
         symbol: sympy.Symbol,
         needs_grad: Collection[str],
+        meeting: Meeting | None = None,
     ) -> None:
+        self.meeting = meeting
         self.graph_module = graph_module
         self.layouts = layouts
         self.symbol = symbol
@@ -167,6 +188,23 @@ class _Splitter:
             epilogue=epilogue,
             user_outputs=user_outputs,
             linear=epilogue is None or is_linear(epilogue, differentiated, partial_names),
+            whole_batch=self._whole_batch(),
+        )
+
+    def _whole_batch(self) -> WholeBatch | None:
+        if self.meeting is None:
+            return None
+        node, reason = None, "its statistics are those of the whole batch"
+        if self.meeting.first is not None:
+            node, reason = self.meeting.first.node, self.meeting.first.reason
+        for item in self.graph_module.graph.nodes:
+            if node is None and is_statistic(self.layouts.get(item.name)):
+                node = item
+        # Whether or not anything is found: layouts were given that slices do not have.
+        return WholeBatch(
+            operator="" if node is None else operator_name(node.target),
+            reason=reason,
+            stack_trace="" if node is None else str(node.meta.get("stack_trace") or ""),
         )
 
     def _differentiated(self, rowwise: fx.GraphModule, partial_names: Sequence[str]) -> list[str]:
@@ -184,7 +222,11 @@ class _Splitter:
         if not isinstance(leaf, fx.Node):
             return UserOutput(kind="none", value=leaf)
         layout = self.layout(leaf)
+        if self.meeting is not None and isinstance(layout, (Whole, SliceStatistic)):
+            return self._whole_output(leaf)
         if isinstance(layout, Rows):
+            if layout.outer * layout.inner > 1 and self.meeting and leaf.name in self.meeting.names:
+                return self._unavailable(leaf, "its rows have met, and which belong to a sample is not known")
             return UserOutput(kind="rows", name=leaf.name)
         if isinstance(layout, Constant) and leaf.name not in self.needs_grad:
             return UserOutput(kind="replicated", name=leaf.name)
@@ -203,6 +245,20 @@ class _Splitter:
             leaf, f"the model returns {what} ({leaf.name}), which differs from slice to slice of the batch"
         )
 
+    def _whole_output(self, leaf: fx.Node) -> UserOutput:
+        """A value of the whole batch that is not one per row: the same for everybody, if its sizes are
+        known.
+        """
+        if not all(isinstance(size, int) for size in leaf.meta["val"].shape):
+            return self._unavailable(leaf, "its sizes are not known before the step, or are several batch sizes")
+        if leaf.name in self.needs_grad:
+            return self._unavailable(leaf, "it is computed from rows that have met")
+        return UserOutput(kind="replicated", name=leaf.name)
+
+    def _unavailable(self, leaf: fx.Node, why: str) -> UserOutput:
+        shape = ", ".join(map(str, leaf.meta["val"].shape))
+        return UserOutput(kind="unavailable", value=f"{leaf.name} of shape ({shape}) cannot be taken apart: {why}")
+
     def _outputs(
         self, user_outputs: Sequence[UserOutput], buffers: Sequence[fx.Node], buffer_updates: Sequence[str]
     ) -> tuple[RowwiseOutput, ...]:
@@ -214,9 +270,12 @@ class _Splitter:
         result = [item for item in outputs if item.kind == "rows"]
         result += [RowwiseOutput(kind="partial", name=node.name) for node in self.partials]
         for node, fqn in zip(buffers, buffer_updates):
-            if isinstance(self.layout(node), (Rows, PartialSum, Reduced, RowCount)):
+            if isinstance(self.layout(node), (Rows, PartialSum, Reduced, RowCount, Whole)):
                 reason = f"buffer {fqn} is set from rows of the batch or sums over them; only normalisation statistics may be. {ADVICE}"
-                raise PassError(node, reason)
+                error = PassError(node, reason)
+                if self.meeting is None or not all(isinstance(size, int) for size in node.meta["val"].shape):
+                    raise error
+                self.meeting.first = self.meeting.first or error
             result.append(RowwiseOutput(kind="buffer", name=node.name, fqn=fqn))
         return (*result, *(item for item in outputs if item.kind == "replicated"))
 
@@ -341,6 +400,8 @@ class _Splitter:
     def _rowwise_layout(self, node: fx.Node) -> Layout:
         """Sums known before the step are constants of the row-wise graph."""
         layout = self.layouts[node.name]
+        if self.meeting is not None and isinstance(layout, Reduced) and not layout.input_only:
+            return Whole()  # computed where it is used again, from what is a sum of one slice
         known = isinstance(layout, Reduced) or (isinstance(layout, PartialSum) and layout.input_only)
         if isinstance(layout, Several):
             return dataclasses.replace(

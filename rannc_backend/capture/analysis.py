@@ -7,6 +7,7 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -14,7 +15,7 @@ from torch import fx
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.errors import BatchMixedError, user_location
 from rannc_backend.ir.exchange import Value
-from rannc_backend.passes.batch.batch_axis import Rows
+from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
 from rannc_backend.passes.batch.differentiability import values_needing_grad
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
 from rannc_backend.passes.pipeline import PassError
@@ -58,29 +59,48 @@ class GraphAnalysis:
         )
 
 
-def analyze(captured: CapturedGraph) -> GraphAnalysis:
+def analyze(
+    captured: CapturedGraph, *, whole_batch: str = "auto", batch_norm: str = "micro_batch"
+) -> GraphAnalysis:
     """Run the passes that need no plan.
+
+    Args:
+        whole_batch: the option; "never" refuses graphs whose rows meet.
+        batch_norm: the option; with "global" a graph that takes statistics of a batch runs on the whole batch.
 
     Raises:
         BatchMixedError: an operator mixes samples; names it and the user's line.
     """
-    inputs = captured.inputs
-    trained = {spec.name for spec in inputs if spec.requires_grad}
+    trained = {spec.name for spec in captured.inputs if spec.requires_grad}
     try:
-        split = split_batch(
-            captured.graph_module,
-            batch_inputs=[spec.name for spec in inputs if spec.kind == "batch"],
-            replicated_inputs=[spec.name for spec in inputs if spec.kind == "replicated"],
-            gradient_inputs=trained,
-            num_user_outputs=captured.num_user_outputs,
-            buffer_updates=captured.buffer_updates,
-            rows_symbol=captured.rows_symbol,
-        )
+        split = _split(captured, trained, together=False)
+        if batch_norm == "global" and any(map(is_statistic, split.layouts.values())):
+            split = _split(captured, trained, together=True)
     except PassError as error:
-        raise mixed_batch_error(error) from error
+        if whole_batch == "never":
+            raise mixed_batch_error(error) from error
+        try:
+            split = _split(captured, trained, together=True)
+        except PassError as remaining:
+            raise mixed_batch_error(remaining) from error
+    inputs = captured.inputs
     needs_grad = values_needing_grad(split.rowwise, trained)
     return GraphAnalysis(
         captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split)
+    )
+
+
+def _split(captured: CapturedGraph, trained: Collection[str], *, together: bool) -> BatchSplit:
+    inputs = captured.inputs
+    return split_batch(
+        captured.graph_module,
+        batch_inputs=[spec.name for spec in inputs if spec.kind == "batch"],
+        replicated_inputs=[spec.name for spec in inputs if spec.kind == "replicated"],
+        gradient_inputs=trained,
+        num_user_outputs=captured.num_user_outputs,
+        buffer_updates=captured.buffer_updates,
+        rows_symbol=captured.rows_symbol,
+        together=together,
     )
 
 

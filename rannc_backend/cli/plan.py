@@ -157,7 +157,13 @@ def _prepared(path: str, question: PlanningQuestion, dtype: str | None) -> Plann
         model, args, kwargs = call_factory(path)
         details.append(_size_of(model.parameters()))
     analysis = analyze_model(
-        model, args, kwargs, cluster=question.cluster, dtype=floats, step_timer=question.step_timer
+        model,
+        args,
+        kwargs,
+        cluster=question.cluster,
+        config=question.config,
+        dtype=floats,
+        step_timer=question.step_timer,
     )
     with planning_progress(catches_interrupt=False) as progress:
         return prepare(analysis, replace(question, progress=progress))

@@ -149,9 +149,18 @@ class WrappedModelError(UserInputError):
 
 
 class OutputNotAvailableError(RanncError):
-    """An output was touched that `outputs="loss"` neither moves nor keeps."""
+    """An output was touched that `outputs="loss"` neither moves nor keeps, or that mixes the samples of all
+    ranks.
+    """
 
-    def __init__(self, output: str) -> None:
+    def __init__(self, output: str, *, why: str = "") -> None:
+        if why:
+            super().__init__(
+                f"output {output!r} is not available: {why}",
+                cure="leave it unused, return it one row per sample, or compute what you need of it within the "
+                "model and return that.",
+            )
+            return
         super().__init__(
             f'output {output!r} was not kept, because the model is compiled with options={{"outputs": '
             f'"loss"}}',

@@ -97,10 +97,11 @@ class StageConstraints:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
     """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by
-    name.
+    name. `whole_batch`: rows meet, so that a step has one micro-batch and a stage one replica.
     """
 
     blocks: tuple[Block, ...]
     flows: tuple[Flow, ...]
     parameters: tuple[ParameterUse, ...]
     constraints: StageConstraints = StageConstraints()
+    whole_batch: bool = False

@@ -44,6 +44,8 @@ _BLOCK_OPTIONS = (
     "recompute",
     "checkpointing",
     "costs",
+    "whole_batch",
+    "batch_norm",
 )
 
 

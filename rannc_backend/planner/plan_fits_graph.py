@@ -52,6 +52,8 @@ def check_plan(
     check_against(plan, fingerprint=fingerprint, world_size=world_size)
     _check_ranks(plan)
     _check_rows(plan)
+    if split.whole_batch is not None:
+        _check_whole_batch(plan)
     if plan.schedule not in possible_schedules:
         raise PlanError(
             f"the plan's schedule is {plan.schedule}, which does not give exact results for this model",
@@ -66,24 +68,30 @@ def check_plan(
     return stage_of
 
 
-def check_options(plan: Plan, config: Config, possible_schedules: Sequence[ScheduleName]) -> None:
+def check_options(
+    plan: Plan, config: Config, possible_schedules: Sequence[ScheduleName], *, whole_batch: bool = False
+) -> None:
     """That a loaded plan is what the options ask for; raises `PlanError`.
 
     ``possible_schedules``: of the graph; one that is not among them was not given to who saved the plan
-    either.
+    either. ``whole_batch``: of the graph; then there is one micro-batch and replica, whatever is asked for.
     """
     asked: tuple[tuple[str, object, object], ...] = (
         ("partition_num", config.partition_num, plan.num_stages),
         ("schedule", config.schedule if config.schedule in possible_schedules else "", plan.schedule),
-        ("pipeline_num", config.pipeline_num, plan.num_micro_batches),
+        ("pipeline_num", 0 if whole_batch else config.pipeline_num, plan.num_micro_batches),
         (
             "stage_compiler",
             "" if config.stage_compiler == "auto" else config.stage_compiler,
             plan.stage_compiler,
         ),
-        ("stage_replicas", config.stage_replicas, ",".join(map(str, plan.stage_replicas))),
+        (
+            "stage_replicas",
+            "" if whole_batch else config.stage_replicas,
+            ",".join(map(str, plan.stage_replicas)),
+        ),
     )
-    if config.replica_num and set(plan.stage_replicas) != {config.replica_num}:
+    if config.replica_num and not whole_batch and set(plan.stage_replicas) != {config.replica_num}:
         asked += (("replica_num", config.replica_num, ",".join(map(str, plan.stage_replicas))),)
     for item, wanted, found in asked:
         if wanted and wanted != found:
@@ -118,6 +126,16 @@ def _check_rows(plan: Plan) -> None:
             f"{plan.num_micro_batches} micro-batches of {plan.batch_rows} rows do not have a row for each of "
             f"the {most.num_replicas} replicas of stage {most.index}",
             cure=f"use at most {plan.batch_rows // most.num_replicas} micro-batches, or fewer replicas.",
+        )
+
+
+def _check_whole_batch(plan: Plan) -> None:
+    if plan.num_micro_batches > 1 or max(stage.num_replicas for stage in plan.stages) > 1:
+        raise PlanError(
+            "samples of a batch meet in this model, so that a step runs as one micro-batch on one replica per "
+            f"stage, and the plan has {plan.num_micro_batches} micro-batches and "
+            f"{max(stage.num_replicas for stage in plan.stages)} replicas",
+            cure=_CURE,
         )
 
 

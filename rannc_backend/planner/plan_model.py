@@ -55,7 +55,13 @@ def plan_model(
         or number of devices.
     """
     analysis = analyze_model(
-        model, args, kwargs, cluster=question.cluster, dtype=dtype, step_timer=question.step_timer
+        model,
+        args,
+        kwargs,
+        cluster=question.cluster,
+        config=question.config,
+        dtype=dtype,
+        step_timer=question.step_timer,
     )
     return plan_analysis(analysis, question)
 
@@ -66,6 +72,7 @@ def analyze_model(
     kwargs: Mapping[str, Any],
     *,
     cluster: Cluster,
+    config: Config | None = None,
     dtype: torch.dtype | None = None,
     step_timer: StepTimer | None = None,
 ) -> GraphAnalysis:
@@ -83,7 +90,11 @@ def analyze_model(
         )
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
     with step_timer.step("analysis") as details:
-        analysis = analyze(captured)
+        analysis = analyze(
+            captured,
+            whole_batch=(config or Config()).whole_batch,
+            batch_norm=(config or Config()).batch_norm,
+        )
         details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes with rows")
     return analysis
 
@@ -163,7 +174,9 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
                 graph,
                 compiler=stage_compiler(config),
                 # About how many a replica computes: partitions weigh sizes with it.
-                rows=max(1, question.batch_rows // question.cluster.num_devices),
+                rows=question.batch_rows
+                if graph.whole_batch
+                else max(1, question.batch_rows // question.cluster.num_devices),
                 budget=config.fixed_recompute,
                 progress=question.progress,
             )

@@ -57,7 +57,12 @@ def plan_job(
             return plan_analysis(analysis, question, profiler=profiler)
 
         def fits(plan: Plan) -> None:
-            check_options(plan, config, exact_schedules(analysis.split, analysis.needs_grad))
+            check_options(
+                plan,
+                config,
+                exact_schedules(analysis.split, analysis.needs_grad),
+                whole_batch=analysis.split.whole_batch is not None,
+            )
             check(plan)
 
         folder = cache_directory(config) / "plans"

@@ -66,6 +66,8 @@ class PlanRequest:
     ) -> PlanRequest:
         """Check the forced numbers against ranks, blocks and rows."""
         fixed = stage_replicas or config.stage_replica_counts or None
+        if graph.whole_batch:
+            config, fixed = _of_whole_batch(config, fixed), None
         num_stages = len(fixed) if fixed else config.partition_num or None
         num_devices, num_blocks = cluster.num_devices, len(graph.blocks)
         needed = sum(fixed) if fixed else (num_stages or 1) * (config.replica_num or 1)
@@ -218,6 +220,27 @@ class PlanRequest:
             return is_feasible(self.problem(costs))
 
         return smallest_count(fits, self.cluster.num_devices, most)
+
+
+def _of_whole_batch(config: Config, fixed: tuple[int, ...] | None) -> Config:
+    """The options for a graph whose rows meet: as many stages as asked for, each once, and one micro-batch."""
+    asked = [name for name in ("pipeline_num", "replica_num") if getattr(config, name) > 1]
+    asked += ["stage_replicas"] if fixed and max(fixed) > 1 else []
+    asked += ["min_pipeline"] if config.min_pipeline > 1 else []
+    if asked:
+        logger.warning(
+            "samples of a batch meet in this model, so that a step runs as one micro-batch on one replica per "
+            "stage: %s cannot be had",
+            ", ".join(asked),
+        )
+    return config.model_copy(
+        update={
+            "pipeline_num": 1,
+            "replica_num": 1,
+            "stage_replicas": "",
+            "partition_num": len(fixed) if fixed else config.partition_num,
+        }
+    )
 
 
 def _forced_text(fixed: tuple[int, ...] | None, config: Config) -> str:

@@ -197,6 +197,18 @@ class Config(BaseModel):
         description="How a model becomes a graph: dynamo: as torch.compile does it; nonstrict: its forward "
         "runs once, as Python, on fakes; auto: nonstrict where Dynamo refuses.",
     )
+    whole_batch: Literal["auto", "never"] = Field(
+        "auto",
+        description="Where samples of a batch meet (a contrastive loss, a sort over all tokens): auto: every "
+        "step runs as one micro-batch on one replica per stage, which is exact and overlaps nothing; never: "
+        "such models are refused.",
+    )
+    batch_norm: Literal["micro_batch", "global"] = Field(
+        "micro_batch",
+        description="What batch normalisation takes its statistics of in training: a micro-batch on a replica, "
+        "or, as one process does, all samples of the step, which then runs as one micro-batch on one replica "
+        "per stage.",
+    )
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
         "auto",
         description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: eager where a "

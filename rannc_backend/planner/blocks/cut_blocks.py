@@ -82,15 +82,16 @@ def block_graph(
     `rows_symbol`: if given, all sizes must be over it.
     """
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    whole_batch = split.whole_batch is not None
     if not staged.atoms:
-        return BlockGraph(blocks=(), flows=(), parameters=())
+        return BlockGraph(blocks=(), flows=(), parameters=(), whole_batch=whole_batch)
     graph = build_block_graph(
         staged,
         inputs,
         split.outputs,
         needs_grad,
         device=cluster.device,
-        rows=max(1, batch_rows // cluster.num_devices),
+        rows=batch_rows if whole_batch else max(1, batch_rows // cluster.num_devices),
         max_blocks=config.max_partition_num,
         num_clusters=config.min_partition_num or None,
         by_time=config.coarsen_by_time,
@@ -101,7 +102,7 @@ def block_graph(
         # Sizes that come from a graph are expressions.
         free = set().union(*(cast("sympy.Expr", flow.num_bytes).free_symbols for flow in graph.flows), set())
         assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
-    return graph
+    return replace(graph, whole_batch=whole_batch)
 
 
 def build_block_graph(

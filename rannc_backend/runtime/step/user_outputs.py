@@ -27,7 +27,8 @@ class RuntimeOutput:
 
     kind "rows": ``value`` says name, dtype and layout; None when the user asked not to get it
     (outputs="loss"). kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
-    ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself.
+    ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself. kind
+    "unavailable": ``constant`` says why it cannot be had.
     """
 
     kind: str
@@ -74,17 +75,31 @@ def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequen
 
 
 class UnavailableOutput(torch.Tensor):
-    """Stands where an output would be that the user asked not to get; any use of it raises
-    OutputNotAvailableError.
+    """Stands where an output would be that the user asked not to get, or that no rank can have; any use of it
+    raises OutputNotAvailableError.
     """
+
+    why: str
+
+    @staticmethod
+    def because(why: str = "") -> UnavailableOutput:
+        """One with a reason of its own; "" if the user asked for it."""
+        made = torch.empty(0).as_subclass(UnavailableOutput)
+        made.__dict__["why"] = why
+        return made
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise OutputNotAvailableError("an output beside the loss")
+        found = [item for item in args if isinstance(item, UnavailableOutput)]
+        raise OutputNotAvailableError(
+            "an output beside the loss", why=found[0].__dict__["why"] if found else ""
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
+        if self.__dict__["why"]:
+            return f"<output not available: {self.__dict__['why']}>"
         return "<output not available: options={'outputs': 'loss'}>"
 
 
@@ -101,6 +116,8 @@ def collect_outputs(
                 results.append(scalars[output.scalar_index])
             case "replicated":
                 results.append(_replicated(output, state, world))
+            case "unavailable":
+                results.append(UnavailableOutput.because(str(output.constant)))
             case _:
                 results.append(output.constant)
     state.row_outputs.clear()
@@ -110,7 +127,7 @@ def collect_outputs(
 def _rows(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor:
     value = output.value
     if value is None:
-        return torch.empty(0).as_subclass(UnavailableOutput)
+        return UnavailableOutput.because()
     parts = [
         state.row_outputs[value.name, m]
         for m in range(state.rows.num_micro_batches)
