@@ -55,8 +55,9 @@ from rannc_backend.passes.batch.operator_call import (
 from rannc_backend.passes.batch.probe_rows import probe_rows
 from rannc_backend.passes.batch.row_wise import is_row_wise, refuse_row_count, row_wise_rule
 from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.kept_functions import KeptFunction, kept_function
 from rannc_backend.passes.pipeline import Pass, PassError
-from rannc_backend.passes.tracing import trace_decomposition
+from rannc_backend.passes.tracing import InnerGraph, trace_decomposition, trace_function
 
 _DECLARE = (
     "If it works element by element, declare it with tags=(torch.Tag.pointwise,); if row by row, with "
@@ -330,6 +331,8 @@ class _Analysis:
             if isinstance(result, Rows) and result.outer == result.inner == 1:
                 return self._checked(node, RowIndex(result.dim), value)
             call.refuse("mixes the numbers of rows with other numbers")
+        if (kept := kept_function(node.target)) is not None:
+            return self._of_kept(node, kept)
         rule = RULES.get(name) if call.name.startswith("aten.") else None
         if (
             rule is None
@@ -372,24 +375,55 @@ class _Analysis:
                 f"unknown operator {name} on rows of the batch: no rule says what it does with them. "
                 f"{tag}{ADVICE}",
             )
-        analysis = _Analysis(self.symbol, depth=self.depth + 1)
-        for placeholder, outer in zip(inner.placeholders, inner.arguments):
-            analysis.layouts[placeholder] = _Early(self.layouts)[outer]
-        try:
-            for item in inner.graph.nodes:
-                if item.op != "placeholder":
-                    analysis.visit(item)
-        except PassError as error:
-            raise PassError(node, f"operator {name} cannot be followed: inside it, {error.reason}") from error
-        results = [
-            analysis.layouts.get(item, Constant()) if isinstance(item, fx.Node) else Constant()
-            for item in inner.outputs
-        ]
+        results = self._inside(node, inner, _Early(self.layouts))
         if any(isinstance(result, (PartialSum, Reduced)) for result in results):
             raise PassError(
                 node, f"operator {name} reduces the batch dimension in a way that is not known. {ADVICE}"
             )
         return Several(tuple(results)) if isinstance(node.meta["val"], (tuple, list)) else results[0]
+
+    def _inside(
+        self, node: fx.Node, inner: InnerGraph, layouts: Mapping[fx.Node, Layout]
+    ) -> list[Layout]:
+        """Layouts of what a traced function gives, from those of its arguments."""
+        analysis = _Analysis(self.symbol, depth=self.depth + 1)
+        for placeholder, outer in zip(inner.placeholders, inner.arguments):
+            analysis.layouts[placeholder] = layouts[outer]
+        try:
+            for item in inner.graph.nodes:
+                if item.op != "placeholder":
+                    analysis.visit(item)
+        except PassError as error:
+            reason = f"operator {operator_name(node.target)} cannot be followed: inside it, {error.reason}"
+            raise PassError(node, reason) from error
+        return [
+            analysis.layouts.get(item, Constant()) if isinstance(item, fx.Node) else Constant()
+            for item in inner.outputs
+        ]
+
+    def _of_kept(self, node: fx.Node, kept: KeptFunction) -> Layout:
+        """A function with a backward of its own works on rows if both its forward and its backward do: the
+        gradient of what holds rows lies as that does, that of what holds none is a sum over them.
+        """
+        layouts: dict[fx.Node, Layout] = dict(_Early(self.layouts))
+        tensors, sizes = arguments_of(node)
+        results = self._inside(node, trace_function(kept.forward, (tensors, sizes), {}), layouts)
+        values = [self._checked_element(node, *pair) for pair in zip(results, node.meta["val"], strict=True)]
+        scratch = fx.Graph()
+        grads = [scratch.placeholder(f"grad_{index}") for index in range(len(values))]
+        for grad, value, layout in zip(grads, node.meta["val"], values, strict=True):
+            grad.meta["val"] = value
+            layouts[grad] = layout
+        backward = trace_function(kept.backward, (grads, tensors, sizes), {})
+        found = iter(self._inside(node, backward, layouts))
+        for tensor, has_gradient in zip(tensors, kept.has_gradient, strict=True):
+            if has_gradient:
+                layout, own = next(found), layouts[tensor]
+                right = layout == own if isinstance(own, Rows) else isinstance(layout, PartialSum)
+                if not right:
+                    name = operator_name(node.target)
+                    raise PassError(node, f"the backward of {name} mixes rows of the batch. {ADVICE}")
+        return Several(tuple(values))
 
     def _checked(self, node: fx.Node, layout: Layout, value: Any) -> Layout:
         """The layout with one entry per element, after comparing it with the symbolic shape of the value."""

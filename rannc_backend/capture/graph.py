@@ -150,6 +150,7 @@ def captured_of(
     buffer_updates = _buffer_updates(trace, inputs)
     _tidy_metadata(trace.graph_module, root)
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
+    inputs = _without_unused(canonical, inputs)
     text = canonical_text(
         canonical,
         inputs,
@@ -171,6 +172,20 @@ def captured_of(
     )
     logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
     return captured
+
+
+def _without_unused(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+    """Drop what the module holds and the forward does not use: autograd gives it no gradient, and an optimizer
+    makes a difference between none and zeros.
+    """
+    kept = []
+    for node, item in zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if item.kind in ("parameter", "buffer") and not node.users:
+            graph_module.graph.erase_node(node)
+        else:
+            kept.append(item)
+    graph_module.recompile()
+    return tuple(kept)
 
 
 def _wanted_trace(

@@ -1,9 +1,11 @@
 """Small models of transformers that no test holds, trained for two steps beside plain PyTorch:
-`python tests/benchmarks/model_zoo.py [--count N] [--seed S] [--capture auto|dynamo|nonstrict] [--only TEXT]`.
+`python tests/benchmarks/model_zoo.py [--count N] [--seed S] [--capture auto|dynamo|nonstrict] [--only PATTERN]`.
 
 The rule: every pair of a task and a model type in transformers' tables of automatic classes (`TASKS`), in the
 order that the seed gives. Configurations are made small by their items' names (`SMALL`), dropout is off,
-weights are random. One process, two micro-batches of uneven rows, float64. Out: a line per model, and a count
+weights are random. One process, two micro-batches of uneven rows, float64; where the model has no float64
+(`torch._grouped_mm`), float32 beside plain float32, both against float64 with the experts' plain loop: exact is
+no further away than twice as far. Out: a line per model, and a count
 of each outcome: *exact* (loss, gradients, and parameters after two steps within 1e-12), *narrow* (within 1e-6:
 the model computes in float32 itself), *differs*, *refused* (an error of this package), *crashed* (any other),
 *not built* (the plain model does not run in this configuration; not counted).
@@ -22,6 +24,7 @@ import logging
 import multiprocessing
 import queue
 import random
+import re
 import sys
 import time
 import warnings
@@ -66,6 +69,7 @@ SMALL: dict[str, Any] = {
     **{"sliding_window": 4, "attention_window": 4, "router_jitter_noise": 0.0, "layerdrop": 0.0},
     **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "output_router_logits": False},
 }
+_NO_DOUBLE = "Expected mat_a to be Float32"
 _OFF = ("dropout", "drop_rate", "drop_path", "drop_prob", "_drop", "pdrop")
 
 
@@ -158,13 +162,27 @@ def tried(task: str, kind: str, name: str, capture: str, built: Callable[[], obj
             key: value.double() if value.is_floating_point() else value for key, value in values.items()
         }
         alone = copy.deepcopy(model)
-        expected = list(steps(alone, alone, values))
+        own_error = 0.0
+        try:
+            expected = list(steps(alone, alone, values))
+        except RuntimeError as error:
+            if _NO_DOUBLE not in str(error):
+                raise
+            alone = copy.deepcopy(model)
+            alone.set_experts_implementation("eager")
+            expected = list(steps(alone, alone, values))
+            model = model.float()
+            values = {
+                key: value.float() if value.is_floating_point() else value for key, value in values.items()
+            }
+            alone = copy.deepcopy(model)
+            own_error = error_of(list(steps(alone, alone, values)), expected)
         if not all(loss == loss for loss, _ in expected):
             return "not built", "its loss is no number"
     except Exception as error:  # the plain model: not ours
         return "not built", f"{type(error).__name__}: {error}"[:200]
     built()
-    options = {"pipeline_num": 2, "stage_compiler": "eager", "costs": "rules", "cluster": "generic-cpu"}
+    options = {"pipeline_num": 2, "batch_norm": "global", "stage_compiler": "eager", "costs": "rules", "cluster": "generic-cpu"}
     from rannc_backend.errors import InternalError, RanncError
 
     begin = time.process_time()
@@ -177,8 +195,9 @@ def tried(task: str, kind: str, name: str, capture: str, built: Callable[[], obj
         return "refused", f"{type(failure).__name__}: {failure}".replace("\n", " | ")[:600]
     except Exception as failure:
         return "crashed", f"{type(failure).__name__}: {failure}"[:600]
-    outcome = "exact" if error <= EXACT else "narrow" if error <= NARROW else "differs"
-    return outcome, f"{error:.1e}, {time.process_time() - begin:.1f} CPU s"
+    outcome = "exact" if error <= max(EXACT, 2 * own_error) else "narrow" if error <= NARROW else "differs"
+    alone_text = f" (plain: {own_error:.1e})" if own_error else ""
+    return outcome, f"{error:.1e}{alone_text}, {time.process_time() - begin:.1f} CPU s"
 
 
 def _child(entry: tuple[str, str, str], capture: str, results: Any) -> None:
@@ -195,10 +214,10 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="leave out the first ones")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--capture", default="auto", choices=("auto", "dynamo", "nonstrict"))
-    parser.add_argument("--only", default="", help="classes whose name has this text")
+    parser.add_argument("--only", default="", help="classes whose name has a match of this pattern")
     parser.add_argument("--output", type=Path, help="write outcomes as JSON")
     flags = parser.parse_args()
-    chosen = [entry for entry in entries(flags.seed) if flags.only in entry[2]]
+    chosen = [entry for entry in entries(flags.seed) if re.search(flags.only, entry[2])]
     found = {}
     forking = multiprocessing.get_context("fork")
     for entry in chosen[flags.skip : flags.skip + flags.count]:

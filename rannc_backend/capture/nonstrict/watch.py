@@ -38,6 +38,8 @@ from rannc_backend.errors import (
     is_of_user,
     user_location,
 )
+from rannc_backend.passes import kept_functions
+from rannc_backend.passes.kept_functions import CannotKeep, call_kept
 from rannc_backend.settings import hooks
 
 _TORCH = torch.__path__[0]
@@ -199,7 +201,7 @@ def user_trace(frame: FrameType | None) -> str:
         code = frame.f_code
         if code.co_filename == __file__ or code.co_name == "_rannc_forward":
             break
-        if not code.co_filename.startswith((_TORCH, "<")):
+        if not code.co_filename.startswith((_TORCH, "<")) and code.co_filename != kept_functions.__file__:
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             lines.append(
                 f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n    {text}\n'
@@ -231,13 +233,21 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         function, _, *inputs = args  # reentrant: the function, whether to keep the state of generators
         return function(*inputs)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-        raise UnsupportedModelError(
-            f"the model uses {cls.__name__}, a torch.autograd.Function with a backward of its own, whose "
-            "gradients cannot be split over stages exactly",
-            location=user_location(trace),
-            cure="write this part with ordinary operators, for which autograd knows the gradient.",
-        )
+        if kwargs:
+            raise _not_kept(cls, "gets arguments by name", trace)
+        try:
+            return call_kept(cls, _APPLY.__get__(None, cls), args)
+        except CannotKeep as error:
+            raise _not_kept(cls, str(error), trace) from error
     return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+def _not_kept(cls: type, why: str, trace: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the model uses {cls.__name__}, a torch.autograd.Function with a backward of its own, which {why}",
+        location=user_location(trace),
+        cure="write this part with ordinary operators, for which autograd knows the gradient.",
+    )
 
 
 def _clock(clock: Callable[[], Any], name: str) -> Callable[[], Any]:
