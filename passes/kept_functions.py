@@ -9,6 +9,7 @@ is made of, so that all ranks have one name for it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -17,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rannc_backend.passes.plain_numbers import at_hint, plain_mode, without_modes
+from rannc_backend.passes.plain_numbers import RefusingDraws, at_hint, plain_mode, without_modes
 
 NAMESPACE = "rannc_kept"
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -36,14 +35,13 @@ class KeptFunction:
 
     Attributes:
         apply: the class's own `apply`.
-        structure: of its arguments; `constants`: those that are neither tensors nor batch sizes, by place.
-        tensors, sizes: places of tensors, and of sizes that depend on the batch, among the flat arguments.
+        constants: arguments that are neither tensors nor batch sizes, by place.
+        tensors, sizes: places of tensors, and of sizes that depend on the batch, among the arguments.
         has_gradient: of each tensor, whether the function gives it a gradient.
         autocast: the device type and dtype that the call ran under; None: none.
     """
 
     apply: Callable[..., Any]
-    structure: pytree.TreeSpec
     constants: tuple[tuple[int, Any], ...]
     tensors: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,12 +52,7 @@ class KeptFunction:
         """The outputs, in memory of their own."""
         with torch.no_grad():
             outputs = self._call(tensors, sizes)
-        owned = {tensor.untyped_storage()._cdata for tensor in tensors}
-        found = []
-        for output in outputs:
-            found.append(output.clone() if output.untyped_storage()._cdata in owned else output)
-            owned.add(found[-1].untyped_storage()._cdata)
-        return found
+        return _in_memory_of_their_own(outputs, tensors)
 
     def backward(
         self, grads: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], sizes: Sequence[Any]
@@ -76,17 +69,17 @@ class KeptFunction:
             ]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = torch.autograd.grad([pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs])
-        return [grad.clone() for grad in found]
+        return _in_memory_of_their_own(found, [*grads, *tensors])
 
     def _call(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
-        flat: list[Any] = [None] * self.structure.num_leaves
-        for place, value in self.constants:
-            flat[place] = value
-        for place, value in [*zip(self.tensors, tensors), *zip(self.sizes, sizes)]:
-            flat[place] = value
-        with self._autocast():
-            outputs = self.apply(*pytree.tree_unflatten(flat, self.structure))
+        outputs = self.call(tensors, sizes)
         return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+    def call(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> Any:
+        """What the class's own `apply` gives."""
+        by_place = dict(self.constants) | dict(zip(self.tensors, tensors)) | dict(zip(self.sizes, sizes))
+        with self._autocast():
+            return self.apply(*(by_place[place] for place in range(len(by_place))))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -94,16 +87,25 @@ class KeptFunction:
         return torch.autocast(self.autocast[0], dtype=self.autocast[1])
 
 
-_OPERATORS: dict[str, tuple[Any, KeptFunction]] = {}
+_MARK = "_rannc_kept_function"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _in_memory_of_their_own(
+    values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    owned = {tensor.untyped_storage()._cdata for tensor in others}
+    found = []
+    for value in values:
+        found.append(value.clone() if value.untyped_storage()._cdata in owned else value)
+        owned.add(found[-1].untyped_storage()._cdata)
+    return found
 
 
 def kept_function(target: object) -> KeptFunction | None:
     """What an operator calls; None where it is another one."""
-    name = getattr(target, "__name__", "").partition(".")[0]
-    if getattr(target, "namespace", "") != NAMESPACE or name not in _OPERATORS:
-        return None
-    return _OPERATORS[name][1]
+    found = getattr(target, _MARK, None)
+    return found if isinstance(found, KeptFunction) else None
 
 
 def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -111,44 +113,33 @@ def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> An
 
     Raises CannotKeep.
     """
-    flat, structure = pytree.tree_flatten(args)
-    tensors = tuple(place for place, item in enumerate(flat) if isinstance(item, torch.Tensor))
-    sizes = tuple(place for place, item in enumerate(flat) if isinstance(item, torch.SymInt))
+    tensors = tuple(place for place, item in enumerate(args) if isinstance(item, torch.Tensor))
+    sizes = tuple(place for place, item in enumerate(args) if isinstance(item, torch.SymInt))
     constants = []
-    for place, item in enumerate(flat):
+    for place, item in enumerate(args):
         if place in tensors or place in sizes:
             continue
-        if not isinstance(item, _PLAIN):
-            raise CannotKeep(f"gets an argument of {type(item).__name__}, which no other rank knows by a name")
+        if not _is_plain(item):
+            raise CannotKeep(
+                f"gets an argument of {type(item).__name__}, which no other rank knows by a name"
+            )
         constants.append((place, item))
-    device = next((flat[place].device.type for place in tensors), "cpu")
+    device = next((args[place].device.type for place in tensors), "cpu")
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
     kept = KeptFunction(
         apply=apply,
-        structure=structure,
         constants=tuple(constants),
         tensors=tensors,
         sizes=sizes,
         autocast=autocast,
     )
-    facts = _tried(kept, [flat[place] for place in tensors], [flat[place] for place in sizes])
-    text = repr(
-        (cls.__module__, cls.__qualname__, str(structure), constants, tensors, sizes, autocast, facts)
-    )
+    facts = _tried(kept, [args[place] for place in tensors], [args[place] for place in sizes])
+    text = repr((cls.__module__, cls.__qualname__, constants, tensors, sizes, autocast, facts))
     name = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if name not in _OPERATORS:
-        made = KeptFunction(
-            apply=apply,
-            structure=structure,
-            constants=tuple(constants),
-            tensors=tensors,
-            sizes=sizes,
-            has_gradient=facts.has_gradient,
-            autocast=autocast,
-        )
-        _OPERATORS[name] = (_defined(name, made), made)
-    operator = _OPERATORS[name][0]
-    outputs = operator([flat[place] for place in tensors], [flat[place] for place in sizes])
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):
+        _define(name, dataclasses.replace(kept, has_gradient=facts.has_gradient))
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    outputs = operator([args[place] for place in tensors], [args[place] for place in sizes])
     return tuple(outputs) if facts.is_tuple else outputs[0]
 
 
@@ -158,37 +149,25 @@ class _Facts:
     is_tuple: bool
 
 
-class _NoDraws(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise CannotKeep("draws random numbers, and its backward would draw others")
-        return func(*args, **(kwargs or {}))
-
-
 def _tried(kept: KeptFunction, tensors: Sequence[Any], sizes: Sequence[Any]) -> _Facts:
     """Run forward and backward once on fakes of plain sizes. Raises CannotKeep for what an operator cannot
     be.
     """
     mode = plain_mode()
-    with without_modes(), mode, _NoDraws(), torch.enable_grad():
+    draws = CannotKeep("draws random numbers, and its backward would draw others")
+    with without_modes(), mode, RefusingDraws(draws), torch.enable_grad():
         leaves = [at_hint(tensor, mode) for tensor in tensors]
         for leaf, tensor in zip(leaves, tensors):
             leaf.requires_grad_(tensor.requires_grad)
-        before = [leaf._version for leaf in leaves]
         # A leaf may not be changed in place; what comes out of an operator may.
-        inputs = [leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in leaves]
-        flat: list[Any] = [None] * kept.structure.num_leaves
-        for place, value in kept.constants:
-            flat[place] = value
-        for place, value in [*zip(kept.tensors, inputs), *zip(kept.sizes, map(_hint, sizes))]:
-            flat[place] = value
+        inputs = [leaf.clone() for leaf in leaves]
+        before = [item._version for item in inputs]
         try:
-            with kept._autocast():
-                result = kept.apply(*pytree.tree_unflatten(flat, kept.structure))
+            result = kept.call(inputs, [int(size.node.hint) for size in sizes])
             outputs = list(result) if isinstance(result, (tuple, list)) else [result]
             if any(not isinstance(output, torch.Tensor) for output in outputs):
                 raise CannotKeep("gives what is no tensor")
-            if [leaf._version for leaf in leaves] != before:
+            if [item._version for item in inputs] != before:
                 raise CannotKeep("changes its inputs in place")
             found = iter(_gradients(outputs, leaves))
         except CannotKeep:
@@ -212,11 +191,13 @@ def _gradients(
     return torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
 
 
-def _hint(size: torch.SymInt) -> int:
-    return int(size.node.hint)
+def _is_plain(item: Any) -> bool:
+    if isinstance(item, (tuple, list, torch.Size)):
+        return all(map(_is_plain, item))
+    return isinstance(item, _PLAIN)
 
 
-def _defined(name: str, kept: KeptFunction) -> Any:
+def _define(name: str, kept: KeptFunction) -> None:
     arguments = "Tensor[] tensors, SymInt[] sizes"
     _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
     _LIBRARY.define(f"{name}_backward(Tensor[] grads, {arguments}) -> Tensor[]")
@@ -233,13 +214,11 @@ def _defined(name: str, kept: KeptFunction) -> Any:
     def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any]:
         saved = ctx.saved_tensors
         tensors, outputs = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        full = [
-            torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs)
-        ]
+        full = [torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs)]
         found = iter(backward_operator(full, list(tensors), ctx.sizes))
         return [next(found) if has else None for has in kept.has_gradient], [None] * len(ctx.sizes)
 
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
     )
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    setattr(getattr(getattr(torch.ops, NAMESPACE), name).default, _MARK, kept)

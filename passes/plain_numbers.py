@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def plain_mode() -> FakeTensorMode:
@@ -35,6 +35,19 @@ def at_hint(value: Any, mode: FakeTensorMode) -> Any:
     )
     with mode, torch.no_grad():
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
+class RefusingDraws(TorchDispatchMode):
+    """Raises `error` where an operator draws random numbers."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise self._error
+        return func(*args, **(kwargs or {}))
 
 
 def without_modes() -> AbstractContextManager[None]:

@@ -214,6 +214,44 @@ class Global(Ends):
             return x * SCALE["of_output"]
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class _Scaled(torch.autograd.Function):
+    """A parameter, a number, an input without gradient, and two values."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+        context.save_for_backward(x, weight)
+        context.scale = scale
+        return x @ weight * scale * mask, x.sum(-1)
+
+    @staticmethod
+    def backward(context: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = context.saved_tensors
+        rows = x.reshape(-1, WIDTH)
+        return 3 * first @ weight.t() + second[..., None], rows.t() @ first.reshape(-1, WIDTH), None, None
+
+
+class OwnBackwards(Ends):
+    """Functions whose backward is not the derivative of their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1)
+
+    def middle(self, x: Tensor) -> Tensor:
+        first, second = _Scaled.apply(_Doubled.apply(x), self.weight, 0.5, (x > 0).to(x.dtype))
+        return first + second[..., None]
+
+
 @dataclass
 class Parts:
     """What a model may give: torch knows no such container."""
@@ -239,17 +277,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "checks": Checking,
     "global": Global,
+    "backward of its own": OwnBackwards,
 }
 
 
-class _Doubled(torch.autograd.Function):
+class _Drawing(_Doubled):
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
-        return x.clone()
+        return x + torch.rand_like(x)
 
+
+class _Listed(_Doubled):
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
+    def forward(context: Any, x: Tensor, layers: list[nn.Module]) -> Tensor:
+        return layers[0](x)
 
 
 OUTSIDE = torch.linspace(0, 1, WIDTH)
@@ -303,7 +344,8 @@ def _write_without_gradient(self: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "backward of its own": (_with(lambda self, x: _Doubled.apply(x), "Doubled"), "backward of its own"),
+    "drawing backward": (_with(lambda self, x: _Drawing.apply(x), "Drawing"), "draws random numbers"),
+    "backward of lists": (_with(lambda self, x: _Listed.apply(x, [nn.ReLU()]), "Listed"), "argument of list"),
     "random": (_with(lambda self, x: x * random.random(), "Random"), "random generator"),
     "numpy": (
         _with(lambda self, x: x * float(__import__("numpy").random.rand()), "NumpyRandom"),

@@ -382,9 +382,7 @@ class _Analysis:
             )
         return Several(tuple(results)) if isinstance(node.meta["val"], (tuple, list)) else results[0]
 
-    def _inside(
-        self, node: fx.Node, inner: InnerGraph, layouts: Mapping[fx.Node, Layout]
-    ) -> list[Layout]:
+    def _inside(self, node: fx.Node, inner: InnerGraph, layouts: Mapping[fx.Node, Layout]) -> list[Layout]:
         """Layouts of what a traced function gives, from those of its arguments."""
         analysis = _Analysis(self.symbol, depth=self.depth + 1)
         for placeholder, outer in zip(inner.placeholders, inner.arguments):
@@ -409,6 +407,8 @@ class _Analysis:
         tensors, sizes = arguments_of(node)
         results = self._inside(node, trace_function(kept.forward, (tensors, sizes), {}), layouts)
         values = [self._checked_element(node, *pair) for pair in zip(results, node.meta["val"], strict=True)]
+        if not any(kept.has_gradient):
+            return Several(tuple(values))
         scratch = fx.Graph()
         grads = [scratch.placeholder(f"grad_{index}") for index in range(len(values))]
         for grad, value, layout in zip(grads, node.meta["val"], values, strict=True):

@@ -250,14 +250,18 @@ class _Splitter:
         known.
         """
         if not all(isinstance(size, int) for size in leaf.meta["val"].shape):
-            return self._unavailable(leaf, "its sizes are not known before the step, or are several batch sizes")
+            return self._unavailable(
+                leaf, "its sizes are not known before the step, or are several batch sizes"
+            )
         if leaf.name in self.needs_grad:
             return self._unavailable(leaf, "it is computed from rows that have met")
         return UserOutput(kind="replicated", name=leaf.name)
 
     def _unavailable(self, leaf: fx.Node, why: str) -> UserOutput:
         shape = ", ".join(map(str, leaf.meta["val"].shape))
-        return UserOutput(kind="unavailable", value=f"{leaf.name} of shape ({shape}) cannot be taken apart: {why}")
+        return UserOutput(
+            kind="unavailable", value=f"{leaf.name} of shape ({shape}) cannot be taken apart: {why}"
+        )
 
     def _outputs(
         self, user_outputs: Sequence[UserOutput], buffers: Sequence[fx.Node], buffer_updates: Sequence[str]

@@ -83,7 +83,6 @@ def analyze(
             split = _split(captured, trained, together=True)
         except PassError as remaining:
             raise mixed_batch_error(remaining) from error
-    inputs = captured.inputs
     needs_grad = values_needing_grad(split.rowwise, trained)
     return GraphAnalysis(
         captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split)

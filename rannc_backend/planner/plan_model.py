@@ -92,8 +92,8 @@ def analyze_model(
     with step_timer.step("analysis") as details:
         analysis = analyze(
             captured,
-            whole_batch=(config or Config()).whole_batch,
-            batch_norm=(config or Config()).batch_norm,
+            whole_batch="auto" if config is None else config.whole_batch,
+            batch_norm="micro_batch" if config is None else config.batch_norm,
         )
         details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes with rows")
     return analysis

@@ -182,7 +182,13 @@ def tried(task: str, kind: str, name: str, capture: str, built: Callable[[], obj
     except Exception as error:  # the plain model: not ours
         return "not built", f"{type(error).__name__}: {error}"[:200]
     built()
-    options = {"pipeline_num": 2, "batch_norm": "global", "stage_compiler": "eager", "costs": "rules", "cluster": "generic-cpu"}
+    options = {
+        "pipeline_num": 2,
+        "batch_norm": "global",
+        "stage_compiler": "eager",
+        "costs": "rules",
+        "cluster": "generic-cpu",
+    }
     from rannc_backend.errors import InternalError, RanncError
 
     begin = time.process_time()

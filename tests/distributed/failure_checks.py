@@ -195,7 +195,7 @@ def refused(context: Context) -> None:
     kind, error_name = REFUSED[name]
     torch.manual_seed(0)
     model = kind()
-    compiled = context.compile(model, capture="dynamo")
+    compiled = context.compile(model, capture="dynamo", whole_batch="never")
     x = torch.tensor(2.0) if name == "no_rows" else torch.randn(context.case.local_rows[context.rank], WIDTH)
     error = context.findings.raises(name, (error_name,), lambda: compiled(x))
     if error is None:

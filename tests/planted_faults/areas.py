@@ -193,6 +193,7 @@ AREAS = (
         files={"passes/batch/split_reductions.py": 2},
         tests=(*passes("batch/split_reductions", "batch/rowwise_graphs"), *equal("nonlinear_loss")),
     ),
+    Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),
     Area(name="keys in memory", files={"passes/stage/shared_keys.py": 2}, tests=passes("stage/shared_keys")),
     Area(name="absent tensors", files={"runtime/absent_tensors.py": 2}, tests=unit("runtime/absent_tensors")),

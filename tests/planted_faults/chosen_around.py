@@ -261,6 +261,50 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "or False",
             unit("capture/odd_models"),
         ),
+        # rows that meet
+        (
+            "whole-batch-without-the-mark",
+            "passes/batch/split_reductions.py",
+            "        # Whether or not anything is found: layouts were given that slices do not have.\n",
+            "        if node is None:\n            return None\n",
+            passes("batch/whole_batch"),
+        ),
+        (
+            "whole-batch-in-micro-batches",
+            "deployment.py",
+            "        whole = analysis.split.whole_batch\n        if whole is None:",
+            "        whole = analysis.split.whole_batch\n        if True:",
+            ("tests/distributed/test_whole_batch.py::test_whole_batch[models-1,1]",),
+        ),
+        (
+            "sums-of-rows-that-met-before-the-step",
+            "passes/batch/batch_axis.py",
+            "            self.before_step.discard(node)\n        if isinstance(layout, (PartialSum",
+            "            pass\n        if isinstance(layout, (PartialSum",
+            passes("batch/whole_batch"),
+        ),
+        (
+            "whole-batch-on-replicas",
+            "planner/plan_request.py",
+            "        if graph.whole_batch:\n",
+            "        if False:\n",
+            ("tests/distributed/test_whole_batch.py::test_whole_batch[models-1,1]",),
+        ),
+        # functions with a backward of their own
+        (
+            "backward-of-rows-believed",
+            "passes/batch/batch_axis.py",
+            "right = layout == own if isinstance(own, Rows) else isinstance(layout, PartialSum)",
+            "right = True",
+            passes("kept_functions"),
+        ),
+        (
+            "unused-parameters-get-zeros",
+            "capture/graph.py",
+            '        if item.kind in ("parameter", "buffer") and not node.users:',
+            "        if False:",
+            unit("capture/nonstrict/captures"),
+        ),
         # declarations of custom operators
         (
             "declarations-believed",

@@ -30,7 +30,11 @@ class Faults:
 
 
 def split_traced(
-    traced: Traced, *, frozen: Sequence[str] = (), gradient_batch: Sequence[str] = ()
+    traced: Traced,
+    *,
+    frozen: Sequence[str] = (),
+    gradient_batch: Sequence[str] = (),
+    together: bool = False,
 ) -> BatchSplit:
     gradient_inputs = [name for name in traced.parameters if name not in frozen] + list(gradient_batch)
     return split_batch(
@@ -41,6 +45,7 @@ def split_traced(
         num_user_outputs=traced.num_user_outputs,
         buffer_updates=traced.buffer_updates,
         rows_symbol=traced.rows_symbol,
+        together=together,
     )
 
 

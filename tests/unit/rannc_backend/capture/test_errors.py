@@ -26,7 +26,7 @@ from rannc_backend.errors import (
     UserInputError,
 )
 
-OPTIONS = {"stage_compiler": "eager", "capture": "dynamo"}
+OPTIONS = {"stage_compiler": "eager", "capture": "dynamo", "whole_batch": "never"}
 
 
 class _Body(nn.Module):

@@ -67,6 +67,8 @@ OTHER_VALUES = {
     "report_steps": (0, "0"),
     "run_file": ("run.json", "run.json"),
     "plan_cache": (False, "0"),
+    "whole_batch": ("never", "never"),
+    "batch_norm": ("global", "global"),
     "print_program": (True, "1"),
     "profiling": (True, "true"),
     "trace_events": (True, "true"),

@@ -78,6 +78,18 @@ def test_new_values_of_buffers_are_outputs() -> None:
     assert torch.equal(steps, model.steps) and torch.equal(decay, model.decay)
 
 
+class _Unused(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+
+def test_what_the_forward_does_not_use_is_no_input() -> None:
+    """An optimizer makes a difference between no gradient and zeros."""
+    names = [item.fqn for item in captured(_Unused(), batch(4)).recorded.captured.inputs]
+    assert "first.weight" in names and "never.weight" not in names
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_graph_cannot_hold_is_refused_and_nothing_is_left(name: str) -> None:
     make, reason = REFUSED[name]
@@ -96,7 +108,7 @@ def test_what_a_graph_cannot_hold_is_refused_and_nothing_is_left(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["backward of its own", "global tensor", "value", "decision", "batch size", "backward", "clock"]
+    "name", ["drawing backward", "global tensor", "value", "decision", "batch size", "backward", "clock"]
 )
 def test_the_users_line_is_named(name: str) -> None:
     with pytest.raises(ModelError) as caught:

@@ -1,0 +1,33 @@
+"""Models in which samples of a batch meet train exactly, on the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.choice import cases
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+
+CASES = (
+    *(
+        Case(
+            name=f"whole-batch-{check}-{replicas}",
+            check=f"whole_batch_{check}",
+            world=sum(map(int, replicas.split(","))),
+            replicas=replicas,
+            num_micro_batches=2,
+            limit_seconds=240.0,
+        )
+        for check, replicas in (
+            ("models", "1,1"),
+            ("models", "2"),
+            ("models", "2,1"),
+            ("limits", "2"),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("case", cases(CASES, "whole-batch", ("models-2", "models-2,1")))
+def test_whole_batch(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()

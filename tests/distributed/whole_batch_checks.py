@@ -1,0 +1,137 @@
+"""Checks of models in which samples of a batch meet: whatever was asked for, they train as in one process.
+
+In: a context. Out: findings. One job does several models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rannc_backend.errors import BatchMixedError, OutputNotAvailableError, RanncError
+from tests.distributed.harness.context import Context
+from tests.odd_models import worst_error
+from tests.whole_batch_models import MODELS, OPTIONS, Contrastive, batch
+
+EXACT = 1e-12
+
+
+@contextlib.contextmanager
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _buffer_error(model: nn.Module, alone: nn.Module) -> float:
+    """Of the buffers that this rank has."""
+    worst = 0.0
+    expected = dict(alone.named_buffers())
+    for name, buffer in model.named_buffers():
+        with contextlib.suppress(RanncError):
+            worst = max(worst, float((buffer.double() - expected[name].double()).abs().max()))
+    return worst
+
+
+def whole_batch_models(context: Context) -> dict[str, Any]:
+    """Steps of each with other numbers of rows, two of them accumulated, and an evaluation."""
+    with _float64():
+        for name, make in MODELS.items():
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = make()
+            alone = copy.deepcopy(model)
+            compiled = torch.compile(model, **context.compile_arguments(**OPTIONS.get(name, {})))
+            optimizers = [torch.optim.Adam(each.parameters(), 0.01) for each in (model, alone)]
+            for step in range(4):
+                error = _trained(context, model, alone, compiled, step)
+                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+                if step != 1:
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            error = _buffer_error(model, alone)
+            context.findings.that(error <= EXACT, f"buffers of {name}: off by {error}")
+            compiled.eval()
+            alone.eval()
+            x, y = batch(sum(context.case.local_rows), 9)
+            start, stop = context.interval
+            with torch.no_grad():
+                found, expected = compiled(x[start:stop].clone(), y[start:stop].clone()), alone(x, y)
+            error = abs(float(found[0] - expected[0]))
+            error = max(error, float((found[1] - expected[1][start:stop]).abs().max()))
+            context.findings.that(error <= EXACT, f"{name} evaluated: off by {error}")
+    return {}
+
+
+def _trained(context: Context, model: nn.Module, alone: nn.Module, compiled: Any, step: int) -> float:
+    """The largest error of the loss, of this rank's rows and of its gradients."""
+    more = step if step > 1 else 0  # on every rank
+    rows = [count + more for count in context.case.local_rows]
+    start = sum(rows[: context.rank])
+    stop = start + rows[context.rank]
+    x, y = batch(sum(rows), step)
+    loss, values = compiled(x[start:stop].clone(), y[start:stop].clone())
+    expected, expected_values = alone(x, y)
+    loss.backward()
+    expected.backward()
+    error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
+    error = max(error, float((values.detach() - expected_values[start:stop].detach()).abs().max()))
+    return max(error, worst_error(model, alone))
+
+
+class _GivesPairs(Contrastive):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, images = super().forward(x, y)
+        return loss, images @ images.t()
+
+
+class _RowsFirst(nn.Module):
+    """Its first call has rows of their own; a later one has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Contrastive()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mixed: bool = False) -> torch.Tensor:
+        return self.inner(x, y)[0] if mixed else self.inner.encoded(x).square().mean()
+
+
+def whole_batch_limits(context: Context) -> dict[str, Any]:
+    """What cannot be had is said: models with the option off, values of pairs of samples, several replicas."""
+    start, stop = context.interval
+    with _float64():
+        x, y = batch(sum(context.case.local_rows), 0)
+        own = x[start:stop].clone(), y[start:stop].clone()
+        refused = torch.compile(Contrastive(), **context.compile_arguments(whole_batch="never"))
+        _raises(context, "never", BatchMixedError, lambda: refused(*own), "whole_batch_models.py:")
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        alone = _GivesPairs()
+        compiled = torch.compile(copy.deepcopy(alone), **context.compile_arguments())
+        loss, pairs = compiled(*own)
+        error = abs(float(loss.detach() - alone(x, y)[0].detach()))
+        context.findings.that(error <= EXACT, f"a loss beside pairs: off by {error}")
+        _raises(context, "pairs", OutputNotAvailableError, lambda: pairs + 1, "cannot be taken apart")
+        torch._dynamo.reset()
+        later = torch.compile(_RowsFirst(), **context.compile_arguments())
+        later(*own).backward()
+        if max(map(int, context.case.replicas.split(","))) > 1:
+            _raises(context, "later", RanncError, lambda: later(*own, mixed=True), "replica_num")
+    return {}
+
+
+def _raises(context: Context, what: str, kind: type[Exception], call: Any, words: str) -> None:
+    try:
+        result = call()
+    except kind as error:
+        context.findings.that(words in str(error), f"{what}: {error}")
+    else:
+        context.findings.that(False, f"{what}: no error, but {result}")

@@ -1,0 +1,168 @@
+"""Functions with a backward of their own as operators: values, gradients, and what cannot be one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rannc_backend.passes.batch.batch_axis import analyze_batch_axis
+from rannc_backend.passes.batch.layouts import Rows, Several
+from rannc_backend.passes.kept_functions import CannotKeep, call_kept, kept_function
+from rannc_backend.passes.pipeline import PassError
+from tests.unit.passes.batch.batch_tracing import Traced, trace
+
+
+class Weighted(torch.autograd.Function):
+    """A backward that is not the derivative, a number, and an input whose gradient is None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float, other: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x @ weight * scale, x
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        return 7 * first @ weight.t() + second, x.t() @ first, None, None
+
+
+class Centering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class Drawing(Tripled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class Changing(Tripled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Reading(Tripled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * float(x.sum())
+
+
+class Counting(Tripled):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x.clone(), 3
+
+
+def _kept(cls: type[torch.autograd.Function], *args: Any) -> Any:
+    return call_kept(cls, cls.apply, args)
+
+
+def _arguments() -> list[Any]:
+    torch.manual_seed(0)
+    x, weight, other = torch.randn(5, 3), torch.randn(3, 3), torch.randn(5)
+    return [
+        x.double().requires_grad_(),
+        weight.double().requires_grad_(),
+        0.5,
+        other.double().requires_grad_(),
+    ]
+
+
+def test_values_and_gradients_are_those_of_the_function() -> None:
+    found, expected = [], []
+    for results, apply in ((found, lambda *args: _kept(Weighted, *args)), (expected, Weighted.apply)):
+        x, weight, scale, other = _arguments()
+        first, second = apply(x, weight, scale, other)
+        ((first * first).sum() + second.sin().sum()).backward()
+        assert other.grad is None
+        results += [first.detach(), second.detach(), x.grad, weight.grad]
+    for one, alone in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, alone, rtol=0, atol=0)
+
+
+def test_one_name_for_one_call_and_another_for_another() -> None:
+    def name(scale: float, *, gradient: bool = True) -> str:
+        x, weight, _, other = _arguments()
+        seen: list[str] = []
+
+        class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if kept_function(func) is not None:
+                    seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with Seen():
+            _kept(Weighted, x, weight.requires_grad_(gradient), scale, other)
+        return seen[0]
+
+    assert name(0.5) == name(0.5) and len({name(0.5), name(0.25), name(0.5, gradient=False)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "more", "reason"),
+    [
+        (Drawing, (), "draws random numbers"),
+        (Changing, (), "changes its inputs in place"),
+        (Reading, (), "does not run without values"),
+        (Counting, (), "gives what is no tensor"),
+        (Tripled, ([torch.nn.ReLU()],), "argument of list"),
+    ],
+)
+def test_what_no_operator_can_be(cls: Any, more: tuple[Any, ...], reason: str) -> None:
+    with pytest.raises(CannotKeep, match=reason):
+        _kept(cls, torch.randn(3, requires_grad=True), *more)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, cls: Any) -> None:
+        super().__init__()
+        self.cls = cls
+        self.first, self.weight = torch.nn.Linear(3, 3), torch.nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The trace has no gradients; functions are kept where there are.
+        hidden, weight = self.first(x).requires_grad_(), self.weight.requires_grad_()
+        if self.cls is Weighted:
+            first, second = _kept(Weighted, hidden, weight, 0.5, x.sum(1))
+            return (first + second).sum(1)
+        return _kept(self.cls, hidden).sum(1)
+
+
+def _traced(cls: Any) -> Traced:
+    return trace(_Model(cls), {"x": torch.randn(5, 3)})
+
+
+@pytest.mark.parametrize("cls", [Tripled, Weighted])
+def test_a_function_on_rows_is_followed(cls: Any) -> None:
+    traced = _traced(cls)
+    layouts = analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
+    (name,) = [node.name for node in traced.graph_module.graph.nodes if kept_function(node.target)]
+    layout = layouts[name]
+    assert isinstance(layout, Several) and set(layout.elements) == {Rows(0)}
+
+
+def test_a_backward_that_mixes_rows_is_refused() -> None:
+    traced = _traced(Centering)
+    with pytest.raises(PassError, match="mixes rows"):
+        analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
