@@ -60,6 +60,7 @@ from rannc_backend.nonstrict_call import NonstrictCalls  # noqa: E402
 from rannc_backend.passes.pipeline import dumping  # noqa: E402
 from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
 from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
+from rannc_backend.runtime.agreement import agree  # noqa: E402
 from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
@@ -181,7 +182,12 @@ def _prepare_without_dynamo(
             world.limit_waits(config.step_timeout_seconds)
             with log_step_timer(verbose=config.verbose).step("capture") as details:
                 with dumping(pass_dump(config.dump_graph_prefix, world.rank) if config.dump_graph else None):
-                    found = capture_call(module, call, strides_of=strides_of)
+                    found = capture_call(
+                        module,
+                        call,
+                        strides_of=strides_of,
+                        global_rows=functools.partial(_rows_of_all, world, config),
+                    )
                 details.append(f"{len(found.recorded.captured.graph_module.graph.nodes)} nodes")
             note_capture()
             refuse_sharded(module)
@@ -193,6 +199,12 @@ def _prepare_without_dynamo(
             return found.renewed(module), _bind(session, runtime, captured)
     finally:
         refuse_again(REGISTRY.absent_tensors())
+
+
+def _rows_of_all(world: World, config: Config, local_rows: int) -> int:
+    """The batch size of a step, where the model's code takes a path by it. Collective."""
+    rows = agree(world, "the batch size", {"rows": local_rows}, limit_seconds=config.compile_timeout_seconds)
+    return sum(answer["rows"] for answer in rows) if config.gather_inputs else int(rows[0]["rows"])
 
 
 def _is_rannc(backend: object) -> bool:

@@ -158,6 +158,7 @@ class Deployer:
             mean_gradients=config.mean_gradients,
             step_limit_seconds=config.step_timeout_seconds,
             compile_limit_seconds=config.compile_timeout_seconds,
+            size_tests=analysis.captured.size_tests,
         )
 
     def _num_micro_batches(self, analysis: GraphAnalysis) -> int:

@@ -16,7 +16,14 @@ from torch import nn
 
 from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
-from rannc_backend.errors import InternalError, ModelDevicesError, ModelError, RanncError, extended
+from rannc_backend.errors import (
+    BatchSizeTestError,
+    InternalError,
+    ModelDevicesError,
+    ModelError,
+    RanncError,
+    extended,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +89,18 @@ class NonstrictCalls:
             raise extended(refused, more) from error
         if first and self.leads():
             self._say(module)
+        try:
+            return self._served(capture, call)
+        except BatchSizeTestError as error:
+            # On all ranks: they have agreed on the batch. Another path, which may have been captured before.
+            others = [known for known, _ in self._runs if known.recorded.takes(error.num_rows)]
+            other = find_capture(others, call)
+            if other is None:
+                self._runs.append(self.prepare(module, call))
+                other = self._runs[-1][0]
+            return self._served(other, call)
+
+    def _served(self, capture: Capture, call: Call) -> Any:
         run = next(run for known, run in self._runs if known is capture)
         return capture.recorded.result(run(*capture.tensors(call)), call)
 

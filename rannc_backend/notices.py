@@ -18,6 +18,7 @@ from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import user_location
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.layouts import Layout, Several, SliceStatistic
+from rannc_backend.passes.batch.operator_call import ADVICE
 from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
@@ -86,12 +87,12 @@ def _whole_batch(deployed: Deployed) -> str:
     whole = deployed.analysis.split.whole_batch
     if whole is None:
         return ""
-    place = user_location(whole.stack_trace)
+    place, reason = user_location(whole.stack_trace), whole.reason.replace(ADVICE, "").strip(". ")
     return (
-        f"samples of a batch meet in operator {whole.operator}{f' ({place})' if place else ''}: every step runs "
-        "as one micro-batch on one replica per stage, so results are those of one process and stages do not "
-        "overlap; to have micro-batches and replicas, compute each sample by itself there "
-        "(whole_batch='never' refuses such models)"
+        f"samples of a batch meet in this model{f' ({place})' if place else ''}: {reason}; every step runs as one "
+        "micro-batch on one replica per stage, so results are those of one process and stages do not overlap; "
+        "to have micro-batches and replicas, compute each sample by itself there (whole_batch='never' refuses "
+        "such models)"
     )
 
 

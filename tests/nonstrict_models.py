@@ -252,6 +252,20 @@ class OwnBackwards(Ends):
         return first + second[..., None]
 
 
+class Paths(Ends):
+    """Another path for large batches: of all ranks, not of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 9
+
+    def middle(self, x: Tensor) -> Tensor:
+        with LOCK:
+            if x.shape[0] >= 2 * self.limit:
+                return x.cos()
+            return x.sin() if x.shape[0] >= self.limit else 2 * x
+
+
 @dataclass
 class Parts:
     """What a model may give: torch knows no such container."""
@@ -329,7 +343,7 @@ def _read(self: Any, x: Tensor) -> Tensor:
 
 
 def _split(self: Any, x: Tensor) -> Tensor:
-    return x * 2 if x.shape[0] > 7 else x
+    return x * 2 if x.shape[0] % 4 == 0 else x
 
 
 def _backward(self: Any, x: Tensor) -> Tensor:

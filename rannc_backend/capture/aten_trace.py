@@ -36,7 +36,7 @@ from rannc_backend.passes.graph_queries import arguments_of
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-_SMALLEST_HINT = 53
+_LEAST_HINT, _SMALLEST_HINT, _LARGEST_HINT = 5, 53, 1_000_000
 
 StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 """Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
@@ -184,22 +184,33 @@ def rows_hint(graph_module: fx.GraphModule) -> int:
     """The smallest prime from 53 that divides no number of the graph: no size equals a multiple of it by
     coincidence.
     """
+    return prime_apart_from(numbers_of(graph_module))
+
+
+def numbers_of(graph_module: fx.GraphModule) -> set[int]:
+    """All sizes and other integers in a graph."""
     numbers: set[int] = set()
     for node in graph_module.graph.nodes:
         pytree.tree_map_only(int, numbers.add, (node.args, node.kwargs))
         for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
             if isinstance(value, torch.Tensor):
                 numbers.update(size for size in value.shape if isinstance(size, int))
-    return prime_apart_from(numbers)
+    return numbers
 
 
-def prime_apart_from(numbers: Iterable[int]) -> int:
-    """The smallest prime from 53 that divides none of them."""
-    known = [number for number in numbers if number]
-    candidate = _SMALLEST_HINT
-    while not sympy.isprime(candidate) or any(number % candidate == 0 for number in known):
-        candidate += 1
-    return candidate
+def is_apart_from(hint: int, numbers: Iterable[int]) -> bool:
+    """Whether a prime divides none of them."""
+    return not any(number % hint == 0 for number in numbers if number)
+
+
+def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool) -> int:
+    """The smallest prime from 53 that divides none of them and suits, else the largest such one below; 0 if
+    there is none.
+    """
+    known = set(numbers)
+    above = sympy.primerange(_SMALLEST_HINT, _LARGEST_HINT)
+    below = reversed(list(sympy.primerange(_LEAST_HINT, _SMALLEST_HINT)))
+    return next((int(p) for p in (*above, *below) if suits(p) and is_apart_from(p, known)), 0)
 
 
 def _fake_input(

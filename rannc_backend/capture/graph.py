@@ -35,6 +35,7 @@ from rannc_backend.capture.fingerprint import canonical_text, fingerprint
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
 from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.pipeline import run_passes, with_facts
 
@@ -65,6 +66,7 @@ class CapturedGraph:
     fingerprint: str
     root_module: nn.Module
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
+    size_tests: tuple[SizeTest, ...] = ()
 
 
 def capture_or_restart(

@@ -28,6 +28,7 @@ from rannc_backend.errors.checkpoints import (
 )
 from rannc_backend.errors.models import (
     BatchMixedError,
+    BatchSizeTestError,
     DataDependentControlFlowError,
     GraphBreakError,
     InternalError,
@@ -118,6 +119,7 @@ __all__ = [
     "ShardingOptimizerError",
     "StagePinError",
     "TooFewSamplesError",
+    "BatchSizeTestError",
     "TraceError",
     "UnknownModuleError",
     "UnknownOptionError",

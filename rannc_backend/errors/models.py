@@ -94,6 +94,19 @@ class DataDependentControlFlowError(GraphBreakError):
         )
 
 
+class BatchSizeTestError(ModelError):
+    """The model tests its batch size, and a step's batch takes another path than the one that was captured."""
+
+    def __init__(self, test: str, *, num_rows: int, location: str = "") -> None:
+        self.num_rows = num_rows
+        super().__init__(
+            f"the model tests its batch size ({test}), and a batch of {num_rows} samples takes another path than "
+            "the one that was captured",
+            location=location,
+            cure="give batches of a size on the same side of the test, or take the test out of the model.",
+        )
+
+
 class TraceError(ModelError):
     """Torch or this backend fails on an operator of the model while it is traced."""
 

@@ -18,7 +18,7 @@ import tests.nonstrict_models as nonstrict
 from rannc_backend import backend
 from rannc_backend.errors import ModelError, RanncError
 from tests.distributed.harness.context import Context
-from tests.nonstrict_models import MODELS, REFUSED, batch
+from tests.nonstrict_models import MODELS, REFUSED, Paths, batch
 from tests.odd_models import worst_error
 
 EXACT = 1e-12
@@ -50,11 +50,18 @@ def _counted_captures() -> Iterator[list[nn.Module]]:
 
 
 def _trained(
-    context: Context, model: nn.Module, alone: nn.Module, compiled: Any, optimizers: list[Any], step: int
+    context: Context,
+    model: nn.Module,
+    alone: nn.Module,
+    compiled: Any,
+    optimizers: list[Any],
+    step: int,
+    *,
+    times: int = 1,
 ) -> float:
     """One step; the largest error of the loss and of the gradients of this rank."""
-    start, stop = context.interval
-    rows = batch(sum(context.case.local_rows), step)
+    start, stop = (times * place for place in context.interval)
+    rows = batch(times * sum(context.case.local_rows), step)
     for optimizer in optimizers:
         optimizer.zero_grad()
     result, expected = compiled(rows[start:stop].clone()), alone(rows)
@@ -109,6 +116,18 @@ def nonstrict_changes(context: Context) -> dict[str, Any]:
                 context.findings.that(error <= EXACT, f"with {scale}: off by {error}")
         finally:
             nonstrict.SCALE["of_output"] = before
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, alone = Paths(), Paths()
+        alone.load_state_dict(model.state_dict())
+        model.limit = alone.limit = sum(context.case.local_rows) + 1
+        compiled = torch.compile(model, **context.compile_arguments())
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+        with _counted_captures() as captures:
+            for step, times in enumerate((1, 2, 3, 1, 2)):
+                error = _trained(context, model, alone, compiled, optimizers, step, times=times)
+                context.findings.that(error <= EXACT, f"path of {times} times the rows: off by {error}")
+        context.findings.that(len(captures) == 3, f"three paths captured {len(captures)} times")
         # Asked for, a model that Dynamo takes goes the other way too.
         model, alone, compiled, optimizers = _pair(context, "tied", capture="nonstrict")
         error = _trained(context, model, alone, compiled, optimizers, 0)

@@ -79,7 +79,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "batch-size-is-tested-once",
             "capture/nonstrict/trace.py",
-            "        watch.check_branches()\n",
+            "        self.size_tests = watch.size_tests()\n",
             "",
             unit("capture/nonstrict/captures"),
         ),
@@ -289,6 +289,13 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "        if graph.whole_batch:\n",
             "        if False:\n",
             ("tests/distributed/test_whole_batch.py::test_whole_batch[models-1,1]",),
+        ),
+        (
+            "path-of-another-batch",
+            "runtime/step/graph_runtime.py",
+            "        if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:",
+            "        if (broken := None) is not None:",
+            ("tests/distributed/test_nonstrict.py::test_nonstrict[changes-1,1]",),
         ),
         # functions with a backward of their own
         (

@@ -8,7 +8,7 @@ changes something each time is refused, and what it has changed put back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,8 +92,9 @@ def capture_call(
     call: Call,
     *,
     strides_of: StridesOf = torch.Tensor.stride,
+    global_rows: Callable[[int], int] = int,
 ) -> Capture:
-    """Capture a call.
+    """Capture a call. `global_rows`: see `record`.
 
     Raises:
         UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
@@ -103,7 +104,7 @@ def capture_call(
     for _ in range(2):
         guards = Guards.of(module)
         try:
-            recorded = record(module, call, strides_of=strides_of)
+            recorded = record(module, call, strides_of=strides_of, global_rows=global_rows)
         except BaseException:
             _undo([*undone, *guards.changes()])
             raise

@@ -9,9 +9,10 @@ What a run leaves behind (attributes of modules, values in globals) is found by 
 
 from __future__ import annotations
 
+import functools
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -29,11 +30,13 @@ from rannc_backend.capture.aten_trace import (
     AtenTrace,
     RowsSymbol,
     StridesOf,
+    is_apart_from,
+    numbers_of,
     prime_apart_from,
-    rows_hint,
     trace_function,
 )
 from rannc_backend.capture.batch_inputs import batch_candidates, check_one_size
+from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
@@ -45,9 +48,10 @@ from rannc_backend.errors import (
     UnsupportedModelError,
     user_location,
 )
+from rannc_backend.ir.size_test import SizeTest, first_broken
 
 _PROBED_ROWS = 53
-_MAX_TRACES = 4
+_MAX_TRACES = 6
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -60,6 +64,10 @@ class Recorded:
     structure: pytree.TreeSpec  # of what the forward gives
     constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
     passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether the model's code takes the captured path for a batch of so many rows on all ranks."""
+        return first_broken(self.captured.size_tests, num_rows) is None
 
     def result(self, outputs: Sequence[Any], call: Call) -> Any:
         """What the forward gives for a call, with these tensors."""
@@ -77,8 +85,11 @@ def record(
     call: Call,
     *,
     strides_of: StridesOf = torch.Tensor.stride,
+    global_rows: Callable[[int], int] = int,
 ) -> Recorded:
     """Capture one call of the module.
+
+    `global_rows`: the batch size of all ranks, from this one's; asked where the model tests its batch size.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
@@ -90,26 +101,56 @@ def record(
     inputs = inputs_of(places, call)
     check_devices(inputs)
     batch = _batch_positions(module, inputs, call, strides_of)
-    hint = prime_apart_from(size for item in inputs for size in item.tensor.shape)
+    numbers = {size for item in inputs for size in item.tensor.shape}
+    local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
+    hint, num_rows = prime_apart_from(numbers), 0
     for _ in range(_MAX_TRACES):
         run = _Run(module, inputs, call)
         trace = trace_function(run.forward, inputs, batch_positions=batch, hint=hint, strides_of=strides_of)
         run.check(trace)
         keep_second_derivatives(trace.graph_module.graph)
-        # No size may equal a multiple of the hint by coincidence.
-        if (other := rows_hint(trace.graph_module)) == hint:
+        # No size may equal a multiple of the hint by coincidence, and the path is that of the whole batch.
+        numbers |= numbers_of(trace.graph_module)
+        if run.size_tests and not num_rows:
+            num_rows = global_rows(local_rows)
+        suits = functools.partial(_takes_the_path, run.size_tests, num_rows)
+        if suits(hint) and is_apart_from(hint, numbers):
             break
-        hint = other
+        hint = prime_apart_from(numbers, suits)
+        if not hint:
+            raise _no_hint(run.size_tests, num_rows)
     else:
         raise UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
     assert run.structure is not None
     return Recorded(
-        captured=captured_of(trace, inputs, batch, module),
+        captured=_with_tests(captured_of(trace, inputs, batch, module), run.size_tests),
         places=places,
         structure=run.structure,
         constants=tuple(run.constants.items()),
         passed=tuple(run.passed.items()),
     )
+
+
+def _takes_the_path(tests: Sequence[SizeTest], num_rows: int, hint: int) -> bool:
+    """Whether a batch of `hint` samples takes the path of one of `num_rows`, as far as these tests know."""
+    return all(test.holds(hint) == test.holds(num_rows) for test in tests)
+
+
+def _no_hint(tests: Sequence[SizeTest], num_rows: int) -> DataDependentControlFlowError:
+    test = first_broken(tests, num_rows) or tests[0]
+    return DataDependentControlFlowError(
+        f"the model tests its batch size ({test.text}), and no other size takes the path of a batch of "
+        f"{num_rows} samples",
+        location=test.location,
+    )
+
+
+def _with_tests(captured: CapturedGraph, tests: tuple[SizeTest, ...]) -> CapturedGraph:
+    """Graphs of other paths have other keys, whatever is in them."""
+    if not tests:
+        return captured
+    key = fingerprint(captured.fingerprint + repr([test.text for test in tests]))
+    return replace(captured, size_tests=tests, fingerprint=key)
 
 
 class _Run:
@@ -120,6 +161,7 @@ class _Run:
         self._inputs = inputs
         self._call = call
         self.structure: pytree.TreeSpec | None = None
+        self.size_tests: tuple[SizeTest, ...] = ()
         self.constants: dict[int, Any] = {}
         self.passed: dict[int, int] = {}
 
@@ -131,7 +173,7 @@ class _Run:
             with watch.watching():
                 result = _rannc_forward(self._module, args, kwargs)
             _write_back(swap.replaced())
-        watch.check_branches()
+        self.size_tests = watch.size_tests()
         leaves, self.structure = pytree.tree_flatten(result)
         self.constants, self.passed = {}, {}
         arguments = {id(tensor): index for index, tensor in enumerate(tensors[len(others) :])}

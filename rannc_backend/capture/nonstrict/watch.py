@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -32,12 +33,12 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo import holds_from_two
 from rannc_backend.errors import (
-    DataDependentControlFlowError,
     RanncError,
     UnsupportedModelError,
     is_of_user,
     user_location,
 )
+from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes import kept_functions
 from rannc_backend.passes.kept_functions import CannotKeep, call_kept
 from rannc_backend.settings import hooks
@@ -113,13 +114,14 @@ class Watch(TorchFunctionMode):
         meta["custom"] = {_CALLED: func}
         meta["nn_module_stack"] = {str(id(module)): ("", type(module)) for module in self._modules}
 
-    def check_branches(self) -> None:
-        """Refuse tests of the batch size by Python code: ranks and micro-batches have others.
+    def size_tests(self) -> tuple[SizeTest, ...]:
+        """Tests of the batch size by Python code, which a step's batch must meet as the capture's did.
 
         What operators ask of it is for them to choose, or their requirement. Sizes 0 and 1 are not told from
         larger ones.
         """
         environment = self._rows.shape_env
+        found = []
         for position, guard in enumerate(environment.guards):
             condition = environment.replace(guard.expr)
             if (
@@ -134,11 +136,8 @@ class Watch(TorchFunctionMode):
                 if isinstance(place, traceback.FrameSummary)
                 else ""
             )
-            raise DataDependentControlFlowError(
-                f"the model tests its batch size ({guard.expr}), which differs between ranks and "
-                "micro-batches",
-                location=where,
-            )
+            found.append(SizeTest(str(guard.expr), where, _holds(condition, self._rows.symbol)))
+        return tuple(found)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -240,6 +239,10 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         except CannotKeep as error:
             raise _not_kept(cls, str(error), trace) from error
     return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+def _holds(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], bool]:
+    return lambda num_rows: condition.xreplace({symbol: sympy.Integer(num_rows)}) == sympy.true
 
 
 def _not_kept(cls: type, why: str, trace: str) -> UnsupportedModelError:

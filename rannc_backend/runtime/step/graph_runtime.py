@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from rannc_backend.errors import TooFewSamplesError, UserInputError
+from rannc_backend.errors import BatchSizeTestError, TooFewSamplesError, UserInputError
 from rannc_backend.ir.action import INPUT, OUTPUT, Program, Turn
+from rannc_backend.ir.size_test import first_broken
 from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.gradients.buckets import GradientBuckets
@@ -185,6 +186,8 @@ class GraphRuntime:
         )
         if table.global_rows < most_replicas:
             raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
+        if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:
+            raise BatchSizeTestError(broken.text, num_rows=table.global_rows, location=broken.location)
         table = replace(
             table, num_micro_batches=min(settings.num_micro_batches, table.global_rows // most_replicas)
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rannc_backend.errors import RanksDifferError, UserInputError
+from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.step.step_state import StepState
 from rannc_backend.runtime.step.versions import VersionCheck
@@ -34,6 +35,7 @@ class RuntimeSettings:
     mean_gradients: bool
     step_limit_seconds: float
     compile_limit_seconds: float
+    size_tests: tuple[SizeTest, ...] = ()
 
 
 @dataclass(slots=True)

@@ -119,6 +119,7 @@ def main(case: str, num_stages: int, compiler: str) -> None:
         "pipeline_num": 2,
         "costs": "rules",
         "cluster": "generic-cpu",
+        "whole_batch": "never",
         "stage_compiler": compiler,
     }
     compiled = torch.compile(model, backend="rannc", options=options)

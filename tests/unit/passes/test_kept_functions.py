@@ -101,6 +101,51 @@ def test_values_and_gradients_are_those_of_the_function() -> None:
         torch.testing.assert_close(one, alone, rtol=0, atol=0)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        value = 2 * x
+        return value, value.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first + second.view_as(first)
+
+
+def test_outputs_have_memory_of_their_own() -> None:
+    """Neither that of an input nor that of another output: an operator of torch.library may not share."""
+    x = torch.randn(4, 3, requires_grad=True)
+    for values in (_kept(Twice, x), _kept(Weighted, x, torch.eye(3).requires_grad_(), 1.0, x)):
+        places = {tensor.untyped_storage().data_ptr() for tensor in (x, *values)}
+        assert len(places) == 3
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 7 * gradient.float() @ weight.t(), x.t() @ gradient.float()
+
+
+def test_it_runs_as_the_call_did_under_autocast() -> None:
+    found = []
+    for apply in (lambda *args: _kept(Product, *args), Product.apply):
+        x, weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.eye(3) + 0.1
+        x.requires_grad_(), weight.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = apply(x, weight)
+        assert first.dtype == torch.bfloat16
+        first.float().sum().backward()
+        found.append((first.detach(), x.grad, weight.grad))
+    for one, alone in zip(*found, strict=True):
+        torch.testing.assert_close(one, alone)
+
+
 def test_one_name_for_one_call_and_another_for_another() -> None:
     def name(scale: float, *, gradient: bool = True) -> str:
         x, weight, _, other = _arguments()
@@ -143,8 +188,8 @@ class _Model(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # The trace has no gradients; functions are kept where there are.
         hidden, weight = self.first(x).requires_grad_(), self.weight.requires_grad_()
-        if self.cls is Weighted:
-            first, second = _kept(Weighted, hidden, weight, 0.5, x.sum(1))
+        if issubclass(self.cls, Weighted):
+            first, second = _kept(self.cls, hidden, weight, 0.5, x.sum(1))
             return (first + second).sum(1)
         return _kept(self.cls, hidden).sum(1)
 
@@ -162,7 +207,16 @@ def test_a_function_on_rows_is_followed(cls: Any) -> None:
     assert isinstance(layout, Several) and set(layout.elements) == {Rows(0)}
 
 
-def test_a_backward_that_mixes_rows_is_refused() -> None:
-    traced = _traced(Centering)
+class Constant(Weighted):
+    """The gradient of what has no rows is no sum over rows: several slices would give a multiple of it."""
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return second, torch.ones_like(ctx.saved_tensors[1]), None, None
+
+
+@pytest.mark.parametrize("cls", [Centering, Constant])
+def test_a_backward_that_mixes_rows_is_refused(cls: Any) -> None:
+    traced = _traced(cls)
     with pytest.raises(PassError, match="mixes rows"):
         analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)

@@ -11,6 +11,7 @@ import pytest
 from rannc_backend import errors
 from rannc_backend.errors import (
     BatchMixedError,
+    BatchSizeTestError,
     BlocksFileError,
     CallsDifferError,
     CheckpointFileError,
@@ -84,6 +85,7 @@ EXAMPLES = [
     (NoBatchDimensionError({"x": (), "scale": (1,)}), ["x: []", "scale: [1]", "dimension 0"]),
     (
         BatchMixedError("aten.sort", reason="it sorts over rows", location="m.py:12, in forward"),
+        BatchSizeTestError("s >= 64", num_rows=8, location="m.py:12, in forward"),
         ["aten.sort", "m.py:12, in forward"],
     ),
     (

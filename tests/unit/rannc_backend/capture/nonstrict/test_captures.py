@@ -23,7 +23,7 @@ from rannc_backend.errors import (
     NoBatchDimensionError,
     UnsupportedModelError,
 )
-from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, batch
+from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, Paths, batch
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,20 @@ def test_new_values_of_buffers_are_outputs() -> None:
     *_, steps, decay = capture.recorded.captured.graph_module(*capture.tensors(call))
     model(batch(3))
     assert torch.equal(steps, model.steps) and torch.equal(decay, model.decay)
+
+
+@pytest.mark.parametrize("rows", [5, 9, 17, 18, 100])
+def test_the_path_is_that_of_the_whole_batch(rows: int) -> None:
+    """Whatever this rank has of it; the capture says for which batches it holds."""
+    model = Paths()
+    call = call_of(model, (batch(4),), {})
+    capture = capture_call(model, call, global_rows=lambda local: rows)
+    assert [capture.recorded.takes(number) for number in (5, 9, 17, 18, 100)] == [
+        (number >= 9) == (rows >= 9) and (number >= 18) == (rows >= 18) for number in (5, 9, 17, 18, 100)
+    ]
+    torch.testing.assert_close(
+        results(capture, model, batch(rows)), model(batch(rows)), rtol=1e-13, atol=1e-13
+    )
 
 
 class _Unused(Ends):
