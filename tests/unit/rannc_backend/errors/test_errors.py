@@ -85,8 +85,11 @@ EXAMPLES = [
     (NoBatchDimensionError({"x": (), "scale": (1,)}), ["x: []", "scale: [1]", "dimension 0"]),
     (
         BatchMixedError("aten.sort", reason="it sorts over rows", location="m.py:12, in forward"),
-        BatchSizeTestError("s >= 64", num_rows=8, location="m.py:12, in forward"),
         ["aten.sort", "m.py:12, in forward"],
+    ),
+    (
+        BatchSizeTestError("s >= 64", num_rows=8, location="m.py:12, in forward"),
+        ["s >= 64", "8 samples", "m.py:12, in forward"],
     ),
     (
         TooFewSamplesError(num_samples=1, num_replicas=2, stage=3),
