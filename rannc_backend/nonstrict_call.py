@@ -88,7 +88,7 @@ class NonstrictCalls:
             more = f"nor can it be captured by one run of its forward: {error.problem}{where}"
             raise extended(refused, more) from error
         if first and self.leads():
-            self._say(module)
+            self._say(module, capture.recorded.unchecked)
         try:
             return self._served(capture, call)
         except BatchSizeTestError as error:
@@ -104,7 +104,7 @@ class NonstrictCalls:
         run = next(run for known, run in self._runs if known is capture)
         return capture.recorded.result(run(*capture.tensors(call)), call)
 
-    def _say(self, module: nn.Module) -> None:
+    def _say(self, module: nn.Module, unchecked: Sequence[str]) -> None:
         reason = (
             "as option capture says"
             if self._refused is None
@@ -117,3 +117,9 @@ class NonstrictCalls:
             type(module).__name__,
             reason,
         )
+        if unchecked:
+            logger.warning(
+                "the graph makes no checks of values that only raise (%s): such a batch is computed as if it "
+                "had passed",
+                "; ".join(unchecked),
+            )

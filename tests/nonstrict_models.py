@@ -266,6 +266,21 @@ class Paths(Ends):
             return x.sin() if x.shape[0] >= self.limit else 2 * x
 
 
+class CheckingValues(Ends):
+    """Checks of values that only raise, as libraries make them of lengths, masks and labels."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        lengths = (x.abs().sum(-1) > 0).sum(-1)
+        assert lengths.max().item() <= LENGTH, "too long"
+        if not torch.isfinite(x).all():
+            if (x > 0).any():
+                raise ValueError(f"not finite: {x.max().item()}")
+            raise ValueError("not finite, and not above 0")
+        if lengths.min() < 0 or lengths.max().item() - 1 > LENGTH:
+            raise ValueError("lengths of no rows")
+        return x.sin()
+
+
 @dataclass
 class Parts:
     """What a model may give: torch knows no such container."""
@@ -292,6 +307,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checks": Checking,
     "global": Global,
     "backward of its own": OwnBackwards,
+    "checks of values": CheckingValues,
 }
 
 
@@ -342,6 +358,18 @@ def _read(self: Any, x: Tensor) -> Tensor:
     return x * 2 if float(x.sum()) > 0 else x
 
 
+def _divide(self: Any, x: Tensor) -> Tensor:
+    return x / x.abs().max().item()
+
+
+def _raise_later(self: Any, x: Tensor) -> Tensor:
+    if (x > 0).any():
+        x = 2 * x
+    if not (x > -9).all():
+        raise ValueError("too small")
+    return x
+
+
 def _split(self: Any, x: Tensor) -> Tensor:
     return x * 2 if x.shape[0] % 4 == 0 else x
 
@@ -380,6 +408,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "value": (_with(_read, "Reader"), "known only when the model runs"),
     "decision": (_with(_decide, "Decider"), "known only when"),
     "in place": (_with(_write_without_gradient, "Writer"), "mul_ changes a value that has a gradient"),
+    "divisor": (_with(_divide, "Dividing"), "used as one"),
+    "a path, then a check": (_with(_raise_later, "RaisingLater"), "known only when the model runs"),
     "batch size": (_with(_split, "Splitter"), "tests its batch size"),
     "backward": (_with(_backward, "Backward"), "calls backward"),
 }

@@ -193,6 +193,11 @@ AREAS = (
         files={"passes/batch/split_reductions.py": 2},
         tests=(*passes("batch/split_reductions", "batch/rowwise_graphs"), *equal("nonlinear_loss")),
     ),
+    Area(
+        name="checks of values",
+        files={"capture/nonstrict/reads.py": 3},
+        tests=unit("capture/nonstrict/reads"),
+    ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),
     Area(name="keys in memory", files={"passes/stage/shared_keys.py": 2}, tests=passes("stage/shared_keys")),

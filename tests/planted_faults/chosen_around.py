@@ -297,6 +297,13 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "        if (broken := None) is not None:",
             ("tests/distributed/test_nonstrict.py::test_nonstrict[changes-1,1]",),
         ),
+        (
+            "paths-by-values-taken-for-checks",
+            "capture/nonstrict/reads.py",
+            "            _check_raises(run, reads, number)\n",
+            "            pass\n",
+            unit("capture/nonstrict/reads"),
+        ),
         # functions with a backward of their own
         (
             "backward-of-rows-believed",

@@ -40,6 +40,7 @@ from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
+from rannc_backend.capture.nonstrict.reads import Reads, checked_both_ways
 from rannc_backend.capture.nonstrict.swapping import Replaced, swapped
 from rannc_backend.capture.nonstrict.watch import Watch, keep_second_derivatives
 from rannc_backend.errors import (
@@ -64,6 +65,9 @@ class Recorded:
     structure: pytree.TreeSpec  # of what the forward gives
     constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
     passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
+    unchecked: tuple[
+        str, ...
+    ] = ()  # places of checks of values that only raise, which the graph does not make
 
     def takes(self, num_rows: int) -> bool:
         """Whether the model's code takes the captured path for a batch of so many rows on all ranks."""
@@ -97,15 +101,29 @@ def record(
         NoBatchDimensionError: no argument has rows.
         ModelDevicesError: parameters on several devices.
     """
+    recorded, unchecked = checked_both_ways(
+        lambda reads: _recorded(module, call, reads, strides_of=strides_of, global_rows=global_rows)
+    )
+    return replace(recorded, unchecked=unchecked)
+
+
+def _recorded(
+    module: nn.Module,
+    call: Call,
+    reads: Reads,
+    *,
+    strides_of: StridesOf,
+    global_rows: Callable[[int], int],
+) -> Recorded:
     places = places_of(module)
     inputs = inputs_of(places, call)
     check_devices(inputs)
-    batch = _batch_positions(module, inputs, call, strides_of)
+    batch = _batch_positions(module, inputs, call, strides_of, reads)
     numbers = {size for item in inputs for size in item.tensor.shape}
     local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
     hint, num_rows = prime_apart_from(numbers), 0
     for _ in range(_MAX_TRACES):
-        run = _Run(module, inputs, call)
+        run = _Run(module, inputs, call, reads)
         trace = trace_function(run.forward, inputs, batch_positions=batch, hint=hint, strides_of=strides_of)
         run.check(trace)
         keep_second_derivatives(trace.graph_module.graph)
@@ -156,7 +174,8 @@ def _with_tests(captured: CapturedGraph, tests: tuple[SizeTest, ...]) -> Capture
 class _Run:
     """One run of the forward on fakes."""
 
-    def __init__(self, module: nn.Module, inputs: Sequence[TensorInput], call: Call) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[TensorInput], call: Call, reads: Reads) -> None:
+        self._reads = reads
         self._module = module
         self._inputs = inputs
         self._call = call
@@ -168,7 +187,8 @@ class _Run:
     def forward(self, tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
         """Gives the tensors among the outputs."""
         others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
-        watch = Watch(rows)
+        self._reads.begin()
+        watch = Watch(rows, self._reads)
         with swapped(self._module, others) as swap:
             with watch.watching():
                 result = _rannc_forward(self._module, args, kwargs)
@@ -252,7 +272,7 @@ def _write_back(replaced: Sequence[Replaced]) -> None:
 
 
 def _batch_positions(
-    module: nn.Module, inputs: Sequence[TensorInput], call: Call, strides_of: StridesOf
+    module: nn.Module, inputs: Sequence[TensorInput], call: Call, strides_of: StridesOf, reads: Reads
 ) -> frozenset[int]:
     """Arguments whose dimension 0 the forward does not use as a number."""
     found: list[int] = []
@@ -260,7 +280,9 @@ def _batch_positions(
         known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
         positions = [item.position for item in inputs if id(item.tensor) in known]
         if positions and not found:
-            found = _probe(module, inputs, call, positions, strides_of, _PROBED_ROWS if single else None)
+            found = _probe(
+                module, inputs, call, positions, strides_of, reads, _PROBED_ROWS if single else None
+            )
     if not found:
         shapes = {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
         raise NoBatchDimensionError(shapes)
@@ -274,6 +296,7 @@ def _probe(
     call: Call,
     candidates: Sequence[int],
     strides_of: StridesOf,
+    reads: Reads,
     hint: int | None,
 ) -> list[int]:
     """Run the forward with a size of its own for each candidate; those whose size has not become a number."""
@@ -298,12 +321,13 @@ def _probe(
                 )
             fakes.append(fake.requires_grad_(item.tensor.requires_grad))
         others, (args, kwargs) = _apart(inputs, call, fakes)
+        reads.begin()
         never = RowsSymbol(symbol=sympy.Dummy("none"), shape_env=shape_env)
         with (
             swapped(module, others),
             enable_python_dispatcher(),
             fx.traceback.preserve_node_meta(),
-            Watch(never).watching(),
+            Watch(never, reads).watching(),
         ):
             _rannc_forward(module, args, kwargs)
     return [position for position, symbol in symbols.items() if not shape_env.replace(symbol).is_number]

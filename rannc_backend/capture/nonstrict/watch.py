@@ -32,6 +32,8 @@ from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo import holds_from_two
+from rannc_backend.capture.nonstrict import reads
+from rannc_backend.capture.nonstrict.reads import Reads, Unknown, used_as_number
 from rannc_backend.errors import (
     RanncError,
     UnsupportedModelError,
@@ -46,6 +48,7 @@ from rannc_backend.settings import hooks
 _TORCH = torch.__path__[0]
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _MAX_FRAMES = 40
+_OWN = (kept_functions.__file__, reads.__file__)
 _CALLED = "rannc_called"
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -62,9 +65,9 @@ _APPLY = vars(torch.autograd.Function)["apply"]
 class Watch(TorchFunctionMode):
     """Sees every call of a function of torch, while the forward runs."""
 
-    def __init__(self, rows: RowsSymbol) -> None:
+    def __init__(self, rows: RowsSymbol, answers: Reads) -> None:
         super().__init__()
-        self._rows = rows
+        self._rows, self._reads = rows, answers
         self._modules: list[nn.Module] = []
         self._thread = threading.get_ident()
         self.operator_guards: set[int] = set()  # of the shape environment, by position: of operators alone
@@ -101,7 +104,13 @@ class Watch(TorchFunctionMode):
         except RanncError:
             raise
         except Exception as error:
+            if any(isinstance(item, Unknown) for item in pytree.tree_leaves((args, kwargs))):
+                raise used_as_number(trace) from error
+            if func is torch.Tensor.__bool__ and "DataDependent" in type(error).__name__:
+                return self._reads.decide(trace)
             raise _failed(_name(func), error, trace) from error
+        if func is torch.Tensor.item and not isinstance(result, (bool, int, float, complex)):
+            return Unknown(self._reads, lambda: user_trace(sys._getframe(2)))
         self.operator_guards.update(range(first, len(guards)))
         if self._rows.is_fixed():
             raise fixed_rows(_name(func), user_location(trace))
@@ -200,7 +209,7 @@ def user_trace(frame: FrameType | None) -> str:
         code = frame.f_code
         if code.co_filename == __file__ or code.co_name == "_rannc_forward":
             break
-        if not code.co_filename.startswith((_TORCH, "<")) and code.co_filename != kept_functions.__file__:
+        if not code.co_filename.startswith((_TORCH, "<")) and code.co_filename not in _OWN:
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             lines.append(
                 f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n    {text}\n'

@@ -92,6 +92,12 @@ def test_the_path_is_that_of_the_whole_batch(rows: int) -> None:
     )
 
 
+def test_checks_that_only_raise_are_named() -> None:
+    found = captured(MODELS["checks of values"](), batch(4)).recorded.unchecked
+    assert len(found) == 3 and all(nonstrict.__file__ in place for place in found), found
+    assert not captured(MODELS["lock"](), batch(4)).recorded.unchecked
+
+
 class _Unused(Ends):
     def __init__(self) -> None:
         super().__init__()
