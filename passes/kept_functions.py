@@ -221,4 +221,5 @@ def _define(name: str, kept: KeptFunction) -> None:
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
     )
-    setattr(getattr(getattr(torch.ops, NAMESPACE), name).default, _MARK, kept)
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    setattr(operator, _MARK, kept)

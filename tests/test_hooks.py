@@ -30,6 +30,7 @@ ALLOWED = {
     "passes/batch/row_wise.py": {"setattr(overload, _MARK, True)"},
     "passes/canonicalize.py": {"delattr(graph_module, str(node.target))"},
     "passes/graph_copy.py": {"setattr(module, name, value)"},
+    "passes/kept_functions.py": {"setattr(operator, _MARK, kept)"},
     "passes/tracing.py": {"setattr(owner, name, value)"},
     # Marks on tensors, contexts and functions that belong to one model or one compilation.
     "rannc_backend/capture/dynamo.py": {
