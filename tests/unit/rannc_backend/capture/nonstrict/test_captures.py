@@ -98,6 +98,17 @@ def test_checks_that_only_raise_are_named() -> None:
     assert not captured(MODELS["lock"](), batch(4)).recorded.unchecked
 
 
+class _Compiling(Ends):
+    def middle(self, x: Tensor) -> Tensor:
+        return 3 * x if torch.compiler.is_compiling() else x
+
+
+def test_libraries_are_told_that_they_are_compiled() -> None:
+    """They leave out what a graph cannot hold."""
+    graph = captured(_Compiling(), batch(4)).recorded.captured.graph_module.graph
+    assert any(3 in node.args for node in graph.nodes) and not torch.compiler.is_compiling()
+
+
 class _Unused(Ends):
     def __init__(self) -> None:
         super().__init__()
