@@ -17,7 +17,7 @@ import torch
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import user_location
 from rannc_backend.ir.plan import Plan
-from rannc_backend.passes.batch.layouts import Layout, Several, SliceStatistic
+from rannc_backend.passes.batch.batch_axis import is_statistic
 from rannc_backend.passes.batch.operator_call import ADVICE
 from rannc_backend.settings.options import Config
 
@@ -67,19 +67,13 @@ class Notices:
 
 def _statistics(deployed: Deployed) -> str:
     layouts = deployed.analysis.split.layouts
-    names = [name for name, layout in layouts.items() if _is_statistic(layout) and name in deployed.stage_of]
+    names = [name for name, layout in layouts.items() if is_statistic(layout) and name in deployed.stage_of]
     found = next((slices for name in names if (slices := deployed.slices(deployed.stage_of[name]))), "")
     return found and (
         f"batch normalisation in training mode uses the statistics of each slice of the batch ({found}), as "
         "it does in gradient accumulation and in DDP, not those of the whole batch, and its running "
         "statistics advance once per micro-batch; pipeline_num=1 with replica_num=1 gives the statistics of "
         "the whole batch"
-    )
-
-
-def _is_statistic(layout: Layout) -> bool:
-    return isinstance(layout, Several) and any(
-        isinstance(element, SliceStatistic) for element in layout.elements
     )
 
 

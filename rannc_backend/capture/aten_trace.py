@@ -12,6 +12,7 @@ becomes an `aten.detach`, so that the graph, run later under autograd, stops gra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ from rannc_backend.passes.graph_queries import arguments_of
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-_LEAST_HINT, _SMALLEST_HINT, _LARGEST_HINT = 5, 53, 1_000_000
+_LEAST_HINT, _SMALLEST_HINT, _LARGEST_HINT = 5, 53, 100_000
 
 StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 """Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
@@ -210,7 +211,8 @@ def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool
     known = set(numbers)
     above = sympy.primerange(_SMALLEST_HINT, _LARGEST_HINT)
     below = reversed(list(sympy.primerange(_LEAST_HINT, _SMALLEST_HINT)))
-    return next((int(p) for p in (*above, *below) if suits(p) and is_apart_from(p, known)), 0)
+    candidates = itertools.chain(above, below)
+    return next((int(p) for p in candidates if is_apart_from(p, known) and suits(p)), 0)
 
 
 def _fake_input(
