@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,17 +128,10 @@ def _compile_or_refuse(
     _check_device(example_inputs, world, lambda: capture.check_one_device(graph_module, example_inputs))
     if config.stage_compiler == "inductor" and world.has_least_to_do():
         begin_compiling({world.device.type})
-    # Something else may have started the job, without these options: load_checkpoint, barrier.
-    world.limit_waits(config.step_timeout_seconds)
-    with log_step_timer(verbose=config.verbose).step("capture") as details:
-        with dumping(pass_dump(config.dump_graph_prefix, world.rank) if config.dump_graph else None):
-            captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
+    with _capturing(config, world) as details:
+        captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-    note_capture()
-    refuse_sharded(captured.root_module)
-    session = REGISTRY.session_of(captured.root_module, config)
-    say_options(resolution)
-    _check_number(session)
+    session = _session_for(captured.root_module, resolution)
     runtime, moved = session.runtime_for(captured, int(example_inputs[_batch_position(captured)].shape[0]))
     if moved:
         renew_guards(captured, graph_module, example_inputs)
@@ -153,6 +146,28 @@ def _started(config: Config, model: str) -> World:
         world.monitor.current_phase, memory_of(cache_directory(config), model, world.size, config)
     )
     return world
+
+
+@contextlib.contextmanager
+def _capturing(config: Config, world: World) -> Iterator[list[str]]:
+    """The stretch in which a model becomes a graph; gives what its line in the log says beside the time."""
+    # Something else may have started the job, without these options: load_checkpoint, barrier.
+    world.limit_waits(config.step_timeout_seconds)
+    with (
+        log_step_timer(verbose=config.verbose).step("capture") as details,
+        dumping(pass_dump(config.dump_graph_prefix, world.rank) if config.dump_graph else None),
+    ):
+        yield details
+
+
+def _session_for(module: nn.Module, resolution: Resolution) -> Session:
+    """The session of a model that has just been captured."""
+    note_capture()
+    refuse_sharded(module)
+    session = REGISTRY.session_of(module, resolution.config)
+    say_options(resolution)
+    _check_number(session)
+    return session
 
 
 def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictCalls | None:
@@ -179,22 +194,16 @@ def _prepare_without_dynamo(
             config = resolution.config
             world = _started(config, str(module))
             _check_device([*(place.tensor() for place in places_of(module)), *call.tensors], world)
-            world.limit_waits(config.step_timeout_seconds)
-            with log_step_timer(verbose=config.verbose).step("capture") as details:
-                with dumping(pass_dump(config.dump_graph_prefix, world.rank) if config.dump_graph else None):
-                    found = capture_call(
-                        module,
-                        call,
-                        strides_of=strides_of,
-                        global_rows=functools.partial(_rows_of_all, world, config),
-                    )
-                details.append(f"{len(found.recorded.captured.graph_module.graph.nodes)} nodes")
-            note_capture()
-            refuse_sharded(module)
-            captured = found.recorded.captured
-            session = REGISTRY.session_of(module, config)
-            say_options(resolution)
-            _check_number(session)
+            with _capturing(config, world) as details:
+                found = capture_call(
+                    module,
+                    call,
+                    strides_of=strides_of,
+                    global_rows=functools.partial(_rows_of_all, world, config),
+                )
+                captured = found.recorded.captured
+                details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+            session = _session_for(module, resolution)
             runtime, _ = session.runtime_for(captured, found.num_rows(call))
             return found.renewed(module), _bind(session, runtime, captured)
     finally:

@@ -75,9 +75,7 @@ class NonstrictCalls:
         try:
             call = call_of(module, args, kwargs)
             capture = find_capture([capture for capture, _ in self._runs], call)
-            if capture is None:
-                self._runs.append(self.prepare(module, call))
-                capture = self._runs[-1][0]
+            capture = capture or self._captured(module, call)
         except ModelError as error:
             if self._refused is None or not first:
                 raise
@@ -94,11 +92,11 @@ class NonstrictCalls:
         except BatchSizeTestError as error:
             # On all ranks: they have agreed on the batch. Another path, which may have been captured before.
             others = [known for known, _ in self._runs if known.recorded.takes(error.num_rows)]
-            other = find_capture(others, call)
-            if other is None:
-                self._runs.append(self.prepare(module, call))
-                other = self._runs[-1][0]
-            return self._served(other, call)
+            return self._served(find_capture(others, call) or self._captured(module, call), call)
+
+    def _captured(self, module: nn.Module, call: Call) -> Capture:
+        self._runs.append(self.prepare(module, call))
+        return self._runs[-1][0]
 
     def _served(self, capture: Capture, call: Call) -> Any:
         run = next(run for known, run in self._runs if known is capture)
