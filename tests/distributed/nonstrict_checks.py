@@ -17,20 +17,12 @@ from torch import Tensor, nn
 import tests.nonstrict_models as nonstrict
 from rannc_backend import backend
 from rannc_backend.errors import ModelError, RanncError
+from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.nonstrict_models import MODELS, REFUSED, Paths, batch
 from tests.odd_models import worst_error
 
 EXACT = 1e-12
-
-
-@contextlib.contextmanager
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @contextlib.contextmanager
@@ -84,7 +76,7 @@ def _pair(context: Context, name: str, **options: Any) -> tuple[nn.Module, nn.Mo
 
 def nonstrict_models(context: Context) -> dict[str, Any]:
     """Three steps of each, and an evaluation, equal one process."""
-    with _float64():
+    with float64():
         for name in MODELS:
             model, alone, compiled, optimizers = _pair(context, name)
             with _counted_captures() as captures:
@@ -106,7 +98,7 @@ def nonstrict_models(context: Context) -> dict[str, Any]:
 
 def nonstrict_changes(context: Context) -> dict[str, Any]:
     """What the code reads has another value in a later step: an item of a global, an attribute, the mode."""
-    with _float64():
+    with float64():
         model, alone, compiled, optimizers = _pair(context, "global")
         before = nonstrict.SCALE["of_output"]
         try:
@@ -137,7 +129,7 @@ def nonstrict_changes(context: Context) -> dict[str, Any]:
 
 def nonstrict_refusals(context: Context) -> dict[str, Any]:
     """A model that neither way takes is refused on all ranks; so is one by option `capture`, with the line."""
-    with _float64():
+    with float64():
         for name, (make, reason) in REFUSED.items():
             torch._dynamo.reset()
             for chosen in ("nonstrict", "auto"):

@@ -6,26 +6,12 @@ import pytest
 
 from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
-from tests.distributed.harness.case import Case
+from tests.distributed.harness.case import Case, on_plans
 
-CASES = (
-    *(
-        Case(
-            name=f"nonstrict-{check}-{replicas}",
-            check=f"nonstrict_{check}",
-            world=sum(map(int, replicas.split(","))),
-            replicas=replicas,
-            num_micro_batches=2,
-            limit_seconds=180.0,
-        )
-        for check, replicas in (
-            ("models", "1,1"),
-            ("models", "2"),
-            ("models", "1,2,1"),
-            ("changes", "1,1"),
-            ("refusals", "1,1"),
-        )
-    ),
+CASES = on_plans(
+    "nonstrict",
+    [("models", "1,1"), ("models", "2"), ("models", "1,2,1"), ("changes", "1,1"), ("refusals", "1,1")],
+    limit_seconds=180.0,
 )
 
 

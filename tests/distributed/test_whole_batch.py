@@ -6,25 +6,12 @@ import pytest
 
 from tests.choice import cases
 from tests.distributed.conftest import OutcomeOf
-from tests.distributed.harness.case import Case
+from tests.distributed.harness.case import Case, on_plans
 
-CASES = (
-    *(
-        Case(
-            name=f"whole-batch-{check}-{replicas}",
-            check=f"whole_batch_{check}",
-            world=sum(map(int, replicas.split(","))),
-            replicas=replicas,
-            num_micro_batches=2,
-            limit_seconds=240.0,
-        )
-        for check, replicas in (
-            ("models", "1,1"),
-            ("models", "2"),
-            ("models", "2,1"),
-            ("limits", "2"),
-        )
-    ),
+CASES = on_plans(
+    "whole-batch",
+    [("models", "1,1"), ("models", "2"), ("models", "2,1"), ("limits", "2")],
+    limit_seconds=240.0,
 )
 
 

@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from rannc_backend.errors import BatchMixedError, OutputNotAvailableError, RanncError
+from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.odd_models import worst_error
 from tests.whole_batch_models import MODELS, OPTIONS, Contrastive, batch
 
 EXACT = 1e-12
-
-
-@contextlib.contextmanager
-def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _buffer_error(model: nn.Module, alone: nn.Module) -> float:
@@ -42,7 +33,7 @@ def _buffer_error(model: nn.Module, alone: nn.Module) -> float:
 
 def whole_batch_models(context: Context) -> dict[str, Any]:
     """Steps of each with other numbers of rows, two of them accumulated, and an evaluation."""
-    with _float64():
+    with float64():
         for name, make in MODELS.items():
             torch._dynamo.reset()
             torch.manual_seed(0)
@@ -107,7 +98,7 @@ class _RowsFirst(nn.Module):
 def whole_batch_limits(context: Context) -> dict[str, Any]:
     """What cannot be had is said: models with the option off, values of pairs of samples, several replicas."""
     start, stop = context.interval
-    with _float64():
+    with float64():
         x, y = batch(sum(context.case.local_rows), 0)
         own = x[start:stop].clone(), y[start:stop].clone()
         refused = torch.compile(Contrastive(), **context.compile_arguments(whole_batch="never"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,6 +97,23 @@ class Case:
         """The case of such a line."""
         members = json.loads(text)
         return Case(**members | {"rows": tuple(members["rows"]), "needs": tuple(members["needs"])})
+
+
+def on_plans(prefix: str, checks: Iterable[tuple[str, str]], *, limit_seconds: float) -> tuple[Case, ...]:
+    """A case for each (check, replicas of the stages), with two micro-batches; its check is
+    `<prefix>_<check>`.
+    """
+    return tuple(
+        Case(
+            name=f"{prefix}-{check}-{replicas}",
+            check=f"{prefix.replace('-', '_')}_{check}",
+            world=sum(map(int, replicas.split(","))),
+            replicas=replicas,
+            num_micro_batches=2,
+            limit_seconds=limit_seconds,
+        )
+        for check, replicas in checks
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,14 +23,14 @@ from rannc_backend.errors import (
     NoBatchDimensionError,
     UnsupportedModelError,
 )
+from tests.default_dtype import float64
 from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, Paths, batch
 
 
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with float64():
+        yield
 
 
 def captured(module: nn.Module, *args: Any, **kwargs: Any) -> Capture:
