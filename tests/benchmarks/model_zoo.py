@@ -38,7 +38,7 @@ NUM_RANKS = 2
 _WORST_LAST = ("exact", "narrow", "not built", "refused", "differs", "crashed")
 
 
-def _child(entry: Entry, rank: int, port: int, capture: str, results: Any) -> None:
+def _child(entry: Entry, rank: int, port: int, capture: str, limit_seconds: float, results: Any) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -47,13 +47,13 @@ def _child(entry: Entry, rank: int, port: int, capture: str, results: Any) -> No
         "MASTER_PORT": str(port),
     }
     os.setsid()
+    # The end of the other rank is what this rank would talk of.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     results.put((rank, tried(entry, rank, capture, lambda: results.put((rank, None)))))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    time.sleep(limit_seconds)  # until it is ended, when all ranks have answered
 
 
 def _free_port() -> int:
@@ -66,7 +66,7 @@ def over_ranks(entry: Entry, capture: str, limit_seconds: float) -> Trial:
     """One entry in processes of its own; the worst of what its ranks found."""
     forking = multiprocessing.get_context("fork")
     results, port, end = forking.Queue(), _free_port(), time.monotonic() + limit_seconds
-    arguments = [(entry, rank, port, capture, results) for rank in range(NUM_RANKS)]
+    arguments = [(entry, rank, port, capture, limit_seconds, results) for rank in range(NUM_RANKS)]
     children = [forking.Process(target=_child, args=each, daemon=True) for each in arguments]
     for child in children:
         child.start()

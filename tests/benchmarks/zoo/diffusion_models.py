@@ -35,7 +35,10 @@ def _steps() -> torch.Tensor:
 
 
 def _unet_2d(library: Any) -> tuple[nn.Module, dict[str, Any]]:
-    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    blocks = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
     model = library.UNet2DModel(sample_size=16, attention_head_dim=4, **blocks, **_BLOCKS)
     return model, _noisy(3, 16, timestep=_steps())
 

@@ -67,9 +67,11 @@ def smallest_of_torchvision(most_parameters: int) -> list[str]:
             groups.setdefault(module, []).append(name)
     return _smallest(
         groups.values(),
-        lambda name: torchvision.models.get_model(name, weights=None, weights_backbone=None)
-        if "segmentation" in torchvision.models.get_model_builder(name).__module__
-        else torchvision.models.get_model(name, weights=None),
+        lambda name: (
+            torchvision.models.get_model(name, weights=None, weights_backbone=None)
+            if "segmentation" in torchvision.models.get_model_builder(name).__module__
+            else torchvision.models.get_model(name, weights=None)
+        ),
         most_parameters,
     )
 

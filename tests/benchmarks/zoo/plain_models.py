@@ -105,7 +105,11 @@ class TranslationTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.transformer = nn.Transformer(16, 2, 2, 2, 32, 0.0, batch_first=True)
-        self.source, self.target, self.generator = nn.Embedding(40, 16), nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.source, self.target, self.generator = (
+            nn.Embedding(40, 16),
+            nn.Embedding(40, 16),
+            nn.Linear(16, 40),
+        )
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         before, after = target[:, :-1], target[:, 1:]
@@ -296,7 +300,9 @@ class DeepQ(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)
+        )
 
     def forward(self, x: torch.Tensor, taken: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         found = self.layers(x).gather(1, taken.unsqueeze(1))

@@ -45,6 +45,7 @@ SMALL: dict[str, Any] = {
 }
 _OFF = ("dropout", "drop_rate", "drop_path", "drop_prob", "_drop", "pdrop")
 
+
 def heads() -> list[tuple[str, str, str]]:
     """Class, task and model type of all."""
     from transformers.models.auto import modeling_auto

@@ -100,9 +100,10 @@ def _steps(
         optimizer.zero_grad()
         loss = _loss(call(**values))
         loss.backward()
-        yield float(loss.detach()), {
-            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
+        yield (
+            float(loss.detach()),
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+        )
         optimizer.step()
     yield 0.0, dict(_parameters(model))
 
