@@ -32,6 +32,7 @@ import torch  # noqa: E402
 
 from tests.benchmarks.zoo.documents import OUTCOMES, document, read_outcomes  # noqa: E402
 from tests.benchmarks.zoo.entries import Entry, listed  # noqa: E402
+from tests.benchmarks.zoo.image_models import import_torchvision  # noqa: E402
 from tests.benchmarks.zoo.trial import Trial, tried  # noqa: E402
 
 NUM_RANKS = 2
@@ -118,6 +119,7 @@ def main() -> None:
     flags = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    import_torchvision()  # before libraries that look for it
     chosen = [entry for entry in listed() if re.search(flags.only, str(entry))]
     counts: collections.Counter[str] = collections.Counter()
     for entry in chosen[flags.skip : flags.skip + flags.count]:
