@@ -41,6 +41,7 @@ from rannc_backend.capture.first_trace import begin_symbolically  # noqa: E402
 from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa: E402
 from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E402
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
+from rannc_backend.capture.nonstrict.ranks import Ranks  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
 from rannc_backend.capture.renew_guards import renew_guards  # noqa: E402
 from rannc_backend.capture.soft_labels import trace_soft_labels  # noqa: E402
@@ -59,7 +60,7 @@ from rannc_backend.log.step_timer import log_step_timer  # noqa: E402
 from rannc_backend.nonstrict_call import NonstrictCalls  # noqa: E402
 from rannc_backend.passes.pipeline import dumping  # noqa: E402
 from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
-from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
+from rannc_backend.runtime.absent_tensors import is_absent, refuse_again, restore_classes, strides_of  # noqa: E402
 from rannc_backend.runtime.agreement import agree  # noqa: E402
 from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
@@ -178,6 +179,7 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
         module=weakref.ref(module),
         way=lambda: _resolution(told.get("options")).config.capture,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
+        ranks=lambda: _ranks(_resolution(told.get("options")).config),
         leads=bootstrap.leads,
     )
 
@@ -195,12 +197,7 @@ def _prepare_without_dynamo(
             world = _started(config, str(module))
             _check_device([*(place.tensor() for place in places_of(module)), *call.tensors], world)
             with _capturing(config, world) as details:
-                found = capture_call(
-                    module,
-                    call,
-                    strides_of=strides_of,
-                    global_rows=functools.partial(_rows_of_all, world, config),
-                )
+                found = capture_call(module, call, _ranks(config))
                 captured = found.recorded.captured
                 details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
             session = _session_for(module, resolution)
@@ -210,10 +207,27 @@ def _prepare_without_dynamo(
         refuse_again(REGISTRY.absent_tensors())
 
 
-def _rows_of_all(world: World, config: Config, local_rows: int) -> int:
-    """The batch size of a step, where the model's code takes a path by it. Collective."""
-    rows = agree(world, "the batch size", {"rows": local_rows}, limit_seconds=config.compile_timeout_seconds)
-    return sum(answer["rows"] for answer in rows) if config.gather_inputs else int(rows[0]["rows"])
+def _ranks(config: Config) -> Ranks:
+    """What a capture without Dynamo asks of the job."""
+
+    def exchange(payload: Any) -> list[Any]:
+        world = bootstrap.start(bootstrap.options_of(config))
+        answers = agree(
+            world,
+            "a value that the model's code reads",
+            payload,
+            limit_seconds=config.compile_timeout_seconds,
+        )
+        if config.gather_inputs:
+            return answers
+        return [next((answer for answer in answers if answer is not None), None)]
+
+    return Ranks(
+        strides_of=strides_of,
+        global_rows=lambda local_rows: sum(exchange(local_rows)),
+        exchange=exchange,
+        is_absent=is_absent,
+    )
 
 
 def _is_rannc(backend: object) -> bool:

@@ -16,6 +16,8 @@ from torch import nn
 
 from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
+from rannc_backend.capture.nonstrict.ranks import Ranks
+from rannc_backend.capture.nonstrict.trace import Recorded
 from rannc_backend.errors import (
     BatchSizeTestError,
     InternalError,
@@ -40,6 +42,7 @@ class NonstrictCalls:
     module: weakref.ref[nn.Module]
     way: Callable[[], Way]
     prepare: Callable[[nn.Module, Call], tuple[Capture, Run]]
+    ranks: Callable[[], Ranks]
     leads: Callable[[], bool]
     _refused: ModelError | None = None  # by Dynamo
     _asked: Way | None = None
@@ -74,7 +77,7 @@ class NonstrictCalls:
         first = not self._runs
         try:
             call = call_of(module, args, kwargs)
-            capture = find_capture([capture for capture, _ in self._runs], call)
+            capture = self._known(call, [capture for capture, _ in self._runs])
             capture = capture or self._captured(module, call)
         except ModelError as error:
             if self._refused is None or not first:
@@ -86,13 +89,16 @@ class NonstrictCalls:
             more = f"nor can it be captured by one run of its forward: {error.problem}{where}"
             raise extended(refused, more) from error
         if first and self.leads():
-            self._say(module, capture.recorded.unchecked)
+            self._say(module, capture.recorded)
         try:
             return self._served(capture, call)
         except BatchSizeTestError as error:
             # On all ranks: they have agreed on the batch. Another path, which may have been captured before.
             others = [known for known, _ in self._runs if known.recorded.takes(error.num_rows)]
-            return self._served(find_capture(others, call) or self._captured(module, call), call)
+            return self._served(self._known(call, others) or self._captured(module, call), call)
+
+    def _known(self, call: Call, captures: Sequence[Capture]) -> Capture | None:
+        return find_capture(captures, call, self.ranks()) if captures else None
 
     def _captured(self, module: nn.Module, call: Call) -> Capture:
         self._runs.append(self.prepare(module, call))
@@ -102,7 +108,7 @@ class NonstrictCalls:
         run = next(run for known, run in self._runs if known is capture)
         return capture.recorded.result(run(*capture.tensors(call)), call)
 
-    def _say(self, module: nn.Module, unchecked: Sequence[str]) -> None:
+    def _say(self, module: nn.Module, recorded: Recorded) -> None:
         reason = (
             "as option capture says"
             if self._refused is None
@@ -115,9 +121,15 @@ class NonstrictCalls:
             type(module).__name__,
             reason,
         )
-        if unchecked:
+        if recorded.unchecked:
             logger.warning(
                 "the graph makes no checks of values that only raise (%s): such a batch is computed as if it "
                 "had passed",
-                "; ".join(unchecked),
+                "; ".join(recorded.unchecked),
+            )
+        if recorded.decisions:
+            logger.info(
+                "its path is chosen by values (%s): every call reads them, for the batch of all ranks, and "
+                "another answer captures another path",
+                "; ".join(dict.fromkeys(decision.location for decision in recorded.decisions)),
             )

@@ -266,6 +266,23 @@ class Paths(Ends):
             return x.sin() if x.shape[0] >= self.limit else 2 * x
 
 
+class ChosenByValues(Ends):
+    """Takes a path by values of its inputs and by a buffer, which it sets itself the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[:, 0, 0].max() > 1:
+            x = 2 * x
+        if not self.is_ready:
+            x = x.cos()
+            self.is_ready.fill_(True)
+        tokens = int((x.abs().sum(-1) > 0).sum(-1).max())  # all
+        return super().forward(x[:, :tokens])
+
+
 class CheckingValues(Ends):
     """Checks of values that only raise, as libraries make them of lengths, masks and labels."""
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import importlib
 import json
 import logging
 import multiprocessing
@@ -120,6 +122,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     import_torchvision()  # before libraries that look for it
+    for name in ("transformers", "timm", "diffusers"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)  # once, not in every rank
     chosen = [entry for entry in listed() if re.search(flags.only, str(entry))]
     counts: collections.Counter[str] = collections.Counter()
     for entry in chosen[flags.skip : flags.skip + flags.count]:

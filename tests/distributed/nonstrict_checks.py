@@ -19,7 +19,7 @@ from rannc_backend import backend
 from rannc_backend.errors import ModelError, RanncError
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
-from tests.nonstrict_models import MODELS, REFUSED, Paths, batch
+from tests.nonstrict_models import MODELS, REFUSED, ChosenByValues, Paths, batch
 from tests.odd_models import worst_error
 
 EXACT = 1e-12
@@ -120,11 +120,31 @@ def nonstrict_changes(context: Context) -> dict[str, Any]:
                 error = _trained(context, model, alone, compiled, optimizers, step, times=times)
                 context.findings.that(error <= EXACT, f"path of {times} times the rows: off by {error}")
         context.findings.that(len(captures) == 3, f"three paths captured {len(captures)} times")
+        _follow_values(context)
         # Asked for, a model that Dynamo takes goes the other way too.
         model, alone, compiled, optimizers = _pair(context, "tied", capture="nonstrict")
         error = _trained(context, model, alone, compiled, optimizers, 0)
         context.findings.that(error <= EXACT, f"by choice: off by {error}")
     return {}
+
+
+def _follow_values(context: Context) -> None:
+    """The path is chosen by the rows of all ranks, and by a buffer that one of them has."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = ChosenByValues()
+    alone = copy.deepcopy(model)
+    compiled = torch.compile(model, **context.compile_arguments())
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+    seen = set()
+    with _counted_captures() as captures:
+        for step in range(6):
+            largest = batch(sum(context.case.local_rows), step)[:, 0, 0]
+            seen.add((bool(alone.is_ready), bool(largest.max() > 1)))
+            error = _trained(context, model, alone, compiled, optimizers, step)
+            context.findings.that(error <= EXACT, f"chosen by values, step {step}: off by {error}")
+    context.findings.that(len(seen) >= 3, f"{seen} are too few paths to show anything")
+    context.findings.that(len(captures) == len(seen), f"{len(seen)} paths captured {len(captures)} times")
 
 
 def nonstrict_refusals(context: Context) -> dict[str, Any]:

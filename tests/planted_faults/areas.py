@@ -195,8 +195,8 @@ AREAS = (
     ),
     Area(
         name="checks of values",
-        files={"capture/nonstrict/reads.py": 3},
-        tests=unit("capture/nonstrict/reads"),
+        files={"capture/nonstrict/reads.py": 3, "capture/nonstrict/read_values.py": 4},
+        tests=unit("capture/nonstrict/reads", "capture/nonstrict/read_values"),
     ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),

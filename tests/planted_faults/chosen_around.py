@@ -300,9 +300,30 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "paths-by-values-taken-for-checks",
             "capture/nonstrict/reads.py",
-            "            _check_raises(run, reads, number)\n",
-            "            pass\n",
+            "        if isinstance(answer, bool) and _only_raises(run, reads, number):\n",
+            "        if isinstance(answer, bool):\n",
             unit("capture/nonstrict/reads"),
+        ),
+        (
+            "values-of-this-ranks-rows",
+            "backend.py",
+            "        if config.gather_inputs:\n            return answers\n        return [next",
+            "        if world.rank >= 0:\n            return [payload]\n        return [next",
+            ("tests/distributed/test_nonstrict.py::test_nonstrict[changes-1,1]",),
+        ),
+        (
+            "own-refusals-taken-for-raises",
+            "capture/nonstrict/reads.py",
+            "    if isinstance(error, RanncError):\n        return False\n",
+            "",
+            unit("capture/nonstrict/reads"),
+        ),
+        (
+            "values-not-read-again",
+            "capture/nonstrict/captures.py",
+            "        if answer != decision.answer:\n",
+            "        if False:\n",
+            unit("capture/nonstrict/read_values"),
         ),
         # functions with a backward of their own
         (

@@ -8,7 +8,7 @@ changes something each time is refused, and what it has changed put back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.aten_trace import StridesOf
 from rannc_backend.capture.nonstrict.arguments import Call, Place
 from rannc_backend.capture.nonstrict.guards import Change, Guards
+from rannc_backend.capture.nonstrict.ranks import ALONE, Ranks
+from rannc_backend.capture.nonstrict.read_values import ReadValue
 from rannc_backend.capture.nonstrict.trace import Recorded, record
 from rannc_backend.errors import UnsupportedModelError
 
@@ -90,11 +91,9 @@ class Capture:
 def capture_call(
     module: nn.Module,
     call: Call,
-    *,
-    strides_of: StridesOf = torch.Tensor.stride,
-    global_rows: Callable[[int], int] = int,
+    ranks: Ranks = ALONE,
 ) -> Capture:
-    """Capture a call. `global_rows`: see `record`.
+    """Capture a call. Collective as `record` is.
 
     Raises:
         UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
@@ -104,7 +103,7 @@ def capture_call(
     for _ in range(2):
         guards = Guards.of(module)
         try:
-            recorded = record(module, call, strides_of=strides_of, global_rows=global_rows)
+            recorded = record(module, call, ranks)
         except BaseException:
             _undo([*undone, *guards.changes()])
             raise
@@ -152,13 +151,34 @@ def _kept(places: Sequence[Place]) -> tuple[tuple[Any, ...], ...]:
     )
 
 
-def find_capture(captures: Sequence[Capture], call: Call) -> Capture | None:
-    """The last one that serves a call."""
+def find_capture(captures: Sequence[Capture], call: Call, ranks: Ranks = ALONE) -> Capture | None:
+    """The last one that serves a call. Collective where values choose the path."""
+    known: dict[str, Any] = {}  # values that several paths are chosen by
     for capture in reversed(captures):
-        if not (reason := capture.serves(call)):
+        reason = capture.serves(call) or _other_path(capture, call, ranks, known)
+        if not reason:
             return capture
         logger.debug("a capture does not serve a call: %s", reason)
     return None
+
+
+def _other_path(capture: Capture, call: Call, ranks: Ranks, known: dict[str, Any]) -> str:
+    """Where the call takes another path than a capture; "" if nowhere."""
+    decisions = capture.recorded.decisions
+    if not decisions:
+        return ""
+    tensors = [None if ranks.is_absent(tensor) else tensor for tensor in capture.tensors(call)]
+
+    def evaluate(value: ReadValue) -> Any:
+        if value.key not in known:
+            known[value.key] = value.evaluate(tensors, ranks.exchange)
+        return known[value.key]
+
+    for decision in decisions:
+        answer = decision.answer_from(evaluate)
+        if answer != decision.answer:
+            return f"a value is {answer} at {decision.location}"
+    return ""
 
 
 def _holds_tensor(value: object) -> bool:

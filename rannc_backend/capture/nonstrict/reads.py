@@ -1,68 +1,173 @@
-"""Checks of values that only raise (`if lengths.max() > limit: raise ...`, `assert`) in a forward on fakes.
+"""Values that a forward on fakes decides by: checks that only raise (`if lengths.max() > limit: raise ...`,
+`assert`), and paths (`if mask.all()`).
 
 In: a run of a forward that is told, at each test of a value that is known only when the model runs, whether it
-holds. Out: the run's result, and where the tests are. Each test is tried both ways. Where the forward ends by a
-`raise` or an `assert` of its own code one way, it goes the other: a batch for which it would not is one that the
-model refuses, and the graph is right for all others. Where it ends well both ways, the value chooses a path, and
-the model is refused.
+holds. Out: the run's result, the tests that only raise, and the paths that were taken. Each test is tried both
+ways. Where the forward ends by a `raise` or an `assert` of its own code one way, whatever is tested after it, it
+goes the other: a batch for which it would not is one that the model refuses, and the graph is right for all
+others. Where it ends well both ways, the value chooses a path: the graph holds for calls in which it is the same.
+A value without inputs is what it is in every call.
 """
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rannc_backend.errors import UnsupportedModelError, is_of_user, user_location
+from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue
+from rannc_backend.errors import RanncError, UnsupportedModelError, is_of_user, user_location
 
 _MAX_RUNS = 24
 Result = TypeVar("Result")
+Evaluate = Callable[[ReadValue], Any]
+Reader = Callable[[TracedValue, str], ReadValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a path was chosen by: the answer that the code got, which is `form` of these values."""
+
+    values: tuple[ReadValue, ...]
+    form: Callable[..., Any]
+    answer: Any
+    location: str
+
+    def answer_from(self, evaluate: Evaluate) -> Any:
+        """What the code would get now."""
+        return self.form(*map(evaluate, self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A value as the code sees it: `form` of tensors."""
+
+    sources: tuple[TracedValue | None, ...]
+    form: Callable[..., Any]
 
 
 class Reads:
-    """Answers to the tests of a forward, in their order: those that were given, then False."""
+    """Answers to what a forward asks, in its order: those that were given, then those that `evaluate` gives,
+    without it False.
 
-    def __init__(self, answers: Sequence[bool] = ()) -> None:
+    Attributes:
+        places: of the tests so far, in the user's code.
+        decisions: of those that were evaluated: by their numbers; None where a value has no inputs.
+        refusals: why others could not be evaluated.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[Any] = (),
+        evaluate: Evaluate | None = None,
+        decisions: Mapping[int, Decision | None] | None = None,
+    ) -> None:
         self.answers = list(answers)
-        self.places: list[str] = []  # of the tests so far, in the user's code
+        self.places: list[str] = []
+        self.decisions = dict(decisions or {})
+        self.refusals: dict[int, UnsupportedModelError] = {}
+        self._evaluate = evaluate
+        self._reader: Reader | None = None
 
-    def begin(self) -> None:
-        """The forward runs from its beginning."""
+    def begin(self, reader: Reader | None = None) -> None:
+        """The forward runs from its beginning; `reader` gives what computes a value of its trace."""
         self.places = []
+        self._reader = reader
 
-    def decide(self, trace: str) -> bool:
+    def decide(self, trace: str, asked: Asked | None = None) -> bool:
         """Whether the next test holds."""
+        return bool(self._answer(trace, asked, default=False))
+
+    def number(self, trace: str, asked: Asked) -> Any:
+        """The next value, as a number or a list of numbers.
+
+        Raises:
+            UnsupportedModelError: nobody can evaluate it, or it is another one in each batch.
+        """
+        return self._answer(trace, asked, default=None)
+
+    def _answer(self, trace: str, asked: Asked | None, default: bool | None) -> Any:
         self.places.append(user_location(trace))
-        if len(self.places) > len(self.answers):
-            self.answers.append(False)
-        return self.answers[len(self.places) - 1]
+        number = len(self.places) - 1
+        if number < len(self.answers):
+            return self.answers[number]
+        answer = default
+        try:
+            decision = self._decision(asked, self.places[-1])
+        except UnsupportedModelError as error:
+            self.refusals[number] = error
+            decision = None
+        if decision is not None:
+            answer = decision.answer
+            if default is None and _differs_by_batch(decision):
+                raise used_as_number(trace)
+            self.decisions[number] = decision if any(value.inputs for value in decision.values) else None
+        if answer is None:
+            raise used_as_number(trace) from self.refusals.get(number)
+        self.answers.append(answer)
+        return answer
+
+    def _decision(self, asked: Asked | None, location: str) -> Decision | None:
+        """What is asked, evaluated; None where nothing can be."""
+        if self._evaluate is None or self._reader is None or asked is None:
+            return None
+        sources = [source for source in asked.sources if source is not None]
+        if len(sources) < len(asked.sources):
+            return None
+        values = tuple(self._reader(source, location) for source in sources)
+        return Decision(values, asked.form, asked.form(*map(self._evaluate, values)), location)
+
+
+def _differs_by_batch(decision: Decision) -> bool:
+    return isinstance(decision.answer, float | complex | list) and any(
+        value.has_rows for value in decision.values
+    )
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: self._combined(function, *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self._combined(lambda own, first: function(first, own), other)
 
 
 class Unknown:
     """A number that is known only when the model runs: it may be compared, and the comparison tested.
 
     Attributes:
-        reads: told of tests; `trace_of` gives the user's lines at that moment.
+        reads: told of tests; `trace_of` gives the user's lines at that moment; `asked`: what it is.
     """
 
-    def __init__(self, reads: Reads, trace_of: Callable[[], str]) -> None:
+    def __init__(self, reads: Reads, trace_of: Callable[[], str], asked: Asked | None = None) -> None:
         self._reads, self._trace_of = reads, trace_of
+        self._asked = asked or Asked((None,), lambda value: value)
 
-    def _other(self, *others: object) -> Unknown:
+    def _combined(self, function: Callable[..., Any], *others: object) -> Unknown:
         if any(isinstance(other, torch.Tensor) for other in others):
             self._refuse()
-        return Unknown(self._reads, self._trace_of)
+        parts = [self._asked, *(other._asked if isinstance(other, Unknown) else other for other in others)]
+        sources = tuple(source for part in parts if isinstance(part, Asked) for source in part.sources)
 
-    __lt__ = __le__ = __gt__ = __ge__ = _other
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _other
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = _other
-    __eq__ = __ne__ = _other  # type: ignore[assignment]
+        def form(*values: Any) -> Any:
+            rest, operands = list(values), []
+            for part in parts:
+                if isinstance(part, Asked):
+                    own, rest = rest[: len(part.sources)], rest[len(part.sources) :]
+                    operands.append(part.form(*own))
+                else:
+                    operands.append(part)
+            return function(*operands)
+
+        return Unknown(self._reads, self._trace_of, Asked(sources, form))
 
     def __bool__(self) -> bool:
-        return self._reads.decide(self._trace_of())
+        return self._reads.decide(self._trace_of(), self._asked)
 
     def __repr__(self) -> str:
         return "<known when the model runs>"
@@ -70,7 +175,33 @@ class Unknown:
     def _refuse(self, *_: object) -> NoReturn:
         raise used_as_number(self._trace_of())
 
-    __int__ = __float__ = __index__ = __hash__ = _refuse
+    def _number(self) -> Any:
+        return self._reads.number(self._trace_of(), self._asked)
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __index__(self) -> int:
+        return operator.index(self._number())
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    __lt__ = _forward(operator.lt)
+    __le__ = _forward(operator.le)
+    __gt__ = _forward(operator.gt)
+    __ge__ = _forward(operator.ge)
+    __neg__ = _forward(operator.neg)
+    __abs__ = _forward(operator.abs)
+    __add__, __radd__ = _forward(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _forward(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _forward(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _forward(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _forward(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _forward(operator.mod), _reflected(operator.mod)
+    __pow__, __rpow__ = _forward(operator.pow), _reflected(operator.pow)
+    __eq__, __ne__ = _forward(operator.eq), _forward(operator.ne)
+    __hash__ = _refuse
 
 
 def used_as_number(trace: str) -> UnsupportedModelError:
@@ -82,41 +213,74 @@ def used_as_number(trace: str) -> UnsupportedModelError:
     )
 
 
-def checked_both_ways(run: Callable[[Reads], Result]) -> tuple[Result, tuple[str, ...]]:
-    """What `run` gives where all tests of values only raise, and their places.
+def checked_both_ways(
+    run: Callable[[Reads], Result], evaluate: Evaluate | None = None
+) -> tuple[Result, tuple[str, ...], tuple[Decision, ...]]:
+    """What `run` gives, the places of tests that only raise, and the paths that were chosen.
 
-    Raises UnsupportedModelError for a test that chooses a path; whatever `run` raises without a test.
+    Raises UnsupportedModelError for a test that chooses a path and that nobody can evaluate; whatever `run` raises
+    without a test.
     """
-    answers: list[bool] = []
+    answers: list[Any] = []
+    known: dict[int, Decision | None] = {}
     for _ in range(_MAX_RUNS):
-        reads = Reads(answers)
+        reads = Reads(answers, evaluate, known)
         try:
             result = run(reads)
         except Exception as error:
             answers = _turned(reads, 0)
+            known = {number: found for number, found in reads.decisions.items() if number < len(answers)}
             if not answers or not is_raised_by_user(error):
                 raise
             continue
-        for number in range(len(reads.places)):
-            _check_raises(run, reads, number)
-        return result, tuple(dict.fromkeys(reads.places))
-    raise UnsupportedModelError(
+        return result, *_told_apart(run, reads)
+    raise _too_many()
+
+
+def _too_many() -> UnsupportedModelError:
+    return UnsupportedModelError(
         f"the forward has more tests of values than are tried both ways ({_MAX_RUNS})"
     )
 
 
-def _turned(reads: Reads, fixed: int) -> list[bool]:
-    """The answers of a run that an error has ended, with the last False after the `fixed` first ones turned to
-    True; [] if there is none: all ways have led to errors.
+def _told_apart(run: Callable[[Reads], Any], reads: Reads) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
+    """The places of tests that only raise, and the other ones."""
+    unchecked: list[str] = []
+    decisions: list[Decision] = []
+    if len(reads.places) > _MAX_RUNS:
+        raise _too_many()
+    for number, place in enumerate(reads.places):
+        is_evaluated, decision = number in reads.decisions, reads.decisions.get(number)
+        if is_evaluated and decision is None:
+            continue  # the same in every call
+        answer = reads.answers[number]
+        if isinstance(answer, bool) and _only_raises(run, reads, number):
+            unchecked.append(place)
+        elif decision is not None:
+            decisions.append(decision)
+        elif number in reads.refusals:
+            raise reads.refusals[number]
+        else:
+            raise UnsupportedModelError(
+                "a path is chosen by a value that is known only when the model runs",
+                location=place,
+                cure="write it with torch.where, or decide it outside of the compiled model.",
+            )
+    return tuple(dict.fromkeys(unchecked)), tuple(decisions)
+
+
+def _turned(reads: Reads, fixed: int) -> list[Any]:
+    """The answers of a run that an error has ended, with the last False after the `fixed` first ones that was
+    not evaluated turned to True; [] if there is none: all ways have led to errors.
     """
     answers = reads.answers[: len(reads.places)]
-    while len(answers) > fixed and answers[-1]:
+    while len(answers) > fixed and (answers[-1] or len(answers) - 1 in reads.decisions):
         answers.pop()
     return [*answers[:-1], True] if len(answers) > fixed else []
 
 
-def _check_raises(run: Callable[[Reads], Any], reads: Reads, number: int) -> None:
-    """That the forward ends by its own code with the contrary of one answer."""
+def _only_raises(run: Callable[[Reads], Any], reads: Reads, number: int) -> bool:
+    """Whether the forward ends by its own code with the contrary of one answer, however later tests end."""
     answers = [*reads.answers[:number], not reads.answers[number]]
     for _ in range(_MAX_RUNS):
         tried = Reads(answers)
@@ -124,21 +288,23 @@ def _check_raises(run: Callable[[Reads], Any], reads: Reads, number: int) -> Non
             run(tried)
         except Exception as error:
             if not is_raised_by_user(error):
+                if number in reads.decisions:
+                    return False
                 raise
             answers = _turned(tried, number + 1)
             if not answers:
-                return
+                return True
             continue
         break
-    raise UnsupportedModelError(
-        "a path is chosen by a value that is known only when the model runs",
-        location=reads.places[number],
-        cure="write it with torch.where, or decide it outside of the compiled model.",
-    )
+    return False
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Whether an error comes from a `raise` or an `assert` in code that is neither torch's nor Python's."""
+    """Whether an error comes from a `raise` or an `assert` in code that is neither torch's nor Python's nor this
+    package's.
+    """
+    if isinstance(error, RanncError):
+        return False
     place: TracebackType | None = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

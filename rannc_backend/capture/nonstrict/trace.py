@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,9 @@ from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
-from rannc_backend.capture.nonstrict.reads import Reads, checked_both_ways
+from rannc_backend.capture.nonstrict.ranks import Ranks
+from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
+from rannc_backend.capture.nonstrict.reads import Decision, Reads, checked_both_ways
 from rannc_backend.capture.nonstrict.swapping import Replaced, swapped
 from rannc_backend.capture.nonstrict.watch import Watch, keep_second_derivatives
 from rannc_backend.errors import (
@@ -65,9 +67,9 @@ class Recorded:
     structure: pytree.TreeSpec  # of what the forward gives
     constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
     passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
-    unchecked: tuple[
-        str, ...
-    ] = ()  # places of checks of values that only raise, which the graph does not make
+    # places of checks of values that only raise, which the graph does not make
+    unchecked: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()  # values that chose the path
 
     def takes(self, num_rows: int) -> bool:
         """Whether the model's code takes the captured path for a batch of so many rows on all ranks."""
@@ -84,16 +86,8 @@ class Recorded:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def record(
-    module: nn.Module,
-    call: Call,
-    *,
-    strides_of: StridesOf = torch.Tensor.stride,
-    global_rows: Callable[[int], int] = int,
-) -> Recorded:
-    """Capture one call of the module.
-
-    `global_rows`: the batch size of all ranks, from this one's; asked where the model tests its batch size.
+def record(module: nn.Module, call: Call, ranks: Ranks) -> Recorded:
+    """Capture one call of the module. Collective where its code tests its batch size or values.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
@@ -101,44 +95,30 @@ def record(
         NoBatchDimensionError: no argument has rows.
         ModelDevicesError: parameters on several devices.
     """
-    recorded, unchecked = checked_both_ways(
-        lambda reads: _recorded(module, call, reads, strides_of=strides_of, global_rows=global_rows)
+    tensors = [
+        None if ranks.is_absent(item.tensor) else item.tensor for item in inputs_of(places_of(module), call)
+    ]
+    recorded, unchecked, decisions = checked_both_ways(
+        lambda reads: _recorded(module, call, reads, ranks),
+        lambda value: value.evaluate(tensors, ranks.exchange),
     )
-    return replace(recorded, unchecked=unchecked)
+    return replace(recorded, unchecked=unchecked, decisions=decisions)
 
 
-def _recorded(
-    module: nn.Module,
-    call: Call,
-    reads: Reads,
-    *,
-    strides_of: StridesOf,
-    global_rows: Callable[[int], int],
-) -> Recorded:
+def _recorded(module: nn.Module, call: Call, reads: Reads, ranks: Ranks) -> Recorded:
     places = places_of(module)
     inputs = inputs_of(places, call)
     check_devices(inputs)
-    batch = _batch_positions(module, inputs, call, strides_of, reads)
-    numbers = {size for item in inputs for size in item.tensor.shape}
-    local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
-    hint, num_rows = prime_apart_from(numbers), 0
-    for _ in range(_MAX_TRACES):
-        run = _Run(module, inputs, call, reads)
-        trace = trace_function(run.forward, inputs, batch_positions=batch, hint=hint, strides_of=strides_of)
-        run.check(trace)
-        keep_second_derivatives(trace.graph_module.graph)
-        # No size may equal a multiple of the hint by coincidence, and the path is that of the whole batch.
-        numbers |= numbers_of(trace.graph_module)
-        if run.size_tests and not num_rows:
-            num_rows = global_rows(local_rows)
-        suits = functools.partial(_takes_the_path, run.size_tests, num_rows)
-        if suits(hint) and is_apart_from(hint, numbers):
-            break
-        hint = prime_apart_from(numbers, suits)
-        if not hint:
-            raise _no_hint(run.size_tests, num_rows)
-    else:
-        raise UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
+    traced = functools.partial(_traced, module, call, inputs, reads, ranks)
+    # A size that the forward uses as a number is one too where all inputs share it: no probe where none is.
+    guess = _batch_guess(inputs)
+    try:
+        run, trace, batch = traced(guess)
+    except (UnsupportedModelError, NoBatchDimensionError):
+        batch = _batch_positions(module, inputs, call, ranks.strides_of, Reads(reads.answers))
+        if batch == guess:
+            raise
+        run, trace, batch = traced(batch)
     assert run.structure is not None
     return Recorded(
         captured=_with_tests(captured_of(trace, inputs, batch, module), run.size_tests),
@@ -147,6 +127,40 @@ def _recorded(
         constants=tuple(run.constants.items()),
         passed=tuple(run.passed.items()),
     )
+
+
+def _traced(
+    module: nn.Module,
+    call: Call,
+    inputs: Sequence[TensorInput],
+    reads: Reads,
+    ranks: Ranks,
+    batch: frozenset[int],
+) -> tuple[_Run, AtenTrace, frozenset[int]]:
+    """The forward, traced with the batch size for dimension 0 of the inputs at the positions `batch`."""
+    if not batch:
+        raise _no_batch(inputs)
+    numbers = {size for item in inputs for size in item.tensor.shape}
+    local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
+    hint, num_rows = prime_apart_from(numbers), 0
+    for _ in range(_MAX_TRACES):
+        run = _Run(module, inputs, call, reads, batch)
+        trace = trace_function(
+            run.forward, inputs, batch_positions=batch, hint=hint, strides_of=ranks.strides_of
+        )
+        run.check(trace)
+        keep_second_derivatives(trace.graph_module.graph)
+        # No size may equal a multiple of the hint by coincidence, and the path is that of the whole batch.
+        numbers |= numbers_of(trace.graph_module)
+        if run.size_tests and not num_rows:
+            num_rows = ranks.global_rows(local_rows)
+        suits = functools.partial(_takes_the_path, run.size_tests, num_rows)
+        if suits(hint) and is_apart_from(hint, numbers):
+            return run, trace, batch
+        hint = prime_apart_from(numbers, suits)
+        if not hint:
+            raise _no_hint(run.size_tests, num_rows)
+    raise UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
 
 
 def _takes_the_path(tests: Sequence[SizeTest], num_rows: int, hint: int) -> bool:
@@ -174,8 +188,16 @@ def _with_tests(captured: CapturedGraph, tests: tuple[SizeTest, ...]) -> Capture
 class _Run:
     """One run of the forward on fakes."""
 
-    def __init__(self, module: nn.Module, inputs: Sequence[TensorInput], call: Call, reads: Reads) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[TensorInput],
+        call: Call,
+        reads: Reads,
+        batch: frozenset[int],
+    ) -> None:
         self._reads = reads
+        self._batch = batch
         self._module = module
         self._inputs = inputs
         self._call = call
@@ -187,7 +209,7 @@ class _Run:
     def forward(self, tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
         """Gives the tensors among the outputs."""
         others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
-        self._reads.begin()
+        self._reads.begin(functools.partial(self._read, rows.symbol))
         watch = Watch(rows, self._reads)
         with swapped(self._module, others) as swap:
             with watch.watching():
@@ -212,6 +234,9 @@ class _Run:
                     "torch.utils._pytree.register_pytree_node.",
                 )
         return tuple(outputs)
+
+    def _read(self, symbol: sympy.Symbol, traced: TracedValue, location: str) -> ReadValue:
+        return read_value(traced, self._inputs, self._batch, symbol, location)
 
     def check(self, trace: AtenTrace) -> None:
         """Refuse tensors that are neither arguments nor the model's: the graph would hold today's."""
@@ -271,6 +296,23 @@ def _write_back(replaced: Sequence[Replaced]) -> None:
         )
 
 
+def _batch_guess(inputs: Sequence[TensorInput]) -> frozenset[int]:
+    """All arguments whose dimension 0 may be the batch size, if that is one size; else none."""
+    for single in (False, True):
+        known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
+        found = [item for item in inputs if id(item.tensor) in known]
+        if found:
+            is_one = len({item.tensor.shape[0] for item in found}) == 1
+            return frozenset(item.position for item in found if is_one)
+    return frozenset()
+
+
+def _no_batch(inputs: Sequence[TensorInput]) -> NoBatchDimensionError:
+    return NoBatchDimensionError(
+        {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
+    )
+
+
 def _batch_positions(
     module: nn.Module, inputs: Sequence[TensorInput], call: Call, strides_of: StridesOf, reads: Reads
 ) -> frozenset[int]:
@@ -284,8 +326,7 @@ def _batch_positions(
                 module, inputs, call, positions, strides_of, reads, _PROBED_ROWS if single else None
             )
     if not found:
-        shapes = {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
-        raise NoBatchDimensionError(shapes)
+        raise _no_batch(inputs)
     check_one_size(inputs, frozenset(found))
     return frozenset(found)
 

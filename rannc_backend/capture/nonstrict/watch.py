@@ -32,8 +32,9 @@ from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo import holds_from_two
-from rannc_backend.capture.nonstrict import reads
-from rannc_backend.capture.nonstrict.reads import Reads, Unknown, used_as_number
+from rannc_backend.capture.nonstrict import read_values, reads
+from rannc_backend.capture.nonstrict.read_values import TracedValue
+from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
 from rannc_backend.errors import (
     RanncError,
     UnsupportedModelError,
@@ -48,8 +49,20 @@ from rannc_backend.settings import hooks
 _TORCH = torch.__path__[0]
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _MAX_FRAMES = 40
-_OWN = (kept_functions.__file__, reads.__file__)
+_OWN = (kept_functions.__file__, read_values.__file__, reads.__file__)
 _CALLED = "rannc_called"
+_NUMBERS: dict[Any, Callable[[Any], Any]] = {
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+    torch.Tensor.__float__: float,
+    torch.Tensor.tolist: lambda value: value,
+}
+_EQUALITIES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.equal: torch.eq,
+    torch.Tensor.equal: torch.eq,
+    torch.allclose: torch.isclose,
+    torch.Tensor.allclose: torch.isclose,
+}
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(
@@ -59,6 +72,8 @@ _IN_PLACE = frozenset(
         "ixor", "ilshift", "irshift",
     )
 )  # fmt: skip
+_READING = {torch.Tensor.__bool__, *_NUMBERS, *_EQUALITIES}
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _APPLY = vars(torch.autograd.Function)["apply"]
 
 
@@ -99,6 +114,8 @@ class Watch(TorchFunctionMode):
             )
         guards = self._rows.shape_env.guards
         first = len(guards)
+        if func is torch.Tensor.tolist:
+            return self._read(func, args, kwargs, trace)
         try:
             result = func(*args, **kwargs)
         except RanncError:
@@ -106,16 +123,30 @@ class Watch(TorchFunctionMode):
         except Exception as error:
             if any(isinstance(item, Unknown) for item in pytree.tree_leaves((args, kwargs))):
                 raise used_as_number(trace) from error
-            if func is torch.Tensor.__bool__ and "DataDependent" in type(error).__name__:
-                return self._reads.decide(trace)
+            if "DataDependent" in type(error).__name__ and func in _READING:
+                return self._read(func, args, kwargs, trace)
             raise _failed(_name(func), error, trace) from error
         if func is torch.Tensor.item and not isinstance(result, (bool, int, float, complex)):
-            return Unknown(self._reads, lambda: user_trace(sys._getframe(2)))
+            asked = Asked((TracedValue.of(args[0]),), _first)
+            return Unknown(self._reads, lambda: user_trace(sys._getframe(2)), asked)
         self.operator_guards.update(range(first, len(guards)))
         if self._rows.is_fixed():
             raise fixed_rows(_name(func), user_location(trace))
         # What autograd takes for a constant must be one where the graph runs under autograd later.
         return pytree.tree_map_only(torch.Tensor, _detached, result) if operands else result
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trace: str) -> Any:
+        """What the code gets of a value: from one that is known."""
+        if func is torch.Tensor.__bool__:
+            return self._reads.decide(
+                trace, Asked((TracedValue.of(args[0]),), lambda value: bool(_first(value)))
+            )
+        if func in _EQUALITIES:
+            equal = _EQUALITIES[func](*args, **kwargs).all()
+            return self._reads.decide(trace, Asked((TracedValue.of(equal),), bool))
+        form = _NUMBERS[func]
+        first = (lambda value: value) if func is torch.Tensor.tolist else _first
+        return self._reads.number(trace, Asked((TracedValue.of(args[0]),), lambda value: form(first(value))))
 
     def _note(self, trace: str, func: Any) -> None:
         meta = fx.traceback.get_current_meta()
@@ -267,7 +298,12 @@ def _clock(clock: Callable[[], Any], name: str) -> Callable[[], Any]:
     thread = threading.get_ident()
 
     def read() -> Any:
-        if threading.get_ident() == thread and is_of_user(sys._getframe(1).f_code.co_filename):
+        caller = sys._getframe(1)
+        if (
+            threading.get_ident() == thread
+            and is_of_user(caller.f_code.co_filename)
+            and not caller.f_globals.get("__name__", "").startswith(_PACKAGE)
+        ):
             trace = user_trace(sys._getframe(1))
             raise UnsupportedModelError(
                 f"the model reads a clock (time.{name})",
@@ -300,6 +336,13 @@ def _no_generators() -> Iterator[None]:
 
 def _is_same(state: Any, other: Any) -> bool:
     return repr(state) == repr(other) and state["state"]["key"].tolist() == other["state"]["key"].tolist()
+
+
+def _first(value: Any) -> Any:
+    """The number of a tensor of one element, from its nested lists."""
+    while isinstance(value, list):
+        (value,) = value
+    return value
 
 
 def _name(func: Any) -> str:

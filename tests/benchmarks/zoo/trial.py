@@ -77,7 +77,7 @@ def make(entry: Entry) -> tuple[nn.Module, dict[str, Any]]:
     }
     model, values = makers[entry.library]()
     for part in model.modules():
-        if type(part).__name__.startswith(("Dropout", "AlphaDropout")):
+        if any(word in type(part).__name__ for word in ("Dropout", "StochasticDepth")):
             part.p = 0.0
         for name in ("drop_prob", "drop_rate", "attn_drop", "dropout"):
             if isinstance(getattr(part, name, None), float):

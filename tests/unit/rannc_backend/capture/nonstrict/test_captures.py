@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import tests.nonstrict_models as nonstrict
 from rannc_backend.capture.nonstrict.arguments import call_of, places_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture
+from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.errors import (
     ModelError,
     NoBatchDimensionError,
@@ -83,7 +84,7 @@ def test_the_path_is_that_of_the_whole_batch(rows: int) -> None:
     """Whatever this rank has of it; the capture says for which batches it holds."""
     model = Paths()
     call = call_of(model, (batch(4),), {})
-    capture = capture_call(model, call, global_rows=lambda local: rows)
+    capture = capture_call(model, call, Ranks(global_rows=lambda local: rows))
     assert [capture.recorded.takes(number) for number in (5, 9, 17, 18, 100)] == [
         (number >= 9) == (rows >= 9) and (number >= 18) == (rows >= 18) for number in (5, 9, 17, 18, 100)
     ]

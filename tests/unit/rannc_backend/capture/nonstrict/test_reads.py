@@ -18,7 +18,9 @@ def _tried(run: Run) -> tuple[str, tuple[str, ...]]:
         reads.begin()
         return run(lambda name: reads.decide(f'  File "/home/me/model.py", line 1, in {name}\n'))
 
-    return checked_both_ways(with_reads)
+    result, unchecked, decisions = checked_both_ways(with_reads)
+    assert not decisions
+    return result, unchecked
 
 
 def _two_checks(holds: Callable[[str], bool]) -> str:
@@ -80,6 +82,9 @@ def test_an_error_that_nobody_raised_proves_nothing() -> None:
     with pytest.raises(IndexError) as caught:
         [][1]
     assert not is_raised_by_user(caught.value)
+    with pytest.raises(UnsupportedModelError) as refused:
+        int(Unknown(Reads(), lambda: ""))
+    assert not is_raised_by_user(refused.value)
     with pytest.raises(RuntimeError) as raised:
         torch.ones(2) @ torch.ones(3)
     assert not is_raised_by_user(raised.value)

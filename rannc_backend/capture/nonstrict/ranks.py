@@ -1,0 +1,35 @@
+"""What a capture without Dynamo asks of the job that it is for.
+
+In: nothing. Out: `Ranks`; by default one rank, which has everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rannc_backend.capture.aten_trace import StridesOf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Collective but for the first and the last; every rank asks the same.
+
+    Members:
+        strides_of: strides by which to trace a parameter.
+        global_rows: the batch size of all ranks, from this one's.
+        exchange: every rank's payload of plain numbers and lists, in rank order; of one rank, or where each
+            has the whole batch, one payload.
+        is_absent: whether a tensor of the module has no values on this rank.
+    """
+
+    strides_of: StridesOf = torch.Tensor.stride
+    global_rows: Callable[[int], int] = int
+    exchange: Callable[[Any], list[Any]] = lambda payload: [payload]
+    is_absent: Callable[[torch.Tensor], bool] = lambda tensor: False
+
+
+ALONE = Ranks()

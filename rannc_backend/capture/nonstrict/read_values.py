@@ -1,0 +1,282 @@
+"""Values that the code of a forward reads and decides by (`if mask.all()`, `lengths.max().item()`), for the
+batch of all ranks.
+
+In: a tensor in a trace. Out: a `ReadValue`: the part of the graph that gives it, which is evaluated apart from
+the step. What one process would read is computed from the whole batch: each rank computes the part that goes
+row by row on its own rows, the ranks exchange what follows from it, and each computes the rest. An `any`,
+`all`, `max` or `min` over all elements of such a value is taken on each rank first, as it is the same over the
+results as over the elements; so is a sum of integers.
+
+What is private to torch here: the proxy of a traced tensor, and how modes are left (seen on torch 2.13.0; see
+tests/unit/rannc_backend/capture/nonstrict/test_read_values.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random
+from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows
+from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
+from rannc_backend.passes.graph_copy import GraphBuilder
+from rannc_backend.passes.graph_queries import nodes_behind, placeholders
+from rannc_backend.passes.pipeline import run_passes, with_facts
+
+aten = torch.ops.aten
+Exchange = Callable[[Any], list[Any]]
+"""Every rank's payload of plain numbers and lists, in rank order; of one rank alone, its own."""
+
+_MAX_NUMBERS = 65_536  # that a rank sends for one value
+_OVER_ALL = frozenset(
+    {
+        aten.any.default,
+        aten.all.default,
+        aten.max.default,
+        aten.min.default,
+        aten.amax.default,
+        aten.amin.default,
+    }
+)
+_OF_NOTHING = frozenset({aten.any.default, aten.all.default, aten.sum.default})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadValue:
+    """See the module docstring.
+
+    Members:
+        graph: gives the tensor from those inputs of the capture that it depends on.
+        inputs: indices of these, in the order of its placeholders.
+        layouts: of its values; `meeting`: those that depend on samples of several rows.
+        location: of the user's line.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[int, ...]
+    layouts: Mapping[str, Layout]
+    meeting: frozenset[str]
+    rows_symbol: sympy.Symbol
+    location: str
+
+    @property
+    def key(self) -> str:
+        """Equal for equal questions."""
+        return f"{self.inputs} {self.graph.code}"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it depends on the batch."""
+        return any(isinstance(layout, Rows) for layout in self.layouts.values())
+
+    def evaluate(self, tensors: Sequence[torch.Tensor | None], exchange: Exchange) -> Any:
+        """The value, as plain numbers, for the batch of all ranks. Collective where it has inputs.
+
+        `tensors`: all inputs of the capture; None for one that is not on this rank.
+
+        Raises:
+            UnsupportedModelError: no rank has the parameters and buffers that it depends on.
+        """
+        operands = [tensors[index] for index in self.inputs]
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            if not operands:
+                return self._run(operands, {}).tolist()
+            if not self.has_rows:
+                known = all(operand is not None for operand in operands)
+                answers = exchange([self._run(operands, {}).tolist()] if known else None)
+                found = next((answer for answer in answers if answer is not None), None)
+                if found is None:
+                    raise _spread(self.location)
+                return found[0]
+            answers = exchange(self._own_part(operands))
+            num_rows = sum(answer["rows"] for answer in answers)
+            return self._run(
+                operands, self._joined([answer["values"] for answer in answers]), num_rows
+            ).tolist()
+
+    def _own_part(self, operands: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+        """What the values of rows, on this rank, give to the rest: by name of the node."""
+        env = self._environment(operands)
+        num_rows = next(
+            int(value.shape[0]) for node, value in env.items() if isinstance(self.layouts[node.name], Rows)
+        )
+        sent: dict[str, torch.Tensor] = {}
+        for node in self.graph.graph.nodes:
+            if self._is_local(node):
+                if node.op != "placeholder":
+                    env[node] = _computed(node, env, self.graph)
+                if self._is_sent(node):
+                    sent[node.name] = env[node]
+            elif _is_over_all(node) and self._is_row_value(node.args[0]):
+                if env[node.args[0]].numel() or node.target in _OF_NOTHING:
+                    sent[node.name] = _computed(node, env, self.graph)
+        number = sum(value.numel() for value in sent.values())
+        if number > _MAX_NUMBERS:
+            raise _refused(f"is made of {number} numbers of this rank's rows", self.location)
+        values = {name: (list(value.shape), value.flatten().tolist()) for name, value in sent.items()}
+        return {"rows": num_rows, "values": values}
+
+    def _joined(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """The values of all ranks for what each has sent."""
+        joined = {}
+        for node in self.graph.graph.nodes:
+            parts = [answer[node.name] for answer in answers if node.name in answer]
+            if not parts:
+                continue
+            dtype, layout = node.meta["val"].dtype, self.layouts[node.name]
+            tensors = [torch.tensor(numbers, dtype=dtype).view(shape) for shape, numbers in parts]
+            if self._is_row_value(node):
+                assert isinstance(layout, Rows)
+                joined[node.name] = _concatenated(tensors, layout)
+            else:
+                joined[node.name] = cast("Any", node.target)(torch.stack(tensors), **node.kwargs)
+        return joined
+
+    def _run(
+        self,
+        operands: Sequence[torch.Tensor | None],
+        joined: Mapping[str, torch.Tensor],
+        num_rows: int | None = None,
+    ) -> torch.Tensor:
+        """The value of the graph; with a number of rows, those of `joined` are given in place of rows."""
+        env = self._environment(operands)
+        device = next((operand.device for operand in operands if operand is not None), "cpu")
+        for node in self.graph.graph.nodes:
+            if node.op == "output":
+                return env[node.args[0][0]]
+            if node.name in joined:
+                env[node] = joined[node.name].to(device)
+            elif num_rows is not None and isinstance(self.layouts[node.name], RowCount):
+                env[node] = _number(node.meta["val"], self.rows_symbol, num_rows)
+            elif node.op != "placeholder" and (num_rows is None or not self._is_row_value(node)):
+                env[node] = _computed(node, env, self.graph)
+        raise AssertionError("a graph without an output")
+
+    def _environment(self, operands: Sequence[torch.Tensor | None]) -> dict[fx.Node, Any]:
+        return dict(zip(placeholders(self.graph.graph), operands, strict=True))
+
+    def _is_local(self, node: fx.Node) -> bool:
+        """Whether this rank's rows give its part of the value."""
+        return node.name not in self.meeting and isinstance(
+            self.layouts.get(node.name), Rows | Constant | RowCount | RowIndex
+        )
+
+    def _is_row_value(self, node: Any) -> bool:
+        return (
+            isinstance(node, fx.Node) and self._is_local(node) and isinstance(self.layouts[node.name], Rows)
+        )
+
+    def _is_sent(self, node: fx.Node) -> bool:
+        return self._is_row_value(node) and any(
+            user.op == "output" or not (self._is_local(user) or _is_over_all(user)) for user in node.users
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TracedValue:
+    """A tensor of the trace that runs, as it is now."""
+
+    node: fx.Node
+    graph: fx.Graph
+    root: torch.nn.Module
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TracedValue | None:
+        """None where nothing is traced."""
+        mode: Any = get_proxy_mode()
+        if mode is None or not isinstance(tensor, FunctionalTensor):
+            return None
+        torch._sync(tensor)
+        slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer)
+        return cls(slot.proxy.node, mode.tracer.graph, mode.tracer.root)
+
+
+def read_value(
+    traced: TracedValue,
+    inputs: Sequence[TensorInput],
+    batch_positions: frozenset[int],
+    rows_symbol: sympy.Symbol,
+    location: str,
+) -> ReadValue:
+    """What gives a tensor of a trace.
+
+    Raises:
+        UnsupportedModelError: it depends on random numbers, or on the batch and on parameters: to compute it,
+            a rank would need stages of the model that it does not have.
+    """
+    behind = nodes_behind([traced.node]) | {traced.node}
+    known = placeholders(traced.graph)
+    used = [index for index, node in enumerate(known) if node in behind]
+    builder = GraphBuilder(fx.GraphModule(traced.root, fx.Graph()))
+    for node in traced.graph.nodes:
+        if node in behind:
+            builder.placeholder(node) if node.op == "placeholder" else builder.copy(node)
+    copy = builder.finish([builder.find(traced.node)])
+    batch = [known[index].name for index in used if inputs[index].position in batch_positions]
+    if any(is_random(node) for node in copy.graph.nodes):
+        raise _refused("random numbers are part of", location)
+    if batch and any(inputs[index].kind in ("parameter", "buffer") for index in used):
+        raise _refused("parameters or buffers are part of beside the batch", location)
+    canonical, _ = run_passes(with_facts(copy, TRACED), CANONICALIZE)
+    meeting = Meeting()
+    layouts = analyze_batch_axis(canonical, batch, rows_symbol, meeting=meeting)
+    return ReadValue(
+        graph=canonical,
+        inputs=tuple(used),
+        layouts=layouts,
+        meeting=frozenset(meeting.names),
+        rows_symbol=rows_symbol,
+        location=location,
+    )
+
+
+def _computed(node: fx.Node, env: Mapping[fx.Node, Any], module: fx.GraphModule) -> Any:
+    if node.op == "get_attr":
+        return getattr(module, str(node.target))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _is_over_all(node: fx.Node) -> bool:
+    """Whether a value over all elements is the same over those of several tensors."""
+    if node.target in _OVER_ALL:
+        return len(node.args) == 1
+    integers = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    operand: Any = node.args[0] if node.target is aten.sum.default else None
+    return operand is not None and operand.meta["val"].dtype in integers
+
+
+def _concatenated(parts: Sequence[torch.Tensor], layout: Rows) -> torch.Tensor:
+    """The rows of all ranks in their order; dimension `dim` holds (outer, row, inner)."""
+    dim, outer, inner = layout.dim, int(layout.outer), int(layout.inner)
+    apart = [part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts]
+    return torch.cat(apart, dim + 1).flatten(dim, dim + 2)
+
+
+def _number(value: Any, symbol: sympy.Symbol, rows: int) -> int:
+    if isinstance(value, int):
+        return value
+    return int(value.node.expr.xreplace({symbol: sympy.Integer(rows)}))
+
+
+def _refused(what: str, location: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"a path is chosen by a value that is known only when the model runs, and that {what}",
+        location=location,
+        cure="write it with torch.where, or decide it outside of the compiled model.",
+    )
+
+
+def _spread(location: str) -> UnsupportedModelError:
+    return _refused("is made of parameters or buffers that no rank has all of", location)
