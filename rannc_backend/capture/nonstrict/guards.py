@@ -174,7 +174,7 @@ class Guards:
             seen.add(id(value))
             if not isinstance(value, tuple):
                 self.containers.append(_Container.of(place, value, of_torch))
-            for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, member in _items(value).items():
                 self._visit(f"{place}[{key!r}]", member, seen, depth - 1, of_torch)
         elif isinstance(getattr(value, "__dict__", None), dict):
             self._visit_members(place, value, seen, depth, of_torch)

@@ -58,8 +58,8 @@ def heads() -> list[tuple[str, str, str]]:
     return found
 
 
-def small_config(kind: str) -> Any:
-    """The configuration of a model type, as small as its items' names allow."""
+def small_config(kind: str, task: str) -> Any:
+    """The configuration of a model type, as small as its items' names allow; answers have two labels."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[kind]
@@ -69,6 +69,8 @@ def small_config(kind: str) -> Any:
     for name, value in vars(default).items():
         if isinstance(value, float) and any(part in name for part in _OFF):
             chosen[name] = 0.0
+    if task == "QUESTION_ANSWERING":
+        chosen["num_labels"] = 2
     return cls(**chosen)
 
 
@@ -95,4 +97,4 @@ def make(name: str, task: str, kind: str) -> tuple[torch.nn.Module, dict[str, An
     """A model in training mode and the arguments of its forward."""
     import transformers
 
-    return getattr(transformers, name)(small_config(kind)).train(), batch(TASKS[task])
+    return getattr(transformers, name)(small_config(kind, task)).train(), batch(TASKS[task])

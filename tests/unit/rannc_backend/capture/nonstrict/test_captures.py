@@ -388,3 +388,30 @@ def test_modules_are_noted_and_lines_are_the_users() -> None:
     graph = capture.recorded.captured.graph_module.graph
     (after,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)
     assert after.meta["module_path"] == "block"
+
+
+class _Lazy(dict):  # type: ignore[type-arg]
+    """Imports what it is asked for, as transformers' tables of configurations do."""
+
+    def items(self) -> Any:
+        raise AssertionError("asked for its items")
+
+    values = __iter__ = items
+
+
+_TABLE = _Lazy(scale=2.0)
+
+
+def test_a_table_that_makes_its_items_is_not_asked_for_them() -> None:
+    class Scaled(Ends):
+        def middle(self, x: Tensor) -> Tensor:
+            return x * _TABLE["scale"]
+
+    model = Scaled()
+    capture = captured(model, batch(4))
+    assert serves(capture, model, batch(4)) == ""
+    dict.__setitem__(_TABLE, "scale", 3.0)
+    try:
+        assert serves(capture, model, batch(4)).endswith("_TABLE['scale']")
+    finally:
+        dict.__setitem__(_TABLE, "scale", 2.0)
