@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,8 @@ from rannc_backend.settings.rare_collections import rare_collections  # noqa: E4
 from rannc_backend.settings.sources import Resolution, resolve  # noqa: E402
 from rannc_backend.stages.build import begin_compiling  # noqa: E402
 from rannc_backend.stages.graph_dump import pass_dump  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 _FIRST_CALL = FirstCall()
 
@@ -132,7 +135,8 @@ def _compile_or_refuse(
     with _capturing(config, world) as details:
         captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-    session = _session_for(captured.root_module, resolution)
+    shapes = _user_shapes((spec.kind, example_inputs[spec.position]) for spec in captured.inputs)
+    session = _session_for(captured.root_module, resolution, shapes)
     runtime, moved = session.runtime_for(captured, int(example_inputs[_batch_position(captured)].shape[0]))
     if moved:
         renew_guards(captured, graph_module, example_inputs)
@@ -161,13 +165,20 @@ def _capturing(config: Config, world: World) -> Iterator[list[str]]:
         yield details
 
 
-def _session_for(module: nn.Module, resolution: Resolution) -> Session:
-    """The session of a model that has just been captured."""
+def _user_shapes(inputs: Iterable[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Shapes of the user's tensors, without rows; ``inputs``: kind and value of each input of a graph."""
+    return tuple(
+        tuple(value.shape)[kind == "batch" :] for kind, value in inputs if kind in ("batch", "replicated")
+    )
+
+
+def _session_for(module: nn.Module, resolution: Resolution, shapes: tuple[Any, ...]) -> Session:
+    """The session of a model that has just been captured for inputs of these shapes."""
     note_capture()
     refuse_sharded(module)
     session = REGISTRY.session_of(module, resolution.config)
     say_options(resolution)
-    _check_number(session)
+    _check_number(session, shapes)
     return session
 
 
@@ -200,7 +211,9 @@ def _prepare_without_dynamo(
                 found = capture_call(module, call, _ranks(config))
                 captured = found.recorded.captured
                 details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-            session = _session_for(module, resolution)
+            tensors = found.tensors(call)
+            shapes = _user_shapes((spec.kind, tensors[spec.position]) for spec in captured.inputs)
+            session = _session_for(module, resolution, shapes)
             runtime, _ = session.runtime_for(captured, found.num_rows(call))
             return found.renewed(module), _bind(session, runtime, captured)
     finally:
@@ -280,17 +293,27 @@ def _check_device(
         )
 
 
-def _check_number(session: Session) -> None:
-    """Of what Dynamo has compiled of the model, as its setting limits it: other models of the class do not
-    count.
+def _check_number(session: Session, shapes: tuple[Any, ...]) -> None:
+    """Of what has been compiled of the model, as Dynamo's setting limits it: other models of the class do not
+    count. New lengths of sequences and sizes of images have no limit.
     """
-    limit = recompile_limit()
-    if session.world.size > 1 and len(session.compiled) >= limit:
+    limit, number = recompile_limit(), len(session.compiled)
+    is_new = shapes not in session.shapes
+    session.shapes.add(shapes)
+    if session.world.size == 1 or number < limit:
+        return
+    if not is_new:
         raise UserInputError(
-            f"Dynamo has compiled this model as often as torch._dynamo.config.recompile_limit ({limit}) "
-            "allows",
-            cure="give inputs of fewer different shapes (pad them; the batch size may differ), or set it "
-            "higher at the start.",
+            f"the model has been compiled {number} times, as often as torch._dynamo.config.recompile_limit allows, "
+            "and now again for inputs of shapes that it was compiled for before",
+            cure="look for what else changes between its calls (an attribute, a global, an argument that is no "
+            "tensor), or set the limit higher at the start.",
+        )
+    if number == limit and session.world.rank == 0:
+        logger.warning(
+            "the model is compiled for the %dth time, for inputs of another shape: each new shape takes as long "
+            "as the first call; pad them to a few lengths where that is too long",
+            number + 1,
         )
 
 

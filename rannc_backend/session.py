@@ -103,6 +103,7 @@ class Session:
     compiled: weakref.WeakSet[Callable[..., Any]] = field(
         default_factory=weakref.WeakSet
     )  # what Dynamo calls for this model
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
 
     @without_anomaly_detection
     def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:

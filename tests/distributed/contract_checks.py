@@ -522,8 +522,8 @@ def same_random_rows(context: Context) -> dict[str, Any]:
 
 
 def too_many_shapes(context: Context) -> None:
-    """Slices of tensors as inputs. Beyond Dynamo's limit there is an error on every rank, not the plain
-    model's NaN; the rest goes on.
+    """Slices of tensors as inputs, of more lengths than Dynamo's limit of compilations. One compilation too many
+    for another reason is an error on every rank, not the plain model's NaN; the rest goes on.
     """
     model, compiled, alone = _start(context)
 
@@ -537,9 +537,11 @@ def too_many_shapes(context: Context) -> None:
         _agree(context, model, alone, f"gradient of length {length}")
 
     with torch._dynamo.config.patch(recompile_limit=2):
-        step(5)
-        step(4)
-        context.findings.raises("a third length", ("UserInputError",), lambda: step(3))
+        for length in (5, 4, 3, 2, 5, 3):
+            step(length)
+        model.eval()
+        context.findings.raises("a length in another mode", ("UserInputError",), lambda: step(3))
+        model.train()
         step(4)
 
 

@@ -79,7 +79,7 @@ def make(entry: Entry) -> tuple[nn.Module, dict[str, Any]]:
     for part in model.modules():
         if any(word in type(part).__name__ for word in ("Dropout", "StochasticDepth")):
             part.p = 0.0
-        for name in ("drop_prob", "drop_rate", "attn_drop", "dropout"):
+        for name in ("drop_prob", "drop_rate", "attn_drop", "dropout", "dropout_prob"):
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.0)
     return model, values
