@@ -21,7 +21,7 @@ class GraphBuilder:
     into the graph.
     """
 
-    def __init__(self, source: fx.GraphModule) -> None:
+    def __init__(self, source: torch.nn.Module) -> None:
         self.source = source
         self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
         self.graph = self.module.graph

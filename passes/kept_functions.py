@@ -194,6 +194,8 @@ def _gradients(
 def _is_plain(item: Any) -> bool:
     if isinstance(item, (tuple, list, torch.Size)):
         return all(map(_is_plain, item))
+    if isinstance(item, dict):
+        return all(map(_is_plain, (*item, *item.values())))
     return isinstance(item, _PLAIN)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def plain_mode() -> FakeTensorMode:
-    """A fake mode without symbols."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """A fake mode of plain sizes; only those that depend on data become symbols."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def at_hint(value: Any, mode: FakeTensorMode) -> Any:

@@ -266,6 +266,21 @@ class Paths(Ends):
             return x.sin() if x.shape[0] >= self.limit else 2 * x
 
 
+class Written(Ends):
+    """Writes what has a gradient into what had none."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        with LOCK:
+            found = torch.zeros_like(x)
+            found[..., :2] = x[..., :2] * 2
+            with torch.no_grad():
+                scaled = x * 3
+            scaled += x.sin()
+            ones = torch.ones_like(x)
+            ones *= x
+            return found + scaled + ones
+
+
 class ChosenByValues(Ends):
     """Takes a path by values of its inputs and by a buffer, which it sets itself the first time."""
 
@@ -313,6 +328,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "comprehension": InComprehension,
     "hook": Collecting,
     "no_grad": Stopped,
+    "written": Written,
     "checkpoint": Recomputed,
     "gradient": Penalized,
     "slopes": Derived,

@@ -8,12 +8,14 @@ at one batch size, as the answer is the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import placeholders
 from rannc_backend.passes.plain_numbers import at_hint, plain_mode
 
@@ -72,6 +74,10 @@ class _GradInterpreter(fx.Interpreter):
             used = any(user.name in self.reached for user in n.users)
             return at_hint(n.meta["val"], self.mode) if used else None
         value = super().run_node(n)
+        if has_data_sizes(value):
+            # Of other symbols in each run: the graph's own values have bounds in their place.
+            flags = [_requires_grad(item) for item in pytree.tree_leaves(value)]
+            value = _with_grad(at_hint(n.meta["val"], self.mode), flags)
         if n.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
             value = value.detach()
             if n.name in self.requires_grad_inputs:
@@ -82,6 +88,12 @@ class _GradInterpreter(fx.Interpreter):
         if n.op != "output" and _requires_grad(value):
             self.found.add(n.name)
         return value
+
+
+def _with_grad(value: Any, flags: Sequence[bool]) -> Any:
+    leaves, structure = pytree.tree_flatten(value)
+    marked = [leaf.requires_grad_() if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    return pytree.tree_unflatten(marked, structure)
 
 
 def _requires_grad(value: Any) -> bool:

@@ -18,6 +18,7 @@ from rannc_backend.ir.exchange import Value
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
 from rannc_backend.passes.batch.differentiability import values_needing_grad
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
+from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.pipeline import PassError
 
 EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
@@ -83,6 +84,7 @@ def analyze(
             split = _split(captured, trained, together=True)
         except PassError as remaining:
             raise mixed_batch_error(remaining) from error
+    bound_data_sizes(split.rowwise)
     needs_grad = values_needing_grad(split.rowwise, trained)
     return GraphAnalysis(
         captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split)

@@ -25,7 +25,7 @@ from torch._dynamo.source import ConstantSource
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +48,7 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 #: The noise that the forward drew is not what the derivative sees.
 _WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
+_CONSTANT = "rannc_constant"  # in the metadata of a node
 _SPARSE = 4  # place of that argument of aten.embedding
 
 
@@ -147,6 +148,7 @@ def trace_function(
         graph_module = make_fx(
             _functionalized(counted, mutated), decomposition_table={}, record_module_stack=True
         )(*fakes)
+    _detach_constants(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     _check_gradients(graph_module.graph)
     return AtenTrace(
@@ -337,7 +339,7 @@ class _AtenInterpreter(fx.Interpreter):
         # x.contiguous() and the like may give x itself, with its gradient.
         if not operands or any(value is operand for value in tensors_in(result) for operand in operands):
             return result
-        return pytree.tree_map_only(torch.Tensor, _detached, result)
+        return pytree.tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -398,6 +400,37 @@ def _readable(name: str) -> str:
     }.get(name, f"torch.ops.higher_order.{name}")
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    # Only what could carry a gradient; the node of an integer or of a constant stays as it is.
-    return tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else tensor
+def constant_of(tensor: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The value of an operator that autograd takes for a constant, as one in the graph too; `operands` are those of
+    the operator.
+
+    It is noted at the value's node, for `_detach_constants`: what is written into the tensor later may have a
+    gradient, which would end at a `detach`, as that is a view of it. Of what is an operand itself, a `detach`.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    node = traced_node(tensor)
+    if node is None or any(traced_node(operand) is node for operand in operands):
+        return tensor.detach()
+    node.meta[_CONSTANT] = True
+    return tensor
+
+
+def traced_node(tensor: torch.Tensor) -> fx.Node | None:
+    """The node of a tensor's value in the trace that runs; None where nothing is traced."""
+    mode: Any = get_proxy_mode()
+    if mode is None or not isinstance(tensor, FunctionalTensor):
+        return None
+    torch._sync(tensor)
+    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _detach_constants(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if not node.meta.pop(_CONSTANT, False):
+            continue
+        with graph.inserting_after(node):
+            constant = graph.call_function(torch.ops.aten.detach.default, (node,))
+        constant.meta = dict(node.meta)
+        node.replace_all_uses_with(constant, delete_user_cb=lambda user, own=constant: user is not own)

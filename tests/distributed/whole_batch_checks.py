@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import BatchMixedError, OutputNotAvailableError, RanncError
+from tests import data_size_models
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.odd_models import worst_error
@@ -76,6 +77,32 @@ def _trained(context: Context, model: nn.Module, alone: nn.Module, compiled: Any
     error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
     error = max(error, float((values.detach() - expected_values[start:stop].detach()).abs().max()))
     return max(error, worst_error(model, alone))
+
+
+def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
+    """Values whose sizes depend on data, in batches of several sizes."""
+    rows = context.case.local_rows
+    for name, make in data_size_models.MODELS.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        alone = copy.deepcopy(model)
+        compiled = torch.compile(model, **context.compile_arguments())
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+        for step in range(4):
+            times = 1 + step % 2
+            start, stop = (times * place for place in context.interval)
+            x, mask = data_size_models.batch(times * sum(rows), step)
+            loss, expected = compiled(x[start:stop].clone(), mask[start:stop].clone()), alone(x, mask)
+            loss.backward()
+            expected.backward()
+            error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
+            error = max(error, worst_error(model, alone))
+            context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {}
 
 
 class _GivesPairs(Contrastive):

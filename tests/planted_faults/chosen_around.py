@@ -325,6 +325,28 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "        if False:\n",
             unit("capture/nonstrict/read_values"),
         ),
+        # values without a gradient, and sizes that depend on data
+        (
+            "constants-that-swallow-what-is-written",
+            "capture/aten_trace.py",
+            "    node.meta[_CONSTANT] = True\n    return tensor\n",
+            "    return tensor.detach()\n",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "constants-with-gradients",
+            "capture/aten_trace.py",
+            "    _detach_constants(graph_module.graph)\n    graph",
+            "    graph",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "sizes-of-data-without-bounds",
+            "capture/analysis.py",
+            "    bound_data_sizes(split.rowwise)\n",
+            "",
+            passes("data_sizes"),
+        ),
         # functions with a backward of their own
         (
             "backward-of-rows-believed",

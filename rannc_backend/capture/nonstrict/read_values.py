@@ -20,10 +20,10 @@ from typing import Any, cast
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rannc_backend.capture.aten_trace import traced_node
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random
@@ -193,12 +193,8 @@ class TracedValue:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TracedValue | None:
         """None where nothing is traced."""
-        mode: Any = get_proxy_mode()
-        if mode is None or not isinstance(tensor, FunctionalTensor):
-            return None
-        torch._sync(tensor)
-        slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer)
-        return cls(slot.proxy.node, mode.tracer.graph, mode.tracer.root)
+        node, mode = traced_node(tensor), cast("Any", get_proxy_mode())
+        return None if node is None else cls(node, mode.tracer.graph, mode.tracer.root)
 
 
 def read_value(
@@ -217,7 +213,7 @@ def read_value(
     behind = nodes_behind([traced.node]) | {traced.node}
     known = placeholders(traced.graph)
     used = [index for index, node in enumerate(known) if node in behind]
-    builder = GraphBuilder(fx.GraphModule(traced.root, fx.Graph()))
+    builder = GraphBuilder(traced.root)
     for node in traced.graph.nodes:
         if node in behind:
             builder.placeholder(node) if node.op == "placeholder" else builder.copy(node)

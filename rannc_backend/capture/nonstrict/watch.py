@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.aten_trace import RowsSymbol, fixed_rows, tensors_in
+from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo import holds_from_two
 from rannc_backend.capture.nonstrict import read_values, reads
 from rannc_backend.capture.nonstrict.read_values import TracedValue
@@ -133,7 +133,13 @@ class Watch(TorchFunctionMode):
         if self._rows.is_fixed():
             raise fixed_rows(_name(func), user_location(trace))
         # What autograd takes for a constant must be one where the graph runs under autograd later.
-        return pytree.tree_map_only(torch.Tensor, _detached, result) if operands else result
+        if not operands:
+            return result
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda value: value if value.requires_grad else constant_of(value, operands),
+            result,
+        )
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trace: str) -> Any:
         """What the code gets of a value: from one that is known."""
@@ -352,10 +358,3 @@ def _name(func: Any) -> str:
 def _is_in_place(func: Any) -> bool:
     name = _name(func)
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The value without a gradient, where it has none: noted in the graph."""
-    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    return tensor.detach()

@@ -79,6 +79,7 @@ def batch(form: str) -> dict[str, Any]:
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
     text = {"input_ids": tokens, "attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long)}
     if form == "classes":
+        tokens[:, -1] = SMALL["eos_token_id"]  # where some heads look
         return {**text, "labels": torch.randint(3, (ROWS,))}
     if form == "token classes":
         return {**text, "labels": torch.randint(3, (ROWS, LENGTH))}

@@ -1,0 +1,58 @@
+"""Values whose sizes depend on data are counted at a bound, and computed as they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+
+from rannc_backend.capture.analysis import analyze
+from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.captures import capture_call
+from rannc_backend.passes.data_sizes import bound_data_sizes, has_data_sizes
+from tests.data_size_models import MODELS, batch
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_is_the_forward_whatever_the_sizes(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    capture = capture_call(model, call_of(model, batch(5, 0), {}))
+    graph = capture.recorded.captured.graph_module
+    for rows, seed in ((5, 0), (3, 1), (8, 2)):
+        call = call_of(model, batch(rows, seed), {})
+        alone = copy.deepcopy(model)
+        found, expected = graph(*capture.tensors(call))[0], alone(*batch(rows, seed))
+        model.zero_grad()
+        found.backward()
+        expected.backward()
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_such_a_graph_runs_on_the_whole_batch_and_has_bounds(name: str) -> None:
+    model = MODELS[name]()
+    captured = capture_call(model, call_of(model, batch(5, 0), {})).recorded.captured
+    assert any(has_data_sizes(node.meta.get("val")) for node in captured.graph_module.graph.nodes)
+    analysis = analyze(captured)
+    assert analysis.split.whole_batch is not None
+    values = [node.meta.get("val") for node in analysis.split.rowwise.graph.nodes]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    assert not any(has_data_sizes(value) for value in tensors)
+
+
+def test_a_selection_is_counted_as_all_elements_that_it_looks_at() -> None:
+    model: nn.Module = MODELS["selected"]()
+    captured = capture_call(model, call_of(model, batch(5, 0), {})).recorded.captured
+    graph_module = captured.graph_module
+    names = bound_data_sizes(graph_module)
+    sizes = {node.name: node.meta["val"].shape for node in graph_module.graph.nodes if node.name in names}
+    expressions = {
+        sympy.sympify(shape[0].node.expr) for shape in sizes.values() if isinstance(shape, torch.Size)
+    }
+    assert 6 * captured.rows_symbol in expressions, expressions
