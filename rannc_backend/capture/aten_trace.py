@@ -20,6 +20,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._ops import HigherOrderOperator
@@ -48,6 +49,8 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 #: The noise that the forward drew is not what the derivative sees.
 _WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
+#: The derivative takes sizes as plain numbers.
+_WITH_PLAIN_SIZES = (torch.ops.aten.affine_grid_generator.default,)
 _CONSTANT = "rannc_constant"  # in the metadata of a node
 _SPARSE = 4  # place of that argument of aten.embedding
 
@@ -143,10 +146,12 @@ def trace_function(
         return outputs
 
     with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta(), torch.enable_grad():
-        # A table, if an empty one: without it torch 2.14 makes `alias` of `detach`, and gradients go on where
-        # the model stops them.
+        # A table in any case: without one torch 2.14 makes `alias` of `detach`, and gradients go on where the
+        # model stops them.
         graph_module = make_fx(
-            _functionalized(counted, mutated), decomposition_table={}, record_module_stack=True
+            _functionalized(counted, mutated),
+            decomposition_table=get_decompositions(_WITH_PLAIN_SIZES),
+            record_module_stack=True,
         )(*fakes)
     _detach_constants(graph_module.graph)
     graph_module.graph.eliminate_dead_code()

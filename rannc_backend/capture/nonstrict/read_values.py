@@ -223,9 +223,11 @@ def read_value(
         raise _refused("random numbers are part of", location)
     if batch and any(inputs[index].kind in ("parameter", "buffer") for index in used):
         raise _refused("parameters or buffers are part of beside the batch", location)
-    canonical, _ = run_passes(with_facts(copy, TRACED), CANONICALIZE)
     meeting = Meeting()
-    layouts = analyze_batch_axis(canonical, batch, rows_symbol, meeting=meeting)
+    # The trace that runs must not see what the passes compute.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        canonical, _ = run_passes(with_facts(copy, TRACED), CANONICALIZE)
+        layouts = analyze_batch_axis(canonical, batch, rows_symbol, meeting=meeting)
     return ReadValue(
         graph=canonical,
         inputs=tuple(used),

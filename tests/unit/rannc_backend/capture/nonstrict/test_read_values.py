@@ -183,6 +183,14 @@ def test_buffers_and_parameters_are_read_where_they_are() -> None:
     assert find_capture([capture], call) is None
 
 
+def test_only_the_models_own_tests_are_decisions() -> None:
+    """Passes look at the values of constants, which are part of the value here."""
+    model = Deciding(lambda x, m: (m.sum() + torch.tensor([3, 3])).max().item() > 4)
+    capture = _capture(model, batch(4, 0))
+    assert len(capture.recorded.decisions) == 1
+    assert capture.recorded.decisions[0].location.startswith(__file__)
+
+
 class Numbers(nn.Module):
     """Uses numbers of its inputs in the ways that code does."""
 
