@@ -72,6 +72,22 @@ _IN_PLACE = frozenset(
         "ixor", "ilshift", "irshift",
     )
 )  # fmt: skip
+
+
+def _fill_diagonal(tensor: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
+    """`Tensor.fill_diagonal_`, whose kernel takes the sizes of its operand as plain numbers."""
+    numbers = [torch.arange(size, device=tensor.device) for size in tensor.shape]
+    if tensor.dim() == 2:
+        rows, columns = numbers
+        # Behind the last column the diagonal begins again, one row further down.
+        period = tensor.shape[1] + 1 if wrap else tensor.shape[0] + tensor.shape[1] + 1
+        return tensor.masked_fill_((rows % period)[:, None] == columns, fill_value)
+    first, *others = torch.meshgrid(*numbers, indexing="ij")
+    on_diagonal = torch.stack([first == other for other in others]).all(0)
+    return tensor.masked_fill_(on_diagonal, fill_value)
+
+
+_WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: _fill_diagonal}
 _READING = {torch.Tensor.__bool__, *_NUMBERS, *_EQUALITIES}
 _PACKAGE = f"{__name__.partition('.')[0]}."
 _APPLY = vars(torch.autograd.Function)["apply"]
@@ -114,6 +130,7 @@ class Watch(TorchFunctionMode):
             )
         guards = self._rows.shape_env.guards
         first = len(guards)
+        func = _WITHOUT_PLAIN_SIZES.get(func, func)
         if func is torch.Tensor.tolist:
             return self._read(func, args, kwargs, trace)
         try:

@@ -19,6 +19,7 @@ import tests.nonstrict_models as nonstrict
 from rannc_backend.capture.nonstrict.arguments import call_of, places_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture
 from rannc_backend.capture.nonstrict.ranks import Ranks
+from rannc_backend.capture.nonstrict.watch import _fill_diagonal
 from rannc_backend.errors import (
     ModelError,
     NoBatchDimensionError,
@@ -415,3 +416,23 @@ def test_a_table_that_makes_its_items_is_not_asked_for_them() -> None:
         assert serves(capture, model, batch(4)).endswith("_TABLE['scale']")
     finally:
         dict.__setitem__(_TABLE, "scale", 2.0)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("shape", [(3, 3), (7, 3), (3, 7), (9, 2), (4, 4, 4), (5, 1)])
+def test_a_diagonal_is_filled_as_torch_fills_it(shape: tuple[int, ...], wrap: bool) -> None:
+    expected, found = torch.zeros(shape), torch.zeros(shape)
+    assert _fill_diagonal(found, 5.0, wrap) is found
+    assert torch.equal(found, expected.fill_diagonal_(5.0, wrap=wrap))
+
+
+def test_a_diagonal_over_the_batch_fixes_no_size() -> None:
+    class Pairs(Ends):
+        def middle(self, x: Tensor) -> Tensor:
+            flat = x.flatten(1)
+            return (flat @ flat.t()).fill_diagonal_(0.0).sum() * x
+
+    model = Pairs()
+    capture = captured(model, batch(4))
+    for rows in (3, 6):
+        torch.testing.assert_close(results(capture, model, batch(rows)), model(batch(rows)))
