@@ -51,8 +51,8 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "gradients-go-on-where-the-model-stops-them",
             "capture/nonstrict/watch.py",
-            "return pytree.tree_map_only(torch.Tensor, _detached, result) if operands else result",
-            "return result",
+            "            lambda value: value if value.requires_grad else constant_of(value, operands),\n",
+            "            lambda value: value,\n",
             unit("capture/nonstrict/captures"),
         ),
         (
