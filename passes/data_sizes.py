@@ -18,7 +18,6 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
 
 def has_data_sizes(value: Any) -> bool:
@@ -47,15 +46,15 @@ def bound_data_sizes(graph_module: fx.GraphModule) -> frozenset[str]:
             for symbol in free_unbacked_symbols(item):
                 bounds.setdefault(symbol, most)
         if not isinstance(value, torch.SymInt):
-            node.meta["val"] = pytree.tree_map_only(
-                torch.Tensor, lambda tensor: _bounded(tensor, bounds), value
-            )
+            node.meta["val"] = _bounded(value, bounds)
     return frozenset(found)
 
 
 def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [part for item in value for part in _parts(item)]
     kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    return [item for item in pytree.tree_leaves(value) if isinstance(item, kinds)]
+    return [value] if isinstance(value, kinds) else []
 
 
 def _numel(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
@@ -72,10 +71,12 @@ def _expression(size: Any) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
-def _bounded(tensor: torch.Tensor, bounds: dict[sympy.Symbol, sympy.Expr]) -> torch.Tensor:
-    if not free_unbacked_symbols(tensor):
-        return tensor
-    mode: Any = tensor.fake_mode  # type: ignore[attr-defined]
+def _bounded(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_bounded(item, bounds) for item in value)
+    if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
+        return value
+    mode: Any = value.fake_mode  # type: ignore[attr-defined]
 
     def number(size: Any) -> Any:
         expression = _expression(size).xreplace(bounds)
@@ -86,10 +87,10 @@ def _bounded(tensor: torch.Tensor, bounds: dict[sympy.Symbol, sympy.Expr]) -> to
 
     with mode, torch.no_grad():
         return torch.empty_strided(
-            [number(size) for size in tensor.shape],
-            [number(stride) for stride in tensor.stride()],
-            dtype=tensor.dtype,
-            device=tensor.device,
+            [number(size) for size in value.shape],
+            [number(stride) for stride in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
         )
 
 

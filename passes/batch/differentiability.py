@@ -8,12 +8,11 @@ at one batch size, as the answer is the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import placeholders
@@ -76,8 +75,7 @@ class _GradInterpreter(fx.Interpreter):
         value = super().run_node(n)
         if has_data_sizes(value):
             # Of other symbols in each run: the graph's own values have bounds in their place.
-            flags = [_requires_grad(item) for item in pytree.tree_leaves(value)]
-            value = _with_grad(at_hint(n.meta["val"], self.mode), flags)
+            value = _with_grad_of(at_hint(n.meta["val"], self.mode), value)
         if n.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
             value = value.detach()
             if n.name in self.requires_grad_inputs:
@@ -90,10 +88,10 @@ class _GradInterpreter(fx.Interpreter):
         return value
 
 
-def _with_grad(value: Any, flags: Sequence[bool]) -> Any:
-    leaves, structure = pytree.tree_flatten(value)
-    marked = [leaf.requires_grad_() if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-    return pytree.tree_unflatten(marked, structure)
+def _with_grad_of(value: Any, other: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_grad_of(*pair) for pair in zip(value, other, strict=True))
+    return value.requires_grad_() if _requires_grad(other) else value
 
 
 def _requires_grad(value: Any) -> bool:

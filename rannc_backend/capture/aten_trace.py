@@ -150,7 +150,7 @@ def trace_function(
         # model stops them.
         graph_module = make_fx(
             _functionalized(counted, mutated),
-            decomposition_table=get_decompositions(_WITH_PLAIN_SIZES),
+            decomposition_table=_table(),
             record_module_stack=True,
         )(*fakes)
     _detach_constants(graph_module.graph)
@@ -164,6 +164,10 @@ def trace_function(
         rows_hint=hint,
         fake_mode=fake_mode,
     )
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    return {**get_decompositions(_WITH_PLAIN_SIZES)}
 
 
 def _check_gradients(graph: fx.Graph) -> None:
