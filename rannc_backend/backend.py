@@ -190,7 +190,8 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
         module=weakref.ref(module),
         way=lambda: _resolution(told.get("options")).config.capture,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
-        ranks=lambda: _ranks(_resolution(told.get("options")).config),
+        # Asked for at every call: options are read once.
+        ranks=functools.cache(lambda: _ranks(_resolution(told.get("options")).config)),
         leads=bootstrap.leads,
     )
 
