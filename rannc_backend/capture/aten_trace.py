@@ -416,7 +416,7 @@ def constant_of(tensor: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch
     It is noted at the value's node, for `_detach_constants`: what is written into the tensor later may have a
     gradient, which would end at a `detach`, as that is a view of it. Of what is an operand itself, a `detach`.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     node = traced_node(tensor)
     if node is None or any(traced_node(operand) is node for operand in operands):

@@ -51,8 +51,8 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "gradients-go-on-where-the-model-stops-them",
             "capture/nonstrict/watch.py",
-            "            lambda value: value if value.requires_grad else constant_of(value, operands),\n",
-            "            lambda value: value,\n",
+            "tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)",
+            "tree_map_only(torch.Tensor, lambda value: value, result)",
             unit("capture/nonstrict/captures"),
         ),
         (

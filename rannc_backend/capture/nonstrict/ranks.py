@@ -13,6 +13,11 @@ import torch
 
 from rannc_backend.capture.aten_trace import StridesOf
 
+Exchange = Callable[[Any], list[Any]]
+"""Every rank's payload of plain numbers and lists, in rank order; of one rank, or where each has the whole
+batch, one payload.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
@@ -21,14 +26,13 @@ class Ranks:
     Members:
         strides_of: strides by which to trace a parameter.
         global_rows: the batch size of all ranks, from this one's.
-        exchange: every rank's payload of plain numbers and lists, in rank order; of one rank, or where each
-            has the whole batch, one payload.
+        exchange: see `Exchange`.
         is_absent: whether a tensor of the module has no values on this rank.
     """
 
     strides_of: StridesOf = torch.Tensor.stride
     global_rows: Callable[[int], int] = int
-    exchange: Callable[[Any], list[Any]] = lambda payload: [payload]
+    exchange: Exchange = lambda payload: [payload]
     is_absent: Callable[[torch.Tensor], bool] = lambda tensor: False
 
 

@@ -13,7 +13,7 @@ tests/unit/rannc_backend/capture/nonstrict/test_read_values.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rannc_backend.capture.aten_trace import traced_node
 from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.capture.nonstrict.ranks import Exchange
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random
 from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows
@@ -34,9 +35,6 @@ from rannc_backend.passes.graph_queries import nodes_behind, placeholders
 from rannc_backend.passes.pipeline import run_passes, with_facts
 
 aten = torch.ops.aten
-Exchange = Callable[[Any], list[Any]]
-"""Every rank's payload of plain numbers and lists, in rank order; of one rank alone, its own."""
-
 _MAX_NUMBERS = 65_536  # that a rank sends for one value
 _OVER_ALL = frozenset(
     {

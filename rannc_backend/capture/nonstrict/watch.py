@@ -52,9 +52,9 @@ _MAX_FRAMES = 40
 _OWN = (kept_functions.__file__, read_values.__file__, reads.__file__)
 _CALLED = "rannc_called"
 _NUMBERS: dict[Any, Callable[[Any], Any]] = {
-    torch.Tensor.__int__: int,
-    torch.Tensor.__index__: int,
-    torch.Tensor.__float__: float,
+    torch.Tensor.__int__: lambda value: int(_first(value)),
+    torch.Tensor.__index__: lambda value: int(_first(value)),
+    torch.Tensor.__float__: lambda value: float(_first(value)),
     torch.Tensor.tolist: lambda value: value,
 }
 _EQUALITIES: dict[Any, Callable[..., torch.Tensor]] = {
@@ -152,11 +152,7 @@ class Watch(TorchFunctionMode):
         # What autograd takes for a constant must be one where the graph runs under autograd later.
         if not operands:
             return result
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda value: value if value.requires_grad else constant_of(value, operands),
-            result,
-        )
+        return pytree.tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], trace: str) -> Any:
         """What the code gets of a value: from one that is known."""
@@ -167,9 +163,7 @@ class Watch(TorchFunctionMode):
         if func in _EQUALITIES:
             equal = _EQUALITIES[func](*args, **kwargs).all()
             return self._reads.decide(trace, Asked((TracedValue.of(equal),), bool))
-        form = _NUMBERS[func]
-        first = (lambda value: value) if func is torch.Tensor.tolist else _first
-        return self._reads.number(trace, Asked((TracedValue.of(args[0]),), lambda value: form(first(value))))
+        return self._reads.number(trace, Asked((TracedValue.of(args[0]),), _NUMBERS[func]))
 
     def _note(self, trace: str, func: Any) -> None:
         meta = fx.traceback.get_current_meta()
@@ -327,7 +321,7 @@ def _clock(clock: Callable[[], Any], name: str) -> Callable[[], Any]:
             and is_of_user(caller.f_code.co_filename)
             and not caller.f_globals.get("__name__", "").startswith(_PACKAGE)
         ):
-            trace = user_trace(sys._getframe(1))
+            trace = user_trace(caller)
             raise UnsupportedModelError(
                 f"the model reads a clock (time.{name})",
                 location=user_location(trace),
