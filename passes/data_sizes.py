@@ -19,6 +19,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from rannc_backend.passes.graph_queries import size_expression
+
 
 def has_data_sizes(value: Any) -> bool:
     """Whether a size of a value, or of one in it, depends on data."""
@@ -59,16 +61,12 @@ def _parts(value: Any) -> list[Any]:
 
 def _numel(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
     sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return sympy.Mul(*(_expression(size).xreplace(bounds) for size in sizes))
+    return sympy.Mul(*(size_expression(size).xreplace(bounds) for size in sizes))
 
 
 def _at_ten(expression: sympy.Expr) -> float:
     """To tell the larger of two numbers of elements."""
     return float(expression.xreplace({symbol: sympy.Integer(10) for symbol in expression.free_symbols}))
-
-
-def _expression(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def _bounded(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> Any:
@@ -79,7 +77,7 @@ def _bounded(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> Any:
     mode: Any = value.fake_mode  # type: ignore[attr-defined]
 
     def number(size: Any) -> Any:
-        expression = _expression(size).xreplace(bounds)
+        expression = size_expression(size).xreplace(bounds)
         if expression.is_number:
             return int(expression)
         hint = int(expression.xreplace(_hints(mode.shape_env)))

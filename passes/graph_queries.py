@@ -1,6 +1,6 @@
 """Read-only questions about a graph that several passes ask.
 
-In: an `fx.Graph` or its nodes. Out: nodes. Nothing here changes a graph. Term: a node lies *behind* another
+In: an `fx.Graph`, its nodes, or a size. Out: nodes, an expression. Nothing here changes a graph. Term: a node lies *behind* another
 when the other's value is computed from it.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
+import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
@@ -79,3 +81,8 @@ def nearest_node(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> fx.Node | 
                 seen.add(neighbour)
                 pending.append(neighbour)
     return None
+
+
+def size_expression(size: Any) -> sympy.Expr:
+    """A size (int or SymInt) as a sympy expression."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.sympify(size)

@@ -19,10 +19,10 @@ from rannc_backend.passes.batch.operator_call import (
     product,
     rows_dims,
     rows_multiple,
-    size_expression,
     wrap_dim,
     wrap_dims,
 )
+from rannc_backend.passes.graph_queries import size_expression
 
 Rule = Callable[[Call], Layout]
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.batch.layouts import Constant, Layout, Reduced, RowIndex, Rows
+from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import PassError
 
 ADVICE = (
@@ -32,11 +33,6 @@ def operator_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.replace("::", ".", 1)
     return getattr(target, "__name__", str(target))
-
-
-def size_expression(size: Any) -> sympy.Expr:
-    """A size (int or SymInt) as a sympy expression."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.sympify(size)
 
 
 def has_rows(value: Any, symbol: sympy.Symbol) -> bool:

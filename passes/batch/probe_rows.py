@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.batch.layouts import Rows
-from rannc_backend.passes.batch.operator_call import Call, rows_dims, rows_multiple, size_expression
+from rannc_backend.passes.batch.operator_call import Call, rows_dims, rows_multiple
+from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.plain_numbers import without_modes
 
 _NUM_ROWS = 6

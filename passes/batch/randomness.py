@@ -29,8 +29,8 @@ from torch import Tensor, fx
 from rannc_backend.passes.batch.batch_axis import KnownRows, Meeting, extend_analysis, is_random
 from rannc_backend.passes.batch.batch_split import FIRST_ROW, RNG_SEED
 from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows, Several, Whole
-from rannc_backend.passes.batch.operator_call import Call, product, rows_multiple, size_expression
-from rannc_backend.passes.graph_queries import fake_mode_of, placeholders
+from rannc_backend.passes.batch.operator_call import Call, product, rows_multiple
+from rannc_backend.passes.graph_queries import fake_mode_of, placeholders, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError
 from rannc_backend.passes.tracing import InnerGraph, inline, inline_value, trace_function
 
