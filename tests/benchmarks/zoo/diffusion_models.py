@@ -30,6 +30,16 @@ def _noisy(channels: int, size: int, **more: Any) -> dict[str, Any]:
     return {"sample": torch.randn(ROWS, channels, size, size), **more}
 
 
+def _conditioned(shape: tuple[int, ...], condition: tuple[int, int], **more: Any) -> dict[str, Any]:
+    """Latents and the states of an encoder, by shape without rows, and time steps if no others are given."""
+    return {
+        "hidden_states": torch.randn(ROWS, *shape),
+        "encoder_hidden_states": torch.randn(ROWS, *condition),
+        "timestep": _steps(),
+        **more,
+    }
+
+
 def _steps() -> torch.Tensor:
     return torch.randint(1000, (ROWS,))
 
@@ -131,12 +141,9 @@ def _pixart(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         norm_num_groups=4,
         use_additional_conditions=False,
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(ROWS, 4, 16),
-        "timestep": _steps(),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }
+    return model, _conditioned(
+        (4, 8, 8), (4, 16), added_cond_kwargs={"resolution": None, "aspect_ratio": None}
+    )
 
 
 def _sd3(library: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -153,12 +160,7 @@ def _sd3(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         pooled_projection_dim=12,
         pos_embed_max_size=16,
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
-        "pooled_projections": torch.randn(ROWS, 12),
-        "timestep": _steps(),
-    }
+    return model, _conditioned((4, 8, 8), (6, 16), pooled_projections=torch.randn(ROWS, 12))
 
 
 def _flux(library: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -173,14 +175,14 @@ def _flux(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         pooled_projection_dim=12,
         axes_dims_rope=(4, 4, 8),
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 16, 4),
-        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
-        "pooled_projections": torch.randn(ROWS, 12),
-        "timestep": torch.rand(ROWS),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(6, 3),
-    }
+    return model, _conditioned(
+        (16, 4),
+        (6, 16),
+        pooled_projections=torch.randn(ROWS, 12),
+        timestep=torch.rand(ROWS),
+        img_ids=torch.zeros(16, 3),
+        txt_ids=torch.zeros(6, 3),
+    )
 
 
 def _cogvideox(library: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -198,11 +200,7 @@ def _cogvideox(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         patch_size=2,
         max_text_seq_length=6,
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 2, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
-        "timestep": _steps(),
-    }
+    return model, _conditioned((2, 4, 8, 8), (6, 16))
 
 
 def _sana(library: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -219,11 +217,7 @@ def _sana(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         sample_size=8,
         patch_size=1,
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(ROWS, 6, 8),
-        "timestep": _steps(),
-    }
+    return model, _conditioned((4, 8, 8), (6, 8))
 
 
 def _aura_flow(library: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -240,11 +234,7 @@ def _aura_flow(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         caption_projection_dim=16,
         pos_embed_max_size=64,
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
-        "timestep": torch.rand(ROWS),
-    }
+    return model, _conditioned((4, 8, 8), (6, 16), timestep=torch.rand(ROWS))
 
 
 def _ltx(library: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -258,15 +248,15 @@ def _ltx(library: Any) -> tuple[nn.Module, dict[str, Any]]:
         caption_channels=16,
         qk_norm="rms_norm_across_heads",
     )
-    return model, {
-        "hidden_states": torch.randn(ROWS, 16, 4),
-        "encoder_hidden_states": torch.randn(ROWS, 6, 16),
-        "encoder_attention_mask": torch.ones(ROWS, 6),
-        "timestep": torch.randint(1000, (ROWS,)),
-        "num_frames": 1,
-        "height": 4,
-        "width": 4,
-    }
+    return model, _conditioned(
+        (16, 4),
+        (6, 16),
+        encoder_attention_mask=torch.ones(ROWS, 6),
+        timestep=torch.randint(1000, (ROWS,)),
+        num_frames=1,
+        height=4,
+        width=4,
+    )
 
 
 def _prior(library: Any) -> tuple[nn.Module, dict[str, Any]]:
