@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from rannc_backend.passes.fixed_sizes import with_sizes
 from rannc_backend.passes.graph_queries import size_expression
 
 
@@ -48,7 +49,7 @@ def bound_data_sizes(graph_module: fx.GraphModule) -> frozenset[str]:
             for symbol in free_unbacked_symbols(item):
                 bounds.setdefault(symbol, most)
         if not isinstance(value, torch.SymInt):
-            node.meta["val"] = _bounded(value, bounds)
+            node.meta["val"] = with_sizes(value, bounds)
     return frozenset(found)
 
 
@@ -67,31 +68,3 @@ def _numel(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
 def _at_ten(expression: sympy.Expr) -> float:
     """To tell the larger of two numbers of elements."""
     return float(expression.xreplace({symbol: sympy.Integer(10) for symbol in expression.free_symbols}))
-
-
-def _bounded(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_bounded(item, bounds) for item in value)
-    if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
-        return value
-    mode: Any = value.fake_mode  # type: ignore[attr-defined]
-
-    def number(size: Any) -> Any:
-        expression = size_expression(size).xreplace(bounds)
-        if expression.is_number:
-            return int(expression)
-        hint = int(expression.xreplace(_hints(mode.shape_env)))
-        return mode.shape_env.create_symintnode(expression, hint=hint)
-
-    with mode, torch.no_grad():
-        return torch.empty_strided(
-            [number(size) for size in value.shape],
-            [number(stride) for stride in value.stride()],
-            dtype=value.dtype,
-            device=value.device,
-        )
-
-
-def _hints(shape_env: Any) -> Any:
-    """By symbol: the member has another name from torch 2.13 on."""
-    return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val

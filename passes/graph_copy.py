@@ -89,8 +89,13 @@ class GraphBuilder:
 
 
 def depends_on_inputs(node: fx.Node) -> bool:
-    """Whether a value depends on any placeholder."""
-    return any(item.op == "placeholder" for item in nodes_behind([node]))
+    """Whether a value depends on any placeholder that holds a tensor."""
+    return any(item.op == "placeholder" and not is_number(item) for item in nodes_behind([node]))
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node's value is a symbolic number: a length, or arithmetic on sizes."""
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _set_attribute(module: torch.nn.Module, name: str, value: Any) -> None:

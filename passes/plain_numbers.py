@@ -38,6 +38,14 @@ def at_hint(value: Any, mode: FakeTensorMode) -> Any:
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
+def hints_of(value: torch.Tensor) -> Any:
+    """The hints of the symbols in a fake tensor's sizes, by symbol: the member has another name from torch 2.13
+    on.
+    """
+    shape_env: Any = value.fake_mode.shape_env  # type: ignore[attr-defined]
+    return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
+
+
 class RefusingDraws(TorchDispatchMode):
     """Raises `error` where an operator draws random numbers."""
 

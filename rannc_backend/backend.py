@@ -43,22 +43,24 @@ from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa:
 from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E402
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
 from rannc_backend.capture.nonstrict.ranks import Ranks  # noqa: E402
+from rannc_backend.capture.nonstrict.trace import Changing  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
-from rannc_backend.capture.renew_guards import renew_guards  # noqa: E402
 from rannc_backend.capture.soft_labels import trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import (  # noqa: E402
+    Prepare,
     arrive,
     gated,
     note_capture,
     note_compilation,
     refuse_wrappers,
 )
-from rannc_backend.errors import RanncError, UserInputError  # noqa: E402
+from rannc_backend.errors import ModelError, RanncError, UserInputError  # noqa: E402
 from rannc_backend.log.first_call import FirstCall, memory_of  # noqa: E402
 from rannc_backend.log.logger import setup_logging  # noqa: E402
 from rannc_backend.log.startup import say_options  # noqa: E402
 from rannc_backend.log.step_timer import log_step_timer  # noqa: E402
 from rannc_backend.nonstrict_call import NonstrictCalls  # noqa: E402
+from rannc_backend.padded_call import padded_arguments  # noqa: E402
 from rannc_backend.passes.pipeline import dumping  # noqa: E402
 from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
 from rannc_backend.runtime.absent_tensors import is_absent, refuse_again, restore_classes, strides_of  # noqa: E402
@@ -132,15 +134,40 @@ def _compile_or_refuse(
     _check_device(example_inputs, world, lambda: capture.check_one_device(graph_module, example_inputs))
     if config.stage_compiler == "inductor" and world.has_least_to_do():
         begin_compiling({world.device.type})
-    with _capturing(config, world) as details:
-        captured = capture.capture_or_restart(graph_module, example_inputs, strides_of=strides_of)
-        details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+    captured = _capture(graph_module, example_inputs, config, world)
     shapes = _user_shapes((spec.kind, example_inputs[spec.position]) for spec in captured.inputs)
     session = _session_for(captured.root_module, resolution, shapes)
-    runtime, moved = session.runtime_for(captured, int(example_inputs[_batch_position(captured)].shape[0]))
+    try:
+        runtime, moved = session.runtime_for(captured, *_sizes_of_call(captured, example_inputs))
+    except ModelError as error:
+        if not captured.lengths:
+            raise
+        _say_fixed(error)
+        captured = _capture(graph_module, example_inputs, config, world, with_lengths=False)
+        runtime, moved = session.runtime_for(captured, *_sizes_of_call(captured, example_inputs))
     if moved:
-        renew_guards(captured, graph_module, example_inputs)
+        capture.renew_guards(captured, graph_module, example_inputs)
     return _bind(session, runtime, captured)
+
+
+def _capture(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    world: World,
+    *,
+    with_lengths: bool = True,
+) -> capture.CapturedGraph:
+    with _capturing(config, world) as details:
+        captured = capture.capture_or_restart(
+            graph_module, example_inputs, strides_of=strides_of, with_lengths=with_lengths
+        )
+        details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+    return captured
+
+
+def _say_fixed(error: ModelError) -> None:
+    logger.debug("the model is captured for the sizes of this call alone: %s", error)
 
 
 def _started(config: Config, model: str) -> World:
@@ -189,6 +216,7 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
     return NonstrictCalls(
         module=weakref.ref(module),
         way=lambda: _resolution(told.get("options")).config.capture,
+        dynamic=told.get("dynamic") is not False,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
         # Asked for at every call: options are read once.
         ranks=functools.cache(lambda: _ranks(_resolution(told.get("options")).config)),
@@ -196,8 +224,34 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
     )
 
 
+def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | None:
+    """What option pad_inputs does to the arguments of a module's calls; None where it is no module's call."""
+    if module is None:
+        return None
+    found = weakref.ref(module)
+
+    @functools.cache
+    def resolved() -> Config | None:
+        try:
+            return _resolution(told.get("options")).config
+        except RanncError:
+            return None  # an option is wrong: the call says so where all options are read
+
+    def prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        config, model = resolved(), found()
+        if config is None or model is None or not config.pad_inputs or not config.gather_inputs:
+            return args, kwargs
+        world = _started(config, str(type(model)))
+        exchange = functools.partial(
+            agree, world, "the shapes of a call", limit_seconds=config.compile_timeout_seconds
+        )
+        return padded_arguments(model, args, kwargs, paddings=config.paddings, exchange=exchange)
+
+    return prepared
+
+
 def _prepare_without_dynamo(
-    options: Mapping[str, object] | None, module: nn.Module, call: Call
+    options: Mapping[str, object] | None, module: nn.Module, call: Call, changing: Changing
 ) -> tuple[Capture, Callable[..., Sequence[Any]]]:
     if bootstrap.leads():
         _FIRST_CALL.begin()
@@ -208,17 +262,30 @@ def _prepare_without_dynamo(
             config = resolution.config
             world = _started(config, str(module))
             _check_device([*(place.tensor() for place in places_of(module)), *call.tensors], world)
-            with _capturing(config, world) as details:
-                found = capture_call(module, call, _ranks(config))
-                captured = found.recorded.captured
-                details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+            found = _capture_call(module, call, config, world, changing)
             tensors = found.tensors(call)
+            captured = found.recorded.captured
             shapes = _user_shapes((spec.kind, tensors[spec.position]) for spec in captured.inputs)
             session = _session_for(module, resolution, shapes)
-            runtime, _ = session.runtime_for(captured, found.num_rows(call))
+            try:
+                runtime, _ = session.runtime_for(captured, *_sizes_of_call(captured, tensors))
+            except ModelError as error:
+                if not captured.lengths:
+                    raise
+                _say_fixed(error)
+                found = _capture_call(module, call, config, world, frozenset())
+                captured = found.recorded.captured
+                runtime, _ = session.runtime_for(captured, *_sizes_of_call(captured, tensors))
             return found.renewed(module), _bind(session, runtime, captured)
     finally:
         refuse_again(REGISTRY.absent_tensors())
+
+
+def _capture_call(module: nn.Module, call: Call, config: Config, world: World, changing: Changing) -> Capture:
+    with _capturing(config, world) as details:
+        found = capture_call(module, call, _ranks(config), changing)
+        details.append(f"{len(found.recorded.captured.graph_module.graph.nodes)} nodes")
+    return found
 
 
 def _ranks(config: Config) -> Ranks:
@@ -328,7 +395,6 @@ def _bind(
         for spec in captured.inputs
         if spec.kind in ("parameter", "buffer") and spec.fqn is not None
     ]
-    rows_at = _batch_position(captured)
     # Dynamo keeps what is returned here for as long as it likes (a record of collectives has its callers'
     # code): it must keep neither the model alive nor what steps need, which the session has.
     key, root = captured.fingerprint, weakref.ref(captured.root_module)
@@ -346,9 +412,8 @@ def _bind(
                 session.table.take_replaced({name: flat_args[position] for position, name in stored})
         current = session.runtimes.get(key)
         if current is None:
-            current, _ = session.runtime_for(
-                replace(session.captured[key], root_module=model), int(flat_args[rows_at].shape[0])
-            )
+            again = replace(session.captured[key], root_module=model)
+            current, _ = session.runtime_for(again, *_sizes_of_call(again, flat_args))
         tensors = [flat_args[position] for position in order]
         if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
             results = call_training(current, tensors)
@@ -363,8 +428,12 @@ def _bind(
     return call
 
 
-def _batch_position(captured: capture.CapturedGraph) -> int:
-    return next(spec.position for spec in captured.inputs if spec.kind == "batch")
+def _sizes_of_call(captured: capture.CapturedGraph, flat_args: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
+    """Rows and lengths of a call with these arguments."""
+    batch = next(spec.position for spec in captured.inputs if spec.kind == "batch")
+    position_of = {spec.name: spec.position for spec in captured.inputs}
+    lengths = (flat_args[position_of[length.carrier]].shape[length.dim] for length in captured.lengths)
+    return int(flat_args[batch].shape[0]), tuple(map(int, lengths))
 
 
 def _raising(error: RanncError) -> Callable[..., Sequence[Any]]:
@@ -384,7 +453,9 @@ hooks.install(
         trace_soft_labels,
         lambda: trace_modules_of_torch(
             _is_rannc,
-            lambda compiled, module, told: gated(compiled, _FIRST_CALL.cancel, _second_way(module, told)),
+            lambda compiled, module, told: gated(
+                compiled, _FIRST_CALL.cancel, _second_way(module, told), _padding(module, told)
+            ),
         ),
         lambda: refuse_wrappers(REGISTRY.has_spread),
         lambda: begin_symbolically(_is_rannc, before=_before_compilation, after=_after_compilation),

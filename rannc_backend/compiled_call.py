@@ -58,6 +58,9 @@ def note_capture() -> None:
         call.captured = True
 
 
+Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
 class SecondWay(Protocol):
     """Calls of one compiled module, captured in another way than by Dynamo."""
 
@@ -101,9 +104,11 @@ def gated(
     compiled: Callable[..., Any],
     on_failure: Callable[[], None] = lambda: None,
     second: SecondWay | None = None,
+    prepared: Prepare | None = None,
 ) -> Callable[..., Any]:
     """``compiled`` behind the gate; Dynamo sees through it as through what it made itself. ``on_failure``:
-    told of calls that raise. ``second``: serves the calls of a model that Dynamo refuses.
+    told of calls that raise. ``second``: serves the calls of a model that Dynamo refuses. ``prepared``: what is done
+    to the arguments first.
     """
 
     has_no_operator = False
@@ -116,6 +121,8 @@ def gated(
         counts = bootstrap.counts()
         counts.num_calls += 1
         try:
+            if prepared is not None:
+                args, kwargs = prepared(args, kwargs)
             result, served = _served_either_way(compiled, second, args, kwargs)
             # A function without any operator never comes to a backend, and is itself what it does to rows.
             has_no_operator = (

@@ -6,21 +6,22 @@ between endpoints, a factory that compiles this rank's stage, and one that makes
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
-from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn
-from rannc_backend.ir.exchange import Edge
+from rannc_backend.ir.action import Program, Turn
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.step_timer import log_step_timer
-from rannc_backend.passes.graph_queries import output_values
+from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.passes.stage.split_stages import StageGraph
 from rannc_backend.planner.plan_fits_graph import choose_schedule
@@ -35,14 +36,15 @@ from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.executor import Executor, Stage
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
-from rannc_backend.runtime.step.user_outputs import RuntimeOutput
+from rannc_backend.runtime.step.step_state import RuntimeOutput, StepShapes
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.trace.copy_report import CopyLog
-from rannc_backend.runtime.world import Ranks, Route, World
+from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import schedule_named
@@ -51,23 +53,10 @@ from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.checked_stage import DisplayedStage, VerifiedStage
 from rannc_backend.stages.compiled_stage import CompileCache, CompiledStage, compile_stage
-from rannc_backend.stages.cut_stages import StageCut, edge_specs
+from rannc_backend.stages.cut_stages import StageCut, edge_specs, edges_of
 from rannc_backend.stages.graph_dump import dump_graphs, pass_dump
 
 logger = logging.getLogger(__name__)
-
-
-def routes_of(edges: Mapping[tuple[int, int], Edge], stage_ranks: Sequence[Ranks], size: int) -> list[Route]:
-    """All channels that the edges can use with the ranks at their ends, in an order that is the same on every
-    rank.
-    """
-    ends = {place: tuple(range(size)) for place in (INPUT, OUTPUT)} | dict(enumerate(stage_ranks))
-    routes = []
-    for src, dst in sorted(edges):
-        routes.append(Route(str(Channel(src, dst, "F")), ends[src], ends[dst]))
-        if edges[src, dst].gradient:
-            routes.append(Route(str(Channel(dst, src, "B")), ends[dst], ends[src]))
-    return routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +106,9 @@ class Deployer:
                 "string",
                 lambda: own.graph_module.print_readable(print_output=False),
             )
-        outputs = self._outputs(analysis, cut)
+        shapes_at = self._shapes_at(analysis, cut)
+        shapes = shapes_at(tuple(length.hint for length in analysis.captured.lengths))
+        outputs = shapes.outputs
         losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
         # Of this graph, not of the plan: the planned graph may have been one without a loss.
         schedule = schedule_named(choose_schedule(analysis.split, analysis.needs_grad, self.config))
@@ -128,7 +119,8 @@ class Deployer:
             counter=self.counter,
             inputs=self._inputs(analysis),
             outputs=outputs,
-            scalars=_scalar_graphs(analysis),
+            scalars=shapes.scalars,
+            shapes_at=shapes_at,
             buckets=self._buckets(analysis, cut, reductions),
             shared_buffers=SharedBuffers(
                 table=self.table,
@@ -147,6 +139,20 @@ class Deployer:
             switches=self.switches,
         )
 
+    def _shapes_at(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[tuple[int, ...]], StepShapes]:
+        @functools.lru_cache(maxsize=4096)
+        def at(lengths: tuple[int, ...]) -> StepShapes:
+            return StepShapes(
+                lengths=lengths,
+                edges=edges_of(
+                    analysis, cut.graphs, all_outputs=self.config.outputs == "all", lengths=lengths
+                ),
+                outputs=self._outputs(analysis, cut, lengths),
+                scalars=_scalar_graphs(analysis, lengths),
+            )
+
+        return at
+
     def _settings(self, analysis: GraphAnalysis, schedule: Schedule) -> RuntimeSettings:
         config = self.config
         return RuntimeSettings(
@@ -159,6 +165,7 @@ class Deployer:
             step_limit_seconds=config.step_timeout_seconds,
             compile_limit_seconds=config.compile_timeout_seconds,
             size_tests=analysis.captured.size_tests,
+            lengths=analysis.captured.lengths,
         )
 
     def _num_micro_batches(self, analysis: GraphAnalysis) -> int:
@@ -188,7 +195,9 @@ class Deployer:
             RuntimeInput(name=spec.name, kind=spec.kind, requires_grad=spec.requires_grad) for spec in specs
         )
 
-    def _outputs(self, analysis: GraphAnalysis, cut: StageCut) -> tuple[RuntimeOutput, ...]:
+    def _outputs(
+        self, analysis: GraphAnalysis, cut: StageCut, lengths: tuple[int, ...]
+    ) -> tuple[RuntimeOutput, ...]:
         wanted = self.config.outputs == "all"
         scalars = _differentiable_scalars(analysis)
         maker = {
@@ -201,7 +210,7 @@ class Deployer:
         for output in analysis.split.user_outputs:
             if output.kind == "rows":
                 assert output.name is not None, "outputs of this kind have a name"
-                value = analysis.value(output.name) if wanted else None
+                value = analysis.value(output.name, lengths) if wanted else None
                 differentiable = wanted and output.name in analysis.needs_grad
                 results.append(RuntimeOutput(kind="rows", value=value, differentiable=differentiable))
             elif output.kind == "scalar":
@@ -212,15 +221,18 @@ class Deployer:
                 )
             elif output.kind == "replicated":
                 assert output.name is not None, "outputs of this kind have a name"
-                results.append(self._replicated_output(analysis, output.name, maker))
+                results.append(self._replicated_output(analysis, output.name, maker, lengths))
             elif output.kind == "unavailable":
                 results.append(RuntimeOutput(kind="unavailable", constant=output.value))
             else:
-                results.append(RuntimeOutput(kind="none", constant=output.value))
+                constant = output.value
+                if isinstance(constant, sympy.Expr):
+                    (constant,) = analysis.sizes_at([constant], lengths)
+                results.append(RuntimeOutput(kind="none", constant=constant))
         return tuple(results)
 
     def _replicated_output(
-        self, analysis: GraphAnalysis, name: str, maker: Mapping[str, int]
+        self, analysis: GraphAnalysis, name: str, maker: Mapping[str, int], lengths: tuple[int, ...]
     ) -> RuntimeOutput:
         if name in analysis.needs_grad:
             raise UnsupportedModelError(
@@ -233,7 +245,7 @@ class Deployer:
             name=name,
             root=self.stage_ranks[maker[name]][0],
             dtype=fake.dtype,
-            static_shape=tuple(int(size) for size in fake.shape),
+            static_shape=analysis.sizes_at(fake.shape, lengths),
         )
 
     def _buckets(
@@ -281,10 +293,10 @@ class Deployer:
 
     def _executor_factory(
         self, analysis: GraphAnalysis, cut: StageCut
-    ) -> Callable[[str, RowTable], Executor]:
+    ) -> Callable[[str, RowTable, tuple[int, ...]], Executor]:
         index = self.stage_index
         if index is None:
-            return lambda kind, rows: self._idle_executor(cut)
+            return lambda kind, rows, lengths: self._idle_executor(cut)
         graph = cut.graphs[index]
         specs = {spec.name: spec for spec in analysis.captured.inputs}
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
@@ -292,12 +304,12 @@ class Deployer:
         made_here = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
         send_buffers = SendBuffers(self.world.device)
 
-        def make(kind: str, rows: RowTable) -> Executor:
+        def make(kind: str, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
             start, stop = rows.interval(index, self.world.rank, 0)
             config = self.config
             dump = pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
             with own_errors_only(), dumping(dump):
-                stage = self._watched(analysis, cut, kind, stop - start)
+                stage = self._watched(analysis, cut, kind, stop - start, lengths)
             return Executor(
                 world=self.world,
                 stage_index=index,
@@ -329,19 +341,28 @@ class Deployer:
             limit_seconds=self.config.step_timeout_seconds,
         )
 
-    def _watched(self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int) -> Stage:
+    def _watched(
+        self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int, lengths: tuple[int, ...]
+    ) -> Stage:
         """The compiled stage, looked at while it runs if the options ask for it."""
         index = self.stage_index
         assert index is not None, "no stage here"
         budget = self.plan.stages[index].recompute
-        compiled = self._compile(analysis, cut, kind, num_rows, budget)
+        compile_with = functools.partial(self._compile, analysis, cut, kind, num_rows, lengths)
+        compiled = compile_with(budget)
         stage: CompiledStage | VerifiedStage = compiled
         if self.config.verify_recomp and kind != "infer" and budget < 1.0:
-            stage = VerifiedStage(compiled, self._compile(analysis, cut, kind, num_rows, 1.0), index)
+            stage = VerifiedStage(compiled, compile_with(1.0), index)
         return DisplayedStage(stage, index, describe_values) if self.config.display_act_value else stage
 
     def _compile(
-        self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int, budget: float
+        self,
+        analysis: GraphAnalysis,
+        cut: StageCut,
+        kind: str,
+        num_rows: int,
+        lengths: tuple[int, ...],
+        budget: float,
     ) -> CompiledStage:
         assert self.stage_index is not None, "no stage here"
         graph = cut.graphs[self.stage_index]
@@ -363,6 +384,7 @@ class Deployer:
                 training=kind != "infer",
                 cache=self.cache,
                 rows_hint=num_rows,
+                length_hints=analysis.named_lengths(lengths),
                 stored=stored,
                 stored_gradients=stored_gradients,
             )
@@ -449,7 +471,7 @@ def _differentiable_scalars(analysis: GraphAnalysis) -> frozenset[int]:
     return frozenset(index for index, node in enumerate(outputs) if node in tainted)
 
 
-def _scalar_graphs(analysis: GraphAnalysis) -> ScalarGraphs:
+def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:
     split = analysis.split
     partial_names = [output.name for output in split.outputs if output.kind == "partial"]
     fakes = {node.name: node.meta.get("val") for node in split.rowwise.graph.nodes}
@@ -458,21 +480,21 @@ def _scalar_graphs(analysis: GraphAnalysis) -> ScalarGraphs:
         prologue=split.prologue,
         prologue_inputs=_placeholders(split.prologue),
         prologue_sums=tuple(
-            _sum_spec(name, node.meta["val"])
+            _sum_spec(analysis, lengths, name, node.meta["val"])
             for name, node in zip(split.prologue_sums, prologue_outputs, strict=True)
         ),
         epilogue=split.epilogue,
         epilogue_inputs=_placeholders(split.epilogue),
-        partials=tuple(_sum_spec(name, fakes[name]) for name in dict.fromkeys(partial_names)),
+        partials=tuple(
+            _sum_spec(analysis, lengths, name, fakes[name]) for name in dict.fromkeys(partial_names)
+        ),
         linear=split.linear,
     )
 
 
 def _placeholders(graph_module: torch.fx.GraphModule | None) -> tuple[str, ...]:
-    if graph_module is None:
-        return ()
-    return tuple(node.name for node in graph_module.graph.nodes if node.op == "placeholder")
+    return () if graph_module is None else tuple(node.name for node in placeholders(graph_module.graph))
 
 
-def _sum_spec(name: str, fake: torch.Tensor) -> SumSpec:
-    return SumSpec(name=name, dtype=fake.dtype, shape=tuple(int(size) for size in fake.shape))
+def _sum_spec(analysis: GraphAnalysis, lengths: tuple[int, ...], name: str, fake: torch.Tensor) -> SumSpec:
+    return SumSpec(name=name, dtype=fake.dtype, shape=analysis.sizes_at(fake.shape, lengths))

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from rannc_backend.capture.first_trace import SeenSizes
 from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
 from rannc_backend.capture.nonstrict.ranks import Ranks
-from rannc_backend.capture.nonstrict.trace import Recorded
+from rannc_backend.capture.nonstrict.trace import Changing, Recorded
 from rannc_backend.errors import (
     BatchSizeTestError,
     InternalError,
@@ -35,18 +36,20 @@ Way = Literal["auto", "dynamo", "nonstrict"]
 
 @dataclass(slots=True, kw_only=True)
 class NonstrictCalls:
-    """See the module docstring; a `compiled_call.SecondWay`. ``way`` gives option ``capture``; ``leads``:
-    whether this rank tells the user.
+    """See the module docstring; a `compiled_call.SecondWay`. ``way`` gives option ``capture``; ``dynamic``: whether
+    sizes that change become lengths; ``leads``: whether this rank tells the user.
     """
 
     module: weakref.ref[nn.Module]
     way: Callable[[], Way]
-    prepare: Callable[[nn.Module, Call], tuple[Capture, Run]]
+    dynamic: bool
+    prepare: Callable[[nn.Module, Call, Changing], tuple[Capture, Run]]
     ranks: Callable[[], Ranks]
     leads: Callable[[], bool]
     _refused: ModelError | None = None  # by Dynamo
     _asked: Way | None = None
     _runs: list[tuple[Capture, Run]] = field(default_factory=list)
+    _seen: SeenSizes = field(default_factory=SeenSizes)
 
     def is_chosen(self) -> bool:
         """See `SecondWay`."""
@@ -101,7 +104,11 @@ class NonstrictCalls:
         return find_capture(captures, call, self.ranks()) if captures else None
 
     def _captured(self, module: nn.Module, call: Call) -> Capture:
-        self._runs.append(self.prepare(module, call))
+        changed = self._seen.changed(module, dict(enumerate(call.tensors))) if self.dynamic else {}
+        changing = {(index, dim) for index, dims in changed.items() for dim in dims}
+        self._runs.append(self.prepare(module, call, changing))
+        if changing and not self._runs[-1][0].recorded.lengths.hints:
+            self._seen.give_up(weakref.ref(module))
         return self._runs[-1][0]
 
     def _served(self, capture: Capture, call: Call) -> Any:

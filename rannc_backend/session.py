@@ -48,7 +48,7 @@ from rannc_backend.runtime.gradients.optimizer_state_dicts import OptimizerState
 from rannc_backend.runtime.host_resources import give_back_memory
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
-from rannc_backend.runtime.step.graph_settings import StepCounter
+from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE, StepCounter
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
 from rannc_backend.runtime.trace.event_trace import EventTrace
@@ -106,9 +106,11 @@ class Session:
     shapes: set[tuple[Any, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
 
     @without_anomaly_detection
-    def runtime_for(self, captured: CapturedGraph, local_rows: int) -> tuple[GraphRuntime, bool]:
+    def runtime_for(
+        self, captured: CapturedGraph, local_rows: int, lengths: tuple[int, ...] = ()
+    ) -> tuple[GraphRuntime, bool]:
         """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then
-        stale).
+        stale). ``local_rows`` and ``lengths`` are those of the call.
 
         Collective for a graph that is new.
         """
@@ -124,6 +126,8 @@ class Session:
             {
                 "fingerprint": key,
                 "rows": local_rows,
+                "lengths": lengths,
+                "shapes": _fixed_shapes(captured),
                 "options": self.config.model_dump(),
                 "torch": torch.__version__,
                 "device": str(self.world.device),
@@ -140,11 +144,14 @@ class Session:
                 )
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         moved, fresh = False, self.plan is None
-        if self.plan is None and self.config.partitioning_dry_run_np:
-            self._dry_run(analysis, rows)
         if self.plan is None:
-            plan = self._make_plan(analysis, sum(rows) if self.config.gather_inputs else rows[0])
-            stage_of = self._check_plan(plan, analysis)
+            # Priced at this step's lengths, the longest of all ranks.
+            longest = tuple(max(sizes) for sizes in zip(*(answer["lengths"] for answer in answers)))
+            fixed = analysis.at_numbers(longest)
+            if self.config.partitioning_dry_run_np:
+                self._dry_run(fixed, rows)
+            plan = self._make_plan(fixed, sum(rows) if self.config.gather_inputs else rows[0])
+            stage_of = self._check_plan(plan, fixed)
             self.plan = plan
             preferred = exact_schedules(analysis.split, analysis.needs_grad)[0]
             self.schedule = plan.schedule if plan.schedule != preferred else None
@@ -426,12 +433,28 @@ def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
     return {**dict(root.named_parameters()), **dict(root.named_buffers())}
 
 
+def _fixed_shapes(captured: CapturedGraph) -> list[str]:
+    """Of the user's inputs: the sizes that are numbers in a graph."""
+    kinds = {item.name: item.kind for item in captured.inputs}
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    return [
+        f"{node.name} {[size if isinstance(size, int) else '*' for size in node.meta['val'].shape]}"
+        for node in nodes
+        if kinds[node.name] in ("batch", "replicated")
+    ]
+
+
 def _check_same(answers: list[dict[str, object]]) -> None:
     check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
-    for what, item in (
-        ("versions of torch", "torch"),
-        ("models or inputs (hash of the captured graph)", "fingerprint"),
+    shapes = [str(answer["shapes"]) for answer in answers]
+    for what, values, cure in (
+        ("versions of torch", [str(answer["torch"]) for answer in answers], ""),
+        ("shapes of inputs, behind the batch size", shapes, LENGTHS_CURE),
+        (
+            "models or inputs (hash of the captured graph)",
+            [str(answer["fingerprint"])[:16] for answer in answers],
+            "",
+        ),
     ):
-        values = [str(answer[item])[:16] for answer in answers]
         if len(set(values)) > 1:
-            raise RanksDifferError(what, value_by_rank=values)
+            raise RanksDifferError(what, value_by_rank=values, cure=cure)

@@ -7,14 +7,13 @@ Out: nothing, or `Hang`, or a wrong number. See `tests/played_ranks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from rannc_backend.deployment import routes_of
 from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.kernels.record_table import CopyReport
@@ -24,10 +23,11 @@ from rannc_backend.runtime.comm.nccl import NcclTransport
 from rannc_backend.runtime.gradients.buckets import PendingGradients, plan_buckets
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.executor import Executor, describe
-from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.runtime.step.queue_turns import queue_turns, routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
+from rannc_backend.runtime.step.scalars import ScalarGraphs
 from rannc_backend.runtime.step.send_buffers import SendBuffers
-from rannc_backend.runtime.step.step_state import StepState
+from rannc_backend.runtime.step.step_state import StepShapes, StepState
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import ScheduleName, build_order
@@ -200,6 +200,20 @@ def transport_of(device: PlayedDevice, size: int, *, in_turn: bool = True) -> Nc
     )  # type: ignore[arg-type]
 
 
+def shapes_of(edges: Mapping[tuple[int, int], Edge]) -> StepShapes:
+    """Of a step in which nothing but messages depends on lengths."""
+    nothing = ScalarGraphs(
+        prologue=None,
+        prologue_inputs=(),
+        prologue_sums=(),
+        epilogue=None,
+        epilogue_inputs=(),
+        partials=(),
+        linear=True,
+    )
+    return StepShapes(lengths=(), edges=edges, outputs=(), scalars=nothing)
+
+
 def run_steps(setting: Setting, phases: Sequence[str] = ("train",)) -> None:
     """Run the steps; each is these phases.
 
@@ -274,12 +288,12 @@ class PlayedRank:
             kind = phases[0]
             programs = {phase: self.program(phase) for phase in phases}
             fabric.barrier(self.rank)
-            if rehearsal.is_needed(kind, rows):
+            if rehearsal.is_needed(kind, rows, ()):
                 if setting.rehearses:
                     runs = [(phase, *programs[phase][:2]) for phase in phases]
                     rehearsal.run(kind, self.executor, runs, state, self.pending, dict)
                 fabric.barrier(self.rank)
-                rehearsal.done(kind, rows)
+                rehearsal.done(kind, rows, ())
             if self.stage is not None:
                 self.stage.seen.clear()
             for phase in phases:
@@ -301,7 +315,13 @@ class PlayedRank:
         grad_outputs = {f"x{len(self.setting.replicas) - 1}": torch.zeros(stop - start, 2)}
         inputs = {"input": numbers, "labels": numbers.clone()}
         return StepState(
-            number=step + 1, rows=rows, inputs=inputs, scalars={}, training=True, grad_outputs=grad_outputs
+            number=step + 1,
+            rows=rows,
+            shapes=shapes_of(self.edges),
+            inputs=inputs,
+            scalars={},
+            training=True,
+            grad_outputs=grad_outputs,
         )
 
     def program(self, phase: Any) -> tuple[Any, Any, Any]:

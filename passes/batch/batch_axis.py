@@ -57,6 +57,7 @@ from rannc_backend.passes.batch.row_wise import is_row_wise, refuse_row_count, r
 from rannc_backend.passes.graph_queries import arguments_of
 from rannc_backend.passes.kept_functions import KeptFunction, kept_function
 from rannc_backend.passes.pipeline import Pass, PassError
+from rannc_backend.passes.size_nodes import plain
 from rannc_backend.passes.tracing import InnerGraph, trace_decomposition, trace_function
 
 _DECLARE = (
@@ -445,7 +446,7 @@ class _Analysis:
                 node, f"operator {name} mixes rows of the batch (shape {tuple(value.shape)}). {ADVICE}"
             )
         width = layout.outer * layout.inner if isinstance(layout, Rows) else 1
-        if rows_multiple(value.shape[layout.dim], self.symbol) != width:
+        if rows_multiple(value.shape[layout.dim], self.symbol) != plain(width):
             what = f"size {value.shape[layout.dim]} of dimension {layout.dim}"
             raise PassError(node, f"operator {name} mixes rows of the batch ({what}). {ADVICE}")
         return layout

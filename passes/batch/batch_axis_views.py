@@ -23,6 +23,7 @@ from rannc_backend.passes.batch.operator_call import (
     wrap_dims,
 )
 from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.size_nodes import Size, exact_quotient
 
 Rule = Callable[[Call], Layout]
 
@@ -69,11 +70,11 @@ def reshape(call: Call) -> Layout:
     before = product(source.shape[: layout.dim]) * layout.outer
     after = product(source.shape[layout.dim + 1 :]) * layout.inner
     new_before, new_after = product(call.value.shape[:dim]), product(call.value.shape[dim + 1 :])
-    if not new_before or not new_after or before % new_before or after % new_after:
+    outer, inner = exact_quotient(before, new_before), exact_quotient(after, new_after)
+    if outer is None or inner is None:
         call.refuse_mixing("the new shape cuts across rows")
-    outer, inner = before // new_before, after // new_after
     # Still uniform only if no other dimension was merged into this one.
-    uniform = layout.uniform and outer * inner <= layout.outer * layout.inner
+    uniform = layout.uniform and exact_quotient(layout.outer * layout.inner, outer * inner) is not None
     return Rows(dim, outer, inner, uniform=uniform)
 
 
@@ -91,13 +92,13 @@ def repeat(call: Call) -> Layout:
         dims = rows_dims(call.value, call.symbol)
         if len(dims) != 1:
             call.refuse("makes a value with two dimensions of the batch's size")
-        size = 1 if dims[0] < shift else int(call["self"].meta["val"].shape[dims[0] - shift])
+        size = 1 if dims[0] < shift else call["self"].meta["val"].shape[dims[0] - shift]
         multiple = rows_multiple(call.value.shape[dims[0]], call.symbol)
         if multiple is None:
             call.refuse(
                 f"makes a value of size {call.value.shape[dims[0]]}, which is no multiple of the batch size"
             )
-        return Rows(dims[0], 1, multiple, uniform=size == 1)
+        return Rows(dims[0], 1, multiple, uniform=isinstance(size, int) and size == 1)
     times = call["repeats"][layout.dim + shift]
     if not isinstance(times, int):
         call.refuse("repeats the batch as often as it has rows")
@@ -158,12 +159,19 @@ def _bounds(call: Call, size: Any) -> tuple[sympy.Expr, sympy.Expr]:
     return first, last
 
 
-def _blocks(call: Call, layout: Rows, dim: int) -> int:
+def _blocks(call: Call, layout: Rows, dim: int) -> Size:
     """How many whole outer blocks the slice of `dim` takes; refuses a slice that cuts through rows."""
     first, last = _bounds(call, call["self"].meta["val"].shape[dim])
+    if call["step"] == 1 and first == 0 and last == size_expression(call["self"].meta["val"].shape[dim]):
+        return layout.outer
     block = call.symbol * layout.inner
     first, last = sympy.simplify(first / block), sympy.simplify(last / block)
-    if call["step"] != 1 or not (first.is_Integer and last.is_Integer) or last > layout.outer:
+    if (
+        call["step"] != 1
+        or not (first.is_Integer and last.is_Integer)
+        or not isinstance(layout.outer, int)
+        or last > layout.outer
+    ):
         call.refuse_mixing("it takes some of the rows")
     return int(last - first)
 
@@ -209,9 +217,10 @@ def split(call: Call) -> Layout:
     parts = []
     for part in call.value:
         multiple = rows_multiple(part.shape[dim], call.symbol)
-        if not multiple or multiple % layout.inner:
+        outer = exact_quotient(multiple, layout.inner) if multiple else None
+        if outer is None:
             call.refuse_mixing("it takes the rows apart")
-        parts.append(Rows(dim, multiple // layout.inner, layout.inner, uniform=layout.uniform))
+        parts.append(Rows(dim, outer, layout.inner, uniform=layout.uniform))
     if sum(part.outer for part in parts) != layout.outer:
         call.refuse_mixing("it takes the rows apart")
     return Several(tuple(parts))

@@ -39,7 +39,7 @@ class RowwiseOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOutput:
     """Where one user output comes from: a row-wise node (kinds "rows", "replicated"), an epilogue output
-    ("scalar"), or nowhere ("none": `value` itself, None or a Python constant; "unavailable": `value` says why
+    ("scalar"), or nowhere ("none": `value` itself, None, a Python constant or an expression over lengths; "unavailable": `value` says why
     it cannot be had)."""
 
     kind: str

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rannc_backend.passes.size_nodes import Size
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:
@@ -22,14 +24,14 @@ class Rows:
     """Row r of the value depends on row r of the batch alone.
 
     Dimension `dim` has outer * rows * inner elements, indexed (outer, row, inner), and is the only one that
-    holds rows.
+    holds rows. Both may depend on lengths.
     `uniform`: every element along `dim` is the same, so that another split of the same size into outer and
     inner is as true.
     """
 
     dim: int
-    outer: int = 1
-    inner: int = 1
+    outer: Size = 1
+    inner: Size = 1
     uniform: bool = field(default=False, compare=False)
 
 

@@ -46,7 +46,10 @@ def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partial
         return True
 
     def gradients(*inputs: torch.Tensor) -> list[Any]:
-        leaves = [item.detach().requires_grad_(place in wanted) for place, item in enumerate(inputs)]
+        leaves = [
+            item.detach().requires_grad_(place in wanted) if isinstance(item, torch.Tensor) else item
+            for place, item in enumerate(inputs)
+        ]
         with torch.enable_grad():
             outputs = fx.Interpreter(epilogue).run(*leaves)
             results: list[Any] = []

@@ -36,8 +36,15 @@ from rannc_backend.passes.batch.operator_call import (
     wrap_dims,
 )
 from rannc_backend.passes.canonicalize import CANONICAL
-from rannc_backend.passes.graph_queries import arguments_of, fake_mode_of, overload_of, placeholders
+from rannc_backend.passes.graph_queries import (
+    arguments_of,
+    fake_mode_of,
+    overload_of,
+    placeholders,
+    size_expression,
+)
 from rannc_backend.passes.pipeline import GraphPass, PassError
+from rannc_backend.passes.size_nodes import length_placeholders, size_node
 from rannc_backend.passes.tracing import inline, inline_value, trace_function
 
 HALF = (torch.float16, torch.bfloat16)
@@ -90,26 +97,29 @@ def decompose_batch_reductions(graph_module: fx.GraphModule, rows_symbol: sympy.
 def _read_sizes_from_inputs(graph: fx.Graph, symbol: sympy.Symbol) -> None:
     inputs = placeholders(graph)
     sources = [node for node in inputs if rows_dims(node.meta["val"], symbol) == [0]]
-    if not sources or rows_multiple(sources[0].meta["val"].shape[0], symbol) != 1:
-        return
-    sizes: dict[int, fx.Node] = {}
-    place = inputs[-1]
+    known = length_placeholders(graph)
+    begin = inputs[-1].next  # in front of which all sizes are
+    if sources and rows_multiple(sources[0].meta["val"].shape[0], symbol) == 1:
+        with graph.inserting_before(begin):
+            known[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (sources[0], 0))
+        known[symbol].meta["val"] = sources[0].meta["val"].shape[0]
+    sizes: dict[sympy.Expr, fx.Node | int | None] = {}
+    replaced = []  # erased last: `begin` may be one of them
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.SymInt):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt) or node in known.values():
             continue
-        multiple = rows_multiple(node.meta["val"], symbol)
-        if not multiple:
+        expression = size_expression(value)
+        if node.target is not torch.ops.aten.sym_size.int and not rows_multiple(value, symbol):
             continue
-        for needed in dict.fromkeys((1, multiple)):
-            if needed not in sizes:
-                with graph.inserting_after(place):
-                    args = (sources[0], 0) if needed == 1 else (sizes[1], needed)
-                    place = graph.call_function(
-                        torch.ops.aten.sym_size.int if needed == 1 else operator.mul, args
-                    )
-                place.meta["val"] = sources[0].meta["val"].shape[0] * needed
-                sizes[needed] = place
-        node.replace_all_uses_with(sizes[multiple])
+        if expression not in sizes:
+            with graph.inserting_before(begin):
+                sizes[expression] = size_node(graph, expression, known)
+        made = sizes[expression]
+        if made is not None:
+            node.replace_all_uses_with(made)
+            replaced.append(node)
+    for node in reversed(replaced):
         graph.erase_node(node)
 
 
@@ -385,7 +395,10 @@ class _RowNumbers:
         if multiple == 1:
             return self._global_rows(value)
         if multiple is not None:
-            return self._call(number, lambda rows: rows * multiple, (self._global_rows(value),))
+            with self.graph.inserting_before(number):
+                times = size_node(self.graph, multiple, length_placeholders(self.graph))
+            if times is not None:
+                return self._call(number, operator.mul, (self._global_rows(value), times))
         function = _ARITHMETIC.get(operator_name(number.target))
         if function is None:
             raise PassError(

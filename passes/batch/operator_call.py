@@ -20,6 +20,7 @@ from torch import fx
 from rannc_backend.passes.batch.layouts import Constant, Layout, Reduced, RowIndex, Rows
 from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.size_nodes import Size, plain
 
 ADVICE = (
     "Each row of the batch must be computed from that row alone, apart from sums, means and losses over the "
@@ -43,15 +44,20 @@ def has_rows(value: Any, symbol: sympy.Symbol) -> bool:
     )
 
 
-def rows_multiple(size: Any, symbol: sympy.Symbol) -> int | None:
-    """k if size == k * rows (0 if it does not depend on rows); None for any other expression, such as rows +
-    1.
+def rows_multiple(size: Any, symbol: sympy.Symbol) -> Size | None:
+    """k if size == k * rows, where k may depend on lengths (0 if it does not depend on rows); None for any other
+    expression, such as rows + 1.
     """
     expression = size_expression(size)
     if symbol not in expression.free_symbols:
         return 0
-    ratio = sympy.simplify(expression / symbol)
-    return int(ratio) if ratio.is_Integer else None
+    if expression == symbol:
+        return 1
+    expanded = sympy.expand(expression)
+    ratio = expanded.coeff(symbol, 1)
+    if symbol in ratio.free_symbols or sympy.expand(ratio * symbol) != expanded:
+        return None
+    return plain(ratio)
 
 
 def rows_dims(value: Any, symbol: sympy.Symbol) -> list[int]:
@@ -175,6 +181,6 @@ def wrap_dims(dims: Any, ndim: int) -> list[int]:
     return [wrap_dim(dim, ndim) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def product(sizes: Any) -> int:
+def product(sizes: Any) -> Size:
     """Product of sizes without rows."""
-    return math.prod(int(size) for size in sizes)
+    return plain(math.prod(size_expression(size) for size in sizes))

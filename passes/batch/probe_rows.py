@@ -21,7 +21,7 @@ from torch import fx
 from rannc_backend.passes.batch.layouts import Rows
 from rannc_backend.passes.batch.operator_call import Call, rows_dims, rows_multiple
 from rannc_backend.passes.graph_queries import size_expression
-from rannc_backend.passes.plain_numbers import without_modes
+from rannc_backend.passes.plain_numbers import hints_of, without_modes
 
 _NUM_ROWS = 6
 _PARTS = ((0, 2), (2, 3), (3, 6))
@@ -67,6 +67,8 @@ def _example(call: Call, node: fx.Node) -> torch.Tensor | None:
     shape = []
     for size in value.shape:
         at_rows = size_expression(size).subs(call.symbol, _NUM_ROWS)
+        if at_rows.free_symbols:
+            at_rows = at_rows.xreplace(hints_of(value))
         if not at_rows.is_Integer:
             return None
         shape.append(int(at_rows))
@@ -134,11 +136,9 @@ def _weights(end: torch.Tensor, part: tuple[int, int]) -> torch.Tensor:
 
 
 def _rows(value: torch.Tensor, layout: Rows, part: tuple[int, int]) -> torch.Tensor:
-    size = value.shape[layout.dim] // layout.outer
-    inner = size // _NUM_ROWS
-    positions = torch.arange(value.shape[layout.dim], device=value.device).view(
-        layout.outer, _NUM_ROWS, inner
-    )
+    # One of the two may depend on lengths.
+    outer, inner = (number if isinstance(number, int) else -1 for number in (layout.outer, layout.inner))
+    positions = torch.arange(value.shape[layout.dim], device=value.device).view(outer, _NUM_ROWS, inner)
     return value.index_select(layout.dim, positions[:, part[0] : part[1]].reshape(-1))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIn
 from rannc_backend.passes.batch.operator_call import Call, product, rows_multiple
 from rannc_backend.passes.graph_queries import fake_mode_of, placeholders, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError
+from rannc_backend.passes.size_nodes import Size, length_placeholders, size_node
 from rannc_backend.passes.tracing import InnerGraph, inline, inline_value, trace_function
 
 LOW32 = 0xFFFFFFFF
@@ -71,6 +73,10 @@ def element_keys(count: int, device: torch.device) -> Tensor:
     return mix((torch.arange(count, device=device) + 0x5BD1E995) & LOW32)
 
 
+def _keys_of_elements(count: Any, device: torch.device, seed: Tensor) -> Tensor:
+    return element_keys(count, device)
+
+
 def operator_key(number: int, draw: int = 0) -> int:
     """A key for the `draw`-th random numbers of the `number`-th random operator."""
     return mix(mix(number + 1) ^ (0x1B873593 * (draw + 1) & LOW32))
@@ -87,7 +93,8 @@ def random_bits(keys: Tensor, elements: Tensor, layout: Layout, shape: Any, key:
     ones_before, ones_after = [1] * (len(before) + 1), [1] * (len(after) + 1)
     # [before..., outer, rows, inner, after...]
     by_row = mixed.view([*ones_before, keys.shape[0], *ones_after])
-    by_element = elements.view([*before, layout.outer, 1, layout.inner, *after])
+    outer, inner = (number if isinstance(number, int) else -1 for number in (layout.outer, layout.inner))
+    by_element = elements.view([*before, outer, 1, inner, *after])
     return finish(by_row ^ by_element).view(shape)
 
 
@@ -172,6 +179,8 @@ class _Rewriter:
             raise PassError(
                 node, f"random operator {call.name} gives a number to pairs of rows or to a choice of rows"
             )
+        if isinstance(layout, Rows) and not (isinstance(layout.outer, int) or isinstance(layout.inner, int)):
+            raise PassError(node, f"random operator {call.name} works on rows in pieces of two lengths")
         keys = self._keys(layout, value.device)
         elements = self._elements(product(_row_shape(shape_of(call.arguments, value), layout)), value.device)
 
@@ -203,12 +212,26 @@ class _Rewriter:
         value = node.meta["val"][0] if isinstance(node.meta["val"], (tuple, list)) else node.meta["val"]
         multiple = rows_multiple(value.shape[dim], self.symbol)
         if not multiple:
-            return int(value.shape[dim])
+            return self._number(value.shape[dim])
         return (
             self._num_rows()
             if multiple == 1
-            else self._make(lambda rows: rows * multiple, (self._num_rows(),), RowCount())
+            else self._make(operator.mul, (self._num_rows(), self._number(multiple)), RowCount())
         )
+
+    def _number(self, size: Any) -> fx.Node | int:
+        """A size without rows, as a node where it depends on lengths."""
+        if isinstance(size, int):
+            return size
+        expression = size_expression(size)
+        if expression not in self.shared:
+            before = set(self.graph.nodes)
+            with self.graph.inserting_before(placeholders(self.graph)[-1].next):
+                made = size_node(self.graph, expression, length_placeholders(self.graph))
+            assert isinstance(made, fx.Node), f"a size {expression} that no input has"
+            self.layouts |= {node.name: Constant() for node in self.graph.nodes if node not in before}
+            self.shared[expression] = made
+        return self.shared[expression]
 
     # --- keys, made once per graph
     # ----------------------------------------------------------------------------------------
@@ -221,8 +244,13 @@ class _Rewriter:
         # `RowIndex`: made from the numbers of rows alone, recomputed wherever used
         return self._shared(("rows", device), row_keys, (seed, first, self._num_rows(), device), RowIndex(0))
 
-    def _elements(self, count: int, device: torch.device) -> fx.Node:
-        return self._shared(("elements", count, device), element_keys, (count, device), Constant())
+    def _elements(self, count: Size, device: torch.device) -> fx.Node:
+        args = (self._number(count), device)
+        if isinstance(count, int):
+            return self._shared(("elements", count, device), element_keys, args, Constant())
+        # A trace is one over symbolic sizes if there is a fake tensor in it.
+        args = (*args, self._placeholder(RNG_SEED))
+        return self._shared(("elements", count, device), _keys_of_elements, args, Constant())
 
     def _num_rows(self) -> fx.Node:
         if "num_rows" not in self.shared:

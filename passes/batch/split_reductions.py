@@ -49,8 +49,8 @@ from rannc_backend.passes.batch.linearity import is_linear
 from rannc_backend.passes.batch.loss_decompositions import HALF, DecomposeReductions
 from rannc_backend.passes.batch.operator_call import ADVICE, operator_name, rows_multiple
 from rannc_backend.passes.batch.randomness import PureRandomness
-from rannc_backend.passes.graph_copy import GraphBuilder, depends_on_inputs
-from rannc_backend.passes.graph_queries import nodes_behind, output_values, placeholders
+from rannc_backend.passes.graph_copy import GraphBuilder, depends_on_inputs, is_number
+from rannc_backend.passes.graph_queries import nodes_behind, output_values, placeholders, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError, run_pass
 from rannc_backend.passes.tracing import inline_value, trace_function
 
@@ -222,6 +222,8 @@ class _Splitter:
         if not isinstance(leaf, fx.Node):
             return UserOutput(kind="none", value=leaf)
         layout = self.layout(leaf)
+        if is_number(leaf) and isinstance(layout, Constant):
+            return UserOutput(kind="none", value=size_expression(leaf.meta["val"]))
         if self.meeting is not None and isinstance(layout, (Whole, SliceStatistic)):
             return self._whole_output(leaf)
         if isinstance(layout, Rows):
@@ -298,7 +300,7 @@ class _Splitter:
             elif node not in self.partials:
                 self.partials.append(node)
             return self.epilogue.placeholder(node)
-        if node.op == "placeholder" and node.name == GLOBAL_ROWS:
+        if node.op == "placeholder" and (node.name == GLOBAL_ROWS or is_number(node)):
             return self.epilogue.placeholder(node)
         if isinstance(layout, Constant) and depends_on_inputs(node):
             return self._scaled_constant(node)

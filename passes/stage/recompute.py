@@ -25,7 +25,8 @@ def saved_bytes(forward: fx.GraphModule, num_outputs: int, kept_anyway: Collecti
     constants).
     """
     placeholders = forward.graph.find_nodes(op="placeholder")
-    free = {_storage(n.meta["val"]) for n in placeholders if n.name in kept_anyway}
+    kept = [node.meta["val"] for node in placeholders if node.name in kept_anyway]
+    free = {_storage(value) for value in kept if isinstance(value, torch.Tensor)}
     (output,) = forward.graph.find_nodes(op="output")
     total: sympy.Expr = sympy.Integer(0)
     for node in output.args[0][num_outputs:]:

@@ -7,7 +7,8 @@ Out: one `StageGraph` per stage.
 
 Terms. A *staged* node has a stage. A *cloned* node has none: it does not depend on the batch, or on nothing
 but its size (see `free_nodes`), and is computed again in every stage that uses it. A *size* is a SymInt (the
-batch size or arithmetic on it): it is rebuilt in each stage from a tensor that the stage receives. A
+batch size, a length, or arithmetic on them): it is rebuilt in each stage from a tensor that the stage receives
+and from lengths, which every stage has as inputs that uses them. A
 *boundary* value is made in one stage and used in a later one, be it the next or not. A value keeps its name
 (the node's name in the row-wise graph) in the inputs and outputs of all stages; names inside a stage graph
 are canonical (``p0``, ``n0``, ...), so that stages with the same layers have the same text.
@@ -25,8 +26,10 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows
-from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values
+from rannc_backend.passes.batch.operator_call import has_rows
+from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError, run_pass
+from rannc_backend.passes.size_nodes import is_size, length_placeholders, size_node, size_symbols
 
 INPUT_KINDS = (
     "parameter",
@@ -38,6 +41,7 @@ INPUT_KINDS = (
     "first_row",
     "global_rows",
     "prologue",
+    "length",
 )
 OUTPUT_KINDS = ("boundary", "rows", "partial", "buffer", "replicated")
 
@@ -171,14 +175,6 @@ class SplitStages(Pass[StageGraphs]):
             _StageBuilder(assignment, i, self.rows_symbol).build(by_stage[i]) for i in range(self.num_stages)
         )
         return StageGraphs(tuple(built))
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether a node's value is a number (a batch size or arithmetic on it), not a tensor."""
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(
-        value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
-    )
 
 
 def free_nodes(
@@ -321,6 +317,7 @@ class _StageBuilder:
         self.inputs: list[StageInput] = []
         self.copies: dict[fx.Node, fx.Node] = {}
         self.rows: fx.Node | None = None
+        self.lengths = length_placeholders(assignment.rowwise.graph)
         self.num_sizes = 0
 
     def build(self, outputs: Sequence[tuple[fx.Node, StageOutput]]) -> StageGraph:
@@ -328,7 +325,9 @@ class _StageBuilder:
         received = self._received(nodes, [node for node, _ in outputs])
         for node in received:
             self._add_input(node)
-        if any(is_size(argument) for node in nodes for argument in node.all_input_nodes):
+        used = {argument for node in nodes for argument in node.all_input_nodes if is_size(argument)}
+        sizes = filter(is_size, nodes_behind(used, stop=lambda node: not is_size(node)))
+        if any(has_rows(node.meta["val"], self.rows_symbol) for node in sizes):
             self._add_rows(received)
         for number, node in enumerate(nodes):
             self._copy(node, f"n{number}")
@@ -370,7 +369,9 @@ class _StageBuilder:
         for node in outputs:
             if node not in computed:
                 received[node] = None
-        return list(received)
+        used = {symbol for node in (*computed, *received) for symbol in size_symbols(node)}
+        lengths = [node for symbol, node in self.lengths.items() if symbol in used]
+        return [*lengths, *(node for node in received if node not in lengths)]
 
     def _add_input(self, node: fx.Node) -> fx.Node:
         kind = (
@@ -429,28 +430,29 @@ class _StageBuilder:
         return self.copies[node]
 
     def _size(self, node: fx.Node) -> fx.Node:
-        """Rebuild a size in this stage; sizes of intermediate tensors become arithmetic on the batch size."""
-        assert self.rows is not None
+        """Rebuild a size in this stage; sizes of intermediate tensors become arithmetic on the batch size and on
+        lengths.
+        """
         value = node.meta["val"]
         if node.target is not torch.ops.aten.sym_size.int:
             copy = self.graph.node_copy(node, self._argument)
             self._name_size(copy)
             copy.meta = _kept_meta(node)
             return copy
-        expression = (
-            sympy.sympify(value.node.expr) if isinstance(value, torch.SymInt) else sympy.Integer(value)
-        )
-        factor = expression.coeff(self.rows_symbol, 1)
-        if not factor.is_Integer or expression != factor * self.rows_symbol:
-            raise PassError(
-                node, f"its size {expression} is not a multiple of the batch size, so no stage can rebuild it"
-            )
-        if factor == 1:
-            return self.rows
-        copy = self.graph.call_function(operator.mul, (self.rows, int(factor)))
-        self._name_size(copy)
-        copy.meta["val"] = value
-        return copy
+        known = {
+            symbol: self.copies[length] for symbol, length in self.lengths.items() if length in self.copies
+        }
+        if self.rows is not None:
+            known[self.rows_symbol] = self.rows
+        before = set(self.graph.nodes)
+        made = size_node(self.graph, value, known)
+        if not isinstance(made, fx.Node):
+            expression = size_expression(value)
+            raise PassError(node, f"its size {expression} is none that a stage can rebuild")
+        for copy in self.graph.nodes:
+            if copy not in before:
+                self._name_size(copy)
+        return made
 
     def _name_size(self, node: fx.Node) -> None:
         self.num_sizes += 1

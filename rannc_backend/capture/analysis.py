@@ -7,19 +7,25 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import sympy
 from torch import fx
 
 from rannc_backend.capture.graph import CapturedGraph
-from rannc_backend.errors import BatchMixedError, user_location
+from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError, user_location
 from rannc_backend.ir.exchange import Value
+from rannc_backend.ir.length import at_lengths
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
 from rannc_backend.passes.batch.differentiability import values_needing_grad
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
+from rannc_backend.passes.fixed_sizes import at_numbers
+from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.size_nodes import plain_at
 
 EXTRA_INPUTS = ("rng_seed", "first_row", "global_rows")
 
@@ -44,20 +50,55 @@ class GraphAnalysis:
         """Node of the row-wise graph by name."""
         return next(node for node in self.split.rowwise.graph.nodes if node.name == name)
 
-    def value(self, name: str) -> Value:
-        """What travels when the value of node ``name`` does. AssertionError when it is not row-wise."""
+    def value(self, name: str, lengths: tuple[int, ...] | None = None) -> Value:
+        """What travels when the value of node ``name`` does, at these lengths (those of the capture if not given).
+        AssertionError when it is not row-wise.
+        """
         layout = self.split.layouts[name]
         assert isinstance(layout, Rows), f"{name} has no rows: {layout}"
         fake = self.node(name).meta["val"]
-        shape = tuple(-1 if dim == layout.dim else int(size) for dim, size in enumerate(fake.shape))
+        sizes = [-1 if dim == layout.dim else size for dim, size in enumerate(fake.shape)]
+        *shape, outer, inner = self.sizes_at([*sizes, layout.outer, layout.inner], lengths)
         return Value(
-            name=name,
-            dtype=fake.dtype,
-            shape=shape,
-            dim=layout.dim,
-            outer=int(layout.outer),
-            inner=int(layout.inner),
+            name=name, dtype=fake.dtype, shape=tuple(shape), dim=layout.dim, outer=outer, inner=inner
         )
+
+    def sizes_at(self, sizes: Iterable[Any], lengths: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Sizes without rows as numbers."""
+        known = self.captured.lengths
+        numbers = tuple(length.hint for length in known) if lengths is None else lengths
+        found = [at_lengths(size_expression(size), known, numbers) for size in sizes]
+        assert all(isinstance(size, int) for size in found), f"sizes {found} are no numbers"
+        return tuple(map(int, found))
+
+    def at_numbers(self, lengths: tuple[int, ...]) -> GraphAnalysis:
+        """The same for steps of these lengths alone, which are numbers in it: as plans are made."""
+        captured, split = self.captured, self.split
+        if not captured.lengths:
+            return self
+        known = {
+            length.symbol: sympy.Integer(size) for length, size in zip(captured.lengths, lengths, strict=True)
+        }
+        rowwise = at_numbers(split.rowwise, known)
+        names = {node.name for node in rowwise.graph.nodes}
+        layouts = {
+            name: replace(layout, outer=plain_at(layout.outer, known), inner=plain_at(layout.inner, known))
+            if isinstance(layout, Rows)
+            else layout
+            for name, layout in split.layouts.items()
+            if name in names
+        }
+        inputs = tuple(item for item in captured.inputs if item.kind != "length")
+        return GraphAnalysis(
+            captured=replace(captured, inputs=inputs, lengths=()),
+            split=replace(split, rowwise=rowwise, layouts=layouts),
+            needs_grad=self.needs_grad,
+            input_kinds={name: kind for name, kind in self.input_kinds.items() if kind != "length"},
+        )
+
+    def named_lengths(self, lengths: tuple[int, ...]) -> dict[str, int]:
+        """Lengths by the names of their inputs."""
+        return {length.name: size for length, size in zip(self.captured.lengths, lengths, strict=True)}
 
 
 def analyze(
@@ -71,7 +112,19 @@ def analyze(
 
     Raises:
         BatchMixedError: an operator mixes samples; names it and the user's line.
+        UnsupportedModelError: the graph has lengths, and is better captured without.
     """
+    try:
+        return _analyzed(captured, whole_batch, batch_norm)
+    except ModelError:
+        raise
+    except Exception as error:
+        if not captured.lengths:
+            raise
+        raise UnsupportedModelError(f"lengths lead to {type(error).__name__}: {error}") from error
+
+
+def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str) -> GraphAnalysis:
     trained = {spec.name for spec in captured.inputs if spec.requires_grad}
     try:
         split = _split(captured, trained, together=False)
@@ -80,15 +133,37 @@ def analyze(
     except PassError as error:
         if whole_batch == "never":
             raise mixed_batch_error(error) from error
+        if _is_split_by(captured, trained):
+            raise UnsupportedModelError(f"rows are not known to be apart at every length: {error}") from error
         try:
             split = _split(captured, trained, together=True)
         except PassError as remaining:
             raise mixed_batch_error(remaining) from error
     bound_data_sizes(split.rowwise)
+    shape_env = captured.fake_mode.shape_env
+    assert shape_env is not None, "captures have symbols"
+    if fixed := [length.name for length in captured.lengths if length.symbol in shape_env.replacements]:
+        raise UnsupportedModelError(f"the analysis has taken {fixed[0]} for a number")
     needs_grad = values_needing_grad(split.rowwise, trained)
     return GraphAnalysis(
         captured=captured, split=split, needs_grad=needs_grad, input_kinds=_input_kinds(captured, split)
     )
+
+
+def _is_split_by(captured: CapturedGraph, trained: Collection[str]) -> bool:
+    """Whether a graph whose rows meet, as far as is known of its lengths, keeps them apart at those of the
+    capture.
+    """
+    if not captured.lengths:
+        return False
+    known = {length.symbol: sympy.Integer(length.hint) for length in captured.lengths}
+    inputs = tuple(item for item in captured.inputs if item.kind != "length")
+    graph_module = at_numbers(captured.graph_module, known)
+    try:
+        _split(replace(captured, graph_module=graph_module, inputs=inputs), trained, together=False)
+    except PassError:
+        return False
+    return True
 
 
 def _split(captured: CapturedGraph, trained: Collection[str], *, together: bool) -> BatchSplit:

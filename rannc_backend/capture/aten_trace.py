@@ -13,7 +13,7 @@ becomes an `aten.detach`, so that the graph, run later under autograd, stops gra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
+from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
 from rannc_backend.passes.graph_queries import arguments_of
 
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
@@ -57,13 +58,16 @@ _SPARSE = 4  # place of that argument of aten.embedding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtenTrace:
-    """Output of `graph_module`: the user's outputs, then the new values of the inputs in `mutated`."""
+    """Output of `graph_module`: the user's outputs, then the new values of the inputs in `mutated`. Its first
+    placeholders are the lengths.
+    """
 
     graph_module: fx.GraphModule
     num_user_outputs: int
     mutated: tuple[int, ...]  # indices into the tensor inputs
     rows_symbol: sympy.Symbol
     rows_hint: int
+    length_symbols: tuple[sympy.Symbol, ...]
     fake_mode: FakeTensorMode
 
 
@@ -72,15 +76,17 @@ def trace_aten(
     inputs: Sequence[TensorInput],
     *,
     batch_positions: frozenset[int],
-    sizes: dict[int, int | None],
+    sizes: dict[int, sympy.Expr | None],
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
+    lengths: LengthDims = NO_LENGTHS,
 ) -> AtenTrace:
-    """Trace; placeholder i of the result is `inputs[i]`. Mutates neither the given graph nor any real tensor.
+    """Trace; placeholder i of the result, behind those of lengths, is `inputs[i]`. Mutates neither the given
+    graph nor any real tensor.
 
-    `sizes` gives the number for each size argument of Dynamo's graph, None for the batch size. `device`:
-    trace as if the model and its inputs were there. Raises UnsupportedModelError for what cannot be traced
-    exactly.
+    `sizes` gives the number for each size argument of Dynamo's graph, over lengths, None for the batch size.
+    `device`: trace as if the model and its inputs were there. Raises UnsupportedModelError for what cannot be
+    traced exactly.
     """
     first_batch = next(index for index, item in enumerate(inputs) if item.position in batch_positions)
     num_arguments = sum(node.op == "placeholder" for node in dynamo_graph.graph.nodes)
@@ -90,7 +96,7 @@ def trace_aten(
         for item, tensor in zip(inputs, tensors, strict=True):
             arguments[item.position] = tensor
         for position, number in sizes.items():
-            arguments[position] = tensors[first_batch].size(0) if number is None else number
+            arguments[position] = tensors[first_batch].size(0) if number is None else rows.of_lengths(number)
         return tuple(_AtenInterpreter(dynamo_graph, device, rows.is_fixed).run(*arguments))
 
     return trace_function(
@@ -100,19 +106,25 @@ def trace_aten(
         hint=rows_hint(dynamo_graph),
         device=device,
         strides_of=strides_of,
+        lengths=lengths,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsSymbol:
-    """The batch size of a trace."""
+    """The batch size of a trace, and its lengths."""
 
     symbol: sympy.Symbol
     shape_env: ShapeEnv
+    lengths: tuple[torch.SymInt, ...] = ()
 
     def is_fixed(self) -> bool:
         """Whether it has been taken for its hint."""
         return self.symbol in self.shape_env.replacements
+
+    def of_lengths(self, size: sympy.Expr) -> Any:
+        """A size over `length_symbol`s as a number of the trace."""
+        return _number_of(size, self.lengths)
 
 
 def trace_function(
@@ -123,17 +135,22 @@ def trace_function(
     hint: int,
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
+    lengths: LengthDims = NO_LENGTHS,
 ) -> AtenTrace:
     """Trace a function of fakes of `inputs`, which says itself what it cannot take, and notes the user's lines;
     see `trace_aten`.
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    source = ConstantSource("rows")
-    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    rows = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    rows = _new_size(shape_env, "rows", hint)
+    numbers = tuple(
+        _new_size(shape_env, length_name(index), size) for index, size in enumerate(lengths.hints)
+    )
+    # Before the trace: a size that it takes for a number has no symbol afterwards.
+    symbol, symbols = rows.node.expr, tuple(number.node.expr for number in numbers)
+    sizes = {place: _number_of(size, numbers) for place, size in lengths.sizes.items()}
     fakes = [
-        _fake_input(item, item.position in batch_positions, rows, fake_mode, device, strides_of)
+        _fake_input(item, item.position in batch_positions, rows, sizes, fake_mode, device, strides_of)
         for item in inputs
     ]
     mutated: list[int] = []
@@ -141,7 +158,7 @@ def trace_function(
 
     def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
         nonlocal num_user_outputs
-        outputs = forward(tensors, RowsSymbol(symbol=symbol, shape_env=shape_env))
+        outputs = forward(tensors, RowsSymbol(symbol=symbol, shape_env=shape_env, lengths=numbers))
         num_user_outputs = len(outputs)
         return outputs
 
@@ -149,10 +166,10 @@ def trace_function(
         # A table in any case: without one torch 2.14 makes `alias` of `detach`, and gradients go on where the
         # model stops them.
         graph_module = make_fx(
-            _functionalized(counted, mutated),
+            _functionalized(counted, mutated, len(numbers)),
             decomposition_table=_table(),
             record_module_stack=True,
-        )(*fakes)
+        )(*numbers, *fakes)
     _detach_constants(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     _check_gradients(graph_module.graph)
@@ -162,8 +179,22 @@ def trace_function(
         mutated=tuple(mutated),
         rows_symbol=symbol,
         rows_hint=hint,
+        length_symbols=symbols,
         fake_mode=fake_mode,
     )
+
+
+def _new_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt), f"{name} is a number: {size}"
+    return size
+
+
+def _number_of(size: sympy.Expr, lengths: Sequence[torch.SymInt]) -> Any:
+    symbols = [length_symbol(index) for index in range(len(lengths))]
+    return sympy.lambdify(symbols, size, modules=[{}])(*lengths)
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
@@ -230,29 +261,34 @@ def _fake_input(
     item: TensorInput,
     is_batch: bool,
     rows: int | torch.SymInt,
+    sizes: Mapping[tuple[int, int], Any],
     mode: FakeTensorMode,
     device: torch.device | None,
     strides_of: StridesOf,
 ) -> torch.Tensor:
     tensor = item.tensor
     place = tensor.device if device is None or (tensor.dim() == 0 and tensor.device.type == "cpu") else device
+    shape: list[Any] = [sizes.get((item.position, dim), int(size)) for dim, size in enumerate(tensor.shape)]
     with mode:
         if is_batch:
             # Slices of a batch are handed on as contiguous tensors, whatever the layout of the user's.
-            fake = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=place)
+            fake = torch.empty((rows, *shape[1:]), dtype=tensor.dtype, device=place)
+        elif any(isinstance(size, torch.SymInt) for size in shape):
+            fake = torch.empty(shape, dtype=tensor.dtype, device=place)
         else:
             fake = torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=place)
         return fake.requires_grad_(tensor.requires_grad)
 
 
 def _functionalized(
-    forward: Callable[..., tuple[Any, ...]], mutated: list[int]
+    forward: Callable[..., tuple[Any, ...]], mutated: list[int], num_lengths: int
 ) -> Callable[..., tuple[Any, ...]]:
-    """`forward` without mutation; new values of mutated inputs are appended to its outputs, their indices to
-    `mutated`.
+    """`forward` without mutation, behind numbers that it has already; new values of mutated inputs are appended
+    to its outputs, their indices to `mutated`.
     """
 
-    def run(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    def run(*arguments: Any) -> tuple[Any, ...]:
+        tensors = arguments[num_lengths:]
         exclude = torch._C._ExcludeDispatchKeyGuard(
             torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         )

@@ -10,30 +10,35 @@ the same size there. An input that no operator ties to the others counts by its 
 all batch inputs share one symbol: what the model asked about several of them (`mask.view(ids.shape[0],
 -1).shape[1]`) is judged, and guarded, with equal sizes.
 
+Other dimensions that are symbolic are lengths (ir/length.py), and so is a dimension 0 that the model ties to
+one. Lengths of the same size share a symbol, as in torch. What the model and its operators asked of them stays a
+condition of the compiled frame.
+
 A batch of 1 is traced as if it were larger (operators and models treat 1 apart), and a model may test whether
 its batch size is 0 or 1: the answer is that for larger ones. Other tests of the batch size are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
 from torch import fx
 
-from rannc_backend.capture.dynamo import (
-    DynamoCall,
+from rannc_backend.capture.dynamo import DynamoCall, is_storage_offset, source_of
+from rannc_backend.capture.dynamo_sizes import (
     SizeCondition,
+    fix_symbols,
     forget_size_conditions,
-    is_storage_offset,
     make_equal,
+    require_at_least,
     size_conditions,
-    source_of,
 )
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.errors import DataDependentControlFlowError, NoBatchDimensionError, UnsupportedModelError
+from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,19 @@ class BatchInputs:
     """
 
     positions: frozenset[int]
-    sizes: dict[int, int | None]  # position of a SymInt argument -> its number; None: it is the batch size
+    # position of a SymInt argument -> its number, over lengths; None: it is the batch size
+    sizes: dict[int, sympy.Expr | None]
+    lengths: LengthDims = NO_LENGTHS  # at their sizes in this call
+    length_symbols: tuple[sympy.Symbol, ...] = ()  # Dynamo's, of each length
+
+    @property
+    def sizes_in_this_call(self) -> dict[int, sympy.Expr | None]:
+        """`sizes` with numbers for the lengths."""
+        numbers = {length_symbol(i): sympy.Integer(size) for i, size in enumerate(self.lengths.hints)}
+        return {
+            position: None if size is None else size.xreplace(numbers)
+            for position, size in self.sizes.items()
+        }
 
 
 def batch_candidates(inputs: Sequence[TensorInput], *, single: bool) -> tuple[torch.Tensor, ...]:
@@ -76,29 +93,24 @@ def find_batch_inputs(
     Raises NoBatchDimensionError, DataDependentControlFlowError when the model branches on the batch size and
     UnsupportedModelError when sizes differ or other dimensions are symbolic.
     """
-    shape_env = call.output_graph.shape_env
+    symbolic = _symbolic_sizes(inputs, call)
+    roots = _length_symbols(inputs, symbolic, call)
+    symbolic = _symbolic_sizes(inputs, call)
     expressions: dict[int, sympy.Expr] = {}
-    for item in inputs:
-        shape = item.example.meta["example_value"].shape
-        for dim, size in enumerate(shape):
-            expression = (
-                shape_env.replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    lengths: dict[tuple[int, int], sympy.Expr] = {}
+    names = {root: length_symbol(index) for index, root in enumerate(roots)}
+    items = {item.position: item for item in inputs}
+    for (position, dim), expression in symbolic.items():
+        if expression.free_symbols <= names.keys():
+            lengths[position, dim] = expression.xreplace(names)
+        elif dim == 0 and expression.is_Symbol:
+            expressions[position] = expression
+        else:
+            raise UnsupportedModelError(
+                f"dimension {dim} of {items[position].label} {list(items[position].tensor.shape)} is not the batch "
+                f"size, but {expression} for the batch size of another input",
+                cure="pass it with the batch size as dimension 0 and reshape it in the model.",
             )
-            if expression.is_number:
-                continue
-            if dim > 0 or item.kind != "user":
-                raise UnsupportedModelError(
-                    f"dimension {dim} of {item.label} {list(item.tensor.shape)} was marked as dynamic",
-                    cure="only the batch size (dimension 0 of the inputs) can be dynamic: drop mark_dynamic "
-                    "for it.",
-                )
-            if not expression.is_Symbol:
-                raise UnsupportedModelError(
-                    f"dimension 0 of {item.label} {list(item.tensor.shape)} is not the batch size, but "
-                    f"{expression} for the batch size of another input",
-                    cure="pass it with the batch size as dimension 0 and reshape it in the model.",
-                )
-            expressions[item.position] = expression
     if not expressions:
         raise _no_batch(inputs, call)
     positions = frozenset(expressions)
@@ -108,10 +120,48 @@ def find_batch_inputs(
     for condition in size_conditions(call):
         if condition.is_branch and not condition.is_general and condition.symbols & symbols:
             raise _branch_error(condition)
-    sizes = _size_arguments(graph_module, call, symbols)
+    sizes = _size_arguments(graph_module, call, symbols, names)
     # The graph is traced again with a batch size of its own, so that it holds for all of them.
     forget_size_conditions(call, symbols)
-    return BatchInputs(positions=positions, sizes=sizes)
+    hints = []
+    for root in roots:
+        position, dim = next(place for place, size in symbolic.items() if size == root)
+        hints.append(int(items[position].tensor.shape[dim]))
+    dims = LengthDims(hints=tuple(hints), sizes=lengths)
+    return BatchInputs(positions=positions, sizes=sizes, lengths=dims, length_symbols=roots)
+
+
+def _symbolic_sizes(inputs: Sequence[TensorInput], call: DynamoCall) -> dict[tuple[int, int], sympy.Expr]:
+    """By position and dimension, what Dynamo knows of the sizes that it has not made numbers."""
+    replace = call.output_graph.shape_env.replace
+    found = {}
+    for item in inputs:
+        for dim, size in enumerate(item.example.meta["example_value"].shape):
+            expression = replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+            if expression.is_number:
+                continue
+            if item.kind != "user":
+                raise UnsupportedModelError(
+                    f"dimension {dim} of {item.label} {list(item.tensor.shape)} was marked as dynamic",
+                    cure="only sizes of inputs can be dynamic: drop mark_dynamic for it.",
+                )
+            found[item.position, dim] = expression
+    return found
+
+
+def _length_symbols(
+    inputs: Sequence[TensorInput], symbolic: Mapping[tuple[int, int], sympy.Expr], call: DynamoCall
+) -> tuple[sympy.Symbol, ...]:
+    """Those of dimensions behind the first, one for each size; sizes of 0 and 1 become numbers."""
+    tensors = {item.position: item.tensor for item in inputs}
+    by_size: dict[int, list[sympy.Symbol]] = {}
+    for (position, dim), expression in symbolic.items():
+        if dim > 0 and expression.is_Symbol:
+            by_size.setdefault(int(tensors[position].shape[dim]), []).append(expression)
+    for size in [size for size in by_size if size < SMALLEST]:
+        fix_symbols(call, by_size.pop(size))
+    roots = (make_equal(call, symbols) for symbols in by_size.values())
+    return tuple(root for root in roots if require_at_least(call, root, SMALLEST))
 
 
 def check_one_size(inputs: Sequence[TensorInput], batch: frozenset[int]) -> None:
@@ -150,9 +200,12 @@ def _branch_error(condition: SizeCondition) -> Exception:
 
 
 def _size_arguments(
-    graph_module: fx.GraphModule, call: DynamoCall, batch: set[sympy.Expr]
-) -> dict[int, int | None]:
-    sizes: dict[int, int | None] = {}
+    graph_module: fx.GraphModule,
+    call: DynamoCall,
+    batch: set[sympy.Expr],
+    lengths: Mapping[sympy.Expr, sympy.Symbol],
+) -> dict[int, sympy.Expr | None]:
+    sizes: dict[int, sympy.Expr | None] = {}
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta["example_value"]
@@ -164,15 +217,15 @@ def _size_arguments(
                 cure="pass it as a tensor, or keep it constant.",
             )
         expression = call.output_graph.shape_env.replace(value.node.expr)
-        if expression.is_number:
-            sizes[position] = int(expression)
+        if expression.free_symbols <= lengths.keys():
+            sizes[position] = expression.xreplace(lengths)
         elif expression in batch or not list(node.users):
             sizes[position] = None
         elif is_storage_offset(source_of(node)):
-            sizes[position] = 0  # stages are given tensors of their own
+            sizes[position] = sympy.Integer(0)  # stages are given tensors of their own
         else:
             raise UnsupportedModelError(
-                f"the size {expression} is symbolic, but is not the batch size",
-                cure="only the batch size (dimension 0 of the inputs) can be dynamic.",
+                f"the size {expression} is symbolic, but is no size of an input",
+                cure="only sizes of inputs can be dynamic.",
             )
     return sizes

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
-import sympy
 import torch
 import torch._dynamo.config as dynamo_config
 import torch.fx.experimental._config as symbolic_config
@@ -29,10 +28,8 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import OutputGraph
 from torch._guards import CompileContext
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
-from rannc_backend.errors import LaunchError, is_of_user, user_location
+from rannc_backend.errors import LaunchError
 from rannc_backend.settings import hooks
 
 _RESUME_PREFIX = "torch_dynamo_resume_in"
@@ -71,6 +68,20 @@ class DynamoCall:
         return self.code.co_name.startswith(_RESUME_PREFIX)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedLengths:
+    """Dimensions of tensors that a trace leaves symbolic, beside that of the batch.
+
+    `give_up` is to be called where they are numbers in any case.
+    """
+
+    dims: tuple[tuple[torch.Tensor, frozenset[int]], ...] = ()
+    give_up: Callable[[], object] = lambda: None
+
+
+NO_MARKED_LENGTHS = MarkedLengths()
+
+
 class RestartReason(str):
     """What a trace runs under, and the way back. A text, because Dynamo records it where it is the reason of
     a restart.
@@ -78,6 +89,7 @@ class RestartReason(str):
 
     restore: Callable[[], object]
     batch_tensors: tuple[torch.Tensor, ...]
+    lengths: MarkedLengths
     hint: int | None
     break_counts: dict[str, int]  # graph breaks counted by Dynamo in this process before the restart
     finished: Any = None  # what the trace before gave, where this one only renews the guards
@@ -128,7 +140,12 @@ def previous_restart(call: DynamoCall) -> RestartReason | None:
 
 
 def restart_trace(
-    call: DynamoCall, batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None
+    call: DynamoCall,
+    batch_tensors: Sequence[torch.Tensor],
+    *,
+    lengths: MarkedLengths = NO_MARKED_LENGTHS,
+    hint: int | None = None,
+    finished: Any = None,
 ) -> NoReturn:
     """Make Dynamo trace the frame again with dimension 0 of `batch_tensors` symbolic; see `symbolic_trace`.
 
@@ -136,7 +153,7 @@ def restart_trace(
     compilation in whichever way. Raises TensorifyScalarRestartAnalysis, which must reach Dynamo.
     """
     attempt = sum(isinstance(reason, RestartReason) for reason in call.restart_reasons)
-    reason = symbolic_trace(batch_tensors, hint=hint, finished=finished, attempt=attempt)
+    reason = symbolic_trace(batch_tensors, lengths=lengths, hint=hint, finished=finished, attempt=attempt)
     # Dynamo remembers where the graph broke and would break it there again.
     call.output_graph.root_tx.speculation_log.clear()
     # The context object lives as long as this compilation: a trace that fails before it comes back here
@@ -146,10 +163,15 @@ def restart_trace(
 
 
 def symbolic_trace(
-    batch_tensors: Sequence[torch.Tensor], *, hint: int | None = None, finished: Any = None, attempt: int = 0
+    batch_tensors: Sequence[torch.Tensor],
+    *,
+    lengths: MarkedLengths = NO_MARKED_LENGTHS,
+    hint: int | None = None,
+    finished: Any = None,
+    attempt: int = 0,
 ) -> RestartReason:
     """From now on, until `restore` of the result is called, let Dynamo trace with dimension 0 of
-    `batch_tensors` symbolic.
+    `batch_tensors` symbolic, and with the dimensions `lengths`.
 
     `hint`: what the trace takes for that size where it has to decide something; by default the real one.
     `finished` comes back with the reason.
@@ -160,10 +182,11 @@ def symbolic_trace(
         undo.enter_context(dynamo_config.patch(_DYNAMO_SETTINGS))
         undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
         undo.enter_context(_ignored_functions(library_log_methods().values()))
-        undo.enter_context(_marked_dynamic(batch_tensors, hint))
+        undo.enter_context(_marked_dynamic(batch_tensors, lengths, hint))
         guard.pop_all()
     reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
     reason.batch_tensors = tuple(batch_tensors)
+    reason.lengths = lengths
     reason.hint = hint
     reason.finished = finished
     reason.break_counts = _break_counts()
@@ -300,100 +323,6 @@ def is_argument(source: Any, code: CodeType) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeCondition:
-    """Something about symbolic sizes that the trace took for granted."""
-
-    text: str
-    symbols: frozenset[Any]  # those that stand for themselves and for all that are equal to them
-    location: str  # the user's line, "" if unknown
-    # tested by the user's own Python code; else by an operator, for its own choice or as its requirement
-    is_branch: bool
-    is_general: bool  # holds for all sizes from 2
-
-
-def size_conditions(call: DynamoCall) -> tuple[SizeCondition, ...]:
-    """All conditions on symbolic sizes that Dynamo guards on, in the order in which they came up."""
-    replace = call.output_graph.shape_env.replace
-    found = []
-    for guard in call.output_graph.shape_env.guards:
-        framework = getattr(guard.sloc, "framework_loc", None)
-        parts = getattr(framework, "filename", str(framework)).replace("\\", "/").split("/")
-        # A condition may be older than what the trace found out about its symbols.
-        expression = replace(guard.expr)
-        found.append(
-            SizeCondition(
-                text=str(guard.expr),
-                symbols=frozenset(expression.free_symbols),
-                location=_full_place(guard.sloc.maybe_user_loc or "", call.output_graph.graph),
-                # Operators run in _dynamo/utils.py; elsewhere in Dynamo it is a branch that asks.
-                is_branch="_dynamo" in parts and parts[-1] != "utils.py",
-                is_general=holds_from_two(expression),
-            )
-        )
-    return tuple(found)
-
-
-def _full_place(short: str, graph: fx.Graph) -> str:
-    """`/me/model.py:12, in forward: if x.size(0) > 2:` for torch's `if x.size(0) > 2:  # e/model.py:12 in
-    forward`: paths are cut there.
-
-    Of a line of torch's own, the user's line of an operator in it; "" if none is known.
-    """
-    text, _, place = short.rpartition("  # ")
-    path, _, rest = place.partition(".py:")
-    if not rest:
-        return short
-    files = (str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values()))
-    file = next((file for file in files if file.endswith(f"{path}.py")), f"{path}.py")
-    line, _, function = rest.partition(" in ")
-    if is_of_user(file):
-        return f"{file}:{line}, in {function}" + (f": {text.strip()}" if text else "")
-    traces = (str(node.meta.get("stack_trace") or "") for node in graph.nodes)
-    return user_location(
-        next((trace for trace in traces if f'{path}.py", line {line}, in {function}' in trace), "")
-    )
-
-
-def make_equal(call: DynamoCall, symbols: Iterable[Any]) -> Any:
-    """Make equality of these symbols a condition of the compiled frame; gives the one that stands for all of
-    them.
-    """
-    shape_env = call.output_graph.shape_env
-    first, *others = sorted(symbols, key=str)
-    for symbol in others:
-        holds = shape_env.evaluate_expr(sympy.Eq(shape_env.replace(first), shape_env.replace(symbol)))
-        assert holds, f"{symbol} is not {first} in the trace"
-    return shape_env.replace(first)
-
-
-def forget_size_conditions(call: DynamoCall, symbols: set[Any]) -> None:
-    """Let the compiled frame serve all sizes of `symbols`, whatever the trace took for granted about them.
-
-    That symbols are equal to each other remains a condition.
-    """
-    shape_env = call.output_graph.shape_env
-    same = {symbol: shape_env.replace(symbol) for symbol in shape_env.var_to_range}
-    members = {symbol for symbol, root in same.items() if root in symbols}
-    kept = [
-        guard
-        for guard in shape_env.guards
-        if not guard.expr.free_symbols <= members or guard.expr.xreplace(same) == sympy.true
-    ]
-    shape_env.guards[:] = kept
-    for symbol in members:
-        shape_env.var_to_range[symbol] = ValueRanges(0, int_oo)
-
-
-def holds_from_two(condition: sympy.Basic) -> bool:
-    """Whether a condition is true for all sizes from 2."""
-    shifted = {
-        symbol: sympy.Symbol(f"above_{symbol}", integer=True, nonnegative=True) + 2
-        for symbol in condition.free_symbols
-    }
-    return condition.xreplace(shifted) == sympy.true
-
-
 def module_path(meta: dict[str, Any], path_of_module: dict[int, str]) -> str:
     """Dotted path of the innermost module that a node belongs to, "" if none.
 
@@ -457,20 +386,30 @@ def _ignored_name() -> str:
 
 
 @contextlib.contextmanager
-def _marked_dynamic(tensors: Sequence[torch.Tensor], hint: int | None) -> Iterator[None]:
+def _marked_dynamic(
+    batches: Sequence[torch.Tensor], lengths: MarkedLengths, hint: int | None
+) -> Iterator[None]:
     names = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking", "_dynamo_hint_overrides")
-    marked = [tensor for tensor in tensors if hint is not None or 0 not in getattr(tensor, names[0], ())]
-    before = [{name: vars(tensor)[name] for name in names if name in vars(tensor)} for tensor in marked]
-    for tensor in marked:
+    wanted: dict[int, tuple[torch.Tensor, set[int]]] = {id(tensor): (tensor, {0}) for tensor in batches}
+    for tensor, more in lengths.dims:
+        wanted.setdefault(id(tensor), (tensor, set()))[1].update(more)
+    marked = [
+        (tensor, dims)
+        for tensor, dims in wanted.values()
+        if (hint is not None and 0 in dims) or not dims <= set(getattr(tensor, names[0], ()))
+    ]
+    before = [{name: vars(tensor)[name] for name in names if name in vars(tensor)} for tensor, _ in marked]
+    for tensor, dims in marked:
         # A set of our own: the user's must come back unchanged.
         tensor._dynamo_weak_dynamic_indices = set(getattr(tensor, names[0], ()))  # type: ignore[attr-defined]
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        if hint is not None:
+        for dim in sorted(dims):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        if hint is not None and 0 in dims:
             tensor._dynamo_hint_overrides = {0: hint}  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for tensor, attributes in zip(marked, before, strict=True):
+        for (tensor, _), attributes in zip(marked, before, strict=True):
             for name in names:
                 if name in attributes:
                     setattr(tensor, name, attributes[name])

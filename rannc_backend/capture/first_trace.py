@@ -11,27 +11,32 @@ tests/unit/rannc_backend/capture/test_first_trace.py).
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.callback as dynamo_callback
+import torch._dynamo.config as dynamo_config
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import CompileContext
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.batch_inputs import may_be_batch
-from rannc_backend.capture.dynamo import RestartReason, symbolic_trace
+from rannc_backend.capture.dynamo import MarkedLengths, RestartReason, symbolic_trace
 from rannc_backend.capture.refusals import find_compilation, refuse_wrapped
+from rannc_backend.ir.length import SMALLEST
 from rannc_backend.settings import hooks
 from rannc_backend.settings.rare_collections import begin_rare_collections
 
 logger = logging.getLogger(__name__)
 
 Callback = Callable[[dynamo_callback.CallbackArgs], None]
+
+Key = TypeVar("Key", str, int)
 
 _ATTRIBUTE = "rannc_begun_trace"  # of the context of one compilation
 
@@ -50,6 +55,7 @@ def begin_symbolically(
     """
 
     begun: list[weakref.finalize[..., Any]] = []
+    seen = SeenSizes()
 
     def begin(event: dynamo_callback.CallbackArgs) -> None:
         if event.callback_trigger is not dynamo_callback.CallbackTrigger.DYNAMO:
@@ -65,9 +71,17 @@ def begin_symbolically(
             if before is not None:
                 before()
             refuse_wrapped(compilation)
-            batches = _batches(compilation.variables)
+            tensors = _tensors(compilation.variables)
+            batches = [tensor for tensor in tensors.values() if may_be_batch(tensor, single=False)]
+            # torch.compile(..., dynamic=False) switches that off.
+            wanted = dynamo_config.automatic_dynamic_shapes
+            changed = seen.changed(compilation.owner, tensors) if wanted else {}
+            lengths = MarkedLengths(
+                dims=tuple((tensors[place], dims) for place, dims in changed.items()),
+                give_up=functools.partial(seen.give_up, weakref.ref(compilation.owner)),
+            )
             if batches:
-                reason = symbolic_trace(batches)
+                reason = symbolic_trace(batches, lengths=lengths)
                 reason.restore = weakref.finalize(context, reason.restore)
                 setattr(context, _ATTRIBUTE, reason)
         except BackendCompilerFailed:
@@ -124,14 +138,53 @@ def begun_trace() -> RestartReason | None:
     return getattr(CompileContext.try_get(), _ATTRIBUTE, None)
 
 
-def _batches(variables: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Tensors among the arguments that may be batches of more than one sample."""
-    leaves = pytree.tree_leaves(dict(variables))
+def _tensors(variables: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors among the arguments that are not those of a module, by where they are."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(variables))
     own = {
         id(tensor)
-        for module in leaves
+        for _, module in leaves
         if isinstance(module, nn.Module)
         for tensor in (*module.parameters(), *module.buffers())
     }
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
-    return [tensor for tensor in tensors if may_be_batch(tensor, single=False)]
+    return {
+        pytree.keystr(path): leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in own
+    }
+
+
+class SeenSizes:
+    """Sizes of arguments in the calls that were compiled so far, by model: what has changed is symbolic from then
+    on, as torch has it.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: weakref.WeakKeyDictionary[Any, dict[tuple[Any, int, int], set[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._given_up: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def give_up(self, owner: weakref.ref[Any]) -> None:
+        """Nothing of this model is symbolic from now on: it cannot be traced so."""
+        if (model := owner()) is not None:
+            self._given_up.add(model)
+
+    def changed(self, owner: object, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, frozenset[int]]:
+        """Dimensions behind the first that had other sizes in earlier calls, and have one that may be symbolic, by
+        the keys of the tensors; notes those of this call.
+        """
+        if owner in self._given_up:
+            return {}
+        known = self._sizes.setdefault(owner, {})
+        marked: dict[Key, frozenset[int]] = {}
+        for place, tensor in tensors.items():
+            dims = set()
+            for dim, size in enumerate(tensor.shape):
+                seen = known.setdefault((place, tensor.dim(), dim), set())
+                seen.add(int(size))
+                if dim > 0 and len(seen) > 1 and size >= SMALLEST:
+                    dims.add(dim)
+            if dims:
+                marked[place] = frozenset(dims)
+        return marked

@@ -9,37 +9,61 @@ second call (capture_begin.py: mostly the first will do).
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
-from rannc_backend.capture.aten_trace import AtenTrace, StridesOf, rows_hint, trace_aten
-from rannc_backend.capture.batch_inputs import batch_candidates, find_batch_inputs, has_symbolic_batch
+from rannc_backend.capture.aten_trace import (
+    AtenTrace,
+    StridesOf,
+    numbers_of,
+    prime_apart_from,
+    rows_hint,
+    trace_aten,
+)
+from rannc_backend.capture.batch_inputs import (
+    BatchInputs,
+    batch_candidates,
+    find_batch_inputs,
+    has_symbolic_batch,
+)
 from rannc_backend.capture.dynamo import (
+    NO_MARKED_LENGTHS,
     DynamoCall,
     RestartReason,
     find_dynamo_call,
+    guard_as_they_are,
     module_path,
     previous_restart,
     restart_trace,
     skip_library_loggers,
 )
+from rannc_backend.capture.dynamo_sizes import fix_symbols, holds_from_two, require
 from rannc_backend.capture.errors import is_partial, refuse_graph_break, refuse_resumed_frame
 from rannc_backend.capture.fingerprint import canonical_text, fingerprint
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import InternalError, UnsupportedModelError
+from rannc_backend.ir.length import NO_LENGTHS, Length, LengthDims, length_name
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.pipeline import run_passes, with_facts
 
-__all__ = ["CapturedGraph", "GraphInput", "capture", "capture_or_restart", "skip_library_loggers"]
+__all__ = [
+    "CapturedGraph",
+    "GraphInput",
+    "capture",
+    "capture_or_restart",
+    "renew_guards",
+    "skip_library_loggers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +91,9 @@ class CapturedGraph:
     root_module: nn.Module
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
+    lengths: tuple[Length, ...] = ()  # whose placeholders are the first
+    # what was assumed of them, over their symbols; None: that one is a number
+    length_conditions: tuple[sympy.Basic, ...] | None = ()
 
 
 def capture_or_restart(
@@ -75,8 +102,10 @@ def capture_or_restart(
     *,
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
+    with_lengths: bool = True,
 ) -> CapturedGraph:
-    """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed.
+    """Capture the graph of this backend call; call it directly from the backend, with what Dynamo passed. Without
+    ``with_lengths``, for sizes of this call alone.
 
     Raises TensorifyScalarRestartAnalysis (let it pass: Dynamo then calls the backend again) where this trace
     was not begun by `begin_symbolically` or shows more than could be known then; GraphBreakError, and the
@@ -95,10 +124,19 @@ def capture_or_restart(
     wanted = _wanted_trace(tensors, call, restart, is_partial(graph_module))
     if wanted is not None:
         batch_tensors, single = wanted
-        restart_trace(call, batch_tensors, hint=rows_hint(graph_module) if single else None)
-    finished = None if restart is None else restart.finished
+        lengths = NO_MARKED_LENGTHS if restart is None else restart.lengths
+        restart_trace(call, batch_tensors, lengths=lengths, hint=rows_hint(graph_module) if single else None)
+    if restart is None:
+        return capture(graph_module, example_inputs, call, device=device, strides_of=strides_of)
     return capture(
-        graph_module, example_inputs, call, device=device, strides_of=strides_of, finished=finished
+        graph_module,
+        example_inputs,
+        call,
+        device=device,
+        strides_of=strides_of,
+        finished=restart.finished,
+        with_lengths=with_lengths,
+        give_up_lengths=restart.lengths.give_up,
     )
 
 
@@ -117,9 +155,11 @@ def capture(
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
     finished: CapturedGraph | None = None,
+    with_lengths: bool = True,
+    give_up_lengths: Callable[[], object] = lambda: None,
 ) -> CapturedGraph:
-    """Capture a Dynamo graph whose batch sizes are symbolic. `device`: trace as if the model and its inputs
-    were there.
+    """Capture a Dynamo graph whose batch sizes are symbolic, and its lengths where it can be traced so. `device`:
+    trace as if the model and its inputs were there. `give_up_lengths` is called where it cannot.
 
     Raises DataDependentControlFlowError, NoBatchDimensionError, ModelDevicesError, UnsupportedModelError.
     Consumes no random numbers and changes neither the model nor the inputs.
@@ -128,16 +168,78 @@ def capture(
     batch = find_batch_inputs(graph_module, tensors, call)
     key = _dynamo_key(graph_module, tensors, batch.positions)
     if finished is not None and finished.dynamo_key == key and finished.root_module is root:
+        if not finished.lengths:
+            fix_symbols(call, batch.length_symbols)
+        elif not _require_of_frame(finished.length_conditions, finished.lengths, batch, call):
+            raise InternalError("a trace for renewed guards is of other lengths")
         return finished
-    trace = trace_aten(
+    trace_with = functools.partial(
+        trace_aten,
         graph_module,
         tensors,
         batch_positions=batch.positions,
-        sizes=batch.sizes,
         device=device,
         strides_of=strides_of,
     )
+    for hints in length_hints(batch.lengths.hints, numbers_of(graph_module)) if with_lengths else ():
+        lengths = replace(batch.lengths, hints=hints)
+        try:
+            trace = trace_with(sizes=batch.sizes, lengths=lengths)
+        except UnsupportedModelError as error:
+            logger.debug("with symbolic lengths at %s it cannot be traced: %s", hints, error)
+            continue
+        captured = captured_of(trace, tensors, batch.positions, root, key, lengths=lengths)
+        if _require_of_frame(captured.length_conditions, captured.lengths, batch, call):
+            return captured
+    if batch.length_symbols:
+        give_up_lengths()
+    fix_symbols(call, batch.length_symbols)
+    trace = trace_with(sizes=batch.sizes_in_this_call)
     return captured_of(trace, tensors, batch.positions, root, key)
+
+
+def _require_of_frame(
+    conditions: Collection[sympy.Basic] | None,
+    lengths: Sequence[Length],
+    batch: BatchInputs,
+    call: DynamoCall,
+) -> bool:
+    """Let conditions on lengths be such of the compiled frame; False where one is a number, or this call does not
+    meet them.
+    """
+    own = {length.symbol: symbol for length, symbol in zip(lengths, batch.length_symbols, strict=True)}
+    return conditions is not None and require(call, [item.xreplace(own) for item in conditions])
+
+
+def length_hints(sizes: tuple[int, ...], numbers: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """What may stand for lengths of these sizes in a trace: numbers that no other size equals by coincidence,
+    then the sizes themselves.
+    """
+    known, apart = set(numbers), []
+    for _ in sizes:
+        apart.append(prime_apart_from(known))
+        known.add(apart[-1])
+    if sizes:
+        yield tuple(apart)
+        yield sizes
+
+
+def lengths_hold(captured: CapturedGraph, lengths: Sequence[int]) -> bool:
+    """Whether a graph is that of these lengths."""
+    known = {length.symbol: sympy.Integer(n) for length, n in zip(captured.lengths, lengths, strict=True)}
+    conditions = captured.length_conditions
+    return conditions is not None and all(item.xreplace(known) != sympy.false for item in conditions)
+
+
+def _length_conditions(trace: AtenTrace) -> tuple[sympy.Basic, ...] | None:
+    """What a trace has assumed of its lengths alone, as far as not all have it; None where one is a number."""
+    shape_env = trace.fake_mode.shape_env
+    assert shape_env is not None, "traces have symbols"
+    symbols = set(trace.length_symbols)
+    if symbols & shape_env.replacements.keys():
+        return None
+    conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
+    return tuple(item for item in conditions if item.free_symbols <= symbols and not holds_from_two(item))
 
 
 def captured_of(
@@ -146,10 +248,19 @@ def captured_of(
     batch_positions: frozenset[int],
     root: nn.Module,
     key: str = "",
+    *,
+    lengths: LengthDims = NO_LENGTHS,
 ) -> CapturedGraph:
     """What was traced, with names that are the same on all ranks, in canonical operators."""
-    inputs = _name_inputs(trace.graph_module, tensors, batch_positions)
+    inputs = _name_inputs(trace.graph_module, tensors, batch_positions, len(lengths.hints))
     buffer_updates = _buffer_updates(trace, inputs)
+    names = {item.position: item.name for item in inputs}
+    found = []
+    for index, (symbol, hint) in enumerate(zip(trace.length_symbols, lengths.hints, strict=True)):
+        position, dim = lengths.carrier_of(index)
+        carrier = names[position]
+        found.append(Length(name=length_name(index), symbol=symbol, hint=hint, carrier=carrier, dim=dim))
+    inputs = (*(_length_input(length) for length in found), *inputs)
     _tidy_metadata(trace.graph_module, root)
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
     inputs = _without_unused(canonical, inputs)
@@ -171,6 +282,8 @@ def captured_of(
         fingerprint=fingerprint(text),
         root_module=root,
         dynamo_key=key,
+        lengths=tuple(found),
+        length_conditions=_length_conditions(trace),
     )
     logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
     return captured
@@ -223,10 +336,14 @@ def _dynamo_key(graph_module: fx.GraphModule, tensors: Sequence[TensorInput], ba
 
 
 def _name_inputs(
-    graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int]
+    graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int], num_lengths: int
 ) -> tuple[GraphInput, ...]:
-    """Rename the placeholders after what they hold, and describe them."""
+    """Rename the placeholders after what they hold, and describe those of tensors."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for index, node in enumerate(placeholders[:num_lengths]):
+        node._rename(length_name(index))
+        node.target = node.name
+    placeholders = placeholders[num_lengths:]
     inputs = []
     for node, item in zip(placeholders, tensors, strict=True):
         node._rename(placeholder_name(item))
@@ -243,6 +360,10 @@ def _name_inputs(
             )
         )
     return tuple(inputs)
+
+
+def _length_input(length: Length) -> GraphInput:
+    return GraphInput(name=length.name, kind="length", fqn=None, aliases=(), position=-1, requires_grad=False)
 
 
 def _buffer_updates(trace: AtenTrace, inputs: Sequence[GraphInput]) -> tuple[str, ...]:
@@ -266,3 +387,25 @@ def _tidy_metadata(graph_module: fx.GraphModule, root: nn.Module) -> None:
         kept = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
         node.meta.clear()
         node.meta.update(kept, module_path=path)
+
+
+def renew_guards(
+    captured: CapturedGraph, graph_module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> None:
+    """Let the compiled frame serve the model's parameters as they are now. Raises what `trace_again` raises
+    where that takes a trace.
+    """
+    positions = [item.position for item in captured.inputs if item.kind in ("parameter", "buffer")]
+    if not guard_as_they_are(find_dynamo_call(), graph_module, example_inputs, positions):
+        trace_again(captured)
+
+
+def trace_again(captured: CapturedGraph) -> NoReturn:
+    """Raise the exception that Dynamo answers with another trace, under the settings of the last one.
+
+    If that gives the same graph, `capture_or_restart` returns ``captured`` without tracing to ATen again.
+    """
+    call = find_dynamo_call()
+    last = previous_restart(call) or begun_trace()
+    assert last is not None, "the first trace has no symbolic batch size yet"
+    restart_trace(call, last.batch_tensors, lengths=last.lengths, hint=last.hint, finished=captured)

@@ -35,10 +35,12 @@ class GraphInput:
     """One placeholder of a captured graph and where its value comes from."""
 
     name: str  # of the placeholder; the same on all ranks
-    kind: str  # "parameter" | "buffer" | "batch" | "replicated"
+    kind: str  # "parameter" | "buffer" | "batch" | "replicated" | "length" (see ir/length.py)
     fqn: str | None  # primary dotted name in the root module (parameter, buffer)
     aliases: tuple[str, ...]  # all dotted names, fqn included (tied weights); () for user inputs
-    position: int  # index into the flat argument tuple that Dynamo passes to the compiled callable
+    position: (
+        int  # index into the flat argument tuple that Dynamo passes to the compiled callable; -1: a length
+    )
     requires_grad: bool  # of the real tensor at capture
 
 

@@ -49,7 +49,9 @@ def trace_modules_of_torch(
         compiled = original(context, function)
         # Of a module comes another one, which has its own call compiled by way of here.
         if ours and wrap is not None and not isinstance(compiled, nn.Module | type):
-            compiled = wrap(compiled, module_of(function), backend_arguments(context.callback))
+            # Private to torch, as the class: seen on 2.11.0 and 2.13.0.
+            told = {**backend_arguments(context.callback), "dynamic": getattr(context, "_dynamic", None)}
+            compiled = wrap(compiled, module_of(function), told)
             setattr(compiled, _MARK, True)
         return compiled
 

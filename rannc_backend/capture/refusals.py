@@ -22,7 +22,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch._dynamo.config as dynamo_config
@@ -33,6 +33,7 @@ from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch._guards import CompileContext
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.errors import graph_break_error
 from rannc_backend.errors import WrappedModelError, user_location
@@ -51,6 +52,14 @@ class Compilation:
 
     backend: object
     variables: Mapping[str, Any]  # of the user's frame
+    code: CodeType  # that is compiled
+
+    @property
+    def owner(self) -> object:
+        """The model that is called, or the code of a function that is none."""
+        leaves = pytree.tree_leaves(dict(self.variables))
+        owners = [getattr(value, "__self__", value) for value in leaves]
+        return next((owner for owner in owners if isinstance(owner, nn.Module)), self.code)
 
     def is_of_a_model(self) -> bool:
         """Whether the user's frame is a call of a module that has parameters."""
@@ -71,7 +80,7 @@ def find_compilation(is_ours: Callable[[object], bool]) -> Compilation | None:
             backend, variables = innermost_backend(found["compiler_fn"]), found.get("locals")
             if not is_ours(backend) or not isinstance(variables, Mapping):
                 return None
-            return Compilation(backend=backend, variables=variables)
+            return Compilation(backend=backend, variables=variables, code=found["code"])
         frame = frame.f_back
     return None
 

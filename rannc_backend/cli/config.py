@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rannc_backend.report.tables import stdout_console
-from rannc_backend.settings.options import Config, accepted_values, environment_name
+from rannc_backend.settings.accepted import accepted_values
+from rannc_backend.settings.options import Config, environment_name
 from rannc_backend.settings.rannc_items import RETIRED
 from rannc_backend.settings.sources import CONFIG_FILE, ENVIRONMENT_ONLY, Resolution, resolve
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, get_args, get_origin
+from typing import Literal
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
@@ -44,6 +43,8 @@ SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})
 _COUNT = r"[1-9][0-9]{0,8}"
 _NAME = r"[^\s,=]+"
 _NAMES = rf"^({_NAME}(,{_NAME})*)?$"
+_PADDING = rf"{_NAME}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
+_BY_NAME = ("stage_pins", "pad_inputs")  # texts that may be given as a dict
 
 
 class Config(BaseModel):
@@ -228,6 +229,15 @@ class Config(BaseModel):
         description="True: the global batch is the ranks' batches in rank order; False: it is rank 0's "
         "batch.",
     )
+    pad_inputs: str = Field(
+        "",
+        pattern=rf"^({_PADDING}(,{_PADDING})*)?$",
+        json_schema_extra={
+            "accepts": 'inputs and numbers, as {"input_ids": 0, "labels": -100} or "input_ids=0"'
+        },
+        description="Inputs that are padded at the end, with these values, to the longest of all ranks; ranks "
+        "whose inputs have different lengths are refused without.",
+    )
     gradients_reduce_method: Literal["mean", "sum"] = Field(
         "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
     )
@@ -347,6 +357,12 @@ class Config(BaseModel):
         return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
 
     @property
+    def paddings(self) -> dict[str, float]:
+        """`pad_inputs` by input; whole numbers are integers."""
+        pairs = (item.rsplit("=", 1) for item in self.pad_inputs.split(",") if item)
+        return {name: _number(text) for name, text in pairs}
+
+    @property
     def fixed_recompute(self) -> float | None:
         """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
         if self.checkpointing:
@@ -393,13 +409,13 @@ class Config(BaseModel):
     def _number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
-    @field_validator("stage_starts", "keep_together", "stage_pins", mode="before")
+    @field_validator("stage_starts", "keep_together", "stage_pins", "pad_inputs", mode="before")
     @classmethod
     def _join_names(cls, value: object, info: ValidationInfo) -> object:
-        if info.field_name == "stage_pins" and isinstance(value, Mapping):
-            return ",".join(f"{name}={stage}" for name, stage in value.items())
+        if info.field_name in _BY_NAME and isinstance(value, Mapping):
+            return ",".join(f"{name}={item}" for name, item in value.items())
         if (
-            info.field_name != "stage_pins"
+            info.field_name not in _BY_NAME
             and isinstance(value, list | tuple)
             and all(isinstance(name, str) for name in value)
         ):
@@ -422,6 +438,12 @@ class Config(BaseModel):
         return self
 
 
+def _number(text: str) -> float:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
 def check_schedule_name(name: str) -> str:
     """The name, if there is such a schedule. As pydantic says it of a Literal if there is none."""
     if name not in SCHEDULES:
@@ -431,42 +453,9 @@ def check_schedule_name(name: str) -> str:
     return name
 
 
-def choices(item: str) -> tuple[object, ...]:
-    """The values of an item that accepts no others than some names; () for every other item."""
-    if item == "schedule":
-        return ("auto", *SCHEDULES)
-    annotation = Config.model_fields[item].annotation
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
-
-
 def environment_name(item: str) -> str:
     """The environment variable of an item: "pipeline_num" gives "RANNC_PIPELINE_NUM"."""
     return ENVIRONMENT_PREFIX + item.upper()
-
-
-def accepted_values(item: str) -> str:
-    """What an item accepts, in words: "an integer, at least 0"."""
-    field = Config.model_fields[item]
-    if isinstance(field.json_schema_extra, dict) and "accepts" in field.json_schema_extra:
-        return str(field.json_schema_extra["accepts"])
-    annotation = field.annotation
-    if names := choices(item):
-        return "one of " + ", ".join(map(repr, names))
-    if annotation is bool:
-        return "True or False (in the file: true or false)"
-    if annotation is str:
-        return "a string"
-    words = ["an integer" if annotation is int else "a finite number"]
-    for constraint in field.metadata:
-        if isinstance(constraint, Ge):
-            words.append(f"at least {constraint.ge}")
-        elif isinstance(constraint, Gt):
-            words.append(f"above {constraint.gt}")
-        elif isinstance(constraint, Le):
-            words.append(f"at most {constraint.le}")
-        elif isinstance(constraint, Lt):
-            words.append(f"below {constraint.lt}")
-    return ", ".join(words)
 
 
 def is_own(item: str) -> bool:

@@ -18,14 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rannc_backend.errors import ConfigurationFileError, OptionValueError, UnknownOptionError
 from rannc_backend.errors.base import error_about, shown
-from rannc_backend.settings.options import (
-    ENVIRONMENT_PREFIX,
-    ITEMS_DISAGREE,
-    Config,
-    accepted_values,
-    choices,
-    environment_name,
-)
+from rannc_backend.settings.accepted import accepted_values, choices
+from rannc_backend.settings.options import ENVIRONMENT_PREFIX, ITEMS_DISAGREE, Config, environment_name
 from rannc_backend.settings.rannc_items import RETIRED, retired_notice
 from rannc_backend.settings.toml_lines import TomlFile, read_toml
 from rannc_backend.settings.user_files import UserFile, kind_of

@@ -7,7 +7,6 @@ ones have been put together.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +31,9 @@ from rannc_backend.stages.joint_graph import (
     TracedStage,
     TraceJoint,
     new_number,
-    row_conditions,
+    size_conditions,
 )
-from rannc_backend.stages.signature import StageSignature
+from rannc_backend.stages.signature import Sizes, StageSignature
 
 
 def begin_compiling(devices: Iterable[str]) -> None:
@@ -97,16 +96,17 @@ class StageFunctions:
     # Of `returned`: gradients that are views of memory that the caller or `saved` owns, and are copied.
     borrowed: frozenset[int] = frozenset()
     saved_bytes: sympy.Expr = sympy.Integer(0)
-    # What compilation assumed of the batch size, as a function so that it covers what was compiled last.
-    row_conditions: Callable[[], tuple[sympy.Basic, ...]]
-    rows_symbol: sympy.Symbol
+    # What compilation assumed of the sizes, as a function so that it covers what was compiled last.
+    size_conditions: Callable[[], tuple[sympy.Basic, ...]]
+    symbols: tuple[sympy.Symbol, ...]
 
-    def broken_condition(self, rows: int) -> sympy.Basic | None:
-        """A condition that a number of rows breaks (index arithmetic in 32 bits has a limit); None when it
-        may run.
+    def broken_condition(self, sizes: Sizes) -> sympy.Basic | None:
+        """A condition that the sizes of a call break (index arithmetic in 32 bits has a limit); None when it may
+        run.
         """
-        for condition in self.row_conditions():
-            if condition.subs(self.rows_symbol, rows) == sympy.false:
+        known = dict(zip(self.symbols, map(sympy.Integer, sizes), strict=True))
+        for condition in self.size_conditions():
+            if condition.subs(known) == sympy.false:
                 return condition
         return None
 
@@ -161,14 +161,18 @@ class StageBuilder:
         """Compile the stage, forward and backward or inference alone."""
         if self.inductor:
             begin_compiling(
-                {value.device.type for value in (*self.signature.values, *self.signature.output_values)}
+                {
+                    value.device.type
+                    for value in (*self.signature.values, *self.signature.output_values)
+                    if isinstance(value, torch.Tensor)
+                }
             )
         functions = StageFunctions(
             make_infer=with_dump_of_now(self.make_infer),
             num_outputs=self.num_outputs,
             output_index=self.output_index,
-            row_conditions=functools.partial(row_conditions, self.fake_mode, self.signature.rows_symbol),
-            rows_symbol=self.signature.rows_symbol,
+            size_conditions=self._conditions,
+            symbols=self.signature.symbols,
         )
         if not training:
             functions.infer = self.make_infer()
@@ -188,14 +192,17 @@ class StageBuilder:
             fakes = self.signature.fakes(requires_grad=True)
         # Refuses a stage that fits one batch size only, before anything else meets its numbers in place of
         # symbols.
-        row_conditions(self.fake_mode, self.signature.rows_symbol)
+        self._conditions()
         traced = self._trace_joint(fakes, self.needs_grad)
-        row_conditions(self.fake_mode, self.signature.rows_symbol)
+        self._conditions()
         if self.inductor and traced.tangent_of:
             from rannc_backend.stages.inductor import simplify_joint
 
             simplify_joint(traced.joint, self.fake_mode)
         return traced
+
+    def _conditions(self) -> tuple[sympy.Basic, ...]:
+        return size_conditions(self.fake_mode, self.signature.rows_symbol, self.signature.symbols)
 
     def kept_anyway(self, forward: fx.GraphModule) -> frozenset[str]:
         """Names of the placeholders of a joint or forward graph that live as long as the stage."""

@@ -31,8 +31,8 @@ from rannc_backend.passes.stage.split_stages import StageGraph, StageInput, Stag
 from rannc_backend.settings.rare_collections import rare_collections
 from rannc_backend.stages.build import StageBuilder, StageFunctions, Stored
 from rannc_backend.stages.gradient_sink import GradientSink, ScratchGradients, open_targets
-from rannc_backend.stages.signature import StageSignature, signature_of, structural_hash
-from rannc_backend.stages.variants import Variants, with_hint
+from rannc_backend.stages.signature import Sizes, StageSignature, signature_of, structural_hash
+from rannc_backend.stages.variants import Variants, with_hints
 
 logger = logging.getLogger(__name__)
 
@@ -127,14 +127,14 @@ class CompiledStage:
         rows.
         """
         with _RunMode():
-            rows, values = self._signature.bound(args)
-            functions = self._variants.of(rows)
+            sizes, values = self._signature.bound(args)
+            functions = self._variants.of(sizes)
             assert functions.forward is not None, "the stage was compiled for inference only"
-            given = self._destinations(functions, functions.stored_outputs, destinations, rows)
+            given = self._destinations(functions, functions.stored_outputs, destinations, sizes)
             values.extend(given.values())
             results = functions.forward(values)
             outputs = self._outputs(functions, results, given, destinations)
-        return outputs, (rows, *results[functions.num_outputs - len(given) :])
+        return outputs, (sizes, *results[functions.num_outputs - len(given) :])
 
     def backward(
         self,
@@ -155,22 +155,22 @@ class CompiledStage:
 
         Returns the gradients by `grad_inputs`; zeros where none flows.
         """
-        rows = saved[0]
-        functions, signature = self._variants.of(rows), self._signature
+        sizes = saved[0]
+        functions, signature = self._variants.of(sizes), self._signature
         values = [saved[1 + position] for position in functions.saved_order]
         if isinstance(saved, list):
             saved.clear()
         by_input: dict[int, Tensor] = {}
         with _RunMode():
             if functions.backward is not None:
-                values.extend(self._tangents(functions, rows, grads))
+                values.extend(self._tangents(functions, sizes, grads))
                 if functions.delivered:
                     accumulate, views = open_targets(sink, functions.delivered)
                     values += [accumulate, *views]
                     del views
                 for position in functions.stored_gradients:
                     memory = destinations.get(position)
-                    by_input[position] = signature.empty_input(position, rows) if memory is None else memory
+                    by_input[position] = signature.empty_input(position, sizes) if memory is None else memory
                     values.append(by_input[position])
                 with listening(sink, self.gradient_tables):
                     results = functions.backward(values)
@@ -179,7 +179,7 @@ class CompiledStage:
                     by_input[position] = by_input[position].clone()
             for position in self.grad_inputs:
                 if position not in by_input:
-                    by_input[position] = signature.zeros_of_input(position, rows)
+                    by_input[position] = signature.zeros_of_input(position, sizes)
                 _move(by_input, position, destinations)
         return [by_input[position] for position in self.grad_inputs]
 
@@ -190,26 +190,30 @@ class CompiledStage:
         Compiled with the stage if it was compiled for inference only, else at the first call.
         """
         with _RunMode():
-            rows, values = self._signature.bound(args)
-            functions = self._variants.of(rows)
+            sizes, values = self._signature.bound(args)
+            functions = self._variants.of(sizes)
             while functions.infer is None:
                 functions.infer = functions.make_infer()
                 self._variants.forget()  # what was compiled now may have conditions of its own
-                functions = self._variants.of(rows)
-            given = self._destinations(functions, functions.infer.stored, destinations, rows)
+                functions = self._variants.of(sizes)
+            given = self._destinations(functions, functions.infer.stored, destinations, sizes)
             values.extend(given.values())
             results = functions.infer.function(values)
             return self._outputs(functions, results, given, destinations)
 
     def _destinations(
-        self, functions: StageFunctions, stored: Sequence[int], destinations: Mapping[int, Tensor], rows: int
+        self,
+        functions: StageFunctions,
+        stored: Sequence[int],
+        destinations: Mapping[int, Tensor],
+        sizes: Sizes,
     ) -> dict[int, Tensor]:
         """Memory for the distinct outputs that a function does not return: the caller's, or new."""
         given = {}
         for index in stored:
             position = functions.output_index.index(index)
             memory = destinations.get(position)
-            given[index] = self._signature.empty_output(position, rows) if memory is None else memory
+            given[index] = self._signature.empty_output(position, sizes) if memory is None else memory
         return given
 
     def _outputs(
@@ -231,7 +235,9 @@ class CompiledStage:
             _move(outputs, position, destinations)
         return list(outputs.values())
 
-    def _tangents(self, functions: StageFunctions, rows: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def _tangents(
+        self, functions: StageFunctions, sizes: Sizes, grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """The gradient of each distinct output that takes one: the sum over the positions where it is
         listed.
         """
@@ -247,7 +253,7 @@ class CompiledStage:
         for index in functions.tangent_of:
             tangent = sums.get(index)
             if tangent is None:
-                tangent = self._signature.zeros_of_output(functions.output_index.index(index), rows)
+                tangent = self._signature.zeros_of_output(functions.output_index.index(index), sizes)
             tangents.append(plain_memory(tangent.to(functions.tangent_dtypes[index])))
         return tangents
 
@@ -303,6 +309,7 @@ def compile_stage(
     training: bool,
     cache: CompileCache | None = None,
     rows_hint: int | None = None,
+    length_hints: Mapping[str, int] = {},
     stored: frozenset[str] = frozenset(),
     stored_gradients: frozenset[str] = frozenset(),
 ) -> CompiledStage:
@@ -318,7 +325,8 @@ def compile_stage(
         activation_budget: from 0 to 1; see `compile_joint`.
         training: False compiles no backward; then only `infer` may be called.
         cache: equal stages compiled with the same cache share their functions.
-        rows_hint: the number of rows to expect, used where that matters (`minds_rows`). Others run too; where
+        rows_hint: the number of rows to expect, used where that matters (`minds_rows`). `length_hints`: the lengths
+            to expect, by the names of their inputs; without them, those of the capture. Others run too; where
         they need other code, it
             is compiled when they come.
         stored, stored_gradients: names of outputs, each an output once, and of inputs, whose values and
@@ -341,19 +349,26 @@ def compile_stage(
 
     @with_dump_of_now
     @rare_collections()
-    def build(rows: int | None) -> StageFunctions:
-        if rows is None:
+    def build(sizes: Sizes | None) -> StageFunctions:
+        if sizes is None:
             return StageBuilder(stage, signature, fake_mode, compiler, activation_budget, places).build(
                 training
             )
-        hinted, mode, symbol = with_hint(stage, rows_symbol, rows)
-        again = signature_of(hinted, needs_grad, requires_grad_parameters, symbol)
+        hinted, mode, symbols = with_hints(stage, signature.symbols, sizes)
+        again = signature_of(hinted, needs_grad, requires_grad_parameters, symbols[0])
         functions = StageBuilder(hinted, again, mode, compiler, activation_budget, places).build(training)
-        functions.saved_bytes = functions.saved_bytes.subs(symbol, rows_symbol)
+        names = dict(zip(symbols, signature.symbols, strict=True))
+        functions.saved_bytes = functions.saved_bytes.xreplace(names)
         return functions
 
     # Without a backward nothing is saved, whatever the budget.
-    expected = rows_hint if minds_rows(compiler, activation_budget if training else 1.0) else None
+    expected = None
+    if signature.length_inputs or minds_rows(compiler, activation_budget if training else 1.0):
+        lengths = (
+            length_hints.get(stage.inputs[position].name, signature.values[position].node.hint)
+            for position in signature.length_inputs
+        )
+        expected = None if rows_hint is None else (rows_hint, *lengths)
     variants = Variants(build, [build(expected)])
     if cache is not None:
         cache.functions[key] = variants

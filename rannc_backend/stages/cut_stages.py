@@ -19,7 +19,7 @@ from rannc_backend.schedule.edges import EdgeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCut:
-    """A graph cut in stages: their graphs and the edges between endpoints."""
+    """A graph cut in stages: their graphs and the edges between endpoints, at the lengths of the capture."""
 
     graphs: tuple[StageGraph, ...]
     edges: dict[tuple[int, int], Edge]
@@ -59,12 +59,17 @@ def cut_stages(
         )
     except PassError as error:
         raise mixed_batch_error(error) from error
-    return StageCut(graphs=graphs, edges=_edges(analysis, graphs, all_outputs=all_outputs))
+    return StageCut(graphs=graphs, edges=edges_of(analysis, graphs, all_outputs=all_outputs))
 
 
-def _edges(
-    analysis: GraphAnalysis, graphs: tuple[StageGraph, ...], *, all_outputs: bool
+def edges_of(
+    analysis: GraphAnalysis,
+    graphs: tuple[StageGraph, ...],
+    *,
+    all_outputs: bool,
+    lengths: tuple[int, ...] | None = None,
 ) -> dict[tuple[int, int], Edge]:
+    """The edges between endpoints, at these lengths (those of the capture if not given)."""
     producer = {
         slot.name: graph.index for graph in graphs for slot in graph.outputs if slot.kind == "boundary"
     }
@@ -82,7 +87,7 @@ def _edges(
                     names.append(output.name)
     edges: dict[tuple[int, int], Edge] = {}
     for (src, dst), names in carried.items():
-        values = tuple(analysis.value(name) for name in names)
+        values = tuple(analysis.value(name, lengths) for name in names)
         gradient = tuple(value for value in values if value.name in analysis.needs_grad)
         edges[src, dst] = Edge(src=src, dst=dst, forward=values, gradient=gradient)
     return edges

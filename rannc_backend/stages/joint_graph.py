@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -341,9 +341,11 @@ def _fake_mode(joint: fx.GraphModule) -> FakeTensorMode:
     raise AssertionError("a joint graph has a tensor among its inputs")
 
 
-def row_conditions(fake_mode: FakeTensorMode, rows_symbol: sympy.Symbol) -> tuple[sympy.Basic, ...]:
-    """What torch has assumed about the batch size in all traces under `fake_mode`; code compiled so far
-    relies on it.
+def size_conditions(
+    fake_mode: FakeTensorMode, rows_symbol: sympy.Symbol, symbols: Collection[sympy.Symbol]
+) -> tuple[sympy.Basic, ...]:
+    """What torch has assumed about the batch size and the lengths (all of them: `symbols`) in all traces under
+    `fake_mode`; code compiled so far relies on it.
 
     Raises UnsupportedModelError if a single batch size was assumed.
     """
@@ -357,7 +359,7 @@ def row_conditions(fake_mode: FakeTensorMode, rows_symbol: sympy.Symbol) -> tupl
     return tuple(
         guard.expr
         for guard in shape_env.guards
-        if rows_symbol in guard.expr.free_symbols and not _only_chooses_convolution(guard)
+        if not guard.expr.free_symbols.isdisjoint(symbols) and not _only_chooses_convolution(guard)
     )
 
 

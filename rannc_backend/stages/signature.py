@@ -1,16 +1,17 @@
 """What a stage graph looks like from outside, and whether two of them are the same.
 
-In: a `StageGraph` and which values need a gradient. Out: its `StageSignature` (shapes as functions of the
-batch size, positions that take and give gradients, fake inputs for tracing) and a hash of its structure.
+In: a `StageGraph` and which values need a gradient. Out: its `StageSignature` (shapes as functions of its
+sizes, positions that take and give gradients, fake inputs for tracing) and a hash of its structure.
 
-Terms. *Constants* are tensors that the graph holds itself; they are lifted to inputs behind the others, so
+Terms. The *sizes* of a call are its batch size and its lengths, in the order of the inputs that hold those.
+*Constants* are tensors that the graph holds itself; they are lifted to inputs behind the others, so
 that graphs that differ in them only are equal.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,12 +19,17 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import run_passes
 from rannc_backend.passes.stage.any_layout import TakeAnyLayout
 from rannc_backend.passes.stage.lift_constants import LiftConstants
 from rannc_backend.passes.stage.split_stages import StageGraph, rows_dimension
 
-LONG_LIVED_KINDS = frozenset({"parameter", "buffer", "replicated", "rng_seed", "global_rows", "prologue"})
+LONG_LIVED_KINDS = frozenset(
+    {"parameter", "buffer", "replicated", "rng_seed", "global_rows", "prologue", "length"}
+)
+LENGTH = "length"
+Sizes = tuple[int, ...]
 # The others come from the user or another rank; they are taken as contiguous, whatever their strides were at
 # capture.
 OWNED_KINDS = frozenset({"parameter", "buffer"})
@@ -31,15 +37,17 @@ OWNED_KINDS = frozenset({"parameter", "buffer"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSignature:
-    """Positions and shapes of one stage; `values` and `output_values` are the fakes of inputs and outputs.
+    """Positions and shapes of one stage; `values` and `output_values` are the fakes of inputs and outputs, where
+    an input is a length its symbolic number.
 
     `trained` are the positions of parameters that require a gradient, `long_lived` the inputs of the joint
-    graph (0 is the batch size) that exist until backward anyway. `rows_from` is (input, dimension, factor):
+    graph (0 is the batch size) that exist until backward anyway, `length_inputs` those that are lengths, `symbols`
+    those of the sizes. `rows_from` is (input, dimension, factor):
     the size there is factor * rows. `received` are the inputs that compiled functions want contiguous.
     """
 
     kinds: tuple[str, ...]
-    values: tuple[Tensor, ...]
+    values: tuple[Any, ...]
     output_values: tuple[Tensor, ...]
     constants: tuple[Any, ...]
     constant_names: tuple[str, ...]
@@ -51,9 +59,11 @@ class StageSignature:
     rows_from: tuple[int, int, int] | None
     rows: Any
     rows_symbol: sympy.Symbol
+    length_inputs: tuple[int, ...]
+    symbols: tuple[sympy.Symbol, ...]
 
-    def bound(self, args: Sequence[Tensor]) -> tuple[int, list[Any]]:
-        """Number of rows of real inputs, and [rows, *inputs, *constants] for a compiled function."""
+    def bound(self, args: Sequence[Any]) -> tuple[Sizes, list[Any]]:
+        """The sizes of real inputs, and [rows, *inputs, *constants] for a compiled function."""
         assert len(args) == len(self.kinds), f"the stage takes {len(self.kinds)} inputs, not {len(args)}"
         rows = 1
         if self.rows_from is not None:
@@ -63,25 +73,33 @@ class StageSignature:
         for position in self.received:
             if not values[position + 1].is_contiguous():
                 values[position + 1] = values[position + 1].contiguous()
-        return rows, values
+        return (rows, *(args[position] for position in self.length_inputs)), values
 
-    def zeros_of_input(self, position: int, rows: int) -> Tensor:
-        return _zeros(self.values[position], rows, self.rows_symbol)
+    def zeros_of_input(self, position: int, sizes: Sizes) -> Tensor:
+        return self._empty(self.values[position], sizes).zero_()
 
-    def zeros_of_output(self, position: int, rows: int) -> Tensor:
-        return _zeros(self.output_values[position], rows, self.rows_symbol)
+    def zeros_of_output(self, position: int, sizes: Sizes) -> Tensor:
+        return self._empty(self.output_values[position], sizes).zero_()
 
-    def empty_output(self, position: int, rows: int) -> Tensor:
-        return _empty(self.output_values[position], rows, self.rows_symbol)
+    def empty_output(self, position: int, sizes: Sizes) -> Tensor:
+        return self._empty(self.output_values[position], sizes)
 
-    def empty_input(self, position: int, rows: int) -> Tensor:
-        return _empty(self.values[position], rows, self.rows_symbol)
+    def empty_input(self, position: int, sizes: Sizes) -> Tensor:
+        return self._empty(self.values[position], sizes)
+
+    def _empty(self, value: Tensor, sizes: Sizes) -> Tensor:
+        known = dict(zip(self.symbols, map(sympy.Integer, sizes), strict=True))
+        shape = [int(size_expression(size).xreplace(known)) for size in value.shape]
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
 
     def fakes(self, *, requires_grad: bool) -> list[Any]:
         """Fresh inputs for tracing, under the current fake mode: batch size, stage inputs, constants."""
         differentiated = self.trained | set(self.grad_inputs) if requires_grad else set()
         fresh: list[Any] = [self.rows]
         for position, value in enumerate(self.values):
+            if not isinstance(value, Tensor):
+                fresh.append(value)
+                continue
             with torch.no_grad():
                 if self.kinds[position] in OWNED_KINDS:
                     fake = torch.empty_strided(
@@ -127,6 +145,7 @@ def signature_of(
         _differentiable(value) and source.name in needs_grad
         for source, value in zip(stage.inputs, values, strict=True)
     ]
+    lengths = tuple(position for position, source in enumerate(stage.inputs) if source.kind == LENGTH)
     return StageSignature(
         kinds=tuple(source.kind for source in stage.inputs),
         values=tuple(values),
@@ -156,10 +175,14 @@ def signature_of(
             [i + 1 for i, source in enumerate(stage.inputs) if source.kind in LONG_LIVED_KINDS]
             + [len(values) + 1 + i for i in range(len(constants))]
         ),
-        received=tuple(i for i, source in enumerate(stage.inputs) if source.kind not in OWNED_KINDS),
+        received=tuple(
+            i for i, source in enumerate(stage.inputs) if source.kind not in OWNED_KINDS | {LENGTH}
+        ),
         rows_from=carrier,
         rows=1 if carrier is None else _rows_of_fake(values[carrier[0]], carrier[1], carrier[2]),
         rows_symbol=rows_symbol,
+        length_inputs=lengths,
+        symbols=(rows_symbol, *(values[position].node.expr for position in lengths)),
     )
 
 
@@ -179,7 +202,8 @@ def structural_hash(graph_module: fx.GraphModule, signature: StageSignature, opt
         if node.op == "get_attr" and node.target not in constant:
             target = getattr(graph_module, str(node.target)).code
         lines.append(f"{node.op} {'' if node.op == 'placeholder' else target} {arguments!r}")
-    lines += [_described(value, signature.rows_symbol) for value in (*signature.values, *signature.constants)]
+    names = {symbol: sympy.Symbol(f"size{index}") for index, symbol in enumerate(signature.symbols)}
+    lines += [_described(value, names) for value in (*signature.values, *signature.constants)]
     lines.append(
         repr(
             (
@@ -201,16 +225,11 @@ class _Reference:
     number: int
 
 
-def _described(value: Tensor, rows_symbol: sympy.Symbol) -> str:
-    sizes = [
-        str(_expression(size).subs(rows_symbol, sympy.Symbol("rows")))
-        for size in (*value.shape, *value.stride())
-    ]
+def _described(value: Any, names: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
+    if not isinstance(value, Tensor):
+        return str(size_expression(value).xreplace(names))
+    sizes = [str(size_expression(size).xreplace(names)) for size in (*value.shape, *value.stride())]
     return f"{value.dtype} {value.device} {sizes}"
-
-
-def _expression(size: int | torch.SymInt) -> sympy.Expr:
-    return sympy.Integer(size) if isinstance(size, int) else sympy.sympify(size.node.expr)
 
 
 def _differentiable(value: object) -> bool:
@@ -219,12 +238,3 @@ def _differentiable(value: object) -> bool:
 
 def _rows_of_fake(value: Tensor, dim: int, factor: int) -> Any:
     return value.shape[dim] if factor == 1 else value.shape[dim] // factor
-
-
-def _zeros(value: Tensor, rows: int, rows_symbol: sympy.Symbol) -> Tensor:
-    return _empty(value, rows, rows_symbol).zero_()
-
-
-def _empty(value: Tensor, rows: int, rows_symbol: sympy.Symbol) -> Tensor:
-    shape = [int(_expression(size).subs(rows_symbol, rows)) for size in value.shape]
-    return torch.empty(shape, dtype=value.dtype, device=value.device)

@@ -1,18 +1,18 @@
-"""More than one compilation of a stage, where one does not serve every batch size.
+"""More than one compilation of a stage, where one does not serve every batch size and every length.
 
-In: how to build the stage for a number of rows. Out: the build that serves a given number, made when it is
-first needed.
+In: how to build the stage for given sizes. Out: the build that serves given ones, made when it is first needed.
 
-Terms. The *hint* is the batch size that a trace takes where it has to decide something; what it decides may
-hold for some sizes only (Inductor sums long rows in two steps, say), which the build's conditions record. A
-*variant* is one such build.
+Terms. The *sizes* of a call are its number of rows and its lengths (signature.py). The *hints* are the sizes that
+a trace takes where it has to decide something; what it decides may hold for some sizes only (Inductor sums long
+rows in two steps, say), which the build's conditions record. A *variant* is one such build.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,15 +26,26 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.pipeline import facts_of, with_facts
 from rannc_backend.passes.stage.split_stages import StageGraph
+from rannc_backend.stages.signature import Sizes
 
 logger = logging.getLogger(__name__)
 
+#: What torch's functions of sizes are in Python, by their names in expressions.
+_FUNCTIONS = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
 
 class Conditioned(Protocol):
-    """A build that knows for which numbers of rows it was made."""
+    """A build that knows for which sizes it was made."""
 
-    def broken_condition(self, rows: int) -> object | None:
-        """A condition that ``rows`` breaks; None when the build serves it."""
+    def broken_condition(self, sizes: Sizes) -> object | None:
+        """A condition that ``sizes`` break; None when the build serves them."""
         ...
 
 
@@ -43,36 +54,36 @@ Build = TypeVar("Build", bound=Conditioned)
 
 @dataclass(slots=True)
 class Variants(Generic[Build]):
-    """Builds of one stage; ``build(rows)`` makes another with that hint (None: the hint of the capture)."""
+    """Builds of one stage; ``build(sizes)`` makes another with those hints (None: the hints of the capture)."""
 
-    build: Callable[[int | None], Build]
+    build: Callable[[Sizes | None], Build]
     built: list[Build]
-    _by_rows: dict[int, Build] = field(default_factory=dict)
+    _by_sizes: dict[Sizes, Build] = field(default_factory=dict)
 
-    def of(self, rows: int) -> Build:
-        """The build for ``rows``.
+    def of(self, sizes: Sizes) -> Build:
+        """The build for ``sizes``.
 
         Raises:
-            UnsupportedModelError: even a build made for ``rows`` does not serve it.
+            UnsupportedModelError: even a build made for ``sizes`` does not serve them.
         """
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._find(rows)
-        return self._by_rows[rows]
+        if sizes not in self._by_sizes:
+            self._by_sizes[sizes] = self._find(sizes)
+        return self._by_sizes[sizes]
 
     def forget(self) -> None:
         """The conditions of a build have changed: look again."""
-        self._by_rows.clear()
+        self._by_sizes.clear()
 
-    def _find(self, rows: int) -> Build:
+    def _find(self, sizes: Sizes) -> Build:
         for build in self.built:
-            if build.broken_condition(rows) is None:
+            if build.broken_condition(sizes) is None:
                 return build
-        logger.debug("compiling a stage again for %d rows: %s", rows, self.built[0].broken_condition(rows))
-        made = self.build(rows)
-        condition = made.broken_condition(rows)
+        logger.debug("compiling a stage again for sizes %s: %s", sizes, self.built[0].broken_condition(sizes))
+        made = self.build(sizes)
+        condition = made.broken_condition(sizes)
         if condition is not None:
             raise UnsupportedModelError(
-                f"a stage compiles for batch sizes with {condition} only, and a micro-batch has {rows} rows",
+                f"a stage compiles for batch sizes with {condition} only, and a micro-batch has {sizes[0]} rows",
                 cure="change the number of micro-batches (RANNC_PIPELINE_NUM), so that they have other "
                 "sizes.",
             )
@@ -80,21 +91,25 @@ class Variants(Generic[Build]):
         return made
 
 
-def with_hint(
-    stage: StageGraph, rows_symbol: sympy.Symbol, rows: int
-) -> tuple[StageGraph, FakeTensorMode, sympy.Symbol]:
-    """The same stage over new fakes whose batch size has the hint ``rows`` (at least 2, as 1 is a constant to
-    torch).
+def with_hints(
+    stage: StageGraph, symbols: Sequence[sympy.Symbol], sizes: Sizes
+) -> tuple[StageGraph, FakeTensorMode, tuple[sympy.Symbol, ...]]:
+    """The same stage over new fakes whose batch size and lengths (``symbols``) have the hints ``sizes`` (at least
+    2, as 1 is a constant to torch); with the new symbols.
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    source, hint = ConstantSource("rows"), max(rows, 2)
-    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    numbers: list[Any] = []
+    for index, hint in enumerate(max(size, 2) for size in sizes):
+        source = ConstantSource(f"size_{index}")
+        symbol = shape_env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        numbers.append(shape_env.create_symintnode(symbol, hint=hint, source=source))
 
     @functools.cache
     def function_of(expression: sympy.Expr) -> Any:
-        return sympy.lambdify([rows_symbol], expression, modules=[{}])(size)
+        return sympy.lambdify(symbols, expression, modules=[_FUNCTIONS])(*numbers)
 
     def renewed(number: Any) -> Any:
         return function_of(number.node.expr) if isinstance(number, torch.SymInt) else number
@@ -111,7 +126,9 @@ def with_hint(
                 copy.meta["val"] = torch.empty_strided(
                     tuple(shape), tuple(stride), dtype=value.dtype, device=value.device
                 )
+            elif node.op == "placeholder":
+                copy.meta["val"] = renewed(value)
             else:
                 copy.meta.pop("val", None)
     hinted = with_facts(fx.GraphModule(stage.graph_module, graph), facts_of(stage.graph_module))
-    return replace(stage, graph_module=hinted), fake_mode, symbol
+    return replace(stage, graph_module=hinted), fake_mode, tuple(number.node.expr for number in numbers)

@@ -44,6 +44,7 @@ from rannc_backend.runtime.step.send_buffers import SendBuffers  # noqa: E402
 from rannc_backend.runtime.step.step_state import StepState  # noqa: E402
 from rannc_backend.runtime.world import Route  # noqa: E402
 from rannc_backend.stages.gradient_sink import open_targets  # noqa: E402
+from tests.played_steps import shapes_of  # noqa: E402
 
 TARGET_MICROSECONDS = 25.0
 NUM_MICRO_BATCHES = 8
@@ -254,8 +255,9 @@ def message_costs(num_values: int, num_steps: int) -> dict[str, float]:
     ]
     spent: dict[ActionKind, list[float]] = defaultdict(list)
     clock = time.perf_counter
+    shapes = shapes_of(executor.edges)
     for step in range(num_steps + 20):
-        state = StepState(number=step, rows=rows, inputs={}, scalars={}, training=True)
+        state = StepState(number=step, rows=rows, shapes=shapes, inputs={}, scalars={}, training=True)
         state.pending = SimpleNamespace()  # type: ignore[assignment]
         state.copies = None  # counted in the first step only
         transport.begin_step()

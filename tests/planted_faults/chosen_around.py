@@ -1,11 +1,13 @@
-"""Faults that somebody thought of, in what is around the step: planner, page, first call, options,
-commands.
+"""Faults that somebody thought of, in what is around the step: planner, page, first call, options, commands,
+checkpoints, schedules.
 """
 
 from __future__ import annotations
 
-from tests.planted_faults.areas import passes, unit
+from tests.planted_faults.areas import noticed, passes, unit
 from tests.planted_faults.fault import Fault
+
+_LOAD = "checkpoint/loading.py"
 
 CHOSEN_AROUND: tuple[Fault, ...] = tuple(
     Fault(*row)
@@ -46,84 +48,6 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             '"options": dict(self.options)',
             '"options": {}',
             unit("planner/plan_cache"),
-        ),
-        # capture without Dynamo
-        (
-            "gradients-go-on-where-the-model-stops-them",
-            "capture/nonstrict/watch.py",
-            "tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)",
-            "tree_map_only(torch.Tensor, lambda value: value, result)",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "second-derivatives-are-cut",
-            "capture/nonstrict/trace.py",
-            "        keep_second_derivatives(trace.graph_module.graph)\n",
-            "",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "tensors-from-outside-are-constants",
-            "capture/nonstrict/trace.py",
-            "        run.check(trace)\n",
-            "",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "backward-of-its-own-is-lost",
-            "capture/nonstrict/watch.py",
-            "if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):",
-            "if False:",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "batch-size-is-tested-once",
-            "capture/nonstrict/trace.py",
-            "        self.size_tests = watch.size_tests()\n",
-            "",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "captures-hold-for-ever",
-            "capture/nonstrict/captures.py",
-            "return self.guards.broken()",
-            'return ""',
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "captured-again-for-hooks-of-its-own",
-            "backend.py",
-            "return found.renewed(module), _bind",
-            "return found, _bind",
-            ("tests/distributed/test_nonstrict.py::test_nonstrict[models-1,1]",),
-        ),
-        (
-            "frozen-parameters-are-trained",
-            "capture/nonstrict/captures.py",
-            "(tensor.requires_grad, tensor.dtype, tensor.shape)",
-            "(tensor.dtype, tensor.shape)",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "what-the-forward-changes-stays",
-            "capture/nonstrict/captures.py",
-            "            _undo([*undone, *guards.changes()])\n",
-            "",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "failed-step-goes-the-second-way",
-            "compiled_call.py",
-            "if call.arrived or call.captured or second",
-            "if call.captured or second",
-            ("tests/distributed/test_gate.py::test_the_gate[fails-in_the_trace]",),
-        ),
-        (
-            "constants-keep-the-shape-of-a-sum",
-            "passes/canonicalize.py",
-            "            elif node.target in _LIKE:\n                _fill_like(graph, node)\n",
-            "",
-            passes("golden"),
         ),
         # page
         (
@@ -325,43 +249,6 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "        if False:\n",
             unit("capture/nonstrict/read_values"),
         ),
-        # values without a gradient, and sizes that depend on data
-        (
-            "constants-that-swallow-what-is-written",
-            "capture/aten_trace.py",
-            "    node.meta[_CONSTANT] = True\n    return tensor\n",
-            "    return tensor.detach()\n",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "constants-with-gradients",
-            "capture/aten_trace.py",
-            "    _detach_constants(graph_module.graph)\n    graph",
-            "    graph",
-            unit("capture/nonstrict/captures"),
-        ),
-        (
-            "sizes-of-data-without-bounds",
-            "capture/analysis.py",
-            "    bound_data_sizes(split.rowwise)\n",
-            "",
-            passes("data_sizes"),
-        ),
-        # functions with a backward of their own
-        (
-            "backward-of-rows-believed",
-            "passes/batch/batch_axis.py",
-            "right = layout == own if isinstance(own, Rows) else isinstance(layout, PartialSum)",
-            "right = True",
-            passes("kept_functions"),
-        ),
-        (
-            "unused-parameters-get-zeros",
-            "capture/graph.py",
-            '        if item.kind in ("parameter", "buffer") and not node.users:',
-            "        if False:",
-            unit("capture/nonstrict/captures"),
-        ),
         # declarations of custom operators
         (
             "declarations-believed",
@@ -450,6 +337,116 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "if found and next(iter(found.values())).shape == parameter.shape:",
             "if False:",
             ("tests/distributed/test_verify.py::test_a_wrong_gradient_of_one_rank_is_named[options0]",),
+        ),
+        # checkpoints
+        (
+            "loss-gradient-not-restored",
+            _LOAD,
+            "counter.loss_gradient = self.reader.manifest.runtime.loss_gradient",
+            "pass",
+            noticed("resumed"),
+        ),
+        (
+            "step-counter-not-restored",
+            _LOAD,
+            "counter.number = self.reader.manifest.runtime.num_steps_begun",
+            "pass",
+            noticed("resumed"),
+        ),
+        (
+            "step-counter-of-rank-0-alone",
+            _LOAD,
+            "counter.number = self.reader.manifest.runtime.num_steps_begun",
+            "counter.number = self.reader.manifest.runtime.num_steps_begun * (self.world.rank == 0)",
+            noticed("resumed"),
+        ),
+        (
+            "generators-of-rank-0",
+            _LOAD,
+            "parts[self.world.rank if self.world.rank < len(parts) else 0].random",
+            "parts[0].random",
+            noticed("resumed"),
+        ),
+        ("generators-not-restored", _LOAD, "if random_state:", "if False:", noticed("resumed")),
+        (
+            "moments-in-the-parameters-dtype",
+            "checkpoint/optimizer_state.py",
+            "optimizer.state[parameter][key] = value",
+            "pass",
+            unit("checkpoint/state"),
+        ),
+        (
+            "plain-states-forgotten",
+            "checkpoint/optimizer_state.py",
+            "values.update(part.optimizers[number].values)",
+            "pass",
+            unit("checkpoint/state"),
+        ),
+        (
+            "checksum-not-compared",
+            "checkpoint/reader.py",
+            "if crc32_of(tensor) != record.crc32:",
+            "if False:",
+            unit("checkpoint/reader"),
+        ),
+        (
+            "oldest-is-latest",
+            "checkpoint/directory.py",
+            "return max(found, key",
+            "return min(found, key",
+            unit("checkpoint/reader", "checkpoint/crash"),
+        ),
+        # schedules
+        (
+            "armed-one-backward-early",
+            "schedule/lowering.py",
+            "lane.arms[slots[-1]]",
+            "lane.arms[slots[0]]",
+            unit("schedule/lowering", "schedule/verify"),
+        ),
+        (
+            "one-more-in-flight",
+            "schedule/one_f_one_b.py",
+            "min(num_stages - stage - 1, num_micro_batches)",
+            "min(num_stages - stage, num_micro_batches)",
+            unit("schedule/lowering", "schedule/simulator"),
+        ),
+        (
+            "bound-in-flight-too-high",
+            "schedule/one_f_one_b.py",
+            "return min(num_stages_to_end, num_micro_batches)",
+            "return min(num_stages_to_end + 1, num_micro_batches)",
+            unit("schedule/lowering", "schedule/plan_simulation"),
+        ),
+        (
+            "all-reduce-under-all-of-backward",
+            "schedule/simulator.py",
+            "last_end + costs.allreduce / costs.num_buckets",
+            "last_end",
+            unit("schedule/simulator"),
+        ),
+        # event trace
+        (
+            "arrow-from-the-rank-that-receives",
+            "runtime/trace/event_trace.py",
+            "if begins else (piece.peer, self._rank)",
+            "if begins else (self._rank, piece.peer)",
+            unit("runtime/trace/event_trace_arrows"),
+        ),
+        (
+            "arrows-of-a-second-run",
+            "runtime/trace/event_trace.py",
+            "self._seen[key] += 1",
+            "pass",
+            unit("runtime/trace/event_trace_arrows"),
+        ),
+        # devices
+        (
+            "late-connections-not-said",
+            "runtime/comm/device_connections.py",
+            "if not context_exists:",
+            "if True:",
+            unit("runtime/comm/device_connections"),
         ),
     )
 )

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from rannc_backend.capture.graph import lengths_hold
 from rannc_backend.capture.nonstrict.arguments import Call, Place
 from rannc_backend.capture.nonstrict.guards import Change, Guards
 from rannc_backend.capture.nonstrict.ranks import ALONE, Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue
-from rannc_backend.capture.nonstrict.trace import Recorded, record
+from rannc_backend.capture.nonstrict.trace import Changing, Recorded, record
 from rannc_backend.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class Signature:
     tensors: tuple[tuple[Any, ...], ...]
 
     @classmethod
-    def of(cls, call: Call, batch: frozenset[int]) -> Signature:
-        """Of a call of which the tensors with these indices have rows."""
+    def of(cls, call: Call, batch: frozenset[int], lengths: Changing = frozenset()) -> Signature:
+        """Of a call of which the tensors with these indices have rows, and whose sizes there are lengths."""
         return cls(
             structure=call.structure,
             constants=tuple((position, type(leaf), leaf) for position, leaf in call.constants().items()),
@@ -48,7 +49,9 @@ class Signature:
                     tensor.device,
                     tensor.requires_grad,
                     tensor.dim(),
-                    tuple(tensor.shape)[index in batch :],
+                    tuple(None if (index, dim) in lengths else size for dim, size in enumerate(tensor.shape))[
+                        index in batch :
+                    ],
                 )
                 for index, tensor in enumerate(call.tensors)
             ),
@@ -67,11 +70,25 @@ class Capture:
 
     def serves(self, call: Call) -> str:
         """Why it does not serve a call; "" if it does."""
-        if Signature.of(call, self.batch) != self.signature:
+        if Signature.of(call, self.batch, self._length_places) != self.signature:
             return "other arguments"
+        if not self._has_lengths(call):
+            return "other lengths"
         if _kept(self.recorded.places) != self.kept:
             return "other parameters or buffers"
         return self.guards.broken()
+
+    @property
+    def _length_places(self) -> Changing:
+        own = len(self.recorded.places)
+        return {(position - own, dim) for position, dim in self.recorded.lengths.sizes}
+
+    def _has_lengths(self, call: Call) -> bool:
+        recorded, own = self.recorded, len(self.recorded.places)
+        lengths = recorded.lengths.lengths_of(
+            lambda position, dim: int(call.tensors[position - own].shape[dim])
+        )
+        return lengths is not None and lengths_hold(recorded.captured, lengths)
 
     def renewed(self, module: nn.Module) -> Capture:
         """The same capture, which takes for granted what has changed since: by this package, which puts hooks
@@ -83,17 +100,14 @@ class Capture:
         """The inputs of the graph, for a call."""
         return [*(place.tensor() for place in self.recorded.places), *call.tensors]
 
-    def num_rows(self, call: Call) -> int:
-        """The batch size of a call."""
-        return int(call.tensors[min(self.batch)].shape[0])
-
 
 def capture_call(
     module: nn.Module,
     call: Call,
     ranks: Ranks = ALONE,
+    changing: Changing = frozenset(),
 ) -> Capture:
-    """Capture a call. Collective as `record` is.
+    """Capture a call. Collective as `record` is; ``changing`` as there.
 
     Raises:
         UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
@@ -103,7 +117,7 @@ def capture_call(
     for _ in range(2):
         guards = Guards.of(module)
         try:
-            recorded = record(module, call, ranks)
+            recorded = record(module, call, ranks, changing)
         except BaseException:
             _undo([*undone, *guards.changes()])
             raise
@@ -136,7 +150,7 @@ def _capture(recorded: Recorded, guards: Guards, call: Call) -> Capture:
     return Capture(
         recorded=recorded,
         guards=guards,
-        signature=Signature.of(call, batch),
+        signature=Signature.of(call, batch, {(at - own, dim) for at, dim in recorded.lengths.sizes}),
         kept=_kept(recorded.places),
         batch=batch,
     )

@@ -9,6 +9,7 @@ methods of the classes of the model's modules. Code of torch and of Python's own
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from rannc_backend.errors import is_of_user
 
 _MAX_FUNCTIONS = 20_000
 _ENTRIES = ("forward", "__call__", "__getattr__")
+_FOLLOWED = (FunctionType, MethodType, ModuleType, type)
 
 
 class Reachable:
@@ -60,6 +62,9 @@ class Reachable:
                 self._add(method)
             if name in function.__globals__:
                 value = function.__globals__[name]
+                # Names of attributes are names too: of a value, whether the code reads it is worth a look.
+                if not isinstance(value, _FOLLOWED) and name not in _globals_of(function.__code__):
+                    continue
                 self.names[id(function.__globals__), name] = (function.__globals__, name)
                 self._add(value)
                 if isinstance(value, ModuleType) and is_of_user(getattr(value, "__file__", None) or "<"):
@@ -84,6 +89,15 @@ def _names_in(code: CodeType) -> set[str]:
         if isinstance(constant, CodeType):
             names |= _names_in(constant)
     return names
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    """The names that code looks up among globals, in functions inside of it too."""
+    loaded = {
+        str(item.argval) for item in dis.get_instructions(code) if item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return loaded.union(*map(_globals_of, inner))
 
 
 def _functions_in(value: object) -> Iterator[FunctionType]:

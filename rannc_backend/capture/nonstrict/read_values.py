@@ -26,12 +26,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rannc_backend.capture.aten_trace import traced_node
 from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.capture.nonstrict.ranks import Exchange
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import RanksDifferError, UnsupportedModelError
+from rannc_backend.ir.length import LengthDims
 from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random
 from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.graph_copy import GraphBuilder
-from rannc_backend.passes.graph_queries import nodes_behind, placeholders
+from rannc_backend.passes.graph_queries import nodes_behind, placeholders, size_expression
 from rannc_backend.passes.pipeline import run_passes, with_facts
 
 aten = torch.ops.aten
@@ -55,16 +56,19 @@ class ReadValue:
 
     Members:
         graph: gives the tensor from those inputs of the capture that it depends on.
-        inputs: indices of these, in the order of its placeholders.
+        inputs: indices of these, in the order of its placeholders; of a length, behind which dimension of an
+            input has it.
         layouts: of its values; `meeting`: those that depend on samples of several rows.
+        lengths: of the capture: symbol, and the input and dimension that has it.
         location: of the user's line.
     """
 
     graph: fx.GraphModule
-    inputs: tuple[int, ...]
+    inputs: tuple[int | tuple[int, int], ...]
     layouts: Mapping[str, Layout]
     meeting: frozenset[str]
     rows_symbol: sympy.Symbol
+    lengths: tuple[tuple[sympy.Symbol, tuple[int, int]], ...]
     location: str
 
     @property
@@ -85,7 +89,7 @@ class ReadValue:
         Raises:
             UnsupportedModelError: no rank has the parameters and buffers that it depends on.
         """
-        operands = [tensors[index] for index in self.inputs]
+        operands = [_operand(tensors, source) for source in self.inputs]
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             if not operands:
                 return self._run(operands, {}).tolist()
@@ -96,13 +100,15 @@ class ReadValue:
                 if found is None:
                     raise _spread(self.location)
                 return found[0]
-            answers = exchange(self._own_part(operands))
-            num_rows = sum(answer["rows"] for answer in answers)
-            return self._run(
-                operands, self._joined([answer["values"] for answer in answers]), num_rows
-            ).tolist()
+            own = {symbol: _operand(tensors, place) for symbol, place in self.lengths}
+            answers = exchange({**self._own_part(operands), "lengths": list(own.values())})
+            sizes = own | {self.rows_symbol: sum(answer["rows"] for answer in answers)}
+            lengths = [str(answer["lengths"]) for answer in answers]
+            if len(set(lengths)) > 1:
+                raise RanksDifferError("the lengths of the inputs", value_by_rank=lengths)
+            return self._run(operands, self._joined(answers), sizes).tolist()
 
-    def _own_part(self, operands: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    def _own_part(self, operands: Sequence[Any]) -> dict[str, Any]:
         """What the values of rows, on this rank, give to the rest: by name of the node."""
         env = self._environment(operands)
         num_rows = next(
@@ -128,39 +134,41 @@ class ReadValue:
         """The values of all ranks for what each has sent."""
         joined = {}
         for node in self.graph.graph.nodes:
-            parts = [answer[node.name] for answer in answers if node.name in answer]
-            if not parts:
+            sent = [answer for answer in answers if node.name in answer["values"]]
+            if not sent:
                 continue
             dtype, layout = node.meta["val"].dtype, self.layouts[node.name]
+            parts = [answer["values"][node.name] for answer in sent]
             tensors = [torch.tensor(numbers, dtype=dtype).view(shape) for shape, numbers in parts]
             if self._is_row_value(node):
                 assert isinstance(layout, Rows)
-                joined[node.name] = _concatenated(tensors, layout)
+                joined[node.name] = _concatenated(tensors, layout, [answer["rows"] for answer in sent])
             else:
                 joined[node.name] = cast("Any", node.target)(torch.stack(tensors), **node.kwargs)
         return joined
 
     def _run(
         self,
-        operands: Sequence[torch.Tensor | None],
+        operands: Sequence[Any],
         joined: Mapping[str, torch.Tensor],
-        num_rows: int | None = None,
+        sizes: Mapping[sympy.Symbol, int] | None = None,
     ) -> torch.Tensor:
-        """The value of the graph; with a number of rows, those of `joined` are given in place of rows."""
+        """The value of the graph; with the sizes of the whole batch, what `joined` has is given in place of rows."""
         env = self._environment(operands)
-        device = next((operand.device for operand in operands if operand is not None), "cpu")
+        device = next((operand.device for operand in operands if isinstance(operand, torch.Tensor)), "cpu")
+        known = {symbol: sympy.Integer(size) for symbol, size in (sizes or {}).items()}
         for node in self.graph.graph.nodes:
             if node.op == "output":
                 return env[node.args[0][0]]
             if node.name in joined:
                 env[node] = joined[node.name].to(device)
-            elif num_rows is not None and isinstance(self.layouts[node.name], RowCount):
-                env[node] = _number(node.meta["val"], self.rows_symbol, num_rows)
-            elif node.op != "placeholder" and (num_rows is None or not self._is_row_value(node)):
+            elif known and isinstance(node.meta.get("val"), torch.SymInt):
+                env[node] = int(size_expression(node.meta["val"]).xreplace(known))
+            elif node.op != "placeholder" and (sizes is None or not self._is_row_value(node)):
                 env[node] = _computed(node, env, self.graph)
         raise AssertionError("a graph without an output")
 
-    def _environment(self, operands: Sequence[torch.Tensor | None]) -> dict[fx.Node, Any]:
+    def _environment(self, operands: Sequence[Any]) -> dict[fx.Node, Any]:
         return dict(zip(placeholders(self.graph.graph), operands, strict=True))
 
     def _is_local(self, node: fx.Node) -> bool:
@@ -199,6 +207,7 @@ def read_value(
     traced: TracedValue,
     inputs: Sequence[TensorInput],
     batch_positions: frozenset[int],
+    lengths: LengthDims,
     rows_symbol: sympy.Symbol,
     location: str,
 ) -> ReadValue:
@@ -210,16 +219,18 @@ def read_value(
     """
     behind = nodes_behind([traced.node]) | {traced.node}
     known = placeholders(traced.graph)
-    used = [index for index, node in enumerate(known) if node in behind]
+    num_lengths = len(lengths.hints)
+    used = [index - num_lengths for index, node in enumerate(known) if node in behind]
     builder = GraphBuilder(traced.root)
     for node in traced.graph.nodes:
         if node in behind:
             builder.placeholder(node) if node.op == "placeholder" else builder.copy(node)
     copy = builder.finish([builder.find(traced.node)])
-    batch = [known[index].name for index in used if inputs[index].position in batch_positions]
+    own = [index for index in used if index >= 0]
+    batch = [known[num_lengths + index].name for index in own if inputs[index].position in batch_positions]
     if any(is_random(node) for node in copy.graph.nodes):
         raise _refused("random numbers are part of", location)
-    if batch and any(inputs[index].kind in ("parameter", "buffer") for index in used):
+    if batch and any(inputs[index].kind in ("parameter", "buffer") for index in own):
         raise _refused("parameters or buffers are part of beside the batch", location)
     meeting = Meeting()
     # The trace that runs must not see what the passes compute.
@@ -228,10 +239,14 @@ def read_value(
         layouts = analyze_batch_axis(canonical, batch, rows_symbol, meeting=meeting)
     return ReadValue(
         graph=canonical,
-        inputs=tuple(used),
+        inputs=tuple(index if index >= 0 else lengths.carrier_of(num_lengths + index) for index in used),
         layouts=layouts,
         meeting=frozenset(meeting.names),
         rows_symbol=rows_symbol,
+        lengths=tuple(
+            (node.meta["val"].node.expr, lengths.carrier_of(index))
+            for index, node in enumerate(known[:num_lengths])
+        ),
         location=location,
     )
 
@@ -253,17 +268,25 @@ def _is_over_all(node: fx.Node) -> bool:
     return operand is not None and operand.meta["val"].dtype in integers
 
 
-def _concatenated(parts: Sequence[torch.Tensor], layout: Rows) -> torch.Tensor:
-    """The rows of all ranks in their order; dimension `dim` holds (outer, row, inner)."""
-    dim, outer, inner = layout.dim, int(layout.outer), int(layout.inner)
-    apart = [part.unflatten(dim, (outer, part.shape[dim] // (outer * inner), inner)) for part in parts]
+def _concatenated(parts: Sequence[torch.Tensor], layout: Rows, rows: Sequence[int]) -> torch.Tensor:
+    """The rows of all ranks, of so many each, in their order; dimension `dim` holds (outer, row, inner), of which
+    one may depend on lengths.
+    """
+    dim = layout.dim
+    outer, inner = (number if isinstance(number, int) else -1 for number in (layout.outer, layout.inner))
+    apart = [
+        part.unflatten(dim, (outer, num_rows, inner)) for part, num_rows in zip(parts, rows, strict=True)
+    ]
     return torch.cat(apart, dim + 1).flatten(dim, dim + 2)
 
 
-def _number(value: Any, symbol: sympy.Symbol, rows: int) -> int:
-    if isinstance(value, int):
-        return value
-    return int(value.node.expr.xreplace({symbol: sympy.Integer(rows)}))
+def _operand(tensors: Sequence[torch.Tensor | None], source: int | tuple[int, int]) -> Any:
+    """A tensor, None where it is not on this rank, or a length."""
+    if isinstance(source, int):
+        return tensors[source]
+    position, dim = source
+    carrier = tensors[position]
+    return None if carrier is None else int(carrier.shape[dim])
 
 
 def _refused(what: str, location: str) -> UnsupportedModelError:

@@ -10,8 +10,9 @@ What a run leaves behind (attributes of modules, values in globals) is found by 
 from __future__ import annotations
 
 import functools
+import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from rannc_backend.capture.aten_trace import (
 )
 from rannc_backend.capture.batch_inputs import batch_candidates, check_one_size
 from rannc_backend.capture.fingerprint import fingerprint
-from rannc_backend.capture.graph import CapturedGraph, captured_of
+from rannc_backend.capture.graph import CapturedGraph, captured_of, length_hints, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
 from rannc_backend.capture.nonstrict.ranks import Ranks
@@ -47,15 +48,22 @@ from rannc_backend.capture.nonstrict.swapping import Replaced, swapped
 from rannc_backend.capture.nonstrict.watch import Watch, keep_second_derivatives
 from rannc_backend.errors import (
     DataDependentControlFlowError,
+    ModelError,
     NoBatchDimensionError,
     UnsupportedModelError,
     user_location,
 )
+from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
 from rannc_backend.ir.size_test import SizeTest, first_broken
+
+logger = logging.getLogger(__name__)
 
 _PROBED_ROWS = 53
 _MAX_TRACES = 6
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+Changing = Set[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,7 @@ class Recorded:
     # places of checks of values that only raise, which the graph does not make
     unchecked: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()  # values that chose the path
+    lengths: LengthDims = NO_LENGTHS
 
     def takes(self, num_rows: int) -> bool:
         """Whether the model's code takes the captured path for a batch of so many rows on all ranks."""
@@ -86,8 +95,11 @@ class Recorded:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def record(module: nn.Module, call: Call, ranks: Ranks) -> Recorded:
+def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset()) -> Recorded:
     """Capture one call of the module. Collective where its code tests its batch size or values.
+
+    ``changing``: (tensor of the call, dimension) of sizes that other calls have had otherwise: these are lengths
+    where the forward can be traced so.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
@@ -99,17 +111,54 @@ def record(module: nn.Module, call: Call, ranks: Ranks) -> Recorded:
         None if ranks.is_absent(item.tensor) else item.tensor for item in inputs_of(places_of(module), call)
     ]
     recorded, unchecked, decisions = checked_both_ways(
-        lambda reads: _recorded(module, call, reads, ranks),
+        lambda reads: _recorded(module, call, reads, ranks, changing),
         lambda value: value.evaluate(tensors, ranks.exchange),
     )
     return replace(recorded, unchecked=unchecked, decisions=decisions)
 
 
-def _recorded(module: nn.Module, call: Call, reads: Reads, ranks: Ranks) -> Recorded:
+def _recorded(module: nn.Module, call: Call, reads: Reads, ranks: Ranks, changing: Changing) -> Recorded:
     places = places_of(module)
     inputs = inputs_of(places, call)
     check_devices(inputs)
-    traced = functools.partial(_traced, module, call, inputs, reads, ranks)
+    numbers = {size for item in inputs for size in item.tensor.shape}
+    wanted = _length_dims(call, len(places), changing)
+    for hints in length_hints(wanted.hints, numbers):
+        lengths = replace(wanted, hints=hints)
+        try:
+            recorded = _recorded_at(module, call, places, inputs, reads, ranks, lengths)
+        except ModelError as error:
+            logger.debug("with symbolic lengths at %s it cannot be traced: %s", hints, error)
+            continue
+        if lengths_hold(recorded.captured, wanted.hints):
+            return recorded
+    return _recorded_at(module, call, places, inputs, reads, ranks, NO_LENGTHS)
+
+
+def _length_dims(call: Call, num_places: int, changing: Changing) -> LengthDims:
+    """One length for each size of the changing dimensions of a call."""
+    sizes = {(index, dim): int(call.tensors[index].shape[dim]) for index, dim in sorted(changing)}
+    hints = tuple(dict.fromkeys(size for size in sizes.values() if size >= SMALLEST))
+    return LengthDims(
+        hints=hints,
+        sizes={
+            (num_places + index, dim): length_symbol(hints.index(size))
+            for (index, dim), size in sizes.items()
+            if size in hints
+        },
+    )
+
+
+def _recorded_at(
+    module: nn.Module,
+    call: Call,
+    places: tuple[Place, ...],
+    inputs: Sequence[TensorInput],
+    reads: Reads,
+    ranks: Ranks,
+    lengths: LengthDims,
+) -> Recorded:
+    traced = functools.partial(_traced, module, call, inputs, reads, ranks, lengths)
     # A size that the forward uses as a number is one too where all inputs share it: no probe where none is.
     guess = _batch_guess(inputs)
     try:
@@ -121,11 +170,12 @@ def _recorded(module: nn.Module, call: Call, reads: Reads, ranks: Ranks) -> Reco
         run, trace, batch = traced(batch)
     assert run.structure is not None
     return Recorded(
-        captured=_with_tests(captured_of(trace, inputs, batch, module), run.size_tests),
+        captured=_with_tests(captured_of(trace, inputs, batch, module, lengths=lengths), run.size_tests),
         places=places,
         structure=run.structure,
         constants=tuple(run.constants.items()),
         passed=tuple(run.passed.items()),
+        lengths=lengths,
     )
 
 
@@ -135,18 +185,24 @@ def _traced(
     inputs: Sequence[TensorInput],
     reads: Reads,
     ranks: Ranks,
+    lengths: LengthDims,
     batch: frozenset[int],
 ) -> tuple[_Run, AtenTrace, frozenset[int]]:
     """The forward, traced with the batch size for dimension 0 of the inputs at the positions `batch`."""
     if not batch:
         raise _no_batch(inputs)
-    numbers = {size for item in inputs for size in item.tensor.shape}
+    numbers = {size for item in inputs for size in item.tensor.shape} | set(lengths.hints)
     local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
     hint, num_rows = prime_apart_from(numbers), 0
     for _ in range(_MAX_TRACES):
-        run = _Run(module, inputs, call, reads, batch)
+        run = _Run(module, inputs, call, reads, batch, lengths)
         trace = trace_function(
-            run.forward, inputs, batch_positions=batch, hint=hint, strides_of=ranks.strides_of
+            run.forward,
+            inputs,
+            batch_positions=batch,
+            hint=hint,
+            strides_of=ranks.strides_of,
+            lengths=lengths,
         )
         run.check(trace)
         keep_second_derivatives(trace.graph_module.graph)
@@ -195,8 +251,10 @@ class _Run:
         call: Call,
         reads: Reads,
         batch: frozenset[int],
+        lengths: LengthDims,
     ) -> None:
         self._reads = reads
+        self._lengths = lengths
         self._batch = batch
         self._module = module
         self._inputs = inputs
@@ -236,7 +294,7 @@ class _Run:
         return tuple(outputs)
 
     def _read(self, symbol: sympy.Symbol, traced: TracedValue, location: str) -> ReadValue:
-        return read_value(traced, self._inputs, self._batch, symbol, location)
+        return read_value(traced, self._inputs, self._batch, self._lengths, symbol, location)
 
     def check(self, trace: AtenTrace) -> None:
         """Refuse tensors that are neither arguments nor the model's: the graph would hold today's."""

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows, tensors_in
-from rannc_backend.capture.dynamo import holds_from_two
+from rannc_backend.capture.dynamo_sizes import holds_from_two
 from rannc_backend.capture.nonstrict import read_values, reads
 from rannc_backend.capture.nonstrict.read_values import TracedValue
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
@@ -187,6 +187,8 @@ class Watch(TorchFunctionMode):
                 or holds_from_two(condition)
             ):
                 continue
+            if condition.free_symbols != {self._rows.symbol}:
+                raise UnsupportedModelError(f"the model tests its batch size beside a length: {guard.expr}")
             place = guard.sloc.framework_loc
             where = (
                 f"{place.filename}:{place.lineno}, in {place.name}"

@@ -24,7 +24,7 @@ from rannc_backend.stages.build import Gradients
 from rannc_backend.stages.compiled_stage import StageBuilder
 from rannc_backend.stages.joint_graph import TracedStage
 from rannc_backend.stages.signature import StageSignature, signature_of
-from rannc_backend.stages.variants import with_hint
+from rannc_backend.stages.variants import with_hints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ def partitions_of(
     The stage is traced over fakes of its own, so that what torch assumes of the batch size there binds
     nothing else; their symbol for the batch size is each result's `rows_symbol`.
     """
-    hinted, fake_mode, symbol = with_hint(stage, rows_symbol, rows_hint)
-    signature = signature_of(hinted, needs_grad, requires_grad_parameters, symbol)
+    hinted, fake_mode, symbols = with_hints(stage, (rows_symbol,), (rows_hint,))
+    signature = signature_of(hinted, needs_grad, requires_grad_parameters, symbols[0])
     builder = StageBuilder(hinted, signature, fake_mode, compiler, 1.0)
     traced = builder.trace()
     found = []

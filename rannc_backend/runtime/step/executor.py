@@ -106,9 +106,10 @@ class Executor:
     _names: tuple[tuple[int, ...], dict[int, str]] = field(
         default=((), {}), init=False
     )  # of parameters, and for which positions
-    _layouts: dict[tuple[Channel, int], MessageLayout] = field(
+    # by number of rows and lengths
+    _layouts: dict[tuple[Channel, int, tuple[int, ...]], MessageLayout] = field(
         default_factory=dict, init=False
-    )  # by number of rows
+    )
 
     def __post_init__(self) -> None:
         kind = ActionKind
@@ -275,7 +276,7 @@ class Executor:
         else:
             stored = {stage.inputs[position].name: position for position in stage.stored_gradients}
         found: dict[int, torch.Tensor] = {}
-        for (source, destination), edge in self.edges.items() if stored else ():
+        for (source, destination), edge in state.shapes.edges.items() if stored else ():
             own, other, values = (
                 (source, destination, edge.forward)
                 if direction == "F"
@@ -292,16 +293,14 @@ class Executor:
                     )
         return found
 
-    def _edge(self, channel: Channel) -> tuple[Edge, tuple[Value, ...]]:
+    def _values(self, channel: Channel, state: StepState) -> tuple[Value, ...]:
         if channel.direction == "F":
-            edge = self.edges[channel.source, channel.destination]
-            return edge, edge.forward
-        edge = self.edges[channel.destination, channel.source]
-        return edge, edge.gradient
+            return state.shapes.edges[channel.source, channel.destination].forward
+        return state.shapes.edges[channel.destination, channel.source].gradient
 
     def _send(self, action: Action, state: StepState) -> None:
         channel, m = action.channel, action.micro_batch
-        _, values = self._edge(channel)
+        values = self._values(channel, state)
         pieces = state.rows.pieces(action.stage, action.peer, self.world.rank, m)
         tensors, start = self._outgoing(action, values, state)
         for piece in pieces:
@@ -313,14 +312,14 @@ class Executor:
                 work = self.world.transport.isend(message, piece.peer, str(channel))
                 state.sends[channel, m].append(work)
 
-    def _layout(self, channel: Channel, piece: Piece) -> MessageLayout:
-        """How the rows of a piece lie in their message: worked out once for each number of rows."""
-        key = (channel, piece.stop - piece.start)
+    def _layout(self, channel: Channel, piece: Piece, state: StepState) -> MessageLayout:
+        """How the rows of a piece lie in their message: worked out once for each number of rows and length."""
+        key = (channel, piece.stop - piece.start, state.shapes.lengths)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = layout_of(self._edge(channel)[1], piece.stop - piece.start)
+            layout = self._layouts[key] = layout_of(self._values(channel, state), key[1])
         return layout
 
     def _message(
@@ -331,7 +330,7 @@ class Executor:
         rows: RowsTensors,
         state: StepState,
     ) -> torch.Tensor:
-        layout = self._layout(action.channel, piece)
+        layout = self._layout(action.channel, piece, state)
         if action.stage < 0 or action.peer < 0:
             return make_message(
                 rows, layout
@@ -375,11 +374,11 @@ class Executor:
 
     def _post_receive(self, action: Action, state: StepState) -> None:
         channel, m = action.channel, action.micro_batch
-        _, values = self._edge(channel)
+        values = self._values(channel, state)
         for piece in state.rows.pieces(action.stage, action.peer, self.world.rank, m):
             if piece.peer != self.world.rank:
                 incoming = make_incoming(
-                    self._layout(channel, piece), piece, self.world.transport.acquire_message
+                    self._layout(channel, piece, state), piece, self.world.transport.acquire_message
                 )
                 if self.examples is not None:
                     self._fill(incoming, values, self.examples)
@@ -407,7 +406,7 @@ class Executor:
         start, stop = state.rows.interval(action.stage, self.world.rank, m)
         if start == stop:
             return None
-        _, values = self._edge(channel)
+        values = self._values(channel, state)
         return assemble(values, arrived, start, stop, overlapping=action.peer == OUTPUT)
 
     def _wait_forward(self, action: Action, state: StepState) -> None:
@@ -415,7 +414,7 @@ class Executor:
         if tensors is None:
             return
         target = state.row_outputs if action.stage == OUTPUT else state.inbox
-        for value, tensor in zip(self._edge(action.channel)[1], tensors, strict=True):
+        for value, tensor in zip(self._values(action.channel, state), tensors, strict=True):
             target[value.name, action.micro_batch] = tensor
 
     def _wait_gradient(self, action: Action, state: StepState) -> None:
@@ -424,7 +423,7 @@ class Executor:
             return
         m = action.micro_batch
         kind = "rows" if action.peer == OUTPUT else "boundary"
-        for value, tensor in zip(self._edge(action.channel)[1], tensors, strict=True):
+        for value, tensor in zip(self._values(action.channel, state), tensors, strict=True):
             if action.stage == INPUT:
                 _accumulate(state.user_gradients, (value.name, m), tensor)
             else:

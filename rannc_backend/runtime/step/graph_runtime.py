@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rannc_backend.errors import BatchSizeTestError, TooFewSamplesError, UserInputError
-from rannc_backend.ir.action import INPUT, OUTPUT, Program, Turn
+from rannc_backend.ir.action import OUTPUT, Program, Turn
 from rannc_backend.ir.size_test import first_broken
 from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.agreement import agree, exchanging
@@ -42,14 +42,15 @@ from rannc_backend.runtime.step.graph_settings import (
     RuntimeSettings,
     StepCounter,
     TrainingStep,
+    agreed_lengths,
     check_replicated,
     local_rows_of,
 )
 from rannc_backend.runtime.step.queue_turns import queue_turns
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, total_over_ranks
-from rannc_backend.runtime.step.step_state import StepState
-from rannc_backend.runtime.step.user_outputs import RuntimeOutput, collect_outputs, refuse_several_numbers
+from rannc_backend.runtime.step.step_state import RuntimeOutput, StepShapes, StepState
+from rannc_backend.runtime.step.user_outputs import collect_outputs, refuse_several_numbers, user_gradients
 from rannc_backend.runtime.step.versions import VersionCheck, refuse_changes
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
@@ -67,8 +68,8 @@ _MAX_TURNS = 32  # of steps with other rows; those of a training are few
 
 @dataclass(slots=True, kw_only=True)
 class GraphRuntime:
-    """See the module docstring. ``make_executor(kind, rows)`` compiles for "loss" (only scalars are
-    differentiated), "all" or "infer".
+    """See the module docstring. ``make_executor(kind, rows, lengths)`` compiles for "loss" (only scalars are
+    differentiated), "all" or "infer"; ``shapes_at(lengths)`` gives what depends on lengths.
     """
 
     label: str
@@ -80,7 +81,8 @@ class GraphRuntime:
     scalars: ScalarGraphs
     buckets: GradientBuckets
     shared_buffers: SharedBuffers
-    make_executor: Callable[[str, RowTable], Executor]
+    make_executor: Callable[[str, RowTable, tuple[int, ...]], Executor]
+    shapes_at: Callable[[tuple[int, ...]], StepShapes]
     make_program: Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]
     loss_index: int | None
     is_random: bool
@@ -132,23 +134,30 @@ class GraphRuntime:
                 cure="change p.grad after allreduce_grads, in place of the hook",
             )
         kind += " with delay_grad_allreduce" * delayed
-        answers = self._agree_with_measured(f"{kind} of {self.label}", [local_rows, rng_seed, digests])
+        lengths = [tensors[length.carrier].shape[length.dim] for length in self.settings.lengths]
+        answers = self._agree_with_measured(
+            f"{kind} of {self.label}", [local_rows, rng_seed, digests, lengths]
+        )
         check_replicated(self.inputs, [answer[2] for answer in answers])
         rows_by_rank = tuple(answer[0] for answer in answers)
         rows = self._row_table(rows_by_rank)
+        shapes = self.shapes_at(agreed_lengths(self.settings, rows, [answer[3] for answer in answers]))
         record = None
         if training and self.meter is not None:
             record = self.meter.begin(rows.global_rows, rows.num_micro_batches, tensors.values())
         device = self.world.device
-        scalars = {
+        scalars: dict[str, Any] = {
             # Not torch.tensor: that copies from the host, and a copy waits for the device.
             "rng_seed": torch.full((), answers[0][1], dtype=torch.int64, device=device),
             "global_rows": torch.full((), rows.global_rows, dtype=torch.int64, device=device),
+            **{length.name: n for length, n in zip(self.settings.lengths, shapes.lengths, strict=True)},
         }
         counts = local_rows > 0 and (self.settings.gather_inputs or self.world.rank == 0)
         with exchanging(self.world):
             scalars.update(
-                self.scalars.prologue_totals(tensors if counts else None, self._all_reduce(), device)
+                shapes.scalars.prologue_totals(
+                    tensors | scalars if counts else None, self._all_reduce(), device
+                )
             )
         self.counter.number += 1
         if self.counter.number == 1 and self.world.rank == 0 and self.world.device_problem:
@@ -158,6 +167,7 @@ class GraphRuntime:
         state = StepState(
             number=self.counter.number,
             rows=rows,
+            shapes=shapes,
             inputs=tensors,
             scalars=scalars,
             training=training,
@@ -202,14 +212,12 @@ class GraphRuntime:
         limit = self.settings.step_limit_seconds
         return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
 
-    def executor(self, kind: str, rows: RowTable, state: StepState | None = None) -> Executor:
-        """The compiled part of this rank, made at first use with ``rows`` as an example; all ranks wait for
-        the slowest.
-
-        ``state``: the step that begins; it is rehearsed first where that is needed.
+    def executor(self, kind: str, state: StepState) -> Executor:
+        """The compiled part of this rank, made at first use with the sizes of the step that begins as examples;
+        all ranks wait for the slowest. The step is rehearsed first where that is needed.
         """
-        rehearsal = None
-        if state is not None and self.rehearsal is not None and self.rehearsal.is_needed(kind, rows):
+        rehearsal, rows, lengths = None, state.rows, state.shapes.lengths
+        if self.rehearsal is not None and self.rehearsal.is_needed(kind, rows, lengths):
             rehearsal = self.rehearsal
         if kind not in self._executors or rehearsal is not None:
             stage = next(
@@ -218,8 +226,9 @@ class GraphRuntime:
             part = f"stage {stage}" if stage is not None else "nothing"
             with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
                 if kind not in self._executors:
-                    self._executors[kind] = without_anomaly_detection(self.make_executor)(kind, rows)
-                if rehearsal is not None and state is not None:
+                    make = without_anomaly_detection(self.make_executor)
+                    self._executors[kind] = make(kind, rows, lengths)
+                if rehearsal is not None:
                     without_anomaly_detection(self._rehearse)(rehearsal, kind, state)
                 watch.done()
                 agree(
@@ -228,7 +237,7 @@ class GraphRuntime:
                     limit_seconds=self.settings.compile_limit_seconds,
                 )
             if rehearsal is not None:
-                rehearsal.done(kind, rows)
+                rehearsal.done(kind, rows, lengths)
             if self.world.device.type == "cpu":
                 give_back_memory()  # of compilers, and of parameters that have moved
                 keep_freed_memory()
@@ -246,7 +255,7 @@ class GraphRuntime:
             programs,
             state,
             self.buckets.pending,
-            lambda: self.scalars.partial_gradients(state.scalars, ones, self.world.device),
+            lambda: state.shapes.scalars.partial_gradients(state.scalars, ones, self.world.device),
         )
         if state.record is not None:
             state.record.spoiled = True
@@ -261,7 +270,7 @@ class GraphRuntime:
         return self._programs[key]
 
     def _run(self, kind: str, phase: str, state: StepState) -> None:
-        executor = self.executor(kind, state.rows, state)
+        executor = self.executor(kind, state)
         program, phases, turns = self._program(kind, phase, state.rows.num_micro_batches)
         key = (kind, phase, state.rows)
         if key not in self._turns:
@@ -304,12 +313,14 @@ class GraphRuntime:
         )
 
     def _run_eager(self, state: StepState, loss_gradient: Number) -> None:
-        self.executor("loss", state.rows, state)  # a rehearsal uses the buffers that this step takes then
+        self.executor("loss", state)  # a rehearsal uses the buffers that this step takes then
         state.pending = self.buckets.pending()
         state.loss_gradient = loss_gradient
         loss: list[Number] = [0.0] * self._num_scalars
         loss[self._loss_scalar] = loss_gradient
-        state.partial_gradients = self.scalars.partial_gradients(state.scalars, loss, self.world.device)
+        state.partial_gradients = state.shapes.scalars.partial_gradients(
+            state.scalars, loss, self.world.device
+        )
         self._run("loss", "train", state)
 
     @property
@@ -335,11 +346,11 @@ class GraphRuntime:
         with exchanging(self.world):
             self.shared_buffers.share()
             totals = total_over_ranks(
-                state.partials, self.scalars.partials, self._all_reduce(), self.world.device
+                state.partials, state.shapes.scalars.partials, self._all_reduce(), self.world.device
             )
             state.scalars.update(totals)
-            scalars = self.scalars.scalars(state.scalars)
-            return collect_outputs(self.outputs, state, scalars, self.world)
+            scalars = state.shapes.scalars.scalars(state.scalars)
+            return collect_outputs(state.shapes.outputs, state, scalars, self.world)
 
     @without_autocast
     def backward(
@@ -407,7 +418,10 @@ class GraphRuntime:
         self.buckets.publish(state.pending, scale, keep=keep)
         if not keep:
             state.pending = None
-        return [None if grad is None else grad * scale for grad in self._user_gradients(state, 1.0)]
+        return [
+            None if grad is None else grad * scale
+            for grad in user_gradients(self.inputs, state, self.world.rank, 1.0)
+        ]
 
     def _needs_another_loss_gradient(self, gradient: float, expected: Number) -> bool:
         return bool(gradient != expected) and (self.settings.narrow_range or not math.isfinite(gradient))
@@ -427,6 +441,7 @@ class GraphRuntime:
         return StepState(
             number=state.number,
             rows=state.rows,
+            shapes=state.shapes,
             inputs=state.inputs,
             scalars=state.scalars,
             training=True,
@@ -453,13 +468,13 @@ class GraphRuntime:
         for output, mean in zip(self.outputs, means, strict=True):
             if output.kind == "scalar":
                 scalar_grad_outputs[output.scalar_index] = mean
-        state.partial_gradients = self.scalars.partial_gradients(
+        state.partial_gradients = state.shapes.scalars.partial_gradients(
             state.scalars, scalar_grad_outputs, self.world.device
         )
         num_rows = state.rows.owned_rows(OUTPUT, self.world.rank)
         share = 1.0 / self.world.size if self.settings.mean_gradients else 1.0
         state.grad_outputs = {}
-        for grad, output in zip(grads, self.outputs, strict=True):
+        for grad, output in zip(grads, state.shapes.outputs, strict=True):
             if output.kind == "rows" and output.value is not None:
                 shape = output.shape(num_rows[1] - num_rows[0])
                 grad_output = (
@@ -477,24 +492,4 @@ class GraphRuntime:
         only_rows = not any(
             flag and output.kind == "scalar" for flag, output in zip(flagged, self.outputs, strict=True)
         )
-        return self._user_gradients(state, 1.0 / share if only_rows else 1.0)
-
-    def _user_gradients(self, state: StepState, scale: float) -> list[torch.Tensor | None]:
-        results: list[torch.Tensor | None] = []
-        for spec in self.inputs:
-            if not spec.requires_grad:
-                continue
-            parts = [
-                state.user_gradients[spec.name, m]
-                for m in range(state.rows.num_micro_batches)
-                if (spec.name, m) in state.user_gradients
-            ]
-            if not parts:
-                results.append(torch.zeros_like(state.inputs[spec.name]))
-                continue
-            start, stop = state.rows.owned_rows(INPUT, self.world.rank)
-            gradient = torch.cat(parts)
-            assert gradient.shape[0] == stop - start, "gradients of some rows did not come"
-            results.append(gradient if scale == 1.0 else gradient * scale)
-        state.user_gradients.clear()
-        return results
+        return user_gradients(self.inputs, state, self.world.rank, 1.0 / share if only_rows else 1.0)

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 import torch
 
 from rannc_backend.errors import RanksDifferError, UserInputError
+from rannc_backend.ir.length import Length
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.runtime.gradients.loss_gradients import Number
+from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.step_state import StepState
 from rannc_backend.runtime.step.versions import VersionCheck
+
+LENGTHS_CURE = (
+    "pad all ranks' batches to one length in the collator (transformers: DataCollatorWithPadding with "
+    "padding='max_length' or pad_to_multiple_of), or let this backend do it: "
+    "options={'pad_inputs': {'input_ids': 0, 'attention_mask': 0, 'labels': -100}}."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,7 @@ class RuntimeSettings:
     step_limit_seconds: float
     compile_limit_seconds: float
     size_tests: tuple[SizeTest, ...] = ()
+    lengths: tuple[Length, ...] = ()
 
 
 @dataclass(slots=True)
@@ -82,3 +91,27 @@ def check_replicated(inputs: Sequence[RuntimeInput], digests_by_rank: Sequence[S
             raise RanksDifferError(
                 f"values of the input {spec.name}, which has no batch dimension", value_by_rank=values
             )
+
+
+def agreed_lengths(
+    settings: RuntimeSettings, rows: RowTable, lengths_by_rank: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """The lengths of a step, which all ranks have whose rows count.
+
+    Raises:
+        RanksDifferError: they do not.
+    """
+    counting = [
+        rank
+        for rank in range(len(lengths_by_rank))
+        if rows.local_rows[rank] and (settings.gather_inputs or rank == 0)
+    ]
+    for index, length in enumerate(settings.lengths):
+        values = [lengths[index] for lengths in lengths_by_rank]
+        if len({values[rank] for rank in counting}) > 1:
+            raise RanksDifferError(
+                f"dimension {length.dim} of the input {length.carrier}",
+                value_by_rank=[str(value) for value in values],
+                cure=LENGTHS_CURE,
+            )
+    return tuple(lengths_by_rank[counting[0]])

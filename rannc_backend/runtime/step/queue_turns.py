@@ -1,4 +1,5 @@
-"""The turns of one rank: which of its messages is queued when, in a step with certain rows.
+"""The turns of one rank: which of its messages is queued when, in a step with certain rows; and the routes that
+messages can take.
 
 In: the turns of all lanes (`schedule/turns.py`), the step's rows. Out: this rank's `QueueTurn`s. Of a message
 between two lanes, the pieces between their ranks have one order on all ranks: by row, then by sender and
@@ -7,11 +8,12 @@ receiver.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rannc_backend.ir.action import Turn
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Turn
+from rannc_backend.ir.exchange import Edge
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.world import QueueTurn
+from rannc_backend.runtime.world import QueueTurn, Ranks, Route
 
 
 def lane_of_rank(rank: int, stage_ranks: Sequence[Sequence[int]]) -> int:
@@ -43,3 +45,16 @@ def queue_turns(turns: Sequence[Turn], rank: int, rows: RowTable) -> tuple[Queue
                 place = turn.sender_place if is_send else turn.receiver_place
                 result.append(QueueTurn(place, name, receiver if is_send else sender, is_send))
     return tuple(result)
+
+
+def routes_of(edges: Mapping[tuple[int, int], Edge], stage_ranks: Sequence[Ranks], size: int) -> list[Route]:
+    """All channels that the edges can use with the ranks at their ends, in an order that is the same on every
+    rank.
+    """
+    ends = {place: tuple(range(size)) for place in (INPUT, OUTPUT)} | dict(enumerate(stage_ranks))
+    routes = []
+    for src, dst in sorted(edges):
+        routes.append(Route(str(Channel(src, dst, "F")), ends[src], ends[dst]))
+        if edges[src, dst].gradient:
+            routes.append(Route(str(Channel(dst, src, "B")), ends[dst], ends[src]))
+    return routes

@@ -94,11 +94,10 @@ class Rehearsal:
     world: World
     edges: Mapping[tuple[int, int], Edge]
     num_runs: int = 0
-    _sizes: set[tuple[str, int, int]] = field(
-        default_factory=set
-    )  # (kind, stage, rows of a micro-batch on one rank)
+    # (kind, stage, rows of a micro-batch on one rank, lengths)
+    _sizes: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
     _pairs: set[tuple[str, int, int]] = field(default_factory=set)  # (channel, sender, receiver)
-    _known: set[tuple[str, RowTable]] = field(default_factory=set)
+    _known: set[tuple[str, RowTable, tuple[int, ...]]] = field(default_factory=set)
 
     @classmethod
     def of(cls, world: World, edges: Mapping[tuple[int, int], Edge]) -> Rehearsal | None:
@@ -107,11 +106,12 @@ class Rehearsal:
         """
         return cls(world=world, edges=edges) if world.runs_behind and world.size > 1 else None
 
-    def is_needed(self, kind: str, rows: RowTable) -> bool:
+    def is_needed(self, kind: str, rows: RowTable, lengths: tuple[int, ...]) -> bool:
         """Whether a step has something new for some rank."""
-        if (kind, rows) in self._known:
+        if (kind, rows, lengths) in self._known:
             return False
-        return not (self._sizes_of(kind, rows) <= self._sizes and self._pairs_of(rows) <= self._pairs)
+        sizes = self._sizes_of(kind, rows, lengths)
+        return not (sizes <= self._sizes and self._pairs_of(rows) <= self._pairs)
 
     def run(
         self,
@@ -130,12 +130,13 @@ class Rehearsal:
             pending: makes gradient buckets for a step.
             partial_gradients: makes the gradients from which backward starts.
         """
-        if self._sizes_of(kind, state.rows) <= self._sizes:
+        if self._sizes_of(kind, state.rows, state.shapes.lengths) <= self._sizes:
             return  # connections alone are new
         self.num_runs += 1
         played = StepState(
             number=state.number,
             rows=state.rows,
+            shapes=state.shapes,
             inputs=state.inputs,
             scalars=dict(state.scalars),
             training=state.training,
@@ -150,29 +151,31 @@ class Rehearsal:
                     played.pending.start_reduce = _reduce_nothing
                     played.partial_gradients, played.grad_outputs = (
                         partial_gradients(),
-                        self._grad_outputs(state.rows),
+                        self._grad_outputs(state),
                     )
                 player.run(program, [f"first run, {text}" for text in phases], played)
         del played
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)  # what fails, fails here
 
-    def done(self, kind: str, rows: RowTable) -> None:
+    def done(self, kind: str, rows: RowTable, lengths: tuple[int, ...]) -> None:
         """All ranks have rehearsed: make the connections that the step needs, and remember. Collective."""
         pairs = self._pairs_of(rows)
         self.world.transport.connect(sorted(pairs - self._pairs))
         self._pairs |= pairs
-        self._sizes |= self._sizes_of(kind, rows)
+        self._sizes |= self._sizes_of(kind, rows, lengths)
         if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
-        self._known.add((kind, rows))
+        self._known.add((kind, rows, lengths))
 
-    def _sizes_of(self, kind: str, rows: RowTable) -> set[tuple[str, int, int]]:
+    def _sizes_of(
+        self, kind: str, rows: RowTable, lengths: tuple[int, ...]
+    ) -> set[tuple[str, int, int, tuple[int, ...]]]:
         sizes = set()
-        for length in {stop - start for start, stop in rows.micro_batches}:
+        for num_rows in {stop - start for start, stop in rows.micro_batches}:
             for stage, ranks in enumerate(rows.stage_ranks):
-                least, rest = divmod(length, len(ranks))
-                sizes |= {(kind, stage, least), (kind, stage, least + (rest > 0))}
+                least, rest = divmod(num_rows, len(ranks))
+                sizes |= {(kind, stage, least, lengths), (kind, stage, least + (rest > 0), lengths)}
         return sizes
 
     def _pairs_of(self, rows: RowTable) -> set[tuple[str, int, int]]:
@@ -187,18 +190,18 @@ class Rehearsal:
     def _examples(self, state: StepState) -> dict[str, torch.Tensor]:
         """A row of each input, of this rank's own: what a model expects of its inputs holds for them."""
         examples = {}
-        for (source, _), edge in self.edges.items():
+        for (source, _), edge in state.shapes.edges.items():
             for value in edge.forward if source == INPUT else ():
                 rows = value.to_rows(state.inputs[value.name])
                 if rows.shape[0]:
                     examples[value.name] = rows[:1]
         return examples
 
-    def _grad_outputs(self, rows: RowTable) -> dict[str, torch.Tensor]:
-        start, stop = rows.owned_rows(OUTPUT, self.world.rank)
+    def _grad_outputs(self, state: StepState) -> dict[str, torch.Tensor]:
+        start, stop = state.rows.owned_rows(OUTPUT, self.world.rank)
         values = [
             value
-            for (_, destination), edge in self.edges.items()
+            for (_, destination), edge in state.shapes.edges.items()
             if destination == OUTPUT
             for value in edge.gradient
         ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -79,9 +80,9 @@ class ScalarGraphs:
     linear: bool
 
     def prologue_totals(
-        self, inputs: Mapping[str, torch.Tensor] | None, all_reduce: AllReduce | None, device: torch.device
+        self, inputs: Mapping[str, Any] | None, all_reduce: AllReduce | None, device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Totals of the prologue sums; ``inputs`` is None on a rank whose rows do not count."""
+        """Totals of the prologue sums; ``inputs`` (lengths among them) is None on a rank whose rows do not count."""
         if self.prologue is None:
             return {}
         sums: dict[str, torch.Tensor] = {}

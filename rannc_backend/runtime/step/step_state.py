@@ -8,21 +8,67 @@ bounded by what is in flight.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rannc_backend.ir.action import Channel
+from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.runtime.gradients.buckets import PendingGradients
 from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.rows import Piece, RowTable
 from rannc_backend.runtime.step.messages import Incoming, RowsTensors
+from rannc_backend.runtime.step.scalars import ScalarGraphs
 from rannc_backend.runtime.trace.copy_report import StepCopies
 from rannc_backend.runtime.trace.meter import StepRecord
 
 ValueKey = tuple[str, int]
 MessageKey = tuple[Channel, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeOutput:
+    """One flat user output.
+
+    kind "rows": ``value`` says name, dtype and layout; None when the user asked not to get it
+    (outputs="loss"). kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
+    ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself. kind
+    "unavailable": ``constant`` says why it cannot be had.
+    """
+
+    kind: str
+    differentiable: bool = False
+    value: Value | None = None
+    scalar_index: int = -1
+    name: str = ""
+    root: int = 0
+    dtype: torch.dtype = torch.float32
+    static_shape: tuple[int, ...] = ()
+    constant: object = None
+
+    def shape(self, num_rows: int) -> tuple[int, ...]:
+        """Shape of a row output that holds ``num_rows`` samples."""
+        value = self.value
+        assert value is not None, "no shape without a value"
+        return tuple(
+            num_rows * value.outer * value.inner if i == value.dim else size
+            for i, size in enumerate(value.shape)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShapes:
+    """What of a graph depends on the lengths of a step: what travels, what the user gets, the sums.
+
+    ``lengths``: in the order of the graph's.
+    """
+
+    lengths: tuple[int, ...]
+    edges: Mapping[tuple[int, int], Edge]
+    outputs: tuple[RuntimeOutput, ...]
+    scalars: ScalarGraphs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +77,10 @@ class StepState:
 
     number: int
     rows: RowTable
+    shapes: StepShapes
     inputs: dict[str, torch.Tensor]  # the user's tensors by placeholder name
-    scalars: dict[str, torch.Tensor]  # rng_seed, global_rows and prologue sums by placeholder name
+    # rng_seed, global_rows, lengths (numbers) and prologue sums by placeholder name
+    scalars: dict[str, Any]
     training: bool
     loss_gradient: Number = 1.0  # that an eager backward starts from
     apply_buffer_updates: bool = True

@@ -8,47 +8,16 @@ constants.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rannc_backend.errors import OutputNotAvailableError, UserInputError
-from rannc_backend.ir.action import OUTPUT
-from rannc_backend.ir.exchange import Value
+from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.kernels.plain_memory import plain_memory
-from rannc_backend.runtime.step.step_state import StepState
+from rannc_backend.runtime.step.graph_settings import RuntimeInput
+from rannc_backend.runtime.step.step_state import RuntimeOutput, StepState
 from rannc_backend.runtime.world import World
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeOutput:
-    """One flat user output.
-
-    kind "rows": ``value`` says name, dtype and layout; None when the user asked not to get it
-    (outputs="loss"). kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
-    ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself. kind
-    "unavailable": ``constant`` says why it cannot be had.
-    """
-
-    kind: str
-    differentiable: bool = False
-    value: Value | None = None
-    scalar_index: int = -1
-    name: str = ""
-    root: int = 0
-    dtype: torch.dtype = torch.float32
-    static_shape: tuple[int, ...] = ()
-    constant: object = None
-
-    def shape(self, num_rows: int) -> tuple[int, ...]:
-        """Shape of a row output that holds ``num_rows`` samples."""
-        value = self.value
-        assert value is not None, "no shape without a value"
-        return tuple(
-            num_rows * value.outer * value.inner if i == value.dim else size
-            for i, size in enumerate(value.shape)
-        )
 
 
 def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequence[RuntimeOutput]) -> None:
@@ -154,3 +123,27 @@ def _replicated(output: RuntimeOutput, state: StepState, world: World) -> torch.
     tensor = plain_memory(tensor)
     world.transport.broadcast(tensor, output.root, tuple(range(world.size))).wait()
     return tensor
+
+
+def user_gradients(
+    inputs: Sequence[RuntimeInput], state: StepState, rank: int, scale: float
+) -> list[torch.Tensor | None]:
+    """Of the inputs that require one, this rank's rows; takes them from the step."""
+    results: list[torch.Tensor | None] = []
+    for spec in inputs:
+        if not spec.requires_grad:
+            continue
+        parts = [
+            state.user_gradients[spec.name, m]
+            for m in range(state.rows.num_micro_batches)
+            if (spec.name, m) in state.user_gradients
+        ]
+        if not parts:
+            results.append(torch.zeros_like(state.inputs[spec.name]))
+            continue
+        start, stop = state.rows.owned_rows(INPUT, rank)
+        gradient = torch.cat(parts)
+        assert gradient.shape[0] == stop - start, "gradients of some rows did not come"
+        results.append(gradient if scale == 1.0 else gradient * scale)
+    state.user_gradients.clear()
+    return results

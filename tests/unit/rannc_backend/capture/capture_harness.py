@@ -65,7 +65,9 @@ def kinds(recorder: Recorder) -> dict[str, str]:
 
 def run(captured: CapturedGraph, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """The user's outputs; buffers are updated as the model would."""
-    values = [arguments[item.position] for item in captured.inputs]
+    by_name = {item.name: arguments[item.position] for item in captured.inputs if item.kind != "length"}
+    by_name |= {length.name: by_name[length.carrier].shape[length.dim] for length in captured.lengths}
+    values = [by_name[item.name] for item in captured.inputs]
     outputs = _Differentiable(captured.graph_module).run(*values)
     buffers = dict(captured.root_module.named_buffers(remove_duplicate=False))
     with torch.no_grad():

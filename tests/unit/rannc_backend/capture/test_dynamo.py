@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from rannc_backend.capture import dynamo as capture_dynamo
+from rannc_backend.capture import dynamo_sizes
 from rannc_backend.capture import graph as capture
 from rannc_backend.capture.aten_trace import rows_hint
-from rannc_backend.capture.renew_guards import renew_guards, trace_again
+from rannc_backend.capture.graph import renew_guards, trace_again
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo, trace_settings
 
 
@@ -143,8 +144,8 @@ def test_restart_makes_the_batch_symbolic(rows):
 def test_restart_with_another_hint():
     def probe(call, graph_module, example_inputs):
         shape = shape_of_input(call, graph_module, example_inputs)
-        conditions = capture_dynamo.size_conditions(call)
-        capture_dynamo.forget_size_conditions(call, {shape[0].node.expr})
+        conditions = dynamo_sizes.size_conditions(call)
+        dynamo_sizes.forget_size_conditions(call, {shape[0].node.expr})
         return shape[0].node.hint, conditions
 
     x = torch.randn(1, 3)
@@ -160,9 +161,9 @@ def test_make_equal():
     def probe(call, graph_module, example_inputs):
         values = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         symbols = {value.shape[0].node.expr for value in values if isinstance(value, torch.Tensor)}
-        before = capture_dynamo.size_conditions(call)
-        common = capture_dynamo.make_equal(call, symbols)
-        return symbols, before, common, capture_dynamo.size_conditions(call)
+        before = dynamo_sizes.size_conditions(call)
+        common = dynamo_sizes.make_equal(call, symbols)
+        return symbols, before, common, dynamo_sizes.size_conditions(call)
 
     def function(x, y):
         return x.exp(), y.exp() if x.shape[0] >= y.shape[0] else y
@@ -181,7 +182,7 @@ def test_conditions_of_operators_are_no_branches():
     conditions = inspected(
         model,
         torch.randn(4, 3, 8, 8),
-        probe=lambda call, *_: capture_dynamo.size_conditions(call),
+        probe=lambda call, *_: dynamo_sizes.size_conditions(call),
         restarts=1,
     )
     assert conditions and not any(condition.is_branch for condition in conditions)

@@ -36,10 +36,14 @@ def test_changed_numbers_give_another_graph_not_a_symbol():
     for scale, power in ((2.0, 1), (3.0, 1), (3.0, 4), (4.0, 5)):
         torch.testing.assert_close(compiled(x, scale, power), x * scale + power)
     assert len({graph.fingerprint for graph in recorder.graphs}) == 4
-    # Another sequence length is another graph, too.
+    # Another sequence length is another graph, too: of all lengths, where the trace knows in time that it changes.
     long = torch.randn(3, 7)
     torch.testing.assert_close(compiled(long, 2.0, 1), long * 2 + 1)
-    assert recorder.graphs[-1].graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape[1] == 7
+    captured = recorder.graphs[-1]
+    sizes = {node.name: node.meta["val"] for node in captured.graph_module.graph.find_nodes(op="placeholder")}
+    assert captured.lengths or sizes["x_x"].shape[1] == 7
+    for length in captured.lengths:
+        assert (length.carrier, length.dim) == ("x_x", 1) and length.hint not in (2, 3, 7)
 
 
 @pytest.mark.parametrize("rows", mostly([4, LENGTH, 1], [LENGTH, 1]))

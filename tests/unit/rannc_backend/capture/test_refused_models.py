@@ -211,11 +211,20 @@ def test_a_multiple_of_the_batch_size():
     assert type(error) is errors.UnsupportedModelError and "flat" in str(error)
 
 
-def test_dimensions_marked_by_the_user():
-    x = torch.randn(4, 3)
+def test_dimensions_marked_by_the_user_are_lengths():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.randn(()))
+
+        def forward(self, x):
+            return x.exp() * self.gain
+
+    model, recorder, x = Scaled(), Recorder(), torch.randn(4, 3)
     torch._dynamo.mark_dynamic(x, 1)
-    error = refusal(lambda x: x.exp(), x)
-    assert type(error) is errors.UnsupportedModelError and "dimension 1" in str(error)
+    torch.testing.assert_close(torch.compile(model, backend=recorder)(x), model(x))
+    (captured,) = recorder.graphs
+    assert [(length.carrier, length.dim) for length in captured.lengths] == [("x_x", 1)]
 
 
 class Halve(torch.autograd.Function):

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rannc_backend.deployment import routes_of
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn, parse_programs
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.runtime.step.queue_turns import queue_turns, routes_of
 from rannc_backend.schedule.edges import PHASES, EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import ScheduleName, build_order, schedule_names

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
-from rannc_backend.settings.options import Config, accepted_values, check_same_options, environment_name
+from rannc_backend.settings.accepted import accepted_values
+from rannc_backend.settings.options import Config, check_same_options, environment_name
 from rannc_backend.settings.sources import ENVIRONMENT_ONLY, resolve, resolve_config
 
 ITEMS = sorted(Config.model_fields)
@@ -51,6 +52,7 @@ OTHER_VALUES = {
     "schedule": ("fill_drain", "fill_drain"),
     "outputs": ("loss", "loss"),
     "gather_inputs": (False, "0"),
+    "pad_inputs": ("ids=0,labels=-100", "ids=0,labels=-100"),
     "gradients_reduce_method": ("sum", "sum"),
     "skip_grad_scaling": (True, "true"),
     "sync_allreduce": (True, "true"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.stages.compiled_stage import compile_stage
-from rannc_backend.stages.variants import Variants, with_hint
+from rannc_backend.stages.variants import Variants, with_hints
 from tests.unit.stage_models import Rowwise, capture
 
 
@@ -20,7 +20,8 @@ class FakeBuild:
 
     hint: int | None
 
-    def broken_condition(self, rows: int) -> str | None:
+    def broken_condition(self, sizes: tuple[int, ...]) -> str | None:
+        (rows,) = sizes
         return (
             None
             if (self.hint or 53) // 10 == rows // 10 or (rows > 9 and (self.hint or 53) > 9)
@@ -31,25 +32,25 @@ class FakeBuild:
 def test_another_build_is_made_once_for_the_sizes_that_need_it() -> None:
     made: list[int | None] = []
 
-    def build(rows: int | None) -> FakeBuild:
-        made.append(rows)
-        return FakeBuild(rows)
+    def build(sizes: tuple[int, ...] | None) -> FakeBuild:
+        made.append(None if sizes is None else sizes[0])
+        return FakeBuild(made[-1])
 
     variants = Variants(build, [build(None)])
-    assert [variants.of(rows).hint for rows in (20, 5, 20, 7, 5)] == [None, 5, None, 5, 5]
+    assert [variants.of((rows,)).hint for rows in (20, 5, 20, 7, 5)] == [None, 5, None, 5, 5]
     assert made == [None, 5]
 
 
 def test_a_size_that_no_build_serves_is_refused() -> None:
     @dataclass
     class Stubborn:
-        def broken_condition(self, rows: int) -> str | None:
-            return "Eq(rows, 4)" if rows != 4 else None
+        def broken_condition(self, sizes: tuple[int, ...]) -> str | None:
+            return "Eq(rows, 4)" if sizes != (4,) else None
 
-    variants = Variants(lambda rows: Stubborn(), [Stubborn()])
-    assert variants.of(4) is variants.built[0]
+    variants = Variants(lambda sizes: Stubborn(), [Stubborn()])
+    assert variants.of((4,)) is variants.built[0]
     with pytest.raises(UnsupportedModelError, match=r"Eq\(rows, 4\) only.*5 rows"):
-        variants.of(5)
+        variants.of((5,))
 
 
 def rowwise() -> tuple[nn.Module, Rowwise]:
@@ -62,7 +63,7 @@ def rowwise() -> tuple[nn.Module, Rowwise]:
 def test_a_stage_over_new_fakes_gives_the_same(hint: int) -> None:
     model, graph = rowwise()
     (stage,) = graph.cut(1)
-    hinted, fake_mode, symbol = with_hint(stage, graph.rows_symbol, hint)
+    hinted, fake_mode, (symbol,) = with_hints(stage, (graph.rows_symbol,), (hint,))
     needs_grad = frozenset(source.name for source in stage.outputs)
     trained = frozenset(graph.parameters)
     compiled = compile_stage(

@@ -78,8 +78,8 @@ def test_what_is_new_for_some_rank_is_known_to_all() -> None:
     rank.transport.connect = connected.append  # type: ignore[method-assign, assignment]
     rehearsal = rehearsal_of(rank)
     first = rows_of(2, 2)
-    assert rehearsal.is_needed("loss", first)
-    rehearsal.done("loss", first)
+    assert rehearsal.is_needed("loss", first, ())
+    rehearsal.done("loss", first, ())
     channels = {channel for channel, _, _ in connected[0]}
     # Micro-batch 0 is of rank 0 alone and micro-batch 1 of rank 1: its input goes to rank 0, labels of the
     # other to rank 1.
@@ -89,14 +89,14 @@ def test_what_is_new_for_some_rank_is_known_to_all() -> None:
         and ("0>1 F", 0, 1) in connected[0]
     )
     assert ("1>0 B", 1, 0) in connected[0] and channels == {"I>0 F", "0>I B", "I>1 F", "0>1 F", "1>0 B"}
-    assert not rehearsal.is_needed("loss", first)
-    assert not rehearsal.is_needed("loss", rows_of(3, 1)), "the same sizes between the same ranks"
-    assert rehearsal.is_needed("infer", first), "another variant of the stages"
-    assert rehearsal.is_needed("loss", rows_of(4, 4)), "other sizes"
+    assert not rehearsal.is_needed("loss", first, ())
+    assert not rehearsal.is_needed("loss", rows_of(3, 1), ()), "the same sizes between the same ranks"
+    assert rehearsal.is_needed("infer", first, ()), "another variant of the stages"
+    assert rehearsal.is_needed("loss", rows_of(4, 4), ()), "other sizes"
     uneven = rows_of(3, 2)
-    assert rehearsal.is_needed("loss", uneven)
-    rehearsal.done("loss", uneven)
-    assert not rehearsal.is_needed("loss", rows_of(3, 3)), "all sizes have been there"
+    assert rehearsal.is_needed("loss", uneven, ())
+    rehearsal.done("loss", uneven, ())
+    assert not rehearsal.is_needed("loss", rows_of(3, 3), ()), "all sizes have been there"
     assert not list(connected[1]), "connections are made once"
 
 
@@ -118,21 +118,26 @@ def test_a_step_takes_the_buckets_of_its_rehearsal() -> None:
     )
     rehearsed: list[int] = []
 
-    def executor(kind: str, rows: Any, state: Any) -> None:
+    def executor(kind: str, state: Any) -> None:
         if not rehearsed:
             rehearsed.append(len(buckets.pending().memory))
 
     runtime: Any = SimpleNamespace(
         executor=executor,
         buckets=buckets,
-        scalars=SimpleNamespace(partial_gradients=lambda *given: {}),
         world=SimpleNamespace(device=None),
         _num_scalars=1,
         _loss_scalar=0,
-        _run=lambda kind, phase, state: executor(kind, state.rows, state),
+        _run=lambda kind, phase, state: executor(kind, state),
     )
+    scalars = SimpleNamespace(partial_gradients=lambda *given: {})
     state: Any = SimpleNamespace(
-        rows=None, scalars={}, pending=None, loss_gradient=None, partial_gradients=None
+        shapes=SimpleNamespace(scalars=scalars),
+        rows=None,
+        scalars={},
+        pending=None,
+        loss_gradient=None,
+        partial_gradients=None,
     )
     GraphRuntime._run_eager(runtime, state, 1.0)
     assert rehearsed == [1] and state.pending is not None and len(buckets.tensors()) == 1

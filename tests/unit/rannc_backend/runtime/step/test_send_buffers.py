@@ -23,6 +23,7 @@ from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
 from rannc_backend.runtime.step.step_state import StepState
 from rannc_backend.runtime.step_counts import StepCounts
 from rannc_backend.runtime.trace.copy_report import BUCKETS, MESSAGES, CopyLog, StepCopies, plan_copies
+from tests.played_steps import shapes_of
 
 ROUTE = Channel(0, 1, "F")
 
@@ -186,7 +187,9 @@ def run_stage(
     )
     local = (num_rows,) + (0,) * sum(map(len, stage_ranks[1:]))
     rows = RowTable(local_rows=local, num_micro_batches=3, stage_ranks=stage_ranks)
-    state = StepState(number=1, rows=rows, inputs={}, scalars={}, training=False)
+    state = StepState(
+        number=1, rows=rows, shapes=shapes_of(executor.edges), inputs={}, scalars={}, training=False
+    )
     x = torch.randn(num_rows, 5)
     for m in range(3):
         start, stop = rows.interval(0, 0, m)

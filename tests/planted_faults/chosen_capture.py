@@ -1,0 +1,189 @@
+"""Faults that somebody thought of, in what a model becomes: captures, lengths, values without gradient."""
+
+from __future__ import annotations
+
+from tests.planted_faults.areas import passes, unit
+from tests.planted_faults.fault import Fault
+
+
+def _lengths(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/distributed/test_lengths.py::test_lengths[{name}]" for name in names)
+
+
+CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
+    Fault(*row)
+    for row in (
+        # capture without Dynamo
+        (
+            "gradients-go-on-where-the-model-stops-them",
+            "capture/nonstrict/watch.py",
+            "tree_map_only(torch.Tensor, lambda value: constant_of(value, operands), result)",
+            "tree_map_only(torch.Tensor, lambda value: value, result)",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "second-derivatives-are-cut",
+            "capture/nonstrict/trace.py",
+            "        keep_second_derivatives(trace.graph_module.graph)\n",
+            "",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "tensors-from-outside-are-constants",
+            "capture/nonstrict/trace.py",
+            "        run.check(trace)\n",
+            "",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "backward-of-its-own-is-lost",
+            "capture/nonstrict/watch.py",
+            "if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):",
+            "if False:",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "batch-size-is-tested-once",
+            "capture/nonstrict/trace.py",
+            "        self.size_tests = watch.size_tests()\n",
+            "",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "captures-hold-for-ever",
+            "capture/nonstrict/captures.py",
+            "return self.guards.broken()",
+            'return ""',
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "captured-again-for-hooks-of-its-own",
+            "backend.py",
+            "return found.renewed(module), _bind",
+            "return found, _bind",
+            ("tests/distributed/test_nonstrict.py::test_nonstrict[models-1,1]",),
+        ),
+        (
+            "frozen-parameters-are-trained",
+            "capture/nonstrict/captures.py",
+            "(tensor.requires_grad, tensor.dtype, tensor.shape)",
+            "(tensor.dtype, tensor.shape)",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "what-the-forward-changes-stays",
+            "capture/nonstrict/captures.py",
+            "            _undo([*undone, *guards.changes()])\n",
+            "",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "failed-step-goes-the-second-way",
+            "compiled_call.py",
+            "if call.arrived or call.captured or second",
+            "if call.captured or second",
+            ("tests/distributed/test_gate.py::test_the_gate[fails-in_the_trace]",),
+        ),
+        (
+            "constants-keep-the-shape-of-a-sum",
+            "passes/canonicalize.py",
+            "            elif node.target in _LIKE:\n                _fill_like(graph, node)\n",
+            "",
+            passes("golden"),
+        ),
+        # values without a gradient, and sizes that depend on data
+        (
+            "constants-that-swallow-what-is-written",
+            "capture/aten_trace.py",
+            "    node.meta[_CONSTANT] = True\n    return tensor\n",
+            "    return tensor.detach()\n",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "constants-with-gradients",
+            "capture/aten_trace.py",
+            "    _detach_constants(graph_module.graph)\n    graph",
+            "    graph",
+            unit("capture/nonstrict/captures"),
+        ),
+        (
+            "sizes-of-data-without-bounds",
+            "capture/analysis.py",
+            "    bound_data_sizes(split.rowwise)\n",
+            "",
+            passes("data_sizes"),
+        ),
+        # functions with a backward of their own
+        (
+            "backward-of-rows-believed",
+            "passes/batch/batch_axis.py",
+            "right = layout == own if isinstance(own, Rows) else isinstance(layout, PartialSum)",
+            "right = True",
+            passes("kept_functions"),
+        ),
+        (
+            "unused-parameters-get-zeros",
+            "capture/graph.py",
+            '        if item.kind in ("parameter", "buffer") and not node.users:',
+            "        if False:",
+            unit("capture/nonstrict/captures"),
+        ),
+        # lengths
+        (
+            "messages-of-the-captured-length",
+            "deployment.py",
+            'all_outputs=self.config.outputs == "all", lengths=lengths',
+            'all_outputs=self.config.outputs == "all"',
+            _lengths("models-1,1"),
+        ),
+        (
+            "layout-of-another-length",
+            "runtime/step/executor.py",
+            "piece.start, state.shapes.lengths)",
+            "piece.start, ())",
+            _lengths("models-1,1"),
+        ),
+        (
+            "other-paths-of-other-lengths",
+            "capture/nonstrict/captures.py",
+            "return lengths is not None and lengths_hold(recorded.captured, lengths)",
+            "return lengths is not None",
+            _lengths("nonstrict-1,1"),
+        ),
+        (
+            "lengths-become-numbers-unseen",
+            "capture/graph.py",
+            "if symbols & shape_env.replacements.keys():",
+            "if False:",
+            unit("capture/lengths"),
+        ),
+        (
+            "conditions-on-lengths-forgotten",
+            "capture/graph.py",
+            "return conditions is not None and require(",
+            "return conditions is not None or require(",
+            unit("capture/lengths"),
+        ),
+        (
+            "numbers-of-dropout-by-the-hint",
+            "passes/batch/randomness.py",
+            "args = (self._number(count), device)",
+            "args = (count if isinstance(count, int) else 7, device)",
+            unit("capture/lengths"),
+        ),
+        (
+            "padding-in-front",
+            "padded_call.py",
+            "for edge in (0, size)]",
+            "for edge in (size, 0)]",
+            unit("padded_call"),
+        ),
+        (
+            "length-of-one-is-like-others",
+            "ir/length.py",
+            "all(size >= SMALLEST for size in lengths)",
+            "all(size >= 0 for size in lengths)",
+            unit("ir/length"),
+        ),
+    )
+)
