@@ -445,6 +445,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a path, then a check": (_with(_raise_later, "RaisingLater"), "known only when the model runs"),
     "batch size": (_with(_split, "Splitter"), "tests its batch size"),
     "backward": (_with(_backward, "Backward"), "calls backward"),
+    # What fails for another reason than that it reads a value fails as it does in the model.
+    "several values": (
+        _with(lambda self, x: x if x > 0 else -x, "Several"),
+        "__bool__ cannot be captured",
+    ),
 }
 """Model, and a part of why it is refused."""
 

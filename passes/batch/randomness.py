@@ -245,12 +245,12 @@ class _Rewriter:
         return self._shared(("rows", device), row_keys, (seed, first, self._num_rows(), device), RowIndex(0))
 
     def _elements(self, count: Size, device: torch.device) -> fx.Node:
-        args = (self._number(count), device)
+        key = ("elements", count, device)
         if isinstance(count, int):
-            return self._shared(("elements", count, device), element_keys, args, Constant())
+            return self._shared(key, element_keys, (count, device), Constant())
         # A trace is one over symbolic sizes if there is a fake tensor in it.
-        args = (*args, self._placeholder(RNG_SEED))
-        return self._shared(("elements", count, device), _keys_of_elements, args, Constant())
+        args = (self._number(count), device, self._placeholder(RNG_SEED))
+        return self._shared(key, _keys_of_elements, args, Constant())
 
     def _num_rows(self) -> fx.Node:
         if "num_rows" not in self.shared:

@@ -151,24 +151,10 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             _lengths("nonstrict-1,1"),
         ),
         (
-            "lengths-become-numbers-unseen",
-            "capture/graph.py",
-            "if symbols & shape_env.replacements.keys():",
-            "if False:",
-            unit("capture/lengths"),
-        ),
-        (
-            "conditions-on-lengths-forgotten",
-            "capture/graph.py",
-            "return conditions is not None and require(",
-            "return conditions is not None or require(",
-            unit("capture/lengths"),
-        ),
-        (
             "numbers-of-dropout-by-the-hint",
             "passes/batch/randomness.py",
-            "args = (self._number(count), device)",
-            "args = (count if isinstance(count, int) else 7, device)",
+            "args = (self._number(count), device, ",
+            "args = (7, device, ",
             unit("capture/lengths"),
         ),
         (
