@@ -39,6 +39,9 @@ test-full: $(READY) ## all tests, with the whole matrix of models and plans, and
 test-faults: $(READY) ## plant faults in copies of the package: the tests must notice (FAULTS_ARGS="--only rows", "--tenth COMMIT", "--help")
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m tests.planted_faults $(FAULTS_ARGS) </dev/null
 
+test-zoo: $(READY) ## models of the zoo that were exact must be so still (ZOO_ARGS="--tenth COMMIT"; without, all are tried)
+	@$(RUN) CUDA_VISIBLE_DEVICES= python tests/benchmarks/model_zoo.py $(ZOO_ARGS) </dev/null
+
 test-gpu: $(READY) ## the tests that need a CUDA device; fails without one, and if any test is skipped or none is chosen
 	@$(RUN) python -m pytest tests/gpu --require-gpu -m "full or not full" $(PYTEST_ARGS) </dev/null
 

@@ -92,6 +92,39 @@ class Branches(nn.Module):
         return functional.cross_entropy(scores.transpose(1, 2), labels, ignore_index=-100), scores
 
 
+class Recurrent(nn.Module):
+    """The tutorial's tagger with two layers in both directions, and dropout between them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.LSTM(WIDTH, 12, 2, batch_first=True, dropout=dropout, bidirectional=True)
+        self.head = nn.Linear(24, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.layers(self.tokens(ids))[0])
+        return functional.cross_entropy(scores.transpose(1, 2), labels, ignore_index=-100), scores
+
+
+class Speech(nn.Module):
+    """Convolutions over time and the CTC loss; labels are those of the last tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.over_time = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.over_time(self.tokens(ids).transpose(1, 2)).relu().transpose(1, 2)
+        scores = self.head(hidden)
+        lengths = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.long)
+        wanted = (labels[:, -1].clamp(min=0) % 2) + 1
+        targets = labels[:, :2].clamp(min=1)
+        log_probs = scores.log_softmax(-1).transpose(0, 1)
+        return functional.ctc_loss(log_probs, targets, lengths, wanted, zero_infinity=True), scores
+
+
 class Classifier(nn.Module):
     """Images of any size, pooled."""
 
@@ -181,6 +214,8 @@ MODELS: Mapping[str, Entry] = {
     "flat_tokens": Entry(FlatTokens, text_batch, LENGTHS, 2),
     # Of two tokens it shifts one, and sizes of 1 are another path.
     "translator": Entry(Translator, text_batch, LENGTHS, 3),
+    "recurrent": Entry(Recurrent, text_batch, LENGTHS[:8], 2),
+    "speech": Entry(Speech, text_batch, LENGTHS[:3], 2),
     "bert": Entry(Bert, text_batch, LENGTHS[:6], 2),
     "branches": Entry(Branches, text_batch, LENGTHS[:8], 3),
     # The first is square, which the two sizes of the second are not.

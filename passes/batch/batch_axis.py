@@ -65,6 +65,7 @@ _DECLARE = (
     "rannc_backend.row_wise (docs/custom_operators.md). "
 )
 _NO_WRITING = "An operator that writes into its arguments (mutates_args) cannot be followed: let it return what it computes. "
+_OWN = ("aten.", "rannc_recurrent.", "rannc_ctc.")  # with rules below
 __all__ = [
     "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic", "Whole",
     "FindRows", "KnownRows", "Meeting", "analyze_batch_axis", "extend_analysis", "is_random",
@@ -334,7 +335,7 @@ class _Analysis:
             call.refuse("mixes the numbers of rows with other numbers")
         if (kept := kept_function(node.target)) is not None:
             return self._of_kept(node, kept)
-        rule = RULES.get(name) if call.name.startswith("aten.") else None
+        rule = RULES.get(name) if call.name.startswith(_OWN) else None
         if (
             rule is None
             and not call.name.startswith("aten.")

@@ -217,6 +217,39 @@ def _table(rule: Callable[..., Layout], names: str, **options: object) -> dict[s
 
 
 #: by operator name without "aten."; operators tagged pointwise need no entry
+def recurrent(call: Call) -> Layout:
+    """A loop over tokens, each row by itself; states have rows as their second dimension."""
+    rows = call.rows(call["input"])
+    dim = 0 if call["batch_first"] else 1
+    if rows is not None and rows.dim != dim:
+        call.refuse_mixing("it goes from row to row as from token to token")
+    call.constant("weights")
+    merged = None if rows is None else Rows(1, rows.outer, rows.inner)
+    for state in call["states"]:
+        found = call.rows(state)
+        if found is not None and found.dim != 1:
+            call.refuse_mixing("it takes rows for layers")
+        merged = call.merge(merged, found)
+    lengths = None if call["lengths"] is None else call.rows(call["lengths"])
+    if lengths is not None:
+        merged = call.merge(merged, Rows(1, lengths.outer, lengths.inner))
+    assert merged is not None, f"{call.node} holds no rows"
+    states = Rows(1, merged.outer, merged.inner)
+    return Several((Rows(dim, merged.outer, merged.inner), *(states for _ in call["states"])))
+
+
+def ctc(call: Call) -> Layout:
+    """A loss per row of scores [tokens, rows, classes], targets [rows, tokens] and lengths [rows]."""
+    merged = None
+    for name, dim in (("log_probs", 1), ("targets", 0), ("input_lengths", 0), ("target_lengths", 0)):
+        found = call.rows(call[name])
+        if found is not None and found.dim != dim:
+            call.refuse_mixing(f"it takes rows of {name} for something else")
+        merged = call.merge(merged, None if found is None else Rows(0, found.outer, found.inner))
+    assert merged is not None, f"{call.node} holds no rows"
+    return merged
+
+
 RULES: dict[str, Rule] = {
     **STRUCTURE_RULES,
     **INDEX_RULES,
@@ -266,6 +299,8 @@ RULES: dict[str, Rule] = {
         num_dims=3,
     ),
     **_table(last_dims, "grid_sampler_3d", num_dims=4),
+    **_table(recurrent, "rannc_recurrent.layers"),
+    **_table(ctc, "rannc_ctc.losses"),
     **_table(contraction, "mm", spec="ik,kj->ij", operands=("self", "mat2")),
     **_table(contraction, "addmm", spec="ik,kj->ij", operands=("mat1", "mat2"), bias="self"),
     **_table(

@@ -263,7 +263,7 @@ def captured_of(
     inputs = (*(_length_input(length) for length in found), *inputs)
     _tidy_metadata(trace.graph_module, root)
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
-    inputs = _without_unused(canonical, inputs)
+    inputs = _in_order_of_use(canonical, inputs)
     text = canonical_text(
         canonical,
         inputs,
@@ -289,18 +289,27 @@ def captured_of(
     return captured
 
 
-def _without_unused(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
-    """Drop what the module holds and the forward does not use: autograd gives it no gradient, and an optimizer
-    makes a difference between none and zeros.
+def _in_order_of_use(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+    """Lengths, then all inputs in the order in which the graph uses them, whatever has captured it. Drops what the
+    module holds and the forward does not use: autograd gives it no gradient, and an optimizer makes a difference
+    between none and zeros.
     """
-    kept = []
-    for node, item in zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+    graph = graph_module.graph
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    found = []
+    for node, item in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         if item.kind in ("parameter", "buffer") and not node.users:
-            graph_module.graph.erase_node(node)
+            graph.erase_node(node)
         else:
-            kept.append(item)
+            first = min((place[user] for user in node.users), default=len(place))
+            found.append((item.kind != "length", first, item.name, node, item))
+    found.sort(key=lambda entry: entry[:3])
+    for *_, node, _ in reversed(found):
+        first_node = next(iter(graph.nodes))
+        if node is not first_node:
+            first_node.prepend(node)
     graph_module.recompile()
-    return tuple(kept)
+    return tuple(item for *_, item in found)
 
 
 def _wanted_trace(

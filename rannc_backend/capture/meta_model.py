@@ -1,5 +1,5 @@
-"""Captures a model by calling it once under Dynamo, without computing anything: also a model that has no
-memory (device "meta").
+"""Captures a model by one run of its forward on fakes, or under Dynamo, without computing anything: also a model
+that has no memory (device "meta").
 
 In: the model, the arguments of one call, and the device that the trace is to take the model for. Out: the
 `CapturedGraph` that a real call with such arguments gives there. Terms: to *call off* the call is to end it
@@ -8,6 +8,7 @@ from within the backend, once the graph is known.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,7 +21,12 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture.errors import graph_break_error
 from rannc_backend.capture.first_trace import begin_symbolically
 from rannc_backend.capture.graph import CapturedGraph, capture_or_restart, skip_library_loggers
-from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
+from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.captures import capture_call
+from rannc_backend.capture.nonstrict.ranks import Ranks
+from rannc_backend.errors import ModelError, RanncError, UnsupportedModelError, user_location
+
+logger = logging.getLogger(__name__)
 
 
 class _CalledOff(BaseException):
@@ -37,14 +43,26 @@ def capture_model(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device | None = None
 ) -> CapturedGraph:
     """The graph of ``model(*args, **kwargs)`` with gradients enabled, as if all of it were on ``device``
-    (None: where it is).
+    (None: where it is). Inputs are in the order of their use, so that it is the graph of the model's calls, whichever
+    way these are captured.
 
     Raises:
         RanncError: whatever capture refuses; UnsupportedModelError when the model does nothing that Dynamo
         can capture.
         Exception: what the model itself raises.
     """
+    ranks = Ranks(device=device, is_absent=lambda tensor: tensor.is_meta)
+    try:
+        with torch.enable_grad():
+            return capture_call(model, call_of(model, args, kwargs), ranks).recorded.captured
+    except ModelError as error:
+        logger.debug("the forward is not captured by a run of it: %s", error)
+    return _by_dynamo(model, args, kwargs, device)
 
+
+def _by_dynamo(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
+) -> CapturedGraph:
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> NoReturn:
         try:
             captured = capture_or_restart(graph_module, example_inputs, device=device)

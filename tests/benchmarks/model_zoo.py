@@ -1,10 +1,12 @@
 """Trains the models of the zoo (`zoo/entries.py`) for two steps on two ranks beside one process:
 `python tests/benchmarks/model_zoo.py [--count N] [--skip N] [--only PATTERN] [--capture auto|dynamo|nonstrict]
-[--limit-seconds S] [--record] [--document]`.
+[--limit-seconds S] [--record] [--document] [--tenth COMMIT [--budget-seconds S]]`.
 
 Each model is tried in two processes of its own, which are ended after a limit. A line is printed per model, and
 a count of each outcome (`zoo/trial.py`). ``--record`` adds the outcomes to `zoo/outcomes.json`, in place of older
-ones of the same models; ``--document`` writes `docs/models.md` from that file.
+ones of the same models; ``--document`` writes `docs/models.md` from that file. ``--tenth`` tries the tenth that
+belongs to a commit of the models that were exact when they were last recorded and whose libraries are installed, for so
+many seconds at most, and fails where one is not exact any more.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from tests.benchmarks.zoo.documents import OUTCOMES, document, read_outcomes  # 
 from tests.benchmarks.zoo.entries import Entry, listed  # noqa: E402
 from tests.benchmarks.zoo.image_models import import_torchvision  # noqa: E402
 from tests.benchmarks.zoo.trial import Trial, tried  # noqa: E402
+from tests.planted_faults.tenths import tenth_of  # noqa: E402
 
 NUM_RANKS = 2
 _WORST_LAST = ("exact", "narrow", "not built", "refused", "differs", "crashed")
@@ -108,7 +111,25 @@ def _line(trial: Trial) -> str:
     return f"{trial.error:.1e}{own}, {trial.cpu_seconds:.1f} CPU s"
 
 
-def main() -> None:
+def _tenth(entries: list[Entry], commit: str, limit_seconds: float, budget_seconds: float) -> int:
+    """Try those of a commit; 1 where one that was exact is not."""
+    recorded, end = read_outcomes(), time.monotonic() + budget_seconds
+    good = [entry for entry in entries if recorded.get(str(entry), {}).get("outcome") in ("exact", "narrow")]
+    there = {name for name in {entry.library for entry in good} if name == "plain" or name in sys.modules}
+    tried_now, worse = 0, []
+    for entry in tenth_of([entry for entry in good if entry.library in there], commit):
+        if time.monotonic() > end:
+            break
+        trial = over_ranks(entry, "auto", limit_seconds)
+        tried_now += 1
+        if trial.outcome not in ("exact", "narrow"):
+            worse.append(entry)
+        print(f"{trial.outcome:10} {entry}  {_line(trial)}", flush=True)
+    print(f"zoo: {tried_now} tried of {', '.join(sorted(there))}, {len(worse)} not exact any more")
+    return 1 if worse or not tried_now else 0
+
+
+def main() -> int:
     """Try models and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1_000_000)
@@ -118,14 +139,21 @@ def main() -> None:
     parser.add_argument("--limit-seconds", type=float, default=180.0)
     parser.add_argument("--record", action="store_true", help="add the outcomes to zoo/outcomes.json")
     parser.add_argument("--document", action="store_true", help="write docs/models.md")
+    parser.add_argument(
+        "--tenth", default="", metavar="COMMIT", help="the tenth of this commit must be as recorded"
+    )
+    parser.add_argument("--budget-seconds", type=float, default=480.0, help="of --tenth")
     flags = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    import_torchvision()  # before libraries that look for it
+    with contextlib.suppress(ImportError):
+        import_torchvision()  # before libraries that look for it
     for name in ("transformers", "timm", "diffusers"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)  # once, not in every rank
     chosen = [entry for entry in listed() if re.search(flags.only, str(entry))]
+    if flags.tenth:
+        return _tenth(chosen, flags.tenth, flags.limit_seconds, flags.budget_seconds)
     counts: collections.Counter[str] = collections.Counter()
     for entry in chosen[flags.skip : flags.skip + flags.count]:
         trial = over_ranks(entry, flags.capture, flags.limit_seconds)
@@ -144,6 +172,7 @@ def main() -> None:
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()), f"of {built} built")
     if flags.document:
         document(listed(), read_outcomes())
+    return 0
 
 
 if __name__ == "__main__":

@@ -128,6 +128,28 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "        if False:",
             unit("capture/nonstrict/captures"),
         ),
+        # recurrent layers
+        (
+            "recurrent-states-without-gradient",
+            "passes/recurrent.py",
+            "return None, found[0], found[1:last], found[last:],",
+            "return None, found[0], [None] * ctx.num_states, found[last:],",
+            passes("recurrent"),
+        ),
+        (
+            "rows-of-recurrent-layers-by-tokens",
+            "passes/batch/batch_axis_rules.py",
+            'dim = 0 if call["batch_first"] else 1',
+            'dim = 1 if call["batch_first"] else 0',
+            passes("recurrent"),
+        ),
+        (
+            "mean-of-ctc-over-tokens-of-all",
+            "passes/ctc.py",
+            "return (losses / target_lengths.clamp(min=1).to(losses.dtype)).mean()",
+            "return losses.sum() / target_lengths.clamp(min=1).to(losses.dtype).sum()",
+            passes("ctc"),
+        ),
         # lengths
         (
             "messages-of-the-captured-length",

@@ -1,7 +1,7 @@
-"""Which tenth of the faults belongs to a commit, so that ten commits in a row have all of them.
+"""Which tenth of the faults, or of other things, belongs to a commit, so that ten commits in a row have all of them.
 
-In: faults, a commit's hash. Out: a tenth of them. The history is cut into blocks of ten commits; the hash of
-a block's first commit shuffles the faults, and each commit of the block takes another tenth. Where the
+In: things with names, a commit's hash. Out: a tenth of them. The history is cut into blocks of ten commits; the hash
+of a block's first commit shuffles them, and each commit of the block takes another tenth. Where the
 history is not there (no git, a shallow clone, a hash that is no commit) the hash alone says which.
 """
 
@@ -11,17 +11,27 @@ import hashlib
 import random
 import subprocess
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
-from tests.planted_faults.fault import Fault
 from tests.planted_faults.tree import ROOT
 
 NUM_PARTS = 10
 
 
-def tenth_of(faults: Sequence[Fault], commit: str) -> list[Fault]:
-    """The faults of this commit."""
+class Named(Protocol):
+    """Something that has a name of its own."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Named)
+
+
+def tenth_of(items: Sequence[Item], commit: str) -> list[Item]:
+    """Those of this commit."""
     block, place = _place_in_history(commit)
-    shuffled = sorted(faults, key=lambda fault: fault.name)
+    shuffled = sorted(items, key=lambda item: item.name)
     random.Random(block).shuffle(shuffled)
     return shuffled[place::NUM_PARTS]
 

@@ -21,19 +21,21 @@ batch, one payload.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Collective but for the first and the last; every rank asks the same.
+    """Collective but for the first and the last two; every rank asks the same.
 
     Members:
         strides_of: strides by which to trace a parameter.
         global_rows: the batch size of all ranks, from this one's.
         exchange: see `Exchange`.
         is_absent: whether a tensor of the module has no values on this rank.
+        device: trace as if the model and its inputs were there; None: where they are.
     """
 
     strides_of: StridesOf = torch.Tensor.stride
     global_rows: Callable[[int], int] = int
     exchange: Exchange = lambda payload: [payload]
     is_absent: Callable[[torch.Tensor], bool] = lambda tensor: False
+    device: torch.device | None = None
 
 
 ALONE = Ranks()

@@ -100,6 +100,8 @@ class ReadValue:
                 if found is None:
                     raise _spread(self.location)
                 return found[0]
+            if any(operand is None for operand in operands):
+                raise _spread(self.location)
             own = {symbol: _operand(tensors, place) for symbol, place in self.lengths}
             answers = exchange({**self._own_part(operands), "lengths": list(own.values())})
             sizes = own | {self.rows_symbol: sum(answer["rows"] for answer in answers)}

@@ -30,7 +30,6 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture.aten_trace import (
     AtenTrace,
     RowsSymbol,
-    StridesOf,
     is_apart_from,
     numbers_of,
     prime_apart_from,
@@ -164,7 +163,7 @@ def _recorded_at(
     try:
         run, trace, batch = traced(guess)
     except (UnsupportedModelError, NoBatchDimensionError):
-        batch = _batch_positions(module, inputs, call, ranks.strides_of, Reads(reads.answers))
+        batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers))
         if batch == guess:
             raise
         run, trace, batch = traced(batch)
@@ -201,6 +200,7 @@ def _traced(
             inputs,
             batch_positions=batch,
             hint=hint,
+            device=ranks.device,
             strides_of=ranks.strides_of,
             lengths=lengths,
         )
@@ -281,6 +281,11 @@ class _Run:
         for position, leaf in enumerate(leaves):
             if id(leaf) in arguments:
                 self.passed[position] = arguments[id(leaf)]
+            elif watch.packed.holds(leaf):
+                raise UnsupportedModelError(
+                    "the forward gives a packed sequence, whose tokens have an order of the whole batch",
+                    cure="give the result of torch.nn.utils.rnn.pad_packed_sequence.",
+                )
             elif isinstance(leaf, torch.Tensor):
                 outputs.append(leaf)
             elif isinstance(leaf, _PLAIN):
@@ -372,7 +377,7 @@ def _no_batch(inputs: Sequence[TensorInput]) -> NoBatchDimensionError:
 
 
 def _batch_positions(
-    module: nn.Module, inputs: Sequence[TensorInput], call: Call, strides_of: StridesOf, reads: Reads
+    module: nn.Module, inputs: Sequence[TensorInput], call: Call, ranks: Ranks, reads: Reads
 ) -> frozenset[int]:
     """Arguments whose dimension 0 the forward does not use as a number."""
     found: list[int] = []
@@ -380,9 +385,7 @@ def _batch_positions(
         known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
         positions = [item.position for item in inputs if id(item.tensor) in known]
         if positions and not found:
-            found = _probe(
-                module, inputs, call, positions, strides_of, reads, _PROBED_ROWS if single else None
-            )
+            found = _probe(module, inputs, call, positions, ranks, reads, _PROBED_ROWS if single else None)
     if not found:
         raise _no_batch(inputs)
     check_one_size(inputs, frozenset(found))
@@ -394,7 +397,7 @@ def _probe(
     inputs: Sequence[TensorInput],
     call: Call,
     candidates: Sequence[int],
-    strides_of: StridesOf,
+    ranks: Ranks,
     reads: Reads,
     hint: int | None,
 ) -> list[int]:
@@ -406,6 +409,7 @@ def _probe(
     with symbolic_config.patch(backed_size_oblivious=True, use_duck_shape=False), mode:  # type: ignore[attr-defined]
         for item in inputs:
             sizes: list[Any] = list(item.tensor.shape)
+            device = ranks.device or item.tensor.device
             if item.position in candidates:
                 number = hint or sizes[0]
                 source = ConstantSource(f"rows_{item.position}")
@@ -413,10 +417,10 @@ def _probe(
                     number, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
                 )
                 sizes[0] = shape_env.create_symintnode(symbol, hint=number, source=source)
-                fake = torch.empty(sizes, dtype=item.tensor.dtype, device=item.tensor.device)
+                fake = torch.empty(sizes, dtype=item.tensor.dtype, device=device)
             else:
                 fake = torch.empty_strided(
-                    sizes, strides_of(item.tensor), dtype=item.tensor.dtype, device=item.tensor.device
+                    sizes, ranks.strides_of(item.tensor), dtype=item.tensor.dtype, device=device
                 )
             fakes.append(fake.requires_grad_(item.tensor.requires_grad))
         others, (args, kwargs) = _apart(inputs, call, fakes)

@@ -13,6 +13,7 @@ tests/unit/rannc_backend/capture/nonstrict/test_captures.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import random
 import sys
@@ -33,6 +34,7 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo_sizes import holds_from_two
 from rannc_backend.capture.nonstrict import read_values, reads
+from rannc_backend.capture.nonstrict.packed import PackedSequences
 from rannc_backend.capture.nonstrict.read_values import TracedValue
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
 from rannc_backend.errors import (
@@ -42,8 +44,9 @@ from rannc_backend.errors import (
     user_location,
 )
 from rannc_backend.ir.size_test import SizeTest
-from rannc_backend.passes import kept_functions
+from rannc_backend.passes import ctc, kept_functions
 from rannc_backend.passes.kept_functions import CannotKeep, call_kept
+from rannc_backend.passes.recurrent import call_recurrent, is_packed, recurrent_mode
 from rannc_backend.settings import hooks
 
 _TORCH = torch.__path__[0]
@@ -100,6 +103,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._rows, self._reads = rows, answers
         self._modules: list[nn.Module] = []
+        self.packed = PackedSequences(self._is_longest)
         self._thread = threading.get_ident()
         self.operator_guards: set[int] = set()  # of the shape environment, by position: of operators alone
 
@@ -131,8 +135,17 @@ class Watch(TorchFunctionMode):
         guards = self._rows.shape_env.guards
         first = len(guards)
         func = _WITHOUT_PLAIN_SIZES.get(func, func)
+        if ctc.takes(func, args):
+            func = functools.update_wrapper(functools.partial(ctc.call_ctc), func)
+        # Under autocast torch casts the weights of its own function.
+        if (mode := recurrent_mode(func)) and not (
+            is_packed(args) or torch.is_autocast_enabled(args[0].device.type)
+        ):
+            func = functools.update_wrapper(functools.partial(call_recurrent, mode), func)
         if func is torch.Tensor.tolist:
             return self._read(func, args, kwargs, trace)
+        if self.packed.takes(func, args, kwargs):
+            return self.packed.call(func, args, kwargs, trace)
         try:
             result = func(*args, **kwargs)
         except RanncError:
@@ -164,6 +177,19 @@ class Watch(TorchFunctionMode):
             equal = _EQUALITIES[func](*args, **kwargs).all()
             return self._reads.decide(trace, Asked((TracedValue.of(equal),), bool))
         return self._reads.number(trace, Asked((TracedValue.of(args[0]),), _NUMBERS[func]))
+
+    def _is_longest(self, lengths: torch.Tensor, size: Any, trace: str) -> bool:
+        return self._reads.decide(trace, Asked((TracedValue.of((lengths.max() == size).all()),), bool))
+
+    def _expected_size(self, original: Any, name: str) -> Any:
+        """`nn.RNNBase.get_expected_hidden_size` and the like, for packed sequences too."""
+
+        def size(layer: nn.RNNBase, value: torch.Tensor, counts: Any) -> Any:
+            width = layer.hidden_size if name.endswith("cell_size") else layer.proj_size or layer.hidden_size
+            found = self.packed.expected_size(layer, width, counts)
+            return original(layer, value, counts) if found is None else found
+
+        return size
 
     def _note(self, trace: str, func: Any) -> None:
         meta = fx.traceback.get_current_meta()
@@ -214,6 +240,13 @@ class Watch(TorchFunctionMode):
             for holder, name, value in (
                 (torch.autograd.Function, "apply", classmethod(_apply)),
                 (torch.compiler, "_is_compiling_flag", True),  # libraries leave out checks of values then
+                *(
+                    (holder, name, self._expected_size(vars(holder)[name], name))
+                    for holder, name in (
+                        (nn.RNNBase, "get_expected_hidden_size"),
+                        (nn.LSTM, "get_expected_cell_size"),
+                    )
+                ),
             ):
                 undo.callback(hooks.replace("forward on fakes", holder, name, value))
             undo.enter_context(_no_generators())

@@ -49,6 +49,8 @@ LOOKUP_OPERATORS = frozenset("embedding gather index index_select".split())
 _ATTENTION_BACKWARD_FACTOR = sympy.Rational(
     5, 2
 )  # dQ, dK, dV, dP and the product QK^T again, for two in forward
+# An operator of passes/recurrent.py, whose backward computes it again.
+_RECURRENT, _RECURRENT_BACKWARD_FACTOR = "layers", 3
 
 
 def operator_name(node: fx.Node) -> str:
@@ -96,6 +98,8 @@ def operator_cost(
         backward_flops = zero
     elif name in ATTENTION_OPERATORS:
         backward_flops = flops * _ATTENTION_BACKWARD_FACTOR
+    elif name == _RECURRENT:
+        backward_flops = flops * _RECURRENT_BACKWARD_FACTOR
     else:
         backward_flops = flops * max(1, len(_matrix_operands(name, operands, node)))
     backward_bytes = forward_bytes
@@ -213,6 +217,19 @@ def _convolution_backward_flops(node: fx.Node) -> sympy.Expr:
     return product * sum(bool(item) for item in wanted[:2])
 
 
+def _recurrent_flops(first: int) -> Callable[[fx.Node], sympy.Expr]:
+    """Every weight meets every token, of argument number `first`."""
+
+    def flops(node: fx.Node) -> sympy.Expr:
+        tokens = sympy.Mul(*shape_of(_value(node.args[first]))[:-1])
+        weights: Any = node.args[first + 2]
+        return (
+            2 * tokens * sympy.Add(*(numel(_value(weight)) for weight in weights if _value(weight).dim() > 1))
+        )
+
+    return flops
+
+
 _FLOPS: dict[str, Callable[[fx.Node], sympy.Expr]] = {
     "mm": _product_flops(0),
     "bmm": _product_flops(0),
@@ -226,4 +243,6 @@ _FLOPS: dict[str, Callable[[fx.Node], sympy.Expr]] = {
     "addbmm": _batch_sum_flops,
     "convolution": _convolution_flops,
     "convolution_backward": _convolution_backward_flops,
+    _RECURRENT: _recurrent_flops(1),
+    f"{_RECURRENT}_backward": lambda node: _RECURRENT_BACKWARD_FACTOR * _recurrent_flops(2)(node),
 }
