@@ -16,7 +16,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +69,7 @@ from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import World  # noqa: E402
-from rannc_backend.session import Session  # noqa: E402
+from rannc_backend.session import Session, fixed_shapes  # noqa: E402
 from rannc_backend.session_registry import REGISTRY  # noqa: E402
 from rannc_backend.settings.options import Config  # noqa: E402
 from rannc_backend.settings.rare_collections import rare_collections  # noqa: E402
@@ -135,8 +135,7 @@ def _compile_or_refuse(
     if config.stage_compiler == "inductor" and world.has_least_to_do():
         begin_compiling({world.device.type})
     captured = _capture(graph_module, example_inputs, config, world)
-    shapes = _user_shapes((spec.kind, example_inputs[spec.position]) for spec in captured.inputs)
-    session = _session_for(captured.root_module, resolution, shapes)
+    session = _session_for(captured.root_module, resolution, fixed_shapes(captured))
     try:
         runtime, moved = session.runtime_for(captured, *_sizes_of_call(captured, example_inputs))
     except ModelError as error:
@@ -192,14 +191,7 @@ def _capturing(config: Config, world: World) -> Iterator[list[str]]:
         yield details
 
 
-def _user_shapes(inputs: Iterable[tuple[str, Any]]) -> tuple[Any, ...]:
-    """Shapes of the user's tensors, without rows; ``inputs``: kind and value of each input of a graph."""
-    return tuple(
-        tuple(value.shape)[kind == "batch" :] for kind, value in inputs if kind in ("batch", "replicated")
-    )
-
-
-def _session_for(module: nn.Module, resolution: Resolution, shapes: tuple[Any, ...]) -> Session:
+def _session_for(module: nn.Module, resolution: Resolution, shapes: tuple[str, ...]) -> Session:
     """The session of a model that has just been captured for inputs of these shapes."""
     note_capture()
     refuse_sharded(module)
@@ -265,8 +257,7 @@ def _prepare_without_dynamo(
             found = _capture_call(module, call, config, world, changing)
             tensors = found.tensors(call)
             captured = found.recorded.captured
-            shapes = _user_shapes((spec.kind, tensors[spec.position]) for spec in captured.inputs)
-            session = _session_for(module, resolution, shapes)
+            session = _session_for(module, resolution, fixed_shapes(captured))
             try:
                 runtime, _ = session.runtime_for(captured, *_sizes_of_call(captured, tensors))
             except ModelError as error:
@@ -361,7 +352,7 @@ def _check_device(
         )
 
 
-def _check_number(session: Session, shapes: tuple[Any, ...]) -> None:
+def _check_number(session: Session, shapes: tuple[str, ...]) -> None:
     """Of what has been compiled of the model, as Dynamo's setting limits it: other models of the class do not
     count. New lengths of sequences and sizes of images have no limit.
     """

@@ -103,7 +103,7 @@ class Session:
     compiled: weakref.WeakSet[Callable[..., Any]] = field(
         default_factory=weakref.WeakSet
     )  # what Dynamo calls for this model
-    shapes: set[tuple[Any, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
+    shapes: set[tuple[str, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
 
     @without_anomaly_detection
     def runtime_for(
@@ -127,7 +127,7 @@ class Session:
                 "fingerprint": key,
                 "rows": local_rows,
                 "lengths": lengths,
-                "shapes": _fixed_shapes(captured),
+                "shapes": fixed_shapes(captured),
                 "options": self.config.model_dump(),
                 "torch": torch.__version__,
                 "device": str(self.world.device),
@@ -277,7 +277,7 @@ class Session:
             analysis.split,
             analysis.captured.inputs,
             config=self.config,
-            fingerprint=analysis.captured.fingerprint,
+            fingerprint=analysis.captured.plan_fingerprint,
             world_size=self.world.size,
             device_memory_bytes=device_memory_bytes(self.world),
             possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
@@ -433,15 +433,15 @@ def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
     return {**dict(root.named_parameters()), **dict(root.named_buffers())}
 
 
-def _fixed_shapes(captured: CapturedGraph) -> list[str]:
+def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
     """Of the user's inputs: the sizes that are numbers in a graph."""
     kinds = {item.name: item.kind for item in captured.inputs}
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    return [
+    return tuple(
         f"{node.name} {[size if isinstance(size, int) else '*' for size in node.meta['val'].shape]}"
         for node in nodes
         if kinds[node.name] in ("batch", "replicated")
-    ]
+    )
 
 
 def _check_same(answers: list[dict[str, object]]) -> None:

@@ -458,3 +458,11 @@ def batch(num_rows: int, seed: int = 0) -> Tensor:
     """In float64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def graph_arguments(capture: Any, call: Any) -> list[Any]:
+    """The values of the placeholders of a capture's graph, for a call."""
+    captured, tensors = capture.recorded.captured, capture.tensors(call)
+    by_name = {item.name: tensors[item.position] for item in captured.inputs if item.kind != "length"}
+    by_name |= {length.name: by_name[length.carrier].shape[length.dim] for length in captured.lengths}
+    return [by_name[item.name] for item in captured.inputs]

@@ -124,7 +124,7 @@ _BY_FILE = {
         "test_blocks_of_one_structure_cost_the_same[gpt2-160]",
         "test_models_are_not_cut_worse_than_their_line_as_it_is[gpt2]",
     ),
-    "tests/unit/rannc_backend/capture/test_meta_model.py": (
+    "tests/unit/rannc_backend/capture/nonstrict/test_meta_model.py": (
         "test_a_model_on_meta_gives_the_graph_of_a_real_call_on_the_cpu[resnet]",
     ),
     "tests/unit/rannc_backend/capture/test_models.py": (

@@ -61,6 +61,15 @@ def canonical_text(
     return "\n".join(lines) + "\n"
 
 
+def without_order_of_outputs(text: str) -> str:
+    """A canonical text with the outputs sorted."""
+    lines = text.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("return ["))
+    items = lines[place].removeprefix("return [").removesuffix("]").split(", ")
+    lines[place] = f"return [{', '.join(sorted(items))}]"
+    return "\n".join(lines) + "\n"
+
+
 def _target_text(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)

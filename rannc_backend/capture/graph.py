@@ -47,7 +47,7 @@ from rannc_backend.capture.dynamo import (
 )
 from rannc_backend.capture.dynamo_sizes import fix_symbols, holds_from_two, require
 from rannc_backend.capture.errors import is_partial, refuse_graph_break, refuse_resumed_frame
-from rannc_backend.capture.fingerprint import canonical_text, fingerprint
+from rannc_backend.capture.fingerprint import canonical_text, fingerprint, without_order_of_outputs
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
 from rannc_backend.errors import InternalError, UnsupportedModelError
@@ -88,6 +88,8 @@ class CapturedGraph:
     rows_hint: int
     fake_mode: FakeTensorMode
     fingerprint: str
+    # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
+    plan_fingerprint: str
     root_module: nn.Module
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
@@ -280,6 +282,7 @@ def captured_of(
         rows_hint=trace.rows_hint,
         fake_mode=trace.fake_mode,
         fingerprint=fingerprint(text),
+        plan_fingerprint=fingerprint(without_order_of_outputs(text)),
         root_module=root,
         dynamo_key=key,
         lengths=tuple(found),

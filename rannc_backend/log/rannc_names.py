@@ -34,7 +34,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "capture.graph",
         "capture.dynamo",
         "capture.aten_trace",
-        "capture.meta_model",
+        "capture.nonstrict.meta_model",
         "capture.inputs",
         "capture.errors",
     ),

@@ -18,7 +18,12 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
-from rannc_backend.capture.meta_model import capture_model, convert_model, convert_values, tensors_in
+from rannc_backend.capture.nonstrict.meta_model import (
+    capture_model,
+    convert_model,
+    convert_values,
+    tensors_in,
+)
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.step_timer import StepTimer
@@ -183,7 +188,7 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
         return PlannableModel.of(
             graph,
             partitions,
-            fingerprint=captured.fingerprint,
+            fingerprint=captured.plan_fingerprint,
             model_name=type(captured.root_module).__name__,
             schedules=exact_schedules(analysis.split, analysis.needs_grad),
             config=config,

@@ -68,7 +68,7 @@ def plan_job(
         folder = cache_directory(config) / "plans"
         key = key_of(
             config,
-            fingerprint=analysis.captured.fingerprint,
+            fingerprint=analysis.captured.plan_fingerprint,
             cluster=cluster_toml(cluster),
             batch_rows=question.batch_rows,
             hosts=world.hosts,

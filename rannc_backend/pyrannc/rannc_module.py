@@ -29,7 +29,7 @@ from rannc_backend.api.functions import (
     undeploy,
 )
 from rannc_backend.api.materialize import materialize_by_stage, take_values
-from rannc_backend.capture.meta_model import convert_values
+from rannc_backend.capture.nonstrict.meta_model import convert_values
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable

@@ -97,7 +97,7 @@ class Capture:
         return replace(self, guards=Guards.of(module), kept=_kept(self.recorded.places))
 
     def tensors(self, call: Call) -> list[torch.Tensor]:
-        """The inputs of the graph, for a call."""
+        """The inputs of the graph for a call, by their positions."""
         return [*(place.tensor() for place in self.recorded.places), *call.tensors]
 
 

@@ -19,13 +19,13 @@ from rannc_backend.capture.aten_trace import tensors_in
 from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.passes.recurrent import call_recurrent, recurrent_mode
 
-_PACK = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
-_PAD = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
+_PACK = torch._VF._pack_padded_sequence
+_PAD = torch._VF._pad_packed_sequence
 # What may be asked of tokens and of the numbers of rows by anybody.
 _HARMLESS = {
     torch.Tensor.dim,
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
     torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
     torch.Tensor.__len__,

@@ -25,7 +25,6 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import (
     AtenTrace,
@@ -40,6 +39,7 @@ from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of, length_hints, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
+from rannc_backend.capture.nonstrict.outputs import Structure, taken_apart
 from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
 from rannc_backend.capture.nonstrict.reads import Decision, Reads, checked_both_ways
@@ -67,11 +67,11 @@ Changing = Set[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A captured forward. Input i of the graph is the tensor of ``places[i]``, then those of the call."""
+    """A captured forward. The tensor at position i is that of ``places[i]``, then those of the call."""
 
     captured: CapturedGraph
     places: tuple[Place, ...]
-    structure: pytree.TreeSpec  # of what the forward gives
+    structure: Structure  # of what the forward gives
     constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
     passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
     # places of checks of values that only raise, which the graph does not make
@@ -91,7 +91,7 @@ class Recorded:
             known[position] if position in known else next(remaining)
             for position in range(self.structure.num_leaves)
         ]
-        return pytree.tree_unflatten(leaves, self.structure)
+        return self.structure.rebuilt(leaves)
 
 
 def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset()) -> Recorded:
@@ -259,7 +259,7 @@ class _Run:
         self._module = module
         self._inputs = inputs
         self._call = call
-        self.structure: pytree.TreeSpec | None = None
+        self.structure: Structure | None = None
         self.size_tests: tuple[SizeTest, ...] = ()
         self.constants: dict[int, Any] = {}
         self.passed: dict[int, int] = {}
@@ -274,7 +274,7 @@ class _Run:
                 result = _rannc_forward(self._module, args, kwargs)
             _write_back(swap.replaced())
         self.size_tests = watch.size_tests()
-        leaves, self.structure = pytree.tree_flatten(result)
+        leaves, self.structure = taken_apart(result)
         self.constants, self.passed = {}, {}
         arguments = {id(tensor): index for index, tensor in enumerate(tensors[len(others) :])}
         outputs = []
@@ -286,7 +286,7 @@ class _Run:
                     "the forward gives a packed sequence, whose tokens have an order of the whole batch",
                     cure="give the result of torch.nn.utils.rnn.pad_packed_sequence.",
                 )
-            elif isinstance(leaf, torch.Tensor):
+            elif isinstance(leaf, (torch.Tensor, torch.SymInt)):
                 outputs.append(leaf)
             elif isinstance(leaf, _PLAIN):
                 self.constants[position] = leaf

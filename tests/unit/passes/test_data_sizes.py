@@ -14,6 +14,7 @@ from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.passes.data_sizes import bound_data_sizes, has_data_sizes
 from tests.data_size_models import MODELS, batch
+from tests.nonstrict_models import graph_arguments
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -25,7 +26,7 @@ def test_the_graph_is_the_forward_whatever_the_sizes(name: str) -> None:
     for rows, seed in ((5, 0), (3, 1), (8, 2)):
         call = call_of(model, batch(rows, seed), {})
         alone = copy.deepcopy(model)
-        found, expected = graph(*capture.tensors(call))[0], alone(*batch(rows, seed))
+        found, expected = graph(*graph_arguments(capture, call))[0], alone(*batch(rows, seed))
         model.zero_grad()
         found.backward()
         expected.backward()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rannc_backend.capture.meta_model import capture_model
+from rannc_backend.capture.nonstrict.meta_model import capture_model
 from rannc_backend.errors import UserInputError
 from tests.odd_models import LENGTH, MODELS, WIDTH, ComplexOutputs, Conjugates, batch, worst_error
 from tests.unit.stage_models import capture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend.capture.meta_model import convert_model
+from rannc_backend.capture.nonstrict.meta_model import convert_model
 from rannc_backend.errors import BatchMixedError, BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan

@@ -26,7 +26,7 @@ from rannc_backend.errors import (
     UnsupportedModelError,
 )
 from tests.default_dtype import float64
-from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, Paths, batch
+from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, Paths, batch, graph_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def results(capture: Capture, module: nn.Module, *args: Any, **kwargs: Any) -> A
     """What the graph gives, as the forward would."""
     call = call_of(module, args, kwargs)
     graph = capture.recorded.captured
-    outputs = graph.graph_module(*capture.tensors(call))
+    outputs = graph.graph_module(*graph_arguments(capture, call))
     return capture.recorded.result(outputs[: graph.num_user_outputs], call)
 
 
@@ -75,7 +75,7 @@ def test_new_values_of_buffers_are_outputs() -> None:
     capture = captured(model, batch(4))
     assert capture.recorded.captured.buffer_updates == ("steps", "decay")
     call = call_of(model, (batch(3),), {})
-    *_, steps, decay = capture.recorded.captured.graph_module(*capture.tensors(call))
+    *_, steps, decay = capture.recorded.captured.graph_module(*graph_arguments(capture, call))
     model(batch(3))
     assert torch.equal(steps, model.steps) and torch.equal(decay, model.decay)
 

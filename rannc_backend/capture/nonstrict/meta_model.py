@@ -8,6 +8,8 @@ from within the backend, once the graph is known.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -24,7 +26,7 @@ from rannc_backend.capture.graph import CapturedGraph, capture_or_restart, skip_
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.capture.nonstrict.ranks import Ranks
-from rannc_backend.errors import ModelError, RanncError, UnsupportedModelError, user_location
+from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +55,13 @@ def capture_model(
     """
     ranks = Ranks(device=device, is_absent=lambda tensor: tensor.is_meta)
     try:
-        with torch.enable_grad():
-            return capture_call(model, call_of(model, args, kwargs), ranks).recorded.captured
-    except ModelError as error:
+        # A forward that prints would print fakes.
+        with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):
+            captured = capture_call(model, call_of(model, args, kwargs), ranks).recorded.captured
+        if captured.num_user_outputs:
+            return captured
+    except Exception as error:
+        # Whatever it is, Dynamo's capture says it with the user's line.
         logger.debug("the forward is not captured by a run of it: %s", error)
     return _by_dynamo(model, args, kwargs, device)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend.capture.meta_model import capture_model
-from rannc_backend.errors import DataDependentControlFlowError, GraphBreakError, UnsupportedModelError
+from rannc_backend.capture.nonstrict.meta_model import _by_dynamo, capture_model
+from rannc_backend.errors import GraphBreakError, UnsupportedModelError
 from tests.choice import mostly
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo
 from tests.unit.rannc_backend.planner.planning_examples import SMALL, small_example
@@ -76,7 +76,7 @@ class Raises(nn.Module):
 
 class Branches(nn.Module):
     def forward(self, x):
-        return x if x.sum() > 0 else -x
+        return x * 2 if x.sum() > 0 else -x
 
 
 class Prints(nn.Module):
@@ -108,7 +108,6 @@ class Constant(nn.Module):
     ("model", "x", "error", "text"),
     [
         (Raises(), torch.zeros(4, 3), GraphBreakError, "the model raises KeyError"),
-        (Branches(), torch.zeros(4, 3), DataDependentControlFlowError, "test_meta_model.py"),
         (Prints(), torch.zeros(4, 3), GraphBreakError, "test_meta_model.py"),
         (
             Constant(),
@@ -118,8 +117,42 @@ class Constant(nn.Module):
         ),
         (Scale(), torch.zeros(4), UnsupportedModelError, "works for one batch size only"),
     ],
-    ids=["raises", "branches", "breaks", "constant", "no batch"],
+    ids=["raises", "breaks", "constant", "no batch"],
 )
 def test_what_cannot_be_captured_is_said_with_the_users_line(model, x, error, text):
     with pytest.raises(error, match=text):
         capture_model(model, (x,), {})
+
+
+def test_a_path_is_that_of_the_values_that_are_given():
+    graphs = [capture_model(Branches(), (torch.full((4, 3), sign),), {}).graph_module for sign in (1.0, -1.0)]
+    x = torch.randn(5, 3)
+    assert [torch.equal(graph(x)[0], factor * x) for graph, factor in zip(graphs, (2, -1))] == [True, True]
+
+
+class Kept:
+    """What a forward may give: an object of a class of its own."""
+
+    def __init__(self, values):
+        self.values, self.length = values, values[0].shape[1]
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return {"kept": Kept([y, y.exp()]), "loss": y.sum()}
+
+
+def test_either_way_of_capture_gives_the_graph_that_plans_are_for():
+    """An object whose attributes are outputs has another place among them in each."""
+    model, x = Caching(), torch.randn(4, 3)
+    captured = [capture_model(model, (x,), {}), _by_dynamo(model, (x,), {}, None)]
+    assert captured[0].plan_fingerprint == captured[1].plan_fingerprint
+    names = [[node.name for node in each.graph_module.graph.nodes] for each in captured]
+    assert names[0] == names[1] and [item.name for item in captured[0].inputs] == [
+        item.name for item in captured[1].inputs
+    ]
