@@ -36,7 +36,7 @@ class Structure:
                 items.append(next(remaining))
                 continue
             cls, attributes = self.objects[place]
-            made = object.__new__(cls)
+            made: Any = object.__new__(cls)
             vars(made).update(attributes.rebuilt([next(remaining) for _ in range(attributes.num_leaves)]))
             items.append(made)
         return pytree.tree_unflatten(items, self.containers)
