@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rannc_backend.passes.plain_numbers import recording_gradients
+
 _LIBRARY = torch.library.Library("rannc_ctc", "FRAGMENT")
 _ARGUMENTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 _NONE, _MEAN = 0, 1  # torch's numbers of reductions
@@ -63,7 +65,7 @@ def _forward(log_probs: Tensor, *rest: Any) -> Tensor:
 
 
 def _backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
-    with torch.enable_grad():
+    with recording_gradients():
         leaf = log_probs.detach().requires_grad_()
         (found,) = torch.autograd.grad(_losses(leaf, *rest), leaf, grad)
     return found.contiguous()

@@ -2,18 +2,21 @@
 
 In: values over a symbolic batch size. Out: the same at its hint, under a fake mode of their own. Operators on
 them take a third of the time that they take over symbols, and bind no symbol to anything. (Torch's own: fake
-modes and a symbol's hint, seen on 2.11.0 and 2.13.0.)
+modes, a symbol's hint and the keys of autograd, seen on 2.11.0 and 2.13.0.)
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_AUTOGRAD_KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
 
 
 def plain_mode() -> FakeTensorMode:
@@ -57,6 +60,17 @@ class RefusingDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self._error
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Operators have gradients, also in what runs below autograd, as an operator does under a mode that looks on."""
+    with ExitStack() as stack:
+        for name in _AUTOGRAD_KEYS:
+            key = getattr(torch._C.DispatchKey, name)
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
 
 
 def without_modes() -> AbstractContextManager[None]:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from rannc_backend.passes.plain_numbers import recording_gradients
+
 _LIBRARY = torch.library.Library("rannc_recurrent", "FRAGMENT")
 _MODES: Mapping[str, Callable[..., Any]] = {
     "lstm": torch.lstm,
@@ -135,7 +137,7 @@ def _backward(
     weights: Sequence[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    with torch.enable_grad():
+    with recording_gradients():
         leaves = [each.detach().requires_grad_() for each in (value, *states, *weights)]
         own, given = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
         results = _run(mode, leaves[0], own, given, *rest)

@@ -90,7 +90,8 @@ class NonstrictCalls:
                 raise refused from error  # both ways meet the same, an argument that does not fit
             where = f" at {error.location}" if error.location else ""
             more = f"nor can it be captured by one run of its forward: {error.problem}{where}"
-            raise extended(refused, more) from error
+            # Dynamo's is about what this way takes.
+            raise extended(refused, more, cure=error.cure) from error
         if first and self.leads():
             self._say(module, capture.recorded)
         try:

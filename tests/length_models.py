@@ -120,7 +120,7 @@ class Speech(nn.Module):
         scores = self.head(hidden)
         lengths = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.long)
         wanted = (labels[:, -1].clamp(min=0) % 2) + 1
-        targets = labels[:, :2].clamp(min=1)
+        targets = torch.cat([labels[:, :1], labels[:, -1:]], 1).clamp(min=1)
         log_probs = scores.log_softmax(-1).transpose(0, 1)
         return functional.ctc_loss(log_probs, targets, lengths, wanted, zero_infinity=True), scores
 
@@ -211,9 +211,9 @@ class Bert(nn.Module):
 #: The first call is compiled for its own size, the second for all from 2 on; then for paths of the model's own.
 MODELS: Mapping[str, Entry] = {
     "language_model": Entry(LanguageModel, text_batch, LENGTHS, 2),
-    "flat_tokens": Entry(FlatTokens, text_batch, LENGTHS, 2),
+    "flat_tokens": Entry(FlatTokens, text_batch, LENGTHS[:6], 2),
     # Of two tokens it shifts one, and sizes of 1 are another path.
-    "translator": Entry(Translator, text_batch, LENGTHS, 3),
+    "translator": Entry(Translator, text_batch, LENGTHS[:6], 3),
     "recurrent": Entry(Recurrent, text_batch, LENGTHS[:8], 2),
     "speech": Entry(Speech, text_batch, LENGTHS[:3], 2),
     "bert": Entry(Bert, text_batch, LENGTHS[:6], 2),

@@ -73,11 +73,11 @@ def error_about(cls: type[RanncError], file: str, problem: str, *, cure: str = "
     return restore(cls, str(plain), {**plain.__dict__, "file": file, "key": ""})
 
 
-def extended(error: RanncError, more: str) -> RanncError:
-    """The same error, with more to say of the cause."""
-    problem = f"{error.problem}; {more}"
-    members = {**error.__dict__, "problem": problem}
-    return restore(type(error), _text(problem, error.cure, error.location), members)
+def extended(error: RanncError, more: str, *, cure: str = "") -> RanncError:
+    """The same error, with more to say of the cause, and maybe another cure."""
+    problem, cure = f"{error.problem}; {more}", cure or error.cure
+    members = {**error.__dict__, "problem": problem, "cure": cure}
+    return restore(type(error), _text(problem, cure, error.location), members)
 
 
 def located(error: RanncError, location: str) -> RanncError:

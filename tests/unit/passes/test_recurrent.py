@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import call_of
@@ -124,3 +125,26 @@ def test_under_autocast_torchs_own_is_unrolled() -> None:
     call = call_of(model, (torch.randn(3, 4, WIDTH),), {})
     graph = capture_call(model, call).recorded.captured.graph_module.graph
     assert not graph.find_nodes(op="call_function", target=LAYERS)
+
+
+class _Looking(TorchDispatchMode):
+    """As what counts a step's memory does: it sees every operator, below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_under_a_mode_that_looks_on() -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(WIDTH, STATE).double()
+    x, states = torch.randn(5, 3, WIDTH).double(), [torch.zeros(1, 3, STATE).double() for _ in range(2)]
+    arguments = ("lstm", x, states, list(layer.parameters()), None, True, 1, False, False)
+    backward = torch.ops.rannc_recurrent.layers_backward.default
+    grads = [torch.ones_like(each) for each in LAYERS(*arguments)]
+    with torch.no_grad():
+        expected = backward(grads, *arguments)
+        with _Looking():
+            found = backward(grads, *arguments)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert any(bool(each.any()) for each in found)
