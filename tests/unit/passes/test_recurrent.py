@@ -56,10 +56,16 @@ def test_values_and_gradients_are_torchs(name: str) -> None:
     layer = make(WIDTH, STATE, **settings).double()
     x = torch.randn(5, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     watch = _Whole()
-    losses = [_loss(layer(x))]
+    rows = x.shape[0] if layer.batch_first else x.shape[1]
+    count = layer.num_layers * (1 + layer.bidirectional)
+    widths = [layer.proj_size or STATE, STATE][: 1 + (make is nn.LSTM)]
+    states = [torch.randn(count, rows, width, dtype=torch.float64, requires_grad=True) for width in widths]
+    given = tuple(states) if make is nn.LSTM else states[0]
+    losses = [_loss(layer(x, given))]
     with watch:
-        losses.append(_loss(layer(x)))
-    found, expected = (torch.autograd.grad(loss, [x, *layer.parameters()]) for loss in reversed(losses))
+        losses.append(_loss(layer(x, given)))
+    leaves = [x, *states, *layer.parameters()]
+    found, expected = (torch.autograd.grad(loss, leaves) for loss in reversed(losses))
     assert watch.num_calls == 1
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-13, atol=0)
     for one, other in zip(found, expected, strict=True):
