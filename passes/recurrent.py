@@ -91,7 +91,8 @@ def _run(
     bidirectional: bool,
     batch_first: bool,
 ) -> list[Tensor]:
-    settings = (list(weights), has_biases, num_layers, 0.0, False, bidirectional)
+    # In training mode: cuDNN differentiates in no other. Without dropout the values are the same.
+    settings = (list(weights), has_biases, num_layers, 0.0, True, bidirectional)
     if lengths is None:
         return list(_MODES[mode](value, _given(mode, states), *settings, batch_first))
     packed = pack_padded_sequence(value, lengths.cpu(), batch_first, enforce_sorted=False)
