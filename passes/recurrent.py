@@ -114,17 +114,8 @@ def _forward(mode: str, value: Tensor, states: Sequence[Tensor], *rest: Any) -> 
         return [result.contiguous() for result in _run(mode, value, states, *rest)]
 
 
-def _fake(
-    mode: str,
-    value: Tensor,
-    states: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    lengths: Tensor | None,
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-) -> list[Tensor]:
+def _fake(mode: str, value: Tensor, states: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    *_, bidirectional, _ = rest
     width = states[0].shape[2] * (2 if bidirectional else 1)
     output = value.new_empty((value.shape[0], value.shape[1], width))
     return [output, *(value.new_empty(state.shape) for state in states)]
