@@ -134,39 +134,46 @@ def _compile_or_refuse(
     _check_device(example_inputs, world, lambda: capture.check_one_device(graph_module, example_inputs))
     if config.stage_compiler == "inductor" and world.has_least_to_do():
         begin_compiling({world.device.type})
-    captured = _capture(graph_module, example_inputs, config, world)
-    session = _session_for(captured.root_module, resolution, fixed_shapes(captured))
-    try:
-        runtime, moved = session.runtime_for(captured, *_sizes_of_call(captured, example_inputs))
-    except ModelError as error:
-        if not captured.lengths:
-            raise
-        _say_fixed(error)
-        captured = _capture(graph_module, example_inputs, config, world, with_lengths=False)
-        runtime, moved = session.runtime_for(captured, *_sizes_of_call(captured, example_inputs))
+
+    def captured_as(with_lengths: bool) -> tuple[capture.CapturedGraph, Sequence[Any]]:
+        captured = capture.capture_or_restart(
+            graph_module, example_inputs, strides_of=strides_of, with_lengths=with_lengths
+        )
+        return captured, example_inputs
+
+    session, captured, runtime, moved = _deployed(resolution, world, captured_as)
     if moved:
         capture.renew_guards(captured, graph_module, example_inputs)
     return _bind(session, runtime, captured)
 
 
-def _capture(
-    graph_module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: Config,
+def _deployed(
+    resolution: Resolution,
     world: World,
-    *,
-    with_lengths: bool = True,
-) -> capture.CapturedGraph:
-    with _capturing(config, world) as details:
-        captured = capture.capture_or_restart(
-            graph_module, example_inputs, strides_of=strides_of, with_lengths=with_lengths
-        )
-        details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-    return captured
+    captured_as: Callable[[bool], tuple[capture.CapturedGraph, Sequence[Any]]],
+) -> tuple[Session, capture.CapturedGraph, GraphRuntime, bool]:
+    """The session of a model, its captured graph and what runs that; whether parameters have moved for it. A graph
+    that cannot be deployed with lengths is captured again without.
 
+    ``captured_as(with_lengths)``: the graph and the values of its inputs in this call, by position.
+    """
 
-def _say_fixed(error: ModelError) -> None:
-    logger.debug("the model is captured for the sizes of this call alone: %s", error)
+    def captured_now(with_lengths: bool) -> tuple[capture.CapturedGraph, Sequence[Any]]:
+        with _capturing(resolution.config, world) as details:
+            captured, values = captured_as(with_lengths)
+            details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+        return captured, values
+
+    captured, values = captured_now(True)
+    session = _session_for(captured.root_module, resolution, fixed_shapes(captured))
+    try:
+        return session, captured, *session.runtime_for(captured, *_sizes_of_call(captured, values))
+    except ModelError as error:
+        if not captured.lengths:
+            raise
+        logger.debug("the model is captured for the sizes of this call alone: %s", error)
+    captured, values = captured_now(False)
+    return session, captured, *session.runtime_for(captured, *_sizes_of_call(captured, values))
 
 
 def _started(config: Config, model: str) -> World:
@@ -201,17 +208,22 @@ def _session_for(module: nn.Module, resolution: Resolution, shapes: tuple[str, .
     return session
 
 
+def _config_of(told: Mapping[str, Any]) -> Callable[[], Config]:
+    """The options of a compiled model, read at the first question: it is asked at every call."""
+    return functools.cache(lambda: _resolution(told.get("options")).config)
+
+
 def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictCalls | None:
     """What serves the calls of a module that Dynamo refuses; None where it is no module's call."""
     if module is None:
         return None
+    config = _config_of(told)
     return NonstrictCalls(
         module=weakref.ref(module),
-        way=lambda: _resolution(told.get("options")).config.capture,
+        way=lambda: config().capture,
         dynamic=told.get("dynamic") is not False,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
-        # Asked for at every call: options are read once.
-        ranks=functools.cache(lambda: _ranks(_resolution(told.get("options")).config)),
+        ranks=functools.cache(lambda: _ranks(config())),
         leads=bootstrap.leads,
     )
 
@@ -220,18 +232,14 @@ def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | Non
     """What option pad_inputs does to the arguments of a module's calls; None where it is no module's call."""
     if module is None:
         return None
-    found = weakref.ref(module)
-
-    @functools.cache
-    def resolved() -> Config | None:
-        try:
-            return _resolution(told.get("options")).config
-        except RanncError:
-            return None  # an option is wrong: the call says so where all options are read
+    found, config_of = weakref.ref(module), _config_of(told)
 
     def prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        config, model = resolved(), found()
-        if config is None or model is None or not config.pad_inputs or not config.gather_inputs:
+        try:
+            config, model = config_of(), found()
+        except RanncError:
+            return args, kwargs  # an option is wrong: the call says so where all options are read
+        if model is None or not config.pad_inputs or not config.gather_inputs:
             return args, kwargs
         world = _started(config, str(type(model)))
         exchange = functools.partial(
@@ -254,29 +262,16 @@ def _prepare_without_dynamo(
             config = resolution.config
             world = _started(config, str(module))
             _check_device([*(place.tensor() for place in places_of(module)), *call.tensors], world)
-            found = _capture_call(module, call, config, world, changing)
-            tensors = found.tensors(call)
-            captured = found.recorded.captured
-            session = _session_for(module, resolution, fixed_shapes(captured))
-            try:
-                runtime, _ = session.runtime_for(captured, *_sizes_of_call(captured, tensors))
-            except ModelError as error:
-                if not captured.lengths:
-                    raise
-                _say_fixed(error)
-                found = _capture_call(module, call, config, world, frozenset())
-                captured = found.recorded.captured
-                runtime, _ = session.runtime_for(captured, *_sizes_of_call(captured, tensors))
-            return found.renewed(module), _bind(session, runtime, captured)
+            found: list[Capture] = []
+
+            def captured_as(with_lengths: bool) -> tuple[capture.CapturedGraph, Sequence[Any]]:
+                found.append(capture_call(module, call, _ranks(config), changing if with_lengths else set()))
+                return found[-1].recorded.captured, found[-1].tensors(call)
+
+            session, captured, runtime, _ = _deployed(resolution, world, captured_as)
+            return found[-1].renewed(module), _bind(session, runtime, captured)
     finally:
         refuse_again(REGISTRY.absent_tensors())
-
-
-def _capture_call(module: nn.Module, call: Call, config: Config, world: World, changing: Changing) -> Capture:
-    with _capturing(config, world) as details:
-        found = capture_call(module, call, _ranks(config), changing)
-        details.append(f"{len(found.recorded.captured.graph_module.graph.nodes)} nodes")
-    return found
 
 
 def _ranks(config: Config) -> Ranks:
