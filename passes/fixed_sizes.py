@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.passes.graph_queries import output_values, size_expression
+from rannc_backend.passes.graph_queries import output_values, size_expression, symbols_in
 from rannc_backend.passes.pipeline import facts_of, with_facts
 from rannc_backend.passes.plain_numbers import hints_of
 
@@ -28,7 +28,7 @@ def with_sizes(value: Any, known: Known) -> Any:
     if isinstance(value, torch.SymInt):
         expression = size_expression(value).xreplace(known)
         return int(expression) if expression.is_number else value
-    if not isinstance(value, torch.Tensor) or not _symbols(value) & known.keys():
+    if not isinstance(value, torch.Tensor) or not symbols_in(value) & known.keys():
         return value
     mode: Any = value.fake_mode  # type: ignore[attr-defined]
     hints = hints_of(value)
@@ -66,7 +66,3 @@ def at_numbers(graph_module: fx.GraphModule, known: Known) -> fx.GraphModule:
     outputs = output_values(graph_module.graph)
     graph.output(tuple(copies[item] if isinstance(item, fx.Node) else item for item in outputs))
     return with_facts(fx.GraphModule(graph_module, graph), facts_of(graph_module))
-
-
-def _symbols(value: torch.Tensor) -> set[sympy.Symbol]:
-    return {symbol for size in value.shape for symbol in size_expression(size).free_symbols}

@@ -83,6 +83,16 @@ def nearest_node(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> fx.Node | 
     return None
 
 
+def symbols_in(value: Any) -> set[sympy.Symbol]:
+    """The symbols of a size, or of the sizes of a tensor or of several."""
+    if isinstance(value, (tuple, list)):
+        return {symbol for item in value for symbol in symbols_in(item)}
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    symbolic = (size.node.expr for size in sizes if isinstance(size, kinds))
+    return {symbol for expression in symbolic for symbol in expression.free_symbols}
+
+
 def size_expression(size: Any) -> sympy.Expr:
     """A size (int or SymInt) as a sympy expression."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.sympify(size)

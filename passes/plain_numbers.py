@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _AUTOGRAD_KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
@@ -45,8 +46,21 @@ def hints_of(value: torch.Tensor) -> Any:
     """The hints of the symbols in a fake tensor's sizes, by symbol: the member has another name from torch 2.13
     on.
     """
-    shape_env: Any = value.fake_mode.shape_env  # type: ignore[attr-defined]
+    return hints_in(value.fake_mode.shape_env)  # type: ignore[attr-defined]
+
+
+def hints_in(shape_env: Any) -> Any:
+    """The hints of all symbols of an environment."""
     return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
+
+
+def new_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """A size of its own (2 or more) with this hint, that a graph may take as an input."""
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt), f"{name} is a number: {size}"
+    return size
 
 
 class RefusingDraws(TorchDispatchMode):

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from rannc_backend.passes.graph_queries import placeholders, size_expression
+from rannc_backend.passes.graph_queries import placeholders, size_expression, symbols_in
 
 Size: TypeAlias = "int | sympy.Expr"
 """A number of elements: an int, or an expression over lengths."""
 
 #: By name: torch has classes of its own beside those of sympy.
-_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "Add": operator.add,
     "Mul": operator.mul,
     "FloorDiv": operator.floordiv,
@@ -45,8 +45,10 @@ def length_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 
 def exact_quotient(number: Size, divisor: Size) -> Size | None:
     """number / divisor, where that is whole for all lengths; else None."""
+    if divisor == 0:
+        return None
     if isinstance(number, int) and isinstance(divisor, int):
-        return number // divisor if divisor and number % divisor == 0 else None
+        return number // divisor if number % divisor == 0 else None
     ratio = sympy.cancel(sympy.sympify(number) / sympy.sympify(divisor))
     return plain(ratio) if sympy.denom(ratio) == 1 else None
 
@@ -55,6 +57,11 @@ def plain(expression: Any) -> Size:
     """An int where it is one, else the expanded expression, in which equal sizes are equal."""
     expanded = sympy.expand(sympy.sympify(expression))
     return int(expanded) if expanded.is_Integer else expanded
+
+
+def number_of(expression: sympy.Expr, symbols: Sequence[sympy.Symbol], numbers: Sequence[Any]) -> Any:
+    """The expression with these numbers, plain or symbolic, in place of its symbols."""
+    return sympy.lambdify(symbols, expression, modules=[_OPERATORS])(*numbers)
 
 
 def plain_at(size: Size, known: Mapping[sympy.Symbol, sympy.Expr]) -> Size:
@@ -102,15 +109,6 @@ def is_size(node: fx.Node) -> bool:
 
 
 def size_symbols(node: fx.Node) -> set[sympy.Symbol]:
-    """In the sizes of a node's value."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    sizes: list[Any] = [item for item in values if isinstance(item, torch.SymInt)]
-    for item in values:
-        if isinstance(item, torch.Tensor):
-            sizes += [size for size in item.shape if isinstance(size, torch.SymInt)]
-    found = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
-    for argument in node.all_input_nodes:
-        if is_size(argument):
-            found |= size_expression(argument.meta["val"]).free_symbols
-    return found
+    """In the sizes of a node's value, and in those that it takes."""
+    sizes = [argument.meta["val"] for argument in node.all_input_nodes if is_size(argument)]
+    return symbols_in([node.meta.get("val"), *sizes])

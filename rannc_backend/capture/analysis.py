@@ -11,13 +11,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 from torch import fx
 
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError, user_location
 from rannc_backend.ir.exchange import Value
-from rannc_backend.ir.length import at_lengths
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
 from rannc_backend.passes.batch.differentiability import values_needing_grad
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
@@ -65,9 +63,8 @@ class GraphAnalysis:
 
     def sizes_at(self, sizes: Iterable[Any], lengths: tuple[int, ...] | None) -> tuple[int, ...]:
         """Sizes without rows as numbers."""
-        known = self.captured.lengths
-        numbers = tuple(length.hint for length in known) if lengths is None else lengths
-        found = [at_lengths(size_expression(size), known, numbers) for size in sizes]
+        known = self.captured.numbers_at(lengths)
+        found = [plain_at(size_expression(size), known) for size in sizes]
         assert all(isinstance(size, int) for size in found), f"sizes {found} are no numbers"
         return tuple(map(int, found))
 
@@ -76,9 +73,7 @@ class GraphAnalysis:
         captured, split = self.captured, self.split
         if not captured.lengths:
             return self
-        known = {
-            length.symbol: sympy.Integer(size) for length, size in zip(captured.lengths, lengths, strict=True)
-        }
+        known = captured.numbers_at(lengths)
         rowwise = at_numbers(split.rowwise, known)
         names = {node.name for node in rowwise.graph.nodes}
         layouts = {
@@ -88,9 +83,8 @@ class GraphAnalysis:
             for name, layout in split.layouts.items()
             if name in names
         }
-        inputs = tuple(item for item in captured.inputs if item.kind != "length")
         return GraphAnalysis(
-            captured=replace(captured, inputs=inputs, lengths=()),
+            captured=_without_lengths(captured),
             split=replace(split, rowwise=rowwise, layouts=layouts),
             needs_grad=self.needs_grad,
             input_kinds={name: kind for name, kind in self.input_kinds.items() if kind != "length"},
@@ -150,17 +144,21 @@ def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str) -> Gra
     )
 
 
+def _without_lengths(captured: CapturedGraph) -> CapturedGraph:
+    """Described as a graph is whose lengths have become numbers."""
+    inputs = tuple(item for item in captured.inputs if item.kind != "length")
+    return replace(captured, inputs=inputs, lengths=())
+
+
 def _is_split_by(captured: CapturedGraph, trained: Collection[str]) -> bool:
     """Whether a graph whose rows meet, as far as is known of its lengths, keeps them apart at those of the
     capture.
     """
     if not captured.lengths:
         return False
-    known = {length.symbol: sympy.Integer(length.hint) for length in captured.lengths}
-    inputs = tuple(item for item in captured.inputs if item.kind != "length")
-    graph_module = at_numbers(captured.graph_module, known)
+    graph_module = at_numbers(captured.graph_module, captured.numbers_at())
     try:
-        _split(replace(captured, graph_module=graph_module, inputs=inputs), trained, together=False)
+        _split(replace(_without_lengths(captured), graph_module=graph_module), trained, together=False)
     except PassError:
         return False
     return True

@@ -22,12 +22,11 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +34,8 @@ from rannc_backend.capture.inputs import TensorInput
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
 from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.plain_numbers import new_size
+from rannc_backend.passes.size_nodes import number_of
 
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
@@ -124,7 +125,7 @@ class RowsSymbol:
 
     def of_lengths(self, size: sympy.Expr) -> Any:
         """A size over `length_symbol`s as a number of the trace."""
-        return _number_of(size, self.lengths)
+        return _of_lengths(size, self.lengths)
 
 
 def trace_function(
@@ -142,13 +143,11 @@ def trace_function(
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    rows = _new_size(shape_env, "rows", hint)
-    numbers = tuple(
-        _new_size(shape_env, length_name(index), size) for index, size in enumerate(lengths.hints)
-    )
+    rows = new_size(shape_env, "rows", hint)
+    numbers = tuple(new_size(shape_env, length_name(index), size) for index, size in enumerate(lengths.hints))
     # Before the trace: a size that it takes for a number has no symbol afterwards.
     symbol, symbols = rows.node.expr, tuple(number.node.expr for number in numbers)
-    sizes = {place: _number_of(size, numbers) for place, size in lengths.sizes.items()}
+    sizes = {place: _of_lengths(size, numbers) for place, size in lengths.sizes.items()}
     fakes = [
         _fake_input(item, item.position in batch_positions, rows, sizes, fake_mode, device, strides_of)
         for item in inputs
@@ -184,17 +183,8 @@ def trace_function(
     )
 
 
-def _new_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
-    source = ConstantSource(name)
-    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    size = shape_env.create_symintnode(symbol, hint=hint, source=source)
-    assert isinstance(size, torch.SymInt), f"{name} is a number: {size}"
-    return size
-
-
-def _number_of(size: sympy.Expr, lengths: Sequence[torch.SymInt]) -> Any:
-    symbols = [length_symbol(index) for index in range(len(lengths))]
-    return sympy.lambdify(symbols, size, modules=[{}])(*lengths)
+def _of_lengths(size: sympy.Expr, lengths: Sequence[torch.SymInt]) -> Any:
+    return number_of(size, [length_symbol(index) for index in range(len(lengths))], lengths)
 
 
 def _table() -> dict[Any, Callable[..., Any]]:

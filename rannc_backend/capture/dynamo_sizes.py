@@ -18,6 +18,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from rannc_backend.capture.dynamo import DynamoCall
 from rannc_backend.errors import is_of_user, user_location
+from rannc_backend.passes.plain_numbers import hints_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def fix_symbols(call: DynamoCall, symbols: Iterable[Any]) -> None:
     for symbol in symbols:
         root = shape_env.replace(symbol)
         if not root.is_number:
-            shape_env.evaluate_expr(sympy.Eq(root, root.xreplace(_sizes_of_call(shape_env))))
+            shape_env.evaluate_expr(sympy.Eq(root, root.xreplace(hints_in(shape_env))))
 
 
 def require_at_least(call: DynamoCall, symbol: Any, smallest: int) -> bool:
@@ -111,14 +112,9 @@ def require(call: DynamoCall, conditions: Iterable[Any]) -> bool:
     """
     shape_env = call.output_graph.shape_env
     wanted = list(conditions)
-    if any(condition.xreplace(_sizes_of_call(shape_env)) == sympy.false for condition in wanted):
+    if any(condition.xreplace(hints_in(shape_env)) == sympy.false for condition in wanted):
         return False
     return all(shape_env.evaluate_expr(condition) for condition in wanted)
-
-
-def _sizes_of_call(shape_env: Any) -> Any:
-    # The member has another name from torch 2.13 on.
-    return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
 
 
 def forget_size_conditions(call: DynamoCall, symbols: set[Any]) -> None:

@@ -97,6 +97,12 @@ class CapturedGraph:
     # what was assumed of them, over their symbols; None: that one is a number
     length_conditions: tuple[sympy.Basic, ...] | None = ()
 
+    def numbers_at(self, lengths: Sequence[int] | None = None) -> dict[sympy.Symbol, sympy.Integer]:
+        """What the symbols of its lengths are then (those of the capture if not given)."""
+        numbers = [length.hint for length in self.lengths] if lengths is None else lengths
+        symbols = (length.symbol for length in self.lengths)
+        return dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
+
 
 def capture_or_restart(
     graph_module: fx.GraphModule,
@@ -228,7 +234,7 @@ def length_hints(sizes: tuple[int, ...], numbers: Collection[int]) -> Iterator[t
 
 def lengths_hold(captured: CapturedGraph, lengths: Sequence[int]) -> bool:
     """Whether a graph is that of these lengths."""
-    known = {length.symbol: sympy.Integer(n) for length, n in zip(captured.lengths, lengths, strict=True)}
+    known = captured.numbers_at(lengths)
     conditions = captured.length_conditions
     return conditions is not None and all(item.xreplace(known) != sympy.false for item in conditions)
 

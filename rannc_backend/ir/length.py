@@ -10,7 +10,7 @@ lengths, which holds a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import sympy
@@ -68,15 +68,3 @@ def length_name(index: int) -> str:
 def length_symbol(index: int) -> sympy.Symbol:
     """Stands for a length before a capture has a symbol for it."""
     return sympy.Symbol(length_name(index), integer=True, positive=True)
-
-
-def at_lengths(
-    size: int | sympy.Basic, lengths: Sequence[Length], numbers: Sequence[int]
-) -> int | sympy.Basic:
-    """A size with numbers in place of lengths; an int where nothing else is in it."""
-    if isinstance(size, int):
-        return size
-    value = size.xreplace(
-        {length.symbol: sympy.Integer(n) for length, n in zip(lengths, numbers, strict=True)}
-    )
-    return int(value) if value.is_Integer else value

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from rannc_backend.kernels.gradient_writes import FIRST
 from rannc_backend.passes.pipeline import run_pass, with_dump_of_now
+from rannc_backend.passes.plain_numbers import new_size
 from rannc_backend.passes.stage.gradient_buckets import GROUP_BYTES, How, WriteIntoBuckets
 from rannc_backend.passes.stage.partition_backward import Box
 from rannc_backend.passes.stage.recompute import saved_bytes
@@ -30,7 +31,6 @@ from rannc_backend.stages.joint_graph import (
     SplitStage,
     TracedStage,
     TraceJoint,
-    new_number,
     size_conditions,
 )
 from rannc_backend.stages.signature import Sizes, StageSignature
@@ -283,6 +283,12 @@ class StageBuilder:
             fake_mode=self.fake_mode,
         )
 
+    def _accumulate(self) -> Any:
+        """Whether gradients are added to what is in their buckets, as a graph takes it."""
+        shape_env = self.fake_mode.shape_env
+        assert shape_env is not None, "traces have symbols"
+        return new_size(shape_env, "accumulate", FIRST) if self.inductor else FIRST
+
     def _writing(
         self, functions: StageFunctions, backward: fx.GraphModule, gradients: Gradients
     ) -> fx.GraphModule:
@@ -296,7 +302,7 @@ class StageBuilder:
                     for position in gradients.parameters.values()
                     for value in [self.signature.values[position]]
                 }
-                accumulate = new_number("accumulate", FIRST, self.fake_mode) if self.inductor else FIRST
+                accumulate = self._accumulate()
                 # Operators that run one by one announce each gradient by itself, since its memory is better
                 # freed than filled up.
                 writes = WriteIntoBuckets(

@@ -24,14 +24,12 @@ import torch._functorch.config as functorch_config
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.graph_capture_wrappers import set_partitioner_tag_is_backward
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.pipeline import Pass
@@ -287,17 +285,6 @@ def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
     """
     with tracing(TracingContext(fake_mode)), torch._C._DisableAutocast():
         yield
-
-
-def new_number(name: str, hint: int, fake_mode: FakeTensorMode) -> torch.SymInt:
-    """A number of its own (2 or more) that a graph may take as an input."""
-    shape_env = fake_mode.shape_env
-    assert shape_env is not None, "traces have symbols"
-    source = ConstantSource(name)
-    symbol = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    number = shape_env.create_symintnode(symbol, hint=hint, source=source)
-    assert isinstance(number, torch.SymInt), number
-    return number
 
 
 def split_joint(traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int]) -> SplitStage:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,26 +18,17 @@ from typing import Any, Generic, Protocol, TypeVar
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.pipeline import facts_of, with_facts
+from rannc_backend.passes.plain_numbers import new_size
+from rannc_backend.passes.size_nodes import number_of
 from rannc_backend.passes.stage.split_stages import StageGraph
 from rannc_backend.stages.signature import Sizes
 
 logger = logging.getLogger(__name__)
-
-#: What torch's functions of sizes are in Python, by their names in expressions.
-_FUNCTIONS = {
-    "FloorDiv": operator.floordiv,
-    "CleanDiv": operator.floordiv,
-    "Mod": operator.mod,
-    "PythonMod": operator.mod,
-    "Max": torch.sym_max,
-    "Min": torch.sym_min,
-}
 
 
 class Conditioned(Protocol):
@@ -99,17 +89,12 @@ def with_hints(
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    numbers: list[Any] = []
-    for index, hint in enumerate(max(size, 2) for size in sizes):
-        source = ConstantSource(f"size_{index}")
-        symbol = shape_env.create_symbol(
-            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-        )
-        numbers.append(shape_env.create_symintnode(symbol, hint=hint, source=source))
+    # 0 and 1 are constants to torch.
+    numbers = [new_size(shape_env, f"size_{index}", max(size, 2)) for index, size in enumerate(sizes)]
 
     @functools.cache
     def function_of(expression: sympy.Expr) -> Any:
-        return sympy.lambdify(symbols, expression, modules=[_FUNCTIONS])(*numbers)
+        return number_of(expression, symbols, numbers)
 
     def renewed(number: Any) -> Any:
         return function_of(number.node.expr) if isinstance(number, torch.SymInt) else number

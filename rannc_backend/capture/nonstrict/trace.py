@@ -21,10 +21,9 @@ import torch
 import torch.fx.experimental._config as symbolic_config
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from rannc_backend.capture.aten_trace import (
     AtenTrace,
@@ -54,6 +53,7 @@ from rannc_backend.errors import (
 )
 from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
 from rannc_backend.ir.size_test import SizeTest, first_broken
+from rannc_backend.passes.plain_numbers import new_size
 
 logger = logging.getLogger(__name__)
 
@@ -412,11 +412,8 @@ def _probe(
             device = ranks.device or item.tensor.device
             if item.position in candidates:
                 number = hint or sizes[0]
-                source = ConstantSource(f"rows_{item.position}")
-                symbols[item.position] = symbol = shape_env.create_symbol(
-                    number, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-                )
-                sizes[0] = shape_env.create_symintnode(symbol, hint=number, source=source)
+                sizes[0] = new_size(shape_env, f"rows_{item.position}", number)
+                symbols[item.position] = sizes[0].node.expr
                 fake = torch.empty(sizes, dtype=item.tensor.dtype, device=device)
             else:
                 fake = torch.empty_strided(

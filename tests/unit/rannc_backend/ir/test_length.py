@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rannc_backend.ir.length import Length, LengthDims, at_lengths, length_symbol
+from rannc_backend.ir.length import LengthDims, length_symbol
 
 FIRST, SECOND = length_symbol(0), length_symbol(1)
 DIMS = LengthDims(hints=(53, 59), sizes={(0, 1): FIRST, (1, 1): FIRST + 1, (1, 2): SECOND})
@@ -26,11 +25,3 @@ def test_lengths_are_read_where_they_are(first: int, second: int) -> None:
 def test_sizes_below_two_are_no_lengths() -> None:
     assert _call({(0, 1): 1, (1, 1): 2, (1, 2): 5}) is None
     assert _call({(0, 1): 4, (1, 1): 5, (1, 2): 0}) is None
-
-
-def test_numbers_in_place_of_lengths() -> None:
-    symbol, rows = sympy.Symbol("s1", integer=True), sympy.Symbol("rows", integer=True)
-    length = Length(name="length_0", symbol=symbol, hint=53, carrier="x_ids", dim=1)
-    assert at_lengths(7, [length], [4]) == 7
-    assert at_lengths(2 * symbol + 1, [length], [4]) == 9
-    assert at_lengths(rows * symbol, [length], [4]) == 4 * rows
