@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.model_batches import labelled_tokens, normal, regression, tokens
 from tests.model_entry import Batch, Entry
 from tests.models_layers import ChannelsLast, Gated, SpectralNorm, TiedRing
 from tests.models_rannc import (
@@ -40,11 +41,6 @@ from tests.models_rannc import (
 )
 
 
-def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    # Drawn in float64 and cast, so that float32 and float64 runs see the same numbers.
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def _squared_error(outputs: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(outputs, batch["target"])
 
@@ -59,36 +55,6 @@ def _first(outputs: Any, batch: Batch) -> Tensor:
 
 def _no_rows(outputs: Any) -> Mapping[str, Tensor]:
     return {}
-
-
-def _regression(width_in: int, width_out: int | None = None) -> Any:
-    def make(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-        return {
-            "x": _normal(generator, rows, width_in, dtype=dtype),
-            "target": _normal(generator, rows, width_out or width_in, dtype=dtype),
-        }
-
-    return make
-
-
-def _tokens(length: int, *, target_width: int) -> Any:
-    def make(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-        return {
-            "x": torch.randint(VOCABULARY, (rows, length), generator=generator),
-            "target": _normal(generator, rows, length, target_width, dtype=dtype),
-        }
-
-    return make
-
-
-def _labelled_tokens(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    labels = torch.randint(VOCABULARY, (rows, 5), generator=generator)
-    # Row r keeps 1 + (r mod 5) labels: every micro-batch has another share of ignored ones.
-    padding = torch.arange(5).unsqueeze(0) > (torch.arange(rows) % 5).unsqueeze(1)
-    return {
-        "x": torch.randint(VOCABULARY, (rows, 5), generator=generator),
-        "labels": labels.masked_fill(padding, IGNORED),
-    }
 
 
 class Mlp(nn.Module):
@@ -326,20 +292,20 @@ class RandomRows(nn.Module):
 
 def _image(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     return {
-        "x": _normal(generator, rows, 1, 32, 32, dtype=dtype),
-        "target": _normal(generator, rows, 10, dtype=dtype),
+        "x": normal(generator, rows, 1, 32, 32, dtype=dtype),
+        "target": normal(generator, rows, 10, dtype=dtype),
     }
 
 
 def _two_inputs(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    return {"x": _normal(generator, rows, 3, dtype=dtype), "y": _normal(generator, rows, 3, dtype=dtype)}
+    return {"x": normal(generator, rows, 3, dtype=dtype), "y": normal(generator, rows, 3, dtype=dtype)}
 
 
 def _keywords(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
     return {
         "labels": torch.randint(VOCABULARY, (rows,), generator=generator),
-        "features": _normal(generator, rows, WIDTH, dtype=dtype),
-        "shift": _normal(generator, rows, WIDTH, dtype=dtype),
+        "features": normal(generator, rows, WIDTH, dtype=dtype),
+        "shift": normal(generator, rows, WIDTH, dtype=dtype),
     }
 
 
@@ -350,16 +316,14 @@ def _no_shift(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batc
 
 
 def _with_table(rows: int, generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    return _regression(WIDTH)(rows, generator, dtype) | {
-        "table": _normal(generator, WIDTH, WIDTH, dtype=dtype)
-    }
+    return regression(WIDTH)(rows, generator, dtype) | {"table": normal(generator, WIDTH, WIDTH, dtype=dtype)}
 
 
 def _outside(name: str, module: Any, width: int, *, make_batch: Any = None, **options: Any) -> Entry:
     return Entry(
         name=name,
         build=lambda dtype: module().to(dtype),
-        make_batch=make_batch or _regression(width),
+        make_batch=make_batch or regression(width),
         loss_of=_squared_error,
         outside=frozenset({"target"}),
         **options,
@@ -384,8 +348,8 @@ RANNC_SUITE: tuple[Entry, ...] = (
     _outside("shared_param", SharedParam, 3, shared=frozenset({"fc1.weight"})),
     _outside("one_op", OneOp, 10, trains=False),
     _outside("tensor_mul", TensorMul, 10, trains=False),
-    _outside("embedding", Embedding, 8, make_batch=_tokens(16, target_width=8)),
-    _outside("function", Function, 8, make_batch=_tokens(16, target_width=8)),
+    _outside("embedding", Embedding, 8, make_batch=tokens(16, target_width=8)),
+    _outside("function", Function, 8, make_batch=tokens(16, target_width=8)),
     _inside("loss_out", LossOut, _two_inputs, positional=("x", "y"), rows_of=_no_rows, loss_of=_itself),
     _outside("basic", Basic, 10, make_batch=_image),
 )
@@ -394,7 +358,7 @@ RANNC_SPARE: tuple[Entry, ...] = (
     _inside(
         "tied_embedding",
         TiedEmbedding,
-        _labelled_tokens,
+        labelled_tokens,
         positional=("x", "labels"),
         deep=True,
         shared=frozenset({"embedding.weight"}),
@@ -414,34 +378,34 @@ RANNC_SPARE: tuple[Entry, ...] = (
 )
 CONTRACT: tuple[Entry, ...] = (
     _outside("mlp", Mlp, WIDTH, deep=True),
-    _inside("mlp_loss", MlpLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
+    _inside("mlp_loss", MlpLoss, regression(WIDTH), positional=("x", "target"), deep=True),
     _inside(
         "tied_ring",
         TiedRing,
-        _regression(WIDTH),
+        regression(WIDTH),
         positional=("x", "target"),
         shared=frozenset(f"layers.{i}.weight" for i in range(3)),
     ),
     _outside("long_skip", LongSkip, WIDTH, deep=True),
-    _inside("long_skip_loss", LongSkipLoss, _regression(WIDTH), positional=("x", "target"), deep=True),
+    _inside("long_skip_loss", LongSkipLoss, regression(WIDTH), positional=("x", "target"), deep=True),
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
     _outside("spectral_norm", SpectralNorm, WIDTH, deep=True),
-    _inside("gated", Gated, _regression(WIDTH), positional=("x", "target")),
+    _inside("gated", Gated, regression(WIDTH), positional=("x", "target")),
     _outside(
         "channels_last",
         ChannelsLast,
         WIDTH,
         make_batch=lambda rows, generator, dtype: {
-            "x": _normal(generator, rows, 3, 6, 6, dtype=dtype),
-            "target": _normal(generator, rows, WIDTH, dtype=dtype),
+            "x": normal(generator, rows, 3, 6, 6, dtype=dtype),
+            "target": normal(generator, rows, WIDTH, dtype=dtype),
         },
         deep=True,
     ),
     _inside(
         "dropout",
         RandomRows,
-        lambda rows, generator, dtype: {"x": _normal(generator, rows, WIDTH, dtype=dtype)},
+        lambda rows, generator, dtype: {"x": normal(generator, rows, WIDTH, dtype=dtype)},
         deep=True,
     ),
     # The biases in front of its norms have a gradient of zero.
@@ -451,7 +415,7 @@ CONTRACT: tuple[Entry, ...] = (
     _inside(
         "several_outputs",
         SeveralOutputs,
-        lambda rows, generator, dtype: {"x": _normal(generator, rows, WIDTH, dtype=dtype)},
+        lambda rows, generator, dtype: {"x": normal(generator, rows, WIDTH, dtype=dtype)},
         loss_of=lambda outputs, batch: outputs[3],
         rows_of=lambda outputs: {"early": outputs[0], "middle": outputs[1], "last": outputs[2]},
         deep=True,
@@ -487,7 +451,7 @@ CONTRACT: tuple[Entry, ...] = (
     _inside(
         "auxiliary_loss",
         AuxiliaryLoss,
-        _regression(WIDTH),
+        regression(WIDTH),
         positional=("x", "target"),
         scalars_of=lambda outputs: {"auxiliary": outputs[1]},
         deep=True,
@@ -495,13 +459,13 @@ CONTRACT: tuple[Entry, ...] = (
     _inside(
         "root_loss",
         RootLoss,
-        _regression(WIDTH),
+        regression(WIDTH),
         positional=("x", "target"),
         loss_of=_itself,
         rows_of=_no_rows,
         deep=True,
     ),
-    _inside("padded", Padded, _labelled_tokens, positional=("x", "labels"), deep=True),
+    _inside("padded", Padded, labelled_tokens, positional=("x", "labels"), deep=True),
 )
 ENTRIES: Mapping[str, Entry] = {entry.name: entry for entry in RANNC_SUITE + RANNC_SPARE + CONTRACT}
 HUGGING_FACE_NAMES: tuple[str, ...] = ("gpt2", "gpt2_cache", "bert", "llama", "mixtral", "vit", "resnet")
