@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _AUTOGRAD_KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
@@ -25,16 +25,24 @@ def plain_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
+def hint_of(number: Any) -> Any:
+    """The number itself, or the example that a symbolic one has; None for one that depends on data."""
+    return number.node.hint if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+
+
+def is_surely(condition: Any) -> bool:
+    """Whether it holds for all sizes; nothing is recorded of one that may not."""
+    return statically_known_true(condition)
+
+
 def at_hint(value: Any, mode: FakeTensorMode) -> Any:
     """A tensor like `value` with memory of its own and without gradient, under `mode`; a number; a tuple or
     list of them.
     """
     if isinstance(value, (tuple, list)):
         return type(value)(at_hint(item, mode) for item in value)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.hint
     if not isinstance(value, torch.Tensor):
-        return value
+        return hint_of(value)
     sizes, strides = (
         [at_hint(number, mode) for number in numbers] for numbers in (value.shape, value.stride())
     )

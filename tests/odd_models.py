@@ -78,6 +78,24 @@ class Heads(nn.Module):
         return self.last(torch.einsum("ibnd,hnd->ibh", y, self.out)).permute(1, 0, 2).square().mean()
 
 
+class ChannelsFirstAttention(nn.Module):
+    """Attention over channels: torch chooses its kernel by how the operands lie, which is otherwise behind a
+    stage boundary.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(1, 2)
+        for number, layer in enumerate(self.layers):
+            heads = y.unflatten(1, (2, WIDTH // 2)).transpose(2, 3)
+            attended = F.scaled_dot_product_attention(heads, heads * (1 + number), heads + number)
+            y = y + layer(attended.transpose(1, 2).flatten(2)).transpose(1, 2)
+        return y.square().mean()
+
+
 class FourierOperator(nn.Module):
     """A Fourier neural operator: slices of complex numbers are written, from both ends."""
 
@@ -190,6 +208,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gated_decay": GatedDecay,
     "experts": Experts,
     "heads": Heads,
+    "channels_first": ChannelsFirstAttention,
     "fourier": FourierOperator,
     "conjugates": Conjugates,
     "marked_tensors": MarkedTensors,

@@ -200,5 +200,12 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "all(size >= 0 for size in lengths)",
             unit("ir/length"),
         ),
+        (
+            "kernels-read-any-layout",
+            "passes/stage/any_layout.py",
+            'name.startswith("_") and operator not in _READ_BY_STRIDES',
+            'name.startswith("_") and operator in _READ_BY_STRIDES',
+            passes("stage/any_layout"),
+        ),
     )
 )
