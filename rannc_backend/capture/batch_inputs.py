@@ -10,6 +10,11 @@ the same size there. An input that no operator ties to the others counts by its 
 all batch inputs share one symbol: what the model asked about several of them (`mask.view(ids.shape[0],
 -1).shape[1]`) is judged, and guarded, with equal sizes.
 
+Where inputs have several sizes there, the batch size is the one that can be any other number while the rest stay
+as they are: the model's operators ask for no equality that would break (`torch.cat((text_ids, image_ids))` beside
+tokens of both lengths asks for one). A micro-batch changes just that size, so no other can be the batch size;
+where two can be, the inputs are refused.
+
 Other dimensions that are symbolic are lengths (ir/length.py), and so is a dimension 0 that the model ties to
 one. Lengths of the same size share a symbol, as in torch. What the model and its operators asked of them stays a
 condition of the compiled frame.
@@ -20,18 +25,20 @@ its batch size is 0 or 1: the answer is that for larger ones. Other tests of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rannc_backend.capture.dynamo import DynamoCall, is_storage_offset, source_of
 from rannc_backend.capture.dynamo_sizes import (
     SizeCondition,
     fix_symbols,
     forget_size_conditions,
+    holds_from_two,
     make_equal,
     require_at_least,
     size_conditions,
@@ -103,18 +110,14 @@ def find_batch_inputs(
     for (position, dim), expression in symbolic.items():
         if expression.free_symbols <= names.keys():
             lengths[position, dim] = expression.xreplace(names)
-        elif dim == 0 and expression.is_Symbol:
+        elif dim == 0:
             expressions[position] = expression
         else:
-            raise UnsupportedModelError(
-                f"dimension {dim} of {items[position].label} {list(items[position].tensor.shape)} is not the batch "
-                f"size, but {expression} for the batch size of another input",
-                cure="pass it with the batch size as dimension 0 and reshape it in the model.",
-            )
+            raise _other_size(items[position], dim, expression)
     if not expressions:
         raise _no_batch(inputs, call)
-    positions = frozenset(expressions)
-    check_one_size(inputs, positions)
+    positions = batch_of_one_size(inputs, expressions, call.output_graph.shape_env)
+    fix_symbols(call, (expressions.pop(position) for position in expressions.keys() - positions))
     # Only now: during the trace a mask of [T, T] with T = batch size must not share the symbol.
     symbols = {make_equal(call, expressions.values())}
     for condition in size_conditions(call):
@@ -164,16 +167,69 @@ def _length_symbols(
     return tuple(root for root in roots if require_at_least(call, root, SMALLEST))
 
 
-def check_one_size(inputs: Sequence[TensorInput], batch: frozenset[int]) -> None:
-    """Raises UnsupportedModelError where the inputs at these positions have several sizes in dimension 0."""
-    sizes = {item.label: item.tensor.shape[0] for item in inputs if item.position in batch}
-    if len(set(sizes.values())) > 1:
-        raise UnsupportedModelError(
-            "dimension 0 of the inputs has several sizes, any of which could be the batch size: "
-            + ", ".join(f"{label}: {size}" for label, size in sizes.items()),
-            cure="pass inputs without a batch dimension as buffers of the model, or with a leading dimension "
-            "of 1.",
-        )
+def batch_of_one_size(
+    inputs: Sequence[TensorInput], symbols: Mapping[int, sympy.Expr], shape_env: ShapeEnv
+) -> frozenset[int]:
+    """Of the inputs at the positions of `symbols`, those whose dimension 0 is the batch size (see the module
+    docstring).
+
+    Raises UnsupportedModelError where there are several sizes, and not just one of them may change alone.
+    """
+    sizes = {item.position: int(item.tensor.shape[0]) for item in inputs if item.position in symbols}
+    hints = {found: sizes[place] for place, found in symbols.items() if found.is_Symbol}
+    conditions = [shape_env.replace(guard.expr) for guard in shape_env.guards]
+    equalities = [condition for condition in conditions if condition.has(sympy.Eq)]
+    of_size, of_symbol = (
+        [group for group in _grouped(key_of) if _may_change_alone(group, symbols, equalities, hints)]
+        for key_of in (sizes, symbols)
+    )
+    if len(of_size) == 1:
+        return of_size[0]
+    # The batch size may be that of another input by chance.
+    free = frozenset[int]().union(*of_symbol)
+    if len({sizes[position] for position in free}) == 1:
+        return free
+    for item in inputs:
+        if item.position in symbols and not symbols[item.position].is_Symbol:
+            raise _other_size(item, 0, symbols[item.position])
+    if len(set(sizes.values())) == 1:
+        return frozenset(sizes)
+    raise UnsupportedModelError(
+        "dimension 0 of the inputs has several sizes, any of which could be the batch size: "
+        + ", ".join(f"{item.label}: {sizes[item.position]}" for item in inputs if item.position in sizes),
+        cure="pass inputs without a batch dimension as buffers of the model, or with a leading dimension of 1.",
+    )
+
+
+def _other_size(item: TensorInput, dim: int, size: sympy.Expr) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"dimension {dim} of {item.label} {list(item.tensor.shape)} is not the batch size, but {size} for the batch "
+        "size of another input",
+        cure="pass it with the batch size as dimension 0 and reshape it in the model.",
+    )
+
+
+def _grouped(key_of: Mapping[int, object]) -> list[frozenset[int]]:
+    groups: dict[object, set[int]] = {}
+    for position, key in key_of.items():
+        groups.setdefault(key, set()).add(position)
+    return [frozenset(group) for group in groups.values()]
+
+
+def _may_change_alone(
+    group: Set[int],
+    sizes: Mapping[int, sympy.Expr],
+    equalities: Sequence[sympy.Basic],
+    hints: Mapping[sympy.Basic, int],
+) -> bool:
+    """Whether inputs may have any size from 2, the same for all of the group, while no other size changes."""
+    symbols = {sizes[position] for position in group}
+    others = [size for position, size in sizes.items() if position not in group]
+    if not all(size.is_Symbol for size in symbols) or any(size.free_symbols & symbols for size in others):
+        return False
+    rows = sympy.Symbol("rows", integer=True, positive=True)
+    values = {symbol: rows if symbol in symbols else hint for symbol, hint in hints.items()}
+    return all(holds_from_two(equality.xreplace(values)) for equality in equalities)
 
 
 def _no_batch(inputs: Sequence[TensorInput], call: DynamoCall) -> Exception:

@@ -207,5 +207,12 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             'name.startswith("_") and operator in _READ_BY_STRIDES',
             passes("stage/any_layout"),
         ),
+        (
+            "any-size-may-be-the-batch",
+            "capture/batch_inputs.py",
+            "return all(holds_from_two(equality.xreplace(values)) for equality in equalities)",
+            "return True",
+            unit("capture/inputs"),
+        ),
     )
 )

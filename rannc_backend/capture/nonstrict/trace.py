@@ -33,7 +33,7 @@ from rannc_backend.capture.aten_trace import (
     prime_apart_from,
     trace_function,
 )
-from rannc_backend.capture.batch_inputs import batch_candidates, check_one_size
+from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
 from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of, length_hints, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, check_devices
@@ -380,7 +380,7 @@ def _batch_positions(
     module: nn.Module, inputs: Sequence[TensorInput], call: Call, ranks: Ranks, reads: Reads
 ) -> frozenset[int]:
     """Arguments whose dimension 0 the forward does not use as a number."""
-    found: list[int] = []
+    found: frozenset[int] = frozenset()
     for single in (False, True):
         known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
         positions = [item.position for item in inputs if id(item.tensor) in known]
@@ -388,8 +388,7 @@ def _batch_positions(
             found = _probe(module, inputs, call, positions, ranks, reads, _PROBED_ROWS if single else None)
     if not found:
         raise _no_batch(inputs)
-    check_one_size(inputs, frozenset(found))
-    return frozenset(found)
+    return found
 
 
 def _probe(
@@ -400,8 +399,10 @@ def _probe(
     ranks: Ranks,
     reads: Reads,
     hint: int | None,
-) -> list[int]:
-    """Run the forward with a size of its own for each candidate; those whose size has not become a number."""
+) -> frozenset[int]:
+    """Run the forward with a size of its own for each candidate; of those whose size has not become a number, the
+    ones of the batch.
+    """
     shape_env = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     symbols: dict[int, sympy.Symbol] = {}
@@ -430,4 +431,6 @@ def _probe(
             Watch(never, reads).watching(),
         ):
             _rannc_forward(module, args, kwargs)
-    return [position for position, symbol in symbols.items() if not shape_env.replace(symbol).is_number]
+    left = {position: shape_env.replace(symbol) for position, symbol in symbols.items()}
+    left = {position: expression for position, expression in left.items() if not expression.is_number}
+    return batch_of_one_size(inputs, left, shape_env) if left else frozenset()

@@ -130,6 +130,28 @@ def test_batch_inputs_that_only_their_size_ties_must_agree_later():
     assert len(recorder.graphs) == 1
 
 
+def _tokens_of_two_kinds(x, text_ids, image_ids):
+    """As transformers of diffusers do: the places of tokens have no batch dimension."""
+    places = torch.cat((text_ids, image_ids)).to(x.dtype)
+    return x * places.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("first", [4, 2, 3])  # 2, 3: as many as there are tokens of a kind
+def test_the_batch_size_is_the_one_that_may_change_alone(first):
+    recorder = Recorder()
+    compiled = torch.compile(_tokens_of_two_kinds, backend=recorder)
+    ids = torch.ones(2, 3), torch.ones(3, 3)
+    for rows in (first, 7, 5):
+        x = torch.randn(rows, 5, 4)
+        torch.testing.assert_close(compiled(x, *ids), _tokens_of_two_kinds(x, *ids))
+    assert kinds(recorder) == {"x_x": "batch", "x_text_ids": "replicated", "x_image_ids": "replicated"}
+    assert len(recorder.graphs) == 1
+    with pytest.raises(RuntimeError, match="several sizes"):
+        torch.compile(lambda x, y: x.exp().sum() + y.exp().sum(), backend=recorder)(
+            torch.randn(4, 3), torch.randn(5, 3)
+        )
+
+
 def test_tests_for_a_batch_of_one_take_the_general_way():
     """As transformers do before they expand; micro-batches of one row run the same graph as all others."""
 

@@ -436,3 +436,19 @@ def test_a_diagonal_over_the_batch_fixes_no_size() -> None:
     capture = captured(model, batch(4))
     for rows in (3, 6):
         torch.testing.assert_close(results(capture, model, batch(rows)), model(batch(rows)))
+
+
+class _PlacesOfTokens(nn.Module):
+    """Places of tokens have no batch dimension; both kinds together have the length of the tokens."""
+
+    def forward(self, x: Tensor, text_places: Tensor, image_places: Tensor) -> Tensor:
+        return x * torch.cat((text_places, image_places)).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("rows", [4, 2, 3])
+def test_the_batch_size_is_the_one_that_may_change_alone(rows: int) -> None:
+    model, places = _PlacesOfTokens(), (torch.randn(2, 3), torch.randn(3, 3))
+    capture = captured(model, torch.randn(rows, 5, WIDTH), *places)
+    other = torch.randn(7, 5, WIDTH)
+    assert serves(capture, model, other, *places) == ""
+    torch.testing.assert_close(results(capture, model, other, *places), model(other, *places))
