@@ -52,7 +52,7 @@ class KeptFunction:
         """The outputs, in memory of their own."""
         with torch.no_grad():
             outputs = self._call(tensors, sizes)
-        return _in_memory_of_their_own(outputs, tensors)
+        return owned_memory(outputs, tensors)
 
     def backward(
         self, grads: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], sizes: Sequence[Any]
@@ -69,7 +69,7 @@ class KeptFunction:
             ]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = torch.autograd.grad([pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs])
-        return _in_memory_of_their_own(found, [*grads, *tensors])
+        return owned_memory(found, [*grads, *tensors])
 
     def _call(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
         outputs = self.call(tensors, sizes)
@@ -88,12 +88,12 @@ class KeptFunction:
 
 
 _MARK = "_rannc_kept_function"
+_WHOLE = "_rannc_runs_as_written"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _in_memory_of_their_own(
-    values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def owned_memory(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values, copied where they lie in the memory of `others` or of one another."""
     owned = {tensor.untyped_storage()._cdata for tensor in others}
     found = []
     for value in values:
@@ -108,6 +108,16 @@ def kept_function(target: object) -> KeptFunction | None:
     return found if isinstance(found, KeptFunction) else None
 
 
+def mark_whole(target: object, what: str) -> None:
+    """Say of an operator that it runs code of the user's as written, of whose rows nothing is known."""
+    setattr(target, _WHOLE, what)
+
+
+def runs_whole(target: object) -> str:
+    """What code an operator runs as written; "" for any other."""
+    return str(getattr(target, _WHOLE, ""))
+
+
 def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The function's outputs by way of its operator, which is made if there is none.
 
@@ -119,7 +129,7 @@ def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> An
     for place, item in enumerate(args):
         if place in tensors or place in sizes:
             continue
-        if not _is_plain(item):
+        if not is_plain(item):
             raise CannotKeep(
                 f"gets an argument of {type(item).__name__}, which no other rank knows by a name"
             )
@@ -191,11 +201,12 @@ def _gradients(
     return torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
 
 
-def _is_plain(item: Any) -> bool:
+def is_plain(item: Any) -> bool:
+    """Whether all ranks write it in one way: numbers, texts, types, and containers of them."""
     if isinstance(item, (tuple, list, torch.Size)):
-        return all(map(_is_plain, item))
+        return all(map(is_plain, item))
     if isinstance(item, dict):
-        return all(map(_is_plain, (*item, *item.values())))
+        return all(map(is_plain, (*item, *item.values())))
     return isinstance(item, _PLAIN)
 
 

@@ -79,9 +79,17 @@ class RefusingDraws(TorchDispatchMode):
         self._error = error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_chance(func, args, kwargs):
             raise self._error
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _has_no_chance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that may draw drops nothing: attention in evaluation, dropout of 0."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return any({**defaults, **given}.get(name, 1) == 0 for name in ("dropout_p", "dropout", "p"))
 
 
 @contextmanager

@@ -135,6 +135,12 @@ class NonstrictCalls:
                 "had passed",
                 "; ".join(recorded.unchecked),
             )
+        if recorded.kept_modules:
+            logger.info(
+                "%s run as written, on the whole batch, and once more for their gradients: their code decides by "
+                "values",
+                ", ".join(f"{path} ({name})" for path, name in recorded.kept_modules.items()),
+            )
         if recorded.decisions:
             logger.info(
                 "its path is chosen by values (%s): every call reads them, for the batch of all ranks, and "

@@ -45,6 +45,16 @@ class PutBack(_Layered):
         return self.last(changed).square().mean()
 
 
+class AdaptedRows(_Layered):
+    """Samples of a language, all their tokens, go through its adapter: its layer flattens a size of data."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden, chosen = self.first(x), mask[:, 0]
+        changed = torch.zeros_like(hidden)
+        changed[chosen] = torch.tanh(self.second(hidden[chosen]))
+        return self.last(changed + hidden).square().mean()
+
+
 class Experts(_Layered):
     """Two layers, each of which sends its tokens to one of its experts, in a loop."""
 
@@ -70,6 +80,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "selected": Selected,
     "selected early": SelectedEarly,
     "put back": PutBack,
+    "adapted rows": AdaptedRows,
     "experts": Experts,
 }
 

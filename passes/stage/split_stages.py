@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Protocol
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows
 from rannc_backend.passes.batch.operator_call import has_rows
@@ -434,7 +435,9 @@ class _StageBuilder:
         lengths.
         """
         value = node.meta["val"]
-        if node.target is not torch.ops.aten.sym_size.int:
+        # What depends on data is a size of a value that does, and which no boundary cuts off.
+        of_data = bool(free_unbacked_symbols(value))
+        if node.target is not torch.ops.aten.sym_size.int or of_data:
             copy = self.graph.node_copy(node, self._argument)
             self._name_size(copy)
             copy.meta = _kept_meta(node)

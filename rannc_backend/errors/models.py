@@ -14,6 +14,7 @@ class ModelError(UserInputError):
     caused it.
     """
 
+    needs_value = False  # whether the reason is a value that is known only when the model runs
     default_cure = "write the line in another way, or take it out of the compiled model."
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tests.kept_models as kept_models
 import tests.nonstrict_models as nonstrict
 from rannc_backend import backend
 from rannc_backend.errors import ModelError, RanncError
@@ -86,6 +87,31 @@ def nonstrict_models(context: Context) -> dict[str, Any]:
             context.findings.that(len(captures) == 1, f"{name}: captured {len(captures)} times in 3 steps")
             if name in ("gradient", "slopes"):
                 continue  # they need gradients in the forward
+            compiled.eval()
+            alone.eval()
+            start, stop = context.interval
+            rows = batch(sum(context.case.local_rows), 7)
+            with torch.no_grad():
+                error = abs(float(compiled(rows[start:stop].clone())) / float(alone(rows)) - 1)
+            context.findings.that(error <= EXACT, f"{name} evaluated: off by {error}")
+    return {}
+
+
+def nonstrict_kept(context: Context) -> dict[str, Any]:
+    """Modules whose code decides by values run as written: three steps of each, and an evaluation, in batches of
+    several sizes.
+    """
+    with float64():
+        for name, (make, _) in kept_models.MODELS.items():
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = make()
+            alone = copy.deepcopy(model)
+            optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+            compiled = torch.compile(model, **context.compile_arguments())
+            for step in range(3):
+                error = _trained(context, model, alone, compiled, optimizers, step, times=1 + step % 2)
+                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
             compiled.eval()
             alone.eval()
             start, stop = context.interval

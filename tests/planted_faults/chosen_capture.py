@@ -214,5 +214,26 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "return True",
             unit("capture/inputs"),
         ),
+        (
+            "kept-module-without-gradients-under-a-mode",
+            "capture/nonstrict/kept_modules.py",
+            "with recording_gradients():",
+            "with torch.enable_grad():",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "kept-module-may-give-other-results",
+            "capture/nonstrict/kept_modules.py",
+            "self._check(value, first)",
+            "assert value.shape == first.shape",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "kept-module-of-another-model",
+            "capture/nonstrict/kept_modules.py",
+            "if getattr(operator, _MARK).module() is whole.module():",
+            "if getattr(operator, _MARK).names == whole.names:",
+            unit("capture/nonstrict/kept_modules"),
+        ),
     )
 )

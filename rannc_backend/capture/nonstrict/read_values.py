@@ -292,11 +292,18 @@ def _operand(tensors: Sequence[torch.Tensor | None], source: int | tuple[int, in
 
 
 def _refused(what: str, location: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"a path is chosen by a value that is known only when the model runs, and that {what}",
-        location=location,
-        cure="write it with torch.where, or decide it outside of the compiled model.",
+    return needing_value(
+        f"a path is chosen by a value that is known only when the model runs, and that {what}", location
     )
+
+
+def needing_value(what: str, location: str) -> UnsupportedModelError:
+    """A refusal whose reason is a value that is known only when the model runs."""
+    error = UnsupportedModelError(
+        what, location=location, cure="write it with torch.where, or decide it outside of the compiled model."
+    )
+    error.needs_value = True
+    return error
 
 
 def _spread(location: str) -> UnsupportedModelError:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue
+from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, needing_value
 from rannc_backend.errors import RanncError, UnsupportedModelError, is_of_user, user_location
 
 _MAX_RUNS = 24
@@ -73,11 +73,14 @@ class Reads:
         self.refusals: dict[int, UnsupportedModelError] = {}
         self._evaluate = evaluate
         self._reader: Reader | None = None
+        self._noted: Callable[[str], None] = lambda place: None
 
-    def begin(self, reader: Reader | None = None) -> None:
-        """The forward runs from its beginning; `reader` gives what computes a value of its trace."""
+    def begin(self, reader: Reader | None = None, noted: Callable[[str], None] = lambda place: None) -> None:
+        """The forward runs from its beginning; `reader` gives what computes a value of its trace; `noted` is told
+        of each place where a value is asked for.
+        """
         self.places = []
-        self._reader = reader
+        self._reader, self._noted = reader, noted
 
     def decide(self, trace: str, asked: Asked | None = None) -> bool:
         """Whether the next test holds."""
@@ -93,6 +96,7 @@ class Reads:
 
     def _answer(self, trace: str, asked: Asked | None, default: bool | None) -> Any:
         self.places.append(user_location(trace))
+        self._noted(self.places[-1])
         number = len(self.places) - 1
         if number < len(self.answers):
             return self.answers[number]
@@ -206,10 +210,8 @@ class Unknown:
 
 def used_as_number(trace: str) -> UnsupportedModelError:
     """More is asked of a value than a comparison."""
-    return UnsupportedModelError(
-        "a number that is known only when the model runs is used as one",
-        location=user_location(trace),
-        cure="write it with torch.where, or decide it outside of the compiled model.",
+    return needing_value(
+        "a number that is known only when the model runs is used as one", user_location(trace)
     )
 
 
@@ -261,11 +263,7 @@ def _told_apart(run: Callable[[Reads], Any], reads: Reads) -> tuple[tuple[str, .
         elif number in reads.refusals:
             raise reads.refusals[number]
         else:
-            raise UnsupportedModelError(
-                "a path is chosen by a value that is known only when the model runs",
-                location=place,
-                cure="write it with torch.where, or decide it outside of the compiled model.",
-            )
+            raise needing_value("a path is chosen by a value that is known only when the model runs", place)
     return tuple(dict.fromkeys(unchecked)), tuple(decisions)
 
 

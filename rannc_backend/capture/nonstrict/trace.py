@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -38,6 +38,7 @@ from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of, length_hints, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
+from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.outputs import Structure, taken_apart
 from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
@@ -77,6 +78,7 @@ class Recorded:
     # places of checks of values that only raise, which the graph does not make
     unchecked: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()  # values that chose the path
+    kept_modules: Mapping[str, str] = field(default_factory=dict)  # that run as written, with their classes
     lengths: LengthDims = NO_LENGTHS
 
     def takes(self, num_rows: int) -> bool:
@@ -109,14 +111,24 @@ def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = fro
     tensors = [
         None if ranks.is_absent(item.tensor) else item.tensor for item in inputs_of(places_of(module), call)
     ]
-    recorded, unchecked, decisions = checked_both_ways(
-        lambda reads: _recorded(module, call, reads, ranks, changing),
-        lambda value: value.evaluate(tensors, ranks.exchange),
-    )
-    return replace(recorded, unchecked=unchecked, decisions=decisions)
+    kept = KeptModules(module)
+    while True:
+        try:
+            recorded, unchecked, decisions = checked_both_ways(
+                lambda reads: _recorded(module, call, reads, ranks, changing, kept),
+                lambda value: value.evaluate(tensors, ranks.exchange),
+            )
+        except ModelError as error:
+            if not kept.extended(error):
+                raise kept.refusal(error) from error
+            logger.debug("the forward is run again with more modules kept whole: %s", error)
+            continue
+        return replace(recorded, unchecked=unchecked, decisions=decisions, kept_modules=dict(kept.names))
 
 
-def _recorded(module: nn.Module, call: Call, reads: Reads, ranks: Ranks, changing: Changing) -> Recorded:
+def _recorded(
+    module: nn.Module, call: Call, reads: Reads, ranks: Ranks, changing: Changing, kept: KeptModules
+) -> Recorded:
     places = places_of(module)
     inputs = inputs_of(places, call)
     check_devices(inputs)
@@ -125,13 +137,13 @@ def _recorded(module: nn.Module, call: Call, reads: Reads, ranks: Ranks, changin
     for hints in length_hints(wanted.hints, numbers):
         lengths = replace(wanted, hints=hints)
         try:
-            recorded = _recorded_at(module, call, places, inputs, reads, ranks, lengths)
+            recorded = _recorded_at(module, call, places, inputs, reads, ranks, lengths, kept)
         except ModelError as error:
             logger.debug("with symbolic lengths at %s it cannot be traced: %s", hints, error)
             continue
         if lengths_hold(recorded.captured, wanted.hints):
             return recorded
-    return _recorded_at(module, call, places, inputs, reads, ranks, NO_LENGTHS)
+    return _recorded_at(module, call, places, inputs, reads, ranks, NO_LENGTHS, kept)
 
 
 def _length_dims(call: Call, num_places: int, changing: Changing) -> LengthDims:
@@ -156,14 +168,15 @@ def _recorded_at(
     reads: Reads,
     ranks: Ranks,
     lengths: LengthDims,
+    kept: KeptModules,
 ) -> Recorded:
-    traced = functools.partial(_traced, module, call, inputs, reads, ranks, lengths)
+    traced = functools.partial(_traced, module, call, inputs, reads, ranks, lengths, kept)
     # A size that the forward uses as a number is one too where all inputs share it: no probe where none is.
     guess = _batch_guess(inputs)
     try:
         run, trace, batch = traced(guess)
     except (UnsupportedModelError, NoBatchDimensionError):
-        batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers))
+        batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers), kept)
         if batch == guess:
             raise
         run, trace, batch = traced(batch)
@@ -185,6 +198,7 @@ def _traced(
     reads: Reads,
     ranks: Ranks,
     lengths: LengthDims,
+    kept: KeptModules,
     batch: frozenset[int],
 ) -> tuple[_Run, AtenTrace, frozenset[int]]:
     """The forward, traced with the batch size for dimension 0 of the inputs at the positions `batch`."""
@@ -194,7 +208,7 @@ def _traced(
     local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
     hint, num_rows = prime_apart_from(numbers), 0
     for _ in range(_MAX_TRACES):
-        run = _Run(module, inputs, call, reads, batch, lengths)
+        run = _Run(module, inputs, call, reads, batch, lengths, kept)
         trace = trace_function(
             run.forward,
             inputs,
@@ -252,8 +266,10 @@ class _Run:
         reads: Reads,
         batch: frozenset[int],
         lengths: LengthDims,
+        kept: KeptModules,
     ) -> None:
         self._reads = reads
+        self._kept = kept
         self._lengths = lengths
         self._batch = batch
         self._module = module
@@ -267,8 +283,8 @@ class _Run:
     def forward(self, tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
         """Gives the tensors among the outputs."""
         others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
-        self._reads.begin(functools.partial(self._read, rows.symbol))
-        watch = Watch(rows, self._reads)
+        watch = Watch(rows, self._reads, self._kept)
+        self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
         with swapped(self._module, others) as swap:
             with watch.watching():
                 result = _rannc_forward(self._module, args, kwargs)
@@ -377,7 +393,12 @@ def _no_batch(inputs: Sequence[TensorInput]) -> NoBatchDimensionError:
 
 
 def _batch_positions(
-    module: nn.Module, inputs: Sequence[TensorInput], call: Call, ranks: Ranks, reads: Reads
+    module: nn.Module,
+    inputs: Sequence[TensorInput],
+    call: Call,
+    ranks: Ranks,
+    reads: Reads,
+    kept: KeptModules,
 ) -> frozenset[int]:
     """Arguments whose dimension 0 the forward does not use as a number."""
     found: frozenset[int] = frozenset()
@@ -385,7 +406,9 @@ def _batch_positions(
         known = {id(tensor) for tensor in batch_candidates(inputs, single=single)}
         positions = [item.position for item in inputs if id(item.tensor) in known]
         if positions and not found:
-            found = _probe(module, inputs, call, positions, ranks, reads, _PROBED_ROWS if single else None)
+            found = _probe(
+                module, inputs, call, positions, ranks, reads, kept, _PROBED_ROWS if single else None
+            )
     if not found:
         raise _no_batch(inputs)
     return found
@@ -398,6 +421,7 @@ def _probe(
     candidates: Sequence[int],
     ranks: Ranks,
     reads: Reads,
+    kept: KeptModules,
     hint: int | None,
 ) -> frozenset[int]:
     """Run the forward with a size of its own for each candidate; of those whose size has not become a number, the
@@ -422,13 +446,14 @@ def _probe(
                 )
             fakes.append(fake.requires_grad_(item.tensor.requires_grad))
         others, (args, kwargs) = _apart(inputs, call, fakes)
-        reads.begin()
         never = RowsSymbol(symbol=sympy.Dummy("none"), shape_env=shape_env)
+        watch = Watch(never, reads, kept)
+        reads.begin(noted=watch.note_place)
         with (
             swapped(module, others),
             enable_python_dispatcher(),
             fx.traceback.preserve_node_meta(),
-            Watch(never, reads).watching(),
+            watch.watching(),
         ):
             _rannc_forward(module, args, kwargs)
     left = {position: shape_env.replace(symbol) for position, symbol in symbols.items()}

@@ -33,9 +33,10 @@ from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo_sizes import holds_from_two
-from rannc_backend.capture.nonstrict import read_values, reads
+from rannc_backend.capture.nonstrict import kept_modules, read_values, reads
+from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.packed import PackedSequences
-from rannc_backend.capture.nonstrict.read_values import TracedValue
+from rannc_backend.capture.nonstrict.read_values import TracedValue, needing_value
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
 from rannc_backend.errors import (
     RanncError,
@@ -52,7 +53,7 @@ from rannc_backend.settings import hooks
 _TORCH = torch.__path__[0]
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _MAX_FRAMES = 40
-_OWN = (kept_functions.__file__, read_values.__file__, reads.__file__)
+_OWN = (kept_functions.__file__, kept_modules.__file__, read_values.__file__, reads.__file__)
 _CALLED = "rannc_called"
 _NUMBERS: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.__int__: lambda value: int(_first(value)),
@@ -99,9 +100,9 @@ _APPLY = vars(torch.autograd.Function)["apply"]
 class Watch(TorchFunctionMode):
     """Sees every call of a function of torch, while the forward runs."""
 
-    def __init__(self, rows: RowsSymbol, answers: Reads) -> None:
+    def __init__(self, rows: RowsSymbol, answers: Reads, kept: KeptModules) -> None:
         super().__init__()
-        self._rows, self._reads = rows, answers
+        self._rows, self._reads, self._kept = rows, answers, kept
         self._modules: list[nn.Module] = []
         self.packed = PackedSequences(self._is_longest)
         self._thread = threading.get_ident()
@@ -239,6 +240,7 @@ class Watch(TorchFunctionMode):
                 )
             for holder, name, value in (
                 (torch.autograd.Function, "apply", classmethod(_apply)),
+                (nn.Module, "__call__", self._calling(nn.Module.__call__)),
                 (torch.compiler, "_is_compiling_flag", True),  # libraries leave out checks of values then
                 *(
                     (holder, name, self._expected_size(vars(holder)[name], name))
@@ -252,6 +254,20 @@ class Watch(TorchFunctionMode):
             undo.enter_context(_no_generators())
             with self:
                 yield
+
+    def _calling(self, original: Any) -> Any:
+        """`nn.Module.__call__`, for modules that stay whole too."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(module, *args, **kwargs)
+            return self._kept.call(original, module, *args, **kwargs)
+
+        return call
+
+    def note_place(self, location: str) -> None:
+        """A value is asked for there, within the modules that run now."""
+        self._kept.note(location, self._modules)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -304,10 +320,8 @@ def user_trace(frame: FrameType | None) -> str:
 def _failed(what: str, error: Exception, trace: str) -> UnsupportedModelError:
     name, text = type(error).__name__, str(error).partition("\nException raised from ")[0]
     if "DataDependent" in name:
-        return UnsupportedModelError(
-            f"{what} needs a value that is known only when the model runs",
-            location=user_location(trace),
-            cure="write it with torch.where, or decide it outside of the compiled model.",
+        return needing_value(
+            f"{what} needs a value that is known only when the model runs", user_location(trace)
         )
     return UnsupportedModelError(
         f"{what} cannot be captured with a symbolic batch size: {name}: {text}",

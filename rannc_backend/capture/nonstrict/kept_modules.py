@@ -1,0 +1,466 @@
+"""Parts of a model whose code decides by values that are known only when it runs (a loop over the experts that have
+tokens, `tolist()` as sizes, a search that ends when it has converged): they stay whole, and run as written.
+
+In: a run of the forward that has failed so, and in which modules. Out: which modules to keep in the next run; a call
+of one of those as an operator of `torch.library`, of its arguments, parameters and buffers. The operator calls the
+module; its gradient calls it again and differentiates that. What rows are inside of it is not known, so samples
+meet there (passes/batch): a step runs as one micro-batch on one replica, exactly.
+
+The sizes of its results are those of two runs on made-up numbers, of different sizes: each must be a constant, or
+in proportion to a size of an argument. Every run checks them; the second call of a step, that its results are
+those of the first: what draws numbers or counts its calls would give other ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rannc_backend.capture.nonstrict.swapping import swapped
+from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
+from rannc_backend.passes.kept_functions import is_plain, mark_whole, owned_memory
+from rannc_backend.passes.plain_numbers import RefusingDraws, hints_in, recording_gradients, without_modes
+
+NAMESPACE = "rannc_module"
+_MAX_KEPT = 8
+_MARK = "_rannc_kept_module"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Sums in another order differ by rounding; what is drawn anew differs by its size.
+_TOLERANCE = 1e-2
+
+
+class _CannotKeep(UnsupportedModelError):
+    needs_value = True
+
+
+class KeptModules:
+    """Which modules of a model stay whole, and which code of it has failed.
+
+    Attributes:
+        names: of those that were called as operators, with their classes.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._paths = {id(part): name for name, part in root.named_modules()}
+        self._kept: set[object] = set()
+        self._refused: set[object] = set()
+        self._raised: tuple[BaseException | None, list[nn.Module]] = (None, [])
+        self._asked: dict[str, tuple[nn.Module, ...]] = {}
+        self._first: ModelError | None = None
+        self._is_inside = False
+        self.names: dict[str, str] = {}
+
+    def note(self, location: str, modules: Sequence[nn.Module]) -> None:
+        """A value was asked for at this line, within these modules, the outermost first."""
+        self._asked[location] = tuple(reversed(modules))
+
+    def call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """In place of the call of a module."""
+        if self._is_inside:
+            return original(module, *args, **kwargs)
+        if _key(module) in self._kept:
+            path = self._paths.get(id(module), "")
+            self._is_inside = True
+            try:
+                result = _called_whole(module, path, args, kwargs)
+            except UnsupportedModelError:
+                self._kept.discard(_key(module))
+                self._refused.add(_key(module))
+                raise
+            finally:
+                self._is_inside = False
+            self.names[path] = type(module).__name__
+            return result
+        try:
+            return original(module, *args, **kwargs)
+        except Exception as error:
+            if self._raised[0] is not error:
+                self._raised = (error, [])
+            self._raised[1].append(module)
+            raise
+
+    def extended(self, error: ModelError) -> bool:
+        """Whether the forward may run with one more class of modules kept, after this error."""
+        self._first = self._first or error
+        self.names.clear()
+        if len(self._kept) + len(self._refused) >= _MAX_KEPT or not (
+            error.needs_value or isinstance(error, DataDependentControlFlowError)
+        ):
+            return False
+        for module in self._modules_of(error):
+            key = _key(module)
+            if (
+                module is not self._root
+                and id(module) in self._paths
+                and key not in self._refused | self._kept
+            ):
+                self._kept.add(key)
+                return True
+        return False
+
+    def refusal(self, error: ModelError) -> ModelError:
+        """What to tell the user: what failed before anything was kept."""
+        return self._first or error
+
+    def _modules_of(self, error: BaseException) -> Sequence[nn.Module]:
+        cause: BaseException | None = error
+        while cause is not None:
+            if cause is self._raised[0]:
+                return self._raised[1]
+            cause = cause.__cause__
+        return self._asked.get(getattr(error, "location", ""), ())
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, each once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _key(module: nn.Module) -> object:
+    """All modules of a user's class are alike; those of torch's containers are not."""
+    return id(module) if type(module).__module__.startswith("torch.nn") else type(module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A size of a result: a constant, or so many times the size of a dimension of an argument."""
+
+    factor: Fraction
+    place: tuple[int, int] | None = None
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self.place is None:
+            return int(self.factor)
+        size = tensors[self.place[0]].shape[self.place[1]]
+        return size * self.factor.numerator // self.factor.denominator
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    sizes: tuple[_Size, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+    def shape(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        return [size.of(tensors) for size in self.sizes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """One call of a module as a function of tensors and sizes.
+
+    Attributes:
+        names: of the module's own tensors, which come first among the tensors.
+        spec: of the arguments; constants, tensors, sizes: the leaves of it, by place.
+        results: of each tensor that it gives; given: the structure and the other leaves, set by its first run.
+    """
+
+    module: weakref.ref[nn.Module]
+    path: str
+    names: tuple[str, ...]
+    spec: Any
+    constants: tuple[tuple[int, Any], ...]
+    tensors: tuple[int, ...]
+    sizes: tuple[int, ...]
+    autocast: tuple[str, torch.dtype] | None
+    num_parameters: int
+    trained: tuple[bool, ...] = ()
+    results: tuple[_Result, ...] = ()
+    given: Any = field(default=None, compare=False)
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[list[torch.Tensor], Any]:
+        """The tensors that it gives; the structure and the other leaves."""
+        module = self.module()
+        if module is None:
+            raise UnsupportedModelError(f"{self.path} is gone, and a graph still calls it")
+        num = len(self.names)
+        leaves = dict(self.constants) | dict(zip(self.tensors, tensors[num:])) | dict(zip(self.sizes, sizes))
+        args, kwargs = pytree.tree_unflatten([leaves[place] for place in range(len(leaves))], self.spec)
+        before = [tensor._version for tensor in tensors]
+        draws = UnsupportedModelError(
+            f"{self.path} decides by values, so it runs as written, and draws random numbers",
+            cure="draw them outside of this module and pass them to it, or switch its dropout off.",
+        )
+        autocast = (
+            torch.autocast(self.autocast[0], dtype=self.autocast[1])
+            if self.autocast
+            else contextlib.nullcontext()
+        )
+        own = named_tensors(module)
+        others = {id(own[name]): tensor for name, tensor in zip(self.names, tensors)}
+        with RefusingDraws(draws), autocast, swapped(module, others):
+            result = module(*args, **kwargs)
+        if [tensor._version for tensor in tensors] != before:
+            raise UnsupportedModelError(
+                f"{self.path} decides by values, so it runs as written, and changes its inputs or buffers in place",
+                cure="write it without the in-place operation.",
+            )
+        found, spec = pytree.tree_flatten(result)
+        given = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        rest = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in found]
+        return given, (spec, rest)
+
+    def forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found, given = self.run(tensors, sizes)
+        shapes = [list(value.shape) for value in found]
+        expected = [result.shape(tensors) for result in self.results]
+        if shapes != expected or given != self.given:
+            raise UnsupportedModelError(
+                f"{self.path} decides by values, and gives results of other sizes {shapes} or kinds than it did "
+                f"when it was captured {expected}",
+                cure="let its results have sizes that depend on the sizes of its arguments alone.",
+            )
+        return owned_memory([value.contiguous() for value in found], tensors)
+
+    def backward(
+        self,
+        grads: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[Any],
+    ) -> list[torch.Tensor]:
+        """Gradients of the tensors that are trained."""
+        with recording_gradients():
+            leaves = [
+                tensor.detach().requires_grad_(wanted)
+                for tensor, wanted in zip(tensors, self.trained, strict=True)
+            ]
+            found, _ = self.run(leaves, sizes)
+            for value, first in zip(found, outputs, strict=True):
+                self._check(value, first)
+            shown = [result.has_gradient for result in self.results]
+            assert [value.requires_grad for value in found] == shown, (
+                "gradients are recorded as in the capture"
+            )
+            pairs = [pair for pair, has in zip(zip(found, grads, strict=True), shown, strict=True) if has]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            gradients = torch.autograd.grad(
+                [pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs], allow_unused=True
+            )
+        full = [
+            torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
+            for leaf, gradient in zip(wanted, gradients, strict=True)
+        ]
+        return owned_memory(full, [*grads, *tensors])
+
+    def _check(self, value: torch.Tensor, first: torch.Tensor) -> None:
+        if value.shape == first.shape and torch.allclose(
+            value.detach(), first, rtol=_TOLERANCE, atol=_TOLERANCE * float(_largest(first)), equal_nan=True
+        ):
+            return
+        raise UnsupportedModelError(
+            f"{self.path} decides by values, so it runs as written, forward and again for its gradient, and gave "
+            "other results the second time",
+            cure="let it depend on its arguments, parameters and buffers alone.",
+        )
+
+    def fake_forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
+        return [tensors[0].new_empty(result.shape(tensors), dtype=result.dtype) for result in self.results]
+
+    def fake_backward(
+        self, grads: Any, outputs: Any, tensors: Sequence[torch.Tensor], sizes: Any
+    ) -> list[torch.Tensor]:
+        return [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for tensor, trained in zip(tensors, self.trained, strict=True)
+            if trained
+        ]
+
+
+def _largest(value: torch.Tensor) -> float:
+    value = value.detach()
+    finite = value[value.isfinite()] if value.is_floating_point() else value
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's results by way of its operator, which is made if there is none.
+
+    Raises UnsupportedModelError where it cannot be one.
+    """
+    own = named_tensors(module)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    sizes = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt))
+    constants = tuple(
+        (place, leaf) for place, leaf in enumerate(leaves) if place not in tensors and place not in sizes
+    )
+    for _, leaf in constants:
+        if not is_plain(leaf):
+            raise _cannot(path, f"gets an argument of {type(leaf).__name__}")
+    values = [*own.values(), *(leaves[place] for place in tensors)]
+    device = values[0].device.type if values else "cpu"
+    whole = _Whole(
+        module=weakref.ref(module),
+        path=path,
+        names=tuple(own),
+        spec=spec,
+        constants=constants,
+        tensors=tensors,
+        sizes=sizes,
+        autocast=(device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None,
+        num_parameters=len(list(module.parameters())),
+        trained=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
+    )
+    whole = _observed(whole, values, [leaves[place] for place in sizes])
+    operator = _operator(whole, type(module))
+    found = iter(operator(values, [leaves[place] for place in sizes]))
+    outputs = [
+        value if result.has_gradient else value.detach()
+        for value, result in zip(found, whole.results, strict=True)
+    ]
+    out_spec, rest = whole.given
+    remaining = iter(outputs)
+    return pytree.tree_unflatten([next(remaining) if leaf is None else leaf[0] for leaf in rest], out_spec)
+
+
+def _cannot(path: str, why: str) -> _CannotKeep:
+    return _CannotKeep(
+        f"{path} decides by values that are known only when it runs, and cannot run as written, since it {why}",
+        cure="write it with torch.where, or decide it outside of the compiled model.",
+    )
+
+
+def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]) -> _Whole:
+    """With what two runs on made-up numbers have shown."""
+    seen = []
+    for more in (0, 1):
+        numbers = _numbers([*(size for value in values for size in value.shape), *sizes], more)
+        with without_modes(), torch._C.DisableTorchFunction():
+            made = [
+                _made_up(value, numbers, place < whole.num_parameters) for place, value in enumerate(values)
+            ]
+        seen.append((*_tried(whole, made, [_number(size, numbers) for size in sizes]), made))
+    (first, given, first_inputs), (other, other_given, other_inputs) = seen
+    if given != other_given or len(first) != len(other):
+        raise _cannot(whole.path, "gives other kinds of results for other batch sizes")
+    if not all(leaf is None or is_plain(leaf[0]) for leaf in given[1]):
+        raise _cannot(whole.path, "gives what is no tensor")
+    results = []
+    for one, two in zip(first, other, strict=True):
+        if one.dim() != two.dim():
+            raise _cannot(whole.path, "gives other kinds of results for other batch sizes")
+        dims = [
+            _size_of(pair, first_inputs, other_inputs, whole.path)
+            for pair in zip(one.shape, two.shape, strict=True)
+        ]
+        results.append(_Result(tuple(dims), one.dtype, one.requires_grad))
+    return replace(whole, results=tuple(results), given=given)
+
+
+def _numbers(sizes: Sequence[Any], more: int) -> dict[Any, int]:
+    """A number for each symbol: its example, and with `more` another one."""
+    environments = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
+    symbols = {
+        symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
+    }
+    hints = {symbol: hint for environment in environments for symbol, hint in hints_in(environment).items()}
+    ordered = sorted(symbols & hints.keys(), key=str)
+    return {
+        symbol: int(hints[symbol]) * (1 + more) + more * (1 + 2 * place)
+        for place, symbol in enumerate(ordered)
+    }
+
+
+def _number(size: Any, numbers: dict[Any, int]) -> int:
+    return int(size.node.expr.xreplace(numbers)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _made_up(value: torch.Tensor, numbers: dict[Any, int], is_parameter: bool) -> torch.Tensor:
+    """A tensor of such sizes on the CPU; of a parameter one number alone, since it may be large."""
+    shape = [_number(size, numbers) for size in value.shape]
+    if is_parameter and value.is_floating_point():
+        made = torch.full((), 0.01, dtype=value.dtype).expand(shape)
+    elif value.is_floating_point() or value.is_complex():
+        made = torch.linspace(0.1, 1.0, math.prod(shape), dtype=torch.float64).to(value.dtype).view(shape)
+    else:
+        made = torch.full(shape, value.dtype is torch.bool, dtype=value.dtype)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _tried(
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]
+) -> tuple[list[torch.Tensor], Any]:
+    try:
+        with without_modes(), torch._C.DisableTorchFunction():
+            return whole.run(values, sizes)
+    except UnsupportedModelError as error:
+        raise _cannot(whole.path, f"cannot be tried alone: {error.args[0]}") from error
+    except Exception as error:  # whatever the user's code raises for numbers that are not the user's
+        raise _cannot(whole.path, f"fails on made-up numbers: {type(error).__name__}: {error}") from error
+
+
+def _size_of(
+    pair: tuple[int, int], first: Sequence[torch.Tensor], other: Sequence[torch.Tensor], path: str
+) -> _Size:
+    if pair[0] == pair[1]:
+        return _Size(Fraction(pair[0]))
+    for index, (one, two) in enumerate(zip(first, other, strict=True)):
+        for dim, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
+            if sizes[0] != sizes[1] and pair[0] * sizes[1] == pair[1] * sizes[0]:
+                return _Size(Fraction(pair[0], sizes[0]), (index, dim))
+    raise _cannot(path, "gives results whose sizes depend on more than the sizes of its arguments")
+
+
+def _operator(whole: _Whole, cls: type) -> Any:
+    """The operator of a call: of this name, unless another living module has it."""
+    facts = (
+        *(cls.__module__, cls.__qualname__, whole.path, whole.names, str(whole.spec), whole.constants),
+        *(whole.tensors, whole.sizes, whole.autocast, whole.trained, whole.results, str(whole.given)),
+    )
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{digest}"
+    operators = getattr(torch.ops, NAMESPACE)
+    for number in itertools.count():
+        name = f"{base}_{number}" if number else base
+        if not hasattr(operators, name):
+            _define(name, whole)
+        operator = getattr(operators, name).default
+        if getattr(operator, _MARK).module() is whole.module():
+            return operator
+
+
+def _define(name: str, whole: _Whole) -> None:
+    arguments = "Tensor[] tensors, SymInt[] sizes"
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
+    _LIBRARY.define(f"{name}_backward(Tensor[] grads, Tensor[] outputs, {arguments}) -> Tensor[]")
+    for one, run, fake in (
+        (name, whole.forward, whole.fake_forward),
+        (f"{name}_backward", whole.backward, whole.fake_backward),
+    ):
+        _LIBRARY.impl(one, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{one}", fake, lib=_LIBRARY)
+    backward_operator = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        tensors, ctx.sizes = inputs
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(*tensors, *output)
+
+    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any]:
+        saved = ctx.saved_tensors
+        tensors, outputs = list(saved[: ctx.num_tensors]), list(saved[ctx.num_tensors :])
+        full = [torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs)]
+        found = iter(backward_operator(full, outputs, tensors, ctx.sizes))
+        return [next(found) if trained else None for trained in whole.trained], [None] * len(ctx.sizes)
+
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    setattr(operator, _MARK, whole)
+    mark_whole(operator, whole.path)

@@ -1,0 +1,164 @@
+"""Models with parts whose code decides by values that are known only when it runs: each has one way.
+
+In: nothing. Out: `MODELS` by way, each with the classes that stay whole, and `REFUSED`. Each takes rows `x` of
+[rows, LENGTH, WIDTH] and gives its loss, in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.nonstrict_models import WIDTH, Ends
+
+NUM_EXPERTS = 4
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.linspace(-1, 1, NUM_EXPERTS * WIDTH * 8).view(NUM_EXPERTS, WIDTH, 8))
+        self.down = nn.Parameter(torch.linspace(1, -1, NUM_EXPERTS * WIDTH * 8).view(NUM_EXPERTS, 8, WIDTH))
+
+    def of(self, expert: int, tokens: Tensor) -> Tensor:
+        return F.silu(tokens @ self.up[expert]) @ self.down[expert]
+
+
+class HitExperts(_Experts):
+    """A loop over the experts that have tokens, as transformers wrote mixtures until version 5."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        mask = F.one_hot(chosen, NUM_EXPERTS).permute(2, 1, 0)
+        for expert in mask.sum((-1, -2)).nonzero():
+            number = int(expert.item())
+            place, token = torch.where(mask[number])
+            result.index_add_(0, token, self.of(number, tokens[token]) * weights[token, place, None])
+        return result
+
+
+class SkippedExperts(_Experts):
+    """All experts, but for those without tokens."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for number in range(NUM_EXPERTS):
+            token, place = torch.where(chosen == number)
+            if token.numel() == 0:
+                continue
+            result[token] += self.of(number, tokens[token]) * weights[token, place, None]
+        return result
+
+
+class SplitExperts(_Experts):
+    """Tokens sorted by expert, and split by their counts as numbers."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=NUM_EXPERTS).tolist()
+        parts = tokens[order // chosen.shape[1]].split(counts)
+        done = torch.cat([self.of(number, part) for number, part in enumerate(parts)])
+        back = torch.empty_like(done).index_copy(0, order, done)
+        return (back.view(*chosen.shape, -1) * weights[..., None]).sum(1)
+
+
+class Mixture(Ends):
+    """Two blocks with experts of a kind. The last expert has no token."""
+
+    def __init__(self, kind: type[_Experts]) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, NUM_EXPERTS) for _ in range(2))
+        self.experts = nn.ModuleList(kind() for _ in range(2))
+        with torch.no_grad():
+            for gate in self.gates:
+                gate.bias[-1] = -1e3  # type: ignore[index]
+
+    def middle(self, x: Tensor) -> Tensor:
+        for gate, experts in zip(self.gates, self.experts, strict=True):
+            tokens = x.reshape(-1, x.shape[-1])
+            weights, chosen = gate(tokens).softmax(-1).topk(2, -1)
+            x = x + experts(tokens, chosen, weights).view_as(x)
+        return x
+
+
+class _Fixpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y, moved, steps = torch.zeros_like(x), torch.ones(()), 0
+        while moved > 1e-3 and steps < 50:
+            following = torch.tanh(x + 0.3 * self.inner(y))
+            moved, y, steps = (following - y).detach().abs().max(), following, steps + 1
+        return y, {"moved": moved}
+
+
+class Searching(Ends):
+    """A loop that ends when it has converged (a deep equilibrium); gives a dictionary too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.search = _Fixpoint()
+
+    def middle(self, x: Tensor) -> Tensor:
+        y, more = self.search(x)
+        return y + more["moved"]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "experts that are hit": (lambda: Mixture(HitExperts), "HitExperts"),
+    "experts that are skipped": (lambda: Mixture(SkippedExperts), "SkippedExperts"),
+    "experts by counts": (lambda: Mixture(SplitExperts), "SplitExperts"),
+    "fixpoint": (Searching, "_Fixpoint"),
+}
+
+
+class _Deciding(nn.Module):
+    """What a kept module may not do, behind a decision by a value."""
+
+    def __init__(self, what: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.what(self, x * 2 if x.detach().sum() > 0 else x)
+
+
+class _Holding(Ends):
+    def __init__(self, what: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part = _Deciding(what)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+_CALLS = itertools.count(1)
+
+
+def recounting() -> nn.Module:
+    """A part gives another number at each call, of C code that no guard sees."""
+    return _Holding(lambda module, x: x * next(_CALLS))
+
+
+def _add_up(module: nn.Module, x: Tensor) -> Tensor:
+    module.total += 1  # type: ignore[operator]
+    return x
+
+
+def _tokens_above(module: nn.Module, x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+#: By what they do.
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "draws": lambda: _Holding(lambda module, x: F.dropout(x, 0.5)),
+    "changes a buffer": lambda: _Holding(_add_up),
+    "gives a size of data": lambda: _Holding(_tokens_above),
+}

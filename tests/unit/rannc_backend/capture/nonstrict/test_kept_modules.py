@@ -1,0 +1,150 @@
+"""Modules whose code decides by values run as written, as one operator of the graph of the others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.captures import Capture, capture_call
+from rannc_backend.capture.nonstrict.kept_modules import NAMESPACE
+from rannc_backend.errors import ModelError, UnsupportedModelError
+from tests.default_dtype import float64
+from tests.kept_models import MODELS, REFUSED, HitExperts, Mixture, recounting
+from tests.nonstrict_models import Ends, batch, graph_arguments
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    with float64():
+        yield
+
+
+def captured(model: nn.Module) -> Capture:
+    return capture_call(model, call_of(model, (batch(4),), {}))
+
+
+def results(capture: Capture, model: nn.Module, x: Tensor) -> Tensor:
+    call = call_of(model, (x,), {})
+    graph = capture.recorded.captured
+    outputs = graph.graph_module(*graph_arguments(capture, call))
+    result = capture.recorded.result(outputs[: graph.num_user_outputs], call)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_is_the_forward_for_every_batch(name: str) -> None:
+    make, cls = MODELS[name]
+    model = make()
+    capture = captured(model)
+    assert set(capture.recorded.kept_modules.values()) == {cls}
+    for rows in (2, 4, 7, 31):
+        alone = copy.deepcopy(model)
+        result, expected = results(capture, model, batch(rows, rows)), alone(batch(rows, rows))
+        model.zero_grad()
+        result.backward()
+        expected.backward()
+        torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            zeros = torch.zeros_like(mine)
+            torch.testing.assert_close(
+                zeros if mine.grad is None else mine.grad,
+                zeros if theirs.grad is None else theirs.grad,
+                rtol=1e-12,
+                atol=1e-13,
+            )
+
+
+def test_a_module_is_an_operator_and_the_rest_of_the_graph_is_not() -> None:
+    graph = captured(Mixture(HitExperts)).recorded.captured.graph_module.graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert sum(name.startswith(NAMESPACE) for name in names) == 2
+    assert sum(name.startswith("aten.topk") for name in names) == 2
+
+
+def test_equal_modules_of_two_models_are_two_operators() -> None:
+    first, second = Mixture(HitExperts), Mixture(HitExperts)
+    with torch.no_grad():
+        second.experts[0].up.mul_(3)
+    captures = captured(first), captured(second)
+    for capture, model in zip(captures, (first, second), strict=True):
+        torch.testing.assert_close(results(capture, model, batch(5)), model(batch(5)), rtol=1e-13, atol=0)
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model = Mixture(HitExperts)
+    capture = captured(model)
+    arguments = graph_arguments(capture, call_of(model, (batch(4),), {}))
+    graph = capture.recorded.captured.graph_module
+    del model, capture
+    gc.collect()
+    with pytest.raises(UnsupportedModelError, match="is gone"):
+        graph(*arguments)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_as_written_is_refused(name: str) -> None:
+    model = REFUSED[name]()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelError, match="known only when") as refused:
+        captured(model)
+    assert "kept_models.py" in refused.value.location
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_what_gives_other_results_the_second_time_ends_the_step() -> None:
+    model = recounting()
+    result = results(captured(model), model, batch(4))
+    with pytest.raises(UnsupportedModelError, match="other results the second time"):
+        result.backward()
+
+
+class _Growing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x]) if x.detach().max() > 100 else x + 1
+
+
+class _Grown(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Growing()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x * self.scale)
+
+
+def test_results_of_other_sizes_than_in_the_capture_end_the_step() -> None:
+    model = _Grown()
+    capture = captured(model)
+    torch.testing.assert_close(results(capture, model, batch(4)), model(batch(4)))
+    with torch.no_grad():
+        model.scale.fill_(1e4)
+    with pytest.raises(UnsupportedModelError, match="results of other sizes"):
+        results(capture, model, batch(4))
+
+
+class _LookingOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_those_of_the_module_where_a_mode_looks_on() -> None:
+    """As the meter of a step does: operators below it record none by themselves."""
+    model = Mixture(HitExperts)
+    alone = copy.deepcopy(model)
+    capture = captured(model)
+    with _LookingOn():
+        results(capture, model, batch(6)).backward()
+    alone(batch(6)).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-13)
