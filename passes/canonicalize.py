@@ -11,13 +11,17 @@ In: a functional ATen graph with `meta["val"]`. Out: the same computation in whi
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy
+import sympy
 import torch
 from torch import fx
 
+from rannc_backend.passes.graph_queries import size_expression, symbols_in
 from rannc_backend.passes.pipeline import GraphPass
 from rannc_backend.passes.tracing import inline, trace_function
 
@@ -56,10 +60,11 @@ class FoldConstants(GraphPass):
 @dataclass(frozen=True, slots=True)
 class EraseRestriding(GraphPass):
     """Erase `aten.as_strided` that gives its operand's elements at their places: strides of dimensions of
-    size 1 mean nothing.
+    size 1 mean nothing. One that takes the same elements of each row (overlapping windows, as Longformer has
+    them) becomes a selection.
 
     torch's own pooling to one element uses it on channels-last operands, and what it does to rows of a batch
-    could not be known.
+    could not be known; nor has it a gradient for sizes that are symbols.
     """
 
     name: ClassVar[str] = "erase_restriding"
@@ -68,9 +73,14 @@ class EraseRestriding(GraphPass):
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         for node in graph_module.graph.find_nodes(op="call_function", target=aten.as_strided.default):
-            if _has_the_elements_of(node.meta["val"], node.args[0].meta["val"]):
+            value, operand = node.meta["val"], node.args[0].meta["val"]
+            if _has_the_elements_of(value, operand):
                 node.replace_all_uses_with(node.args[0])
                 graph_module.graph.erase_node(node)
+            elif steps := _steps_in_each_row(value, operand):
+                inner = [int(size) for size in value.shape[1:]]
+                inline(node, trace_function(functools.partial(_selected, inner, steps), (node.args[0],), {}))
+        graph_module.graph.eliminate_dead_code()
         return graph_module
 
 
@@ -199,6 +209,74 @@ def _has_the_elements_of(value: torch.Tensor, operand: torch.Tensor) -> bool:
         return [(size, "" if size == "1" else stride) for size, stride in places]
 
     return meaning(value) == meaning(operand) and str(value.storage_offset()) == str(operand.storage_offset())
+
+
+def _steps_in_each_row(value: torch.Tensor, operand: torch.Tensor) -> tuple[int, ...]:
+    """By dimension of `value` behind the first, how far the next element is in a row of `operand` in row-major
+    order; () where a view of `operand` is no such selection, or has a gradient as it is.
+
+    The rows must be those of the operand: dimension 0 is as long and as far apart in memory. Inside of one, element
+    (i, j, ..) of the view lies i * a + j * b + .. behind the row's first, and element (k, l, ..) of the operand
+    k * c + l * d + ..; a, b, c, d may be symbols. Equal places, compared as expressions, are equal elements.
+    """
+    strides = [size_expression(step) for tensor in (value, operand) for step in tensor.stride()]
+    sizes = [size for tensor in (value, operand) for size in tensor.shape[1:]]
+    if (
+        not all(isinstance(size, int) for size in sizes)
+        or not symbols_in(list(value.shape) + list(value.stride()))
+        or min(value.dim(), operand.dim()) < 2
+        or size_expression(value.shape[0]) != size_expression(operand.shape[0])
+        or strides[0] != strides[value.dim()]
+        or size_expression(value.storage_offset()) != size_expression(operand.storage_offset())
+    ):
+        return ()
+    own, theirs = _places(value), _places(operand)
+    if own is None or theirs is None or own.keys() - theirs.keys():
+        return ()
+    found = []
+    for dim, size in enumerate(value.shape[1:]):
+        unit = tuple(int(i == dim) for i in range(value.dim() - 1))
+        if size > 1:
+            same = numpy.logical_and.reduce(
+                [places.ravel() == (own[term][unit] if term in own else 0) for term, places in theirs.items()]
+            )
+            found.append(int(same.argmax()) if same.any() else -1)
+        else:
+            found.append(0)
+    numbers = sum(
+        (index * step for index, step in zip(numpy.indices(value.shape[1:]), found, strict=True)),
+        numpy.int64(0),
+    )
+    if min(found) < 0 or numbers.max() >= math.prod(operand.shape[1:]):
+        return ()
+    if any((places.ravel()[numbers] != own.get(term, 0)).any() for term, places in theirs.items()):
+        return ()
+    return tuple(found)
+
+
+def _places(value: torch.Tensor) -> dict[tuple[tuple[str, int], ...], Any] | None:
+    """Where the elements of a row lie, as polynomials in the symbols of the strides: for each term (powers of the
+    symbols) its factors; None where a stride is no polynomial.
+    """
+    strides = [size_expression(step) for step in value.stride()[1:]]
+    symbols = sorted(set[Any]().union(*(step.free_symbols for step in strides)), key=str)
+    places: dict[tuple[tuple[str, int], ...], Any] = {}
+    for index, step in zip(numpy.indices(value.shape[1:]), strides, strict=True):
+        if not step.is_polynomial(*symbols):
+            return None
+        for powers, factor in sympy.Poly(step, *symbols, sympy.Symbol("one")).terms():
+            term = tuple((str(s), n) for s, n in zip(symbols, powers) if n)
+            places[term] = places.get(term, 0) + index * int(factor)
+    return places
+
+
+def _selected(inner: Sequence[int], steps: Sequence[int], operand: torch.Tensor) -> torch.Tensor:
+    places = torch.zeros([1] * len(inner), dtype=torch.long, device=operand.device)
+    for dim, (size, step) in enumerate(zip(inner, steps, strict=True)):
+        shape = [size if i == dim else 1 for i in range(len(inner))]
+        places = places + (torch.arange(size, device=operand.device) * step).view(shape)
+    rows = operand.flatten(1).index_select(1, places.flatten())
+    return rows.view(operand.shape[0], *inner)
 
 
 def _drop_empty_parts(graph: fx.Graph, node: fx.Node) -> None:

@@ -96,6 +96,23 @@ class ChannelsFirstAttention(nn.Module):
         return y.square().mean()
 
 
+class Windows(nn.Module):
+    """Overlapping windows of tokens as views of memory, of values that lie row by row and token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        by_row = y.as_strided((y.shape[0], 4, 3, WIDTH), (*y.stride()[:2], *y.stride()[1:]))
+        z = torch.tanh(y.transpose(0, 1).contiguous()).transpose(0, 1).unflatten(1, (3, 2))
+        size, stride = list(z.shape), list(z.stride())
+        size[1], stride[1] = 2 * size[1] - 1, stride[1] // 2
+        by_token = z.as_strided(size, stride)
+        return self.last(by_row.amax(2)).square().mean() + self.last(by_token).relu().mean()
+
+
 class FourierOperator(nn.Module):
     """A Fourier neural operator: slices of complex numbers are written, from both ends."""
 
@@ -209,6 +226,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": Experts,
     "heads": Heads,
     "channels_first": ChannelsFirstAttention,
+    "windows": Windows,
     "fourier": FourierOperator,
     "conjugates": Conjugates,
     "marked_tensors": MarkedTensors,

@@ -235,5 +235,12 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "if getattr(operator, _MARK).names == whole.names:",
             unit("capture/nonstrict/kept_modules"),
         ),
+        (
+            "windows-begin-one-element-late",
+            "passes/canonicalize.py",
+            "(torch.arange(size, device=operand.device) * step)",
+            "(torch.arange(size, device=operand.device).clamp(max=1) * step)",
+            unit("capture/odd_models"),
+        ),
     )
 )

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from rannc_backend.capture.nonstrict.meta_model import capture_model
 from rannc_backend.errors import UserInputError
-from tests.odd_models import LENGTH, MODELS, WIDTH, ComplexOutputs, Conjugates, batch, worst_error
+from tests.odd_models import (
+    LENGTH,
+    MODELS,
+    WIDTH,
+    ComplexOutputs,
+    Conjugates,
+    Windows,
+    batch,
+    worst_error,
+)
 from tests.unit.stage_models import capture
 
 
@@ -86,3 +95,11 @@ def test_results_of_a_stage_are_contiguous_however_operators_lay_them_out() -> N
     assert all(value.is_contiguous() for value in (*outputs, *gradients))
     rows = next(value for value, output in zip(outputs, stage.outputs, strict=True) if output.kind == "rows")
     torch.testing.assert_close(rows, model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_windows_as_views_of_memory_are_selections() -> None:
+    """A stage can differentiate those for every batch size, and follow rows through them."""
+    graph = capture_model(Windows().double(), [batch(4)], {}).graph_module.graph
+    targets = [node.target for node in graph.nodes]
+    assert torch.ops.aten.as_strided.default not in targets
+    assert targets.count(torch.ops.aten.index_select.default) == 2
