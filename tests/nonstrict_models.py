@@ -298,6 +298,16 @@ class ChosenByValues(Ends):
         return super().forward(x[:, :tokens])
 
 
+class ChosenByCount(Ends):
+    """Takes a path by how many rows it selects."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0, 0] > 1.0).nonzero()
+        if chosen.size(0) > 0:
+            return super().forward(x[chosen[:, 0]])
+        return super().forward(x.cos())
+
+
 class CheckingValues(Ends):
     """Checks of values that only raise, as libraries make them of lengths, masks and labels."""
 

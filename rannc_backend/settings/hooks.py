@@ -76,7 +76,8 @@ HOOKS = (
     ),
     Hook(
         name="forward on fakes",
-        what="hooks of all modules, clocks of `time`, `torch.autograd.Function.apply`, `torch.compiler.is_compiling`",
+        what="hooks and calls of all modules, clocks of `time`, `torch.autograd.Function.apply`, "
+        "`torch.SymBool.__bool__`, `torch.compiler.is_compiling`",
         by="capture.nonstrict.watch",
         when=AT_NONSTRICT,
         why="what a graph does not hold is seen while the forward runs on fakes",

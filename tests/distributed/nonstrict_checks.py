@@ -20,7 +20,7 @@ from rannc_backend import backend
 from rannc_backend.errors import ModelError, RanncError
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
-from tests.nonstrict_models import MODELS, REFUSED, ChosenByValues, Paths, batch
+from tests.nonstrict_models import MODELS, REFUSED, ChosenByCount, ChosenByValues, Paths, batch
 from tests.odd_models import worst_error
 
 EXACT = 1e-12
@@ -146,6 +146,7 @@ def nonstrict_changes(context: Context) -> dict[str, Any]:
                 error = _trained(context, model, alone, compiled, optimizers, step, times=times)
                 context.findings.that(error <= EXACT, f"path of {times} times the rows: off by {error}")
         context.findings.that(len(captures) == 3, f"three paths captured {len(captures)} times")
+        _chosen_by_count(context)
         _follow_values(context)
         # Asked for, a model that Dynamo takes goes the other way too.
         model, alone, compiled, optimizers = _pair(context, "tied", capture="nonstrict")
@@ -171,6 +172,25 @@ def _follow_values(context: Context) -> None:
             context.findings.that(error <= EXACT, f"chosen by values, step {step}: off by {error}")
     context.findings.that(len(seen) >= 3, f"{seen} are too few paths to show anything")
     context.findings.that(len(captures) == len(seen), f"{len(seen)} paths captured {len(captures)} times")
+
+
+def _chosen_by_count(context: Context) -> None:
+    """The path is chosen by how many rows of all ranks are selected: some of one rank, or none."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = ChosenByCount()
+    alone = copy.deepcopy(model)
+    compiled = torch.compile(model, **context.compile_arguments())
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+    seen = set()
+    with _counted_captures() as captures:
+        for step in range(6):
+            selected = batch(sum(context.case.local_rows), step)[:, 0, 0] > 1
+            seen.add(bool(selected.any()))
+            error = _trained(context, model, alone, compiled, optimizers, step)
+            context.findings.that(error <= EXACT, f"chosen by a count, step {step}: off by {error}")
+    context.findings.that(len(seen) == 2, f"{seen} are too few paths to show anything")
+    context.findings.that(len(captures) == 2, f"2 paths captured {len(captures)} times")
 
 
 def nonstrict_refusals(context: Context) -> dict[str, Any]:

@@ -242,5 +242,12 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "(torch.arange(size, device=operand.device).clamp(max=1) * step)",
             unit("capture/odd_models"),
         ),
+        (
+            "path-by-a-count-of-all-elements",
+            "capture/nonstrict/read_values.py",
+            "return TracedValue.of(total // math.prod(others))",
+            "return TracedValue.of(total // math.prod(others) + 1)",
+            unit("capture/nonstrict/captures"),
+        ),
     )
 )

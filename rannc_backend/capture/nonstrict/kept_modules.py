@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import math
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,8 +68,20 @@ class KeptModules:
         """A value was asked for at this line, within these modules, the outermost first."""
         self._asked[location] = tuple(reversed(modules))
 
-    def call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """In place of the call of a module."""
+    def calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`nn.Module.__call__` of this thread; below it lies the user's code."""
+        thread = threading.get_ident()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(module, *args, **kwargs)
+            return self._called(original, module, args, kwargs)
+
+        return call
+
+    def _called(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._is_inside:
             return original(module, *args, **kwargs)
         if _key(module) in self._kept:

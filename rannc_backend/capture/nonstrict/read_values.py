@@ -13,6 +13,7 @@ tests/unit/rannc_backend/capture/nonstrict/test_read_values.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -203,6 +204,15 @@ class TracedValue:
         """None where nothing is traced."""
         node, mode = traced_node(tensor), cast("Any", get_proxy_mode())
         return None if node is None else cls(node, mode.tracer.graph, mode.tracer.root)
+
+
+def count_of(tensor: torch.Tensor, dim: int) -> TracedValue | None:
+    """How long a dimension is that depends on data, as a tensor of the trace; None where others do too."""
+    others = [size for place, size in enumerate(tensor.shape) if place != dim]
+    if not all(isinstance(size, int) and size for size in others):
+        return None
+    total = torch.ones_like(tensor, dtype=torch.long).sum()
+    return TracedValue.of(total // math.prod(others))
 
 
 def read_value(

@@ -27,6 +27,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -46,6 +47,7 @@ from rannc_backend.errors import (
 )
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes import ctc, kept_functions
+from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.kept_functions import CannotKeep, call_kept
 from rannc_backend.passes.recurrent import call_recurrent, is_packed, recurrent_mode
 from rannc_backend.settings import hooks
@@ -104,6 +106,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._rows, self._reads, self._kept = rows, answers, kept
         self._modules: list[nn.Module] = []
+        self._sized: dict[sympy.Symbol, tuple[torch.Tensor, int]] = {}
+        self._guard_places: dict[int, str] = {}  # the user's lines, by position as above
         self.packed = PackedSequences(self._is_longest)
         self._thread = threading.get_ident()
         self.operator_guards: set[int] = set()  # of the shape environment, by position: of operators alone
@@ -161,6 +165,7 @@ class Watch(TorchFunctionMode):
             asked = Asked((TracedValue.of(args[0]),), _first)
             return Unknown(self._reads, lambda: user_trace(sys._getframe(2)), asked)
         self.operator_guards.update(range(first, len(guards)))
+        self._note_sizes(result)
         if self._rows.is_fixed():
             raise fixed_rows(_name(func), user_location(trace))
         # What autograd takes for a constant must be one where the graph runs under autograd later.
@@ -217,7 +222,7 @@ class Watch(TorchFunctionMode):
             if condition.free_symbols != {self._rows.symbol}:
                 raise UnsupportedModelError(f"the model tests its batch size beside a length: {guard.expr}")
             place = guard.sloc.framework_loc
-            where = (
+            where = self._guard_places.get(position) or (
                 f"{place.filename}:{place.lineno}, in {place.name}"
                 if isinstance(place, traceback.FrameSummary)
                 else ""
@@ -240,7 +245,8 @@ class Watch(TorchFunctionMode):
                 )
             for holder, name, value in (
                 (torch.autograd.Function, "apply", classmethod(_apply)),
-                (nn.Module, "__call__", self._calling(nn.Module.__call__)),
+                (nn.Module, "__call__", self._kept.calling(nn.Module.__call__)),
+                (torch.SymBool, "__bool__", self._deciding(torch.SymBool.__bool__)),
                 (torch.compiler, "_is_compiling_flag", True),  # libraries leave out checks of values then
                 *(
                     (holder, name, self._expected_size(vars(holder)[name], name))
@@ -255,15 +261,38 @@ class Watch(TorchFunctionMode):
             with self:
                 yield
 
-    def _calling(self, original: Any) -> Any:
-        """`nn.Module.__call__`, for modules that stay whole too."""
+    def _note_sizes(self, result: Any) -> None:
+        """Which tensors have the sizes that depend on data."""
+        for tensor in tensors_in(result):
+            for dim, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt) and has_data_sizes(size) and size.node.expr.is_Symbol:
+                    self._sized.setdefault(size.node.expr, (tensor, dim))
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return original(module, *args, **kwargs)
-            return self._kept.call(original, module, *args, **kwargs)
+    def _deciding(self, original: Any) -> Any:
+        """`torch.SymBool.__bool__`, for sizes that depend on data, in the user's lines."""
 
-        return call
+        def decide(condition: torch.SymBool) -> bool:
+            caller, guards = sys._getframe(1), self._rows.shape_env.guards
+            first = len(guards)
+            try:
+                answer = bool(original(condition))
+                place = f"{caller.f_code.co_filename}:{caller.f_lineno}, in {caller.f_code.co_name}"
+                self._guard_places.update(dict.fromkeys(range(first, len(guards)), place))
+                return answer
+            except GuardOnDataDependentSymNode:
+                expression = condition.node.expr
+                if (
+                    threading.get_ident() != self._thread
+                    or not is_of_user(caller.f_code.co_filename)
+                    or expression.free_symbols - self._sized.keys()
+                ):
+                    raise
+                symbols = sorted(expression.free_symbols, key=str)
+                counts = [read_values.count_of(*self._sized[symbol]) for symbol in symbols]
+                asked = Asked(tuple(counts), lambda *found: _is_true(expression, symbols, found))
+                return self._reads.decide(user_trace(caller), asked)
+
+        return decide
 
     def note_place(self, location: str) -> None:
         """A value is asked for there, within the modules that run now."""
@@ -345,6 +374,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         except CannotKeep as error:
             raise _not_kept(cls, str(error), trace) from error
     return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+def _is_true(expression: sympy.Basic, symbols: list[sympy.Symbol], numbers: tuple[Any, ...]) -> bool:
+    known = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
+    return bool(expression.xreplace(known) == sympy.true)
 
 
 def _holds(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], bool]:

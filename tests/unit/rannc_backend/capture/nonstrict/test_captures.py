@@ -26,7 +26,16 @@ from rannc_backend.errors import (
     UnsupportedModelError,
 )
 from tests.default_dtype import float64
-from tests.nonstrict_models import MODELS, REFUSED, WIDTH, Ends, Paths, batch, graph_arguments
+from tests.nonstrict_models import (
+    MODELS,
+    REFUSED,
+    WIDTH,
+    ChosenByCount,
+    Ends,
+    Paths,
+    batch,
+    graph_arguments,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -452,3 +461,16 @@ def test_the_batch_size_is_the_one_that_may_change_alone(rows: int) -> None:
     other = torch.randn(7, 5, WIDTH)
     assert serves(capture, model, other, *places) == ""
     torch.testing.assert_close(results(capture, model, other, *places), model(other, *places))
+
+
+def test_a_count_of_selected_rows_chooses_the_path() -> None:
+    model, some, none = ChosenByCount(), batch(6), batch(6)
+    some[:, 0, 0], none[:, 0, 0] = torch.arange(6.0), 0.0
+    captures = [captured(model, some), captured(model, none)]
+    for x, capture in zip((some, none), captures, strict=True):
+        assert len(capture.recorded.decisions) == 1
+        assert find_capture(captures, call_of(model, (x,), {})) is capture
+        torch.testing.assert_close(results(capture, model, x), model(x), rtol=1e-13, atol=1e-13)
+    some[:, 0, 0] = torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0, 0.0])
+    assert find_capture(captures, call_of(model, (some,), {})) is captures[0]
+    torch.testing.assert_close(results(captures[0], model, some), model(some), rtol=1e-13, atol=1e-13)
