@@ -68,7 +68,7 @@ class _GradInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.name not in self.reached:
-            value = n.meta["val"]
+            value = n.meta.get("val")
             if isinstance(value, torch.SymInt) and hint_of(value) is None:
                 return super().run_node(n)  # of the bounds that stand for it in other values
             # A value that the trace left behind may itself require a gradient; nobody asks for those that

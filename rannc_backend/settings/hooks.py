@@ -76,8 +76,7 @@ HOOKS = (
     ),
     Hook(
         name="forward on fakes",
-        what="hooks and calls of all modules, clocks of `time`, `torch.autograd.Function.apply`, "
-        "`torch.SymBool.__bool__`, `torch.compiler.is_compiling`",
+        what="calls and hooks of modules, `time`, `torch.autograd.Function.apply`, `torch.SymBool.__bool__`, `is_compiling`",
         by="capture.nonstrict.watch",
         when=AT_NONSTRICT,
         why="what a graph does not hold is seen while the forward runs on fakes",

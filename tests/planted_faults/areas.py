@@ -199,6 +199,7 @@ AREAS = (
         tests=unit("capture/nonstrict/reads", "capture/nonstrict/read_values"),
     ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
+    Area(name="any layout", files={"passes/stage/any_layout.py": 2}, tests=passes("stage/any_layout")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),
     Area(name="keys in memory", files={"passes/stage/shared_keys.py": 2}, tests=passes("stage/shared_keys")),
     Area(name="absent tensors", files={"runtime/absent_tensors.py": 2}, tests=unit("runtime/absent_tensors")),
