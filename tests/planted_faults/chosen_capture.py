@@ -249,5 +249,12 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "return TracedValue.of(total // math.prod(others) + 1)",
             unit("capture/nonstrict/captures"),
         ),
+        (
+            "kept-module-has-gradients-of-its-capture",
+            "capture/nonstrict/kept_modules.py",
+            "remaining = iter(operator(values, [leaves[place] for place in sizes]))",
+            "remaining = (each.detach() for each in operator(values, [leaves[place] for place in sizes]))",
+            unit("capture/nonstrict/kept_modules"),
+        ),
     )
 )

@@ -165,7 +165,6 @@ class _Size:
 class _Result:
     sizes: tuple[_Size, ...]
     dtype: torch.dtype
-    has_gradient: bool
 
     def shape(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         return [size.of(tensors) for size in self.sizes]
@@ -229,8 +228,8 @@ class _Whole:
     def forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
         with torch.no_grad():
             found, given = self.run(tensors, sizes)
-        shapes = [list(value.shape) for value in found]
-        expected = [result.shape(tensors) for result in self.results]
+        shapes = [(list(value.shape), value.dtype) for value in found]
+        expected = [(result.shape(tensors), result.dtype) for result in self.results]
         if shapes != expected or given != self.given:
             raise UnsupportedModelError(
                 f"{self.path} decides by values, and gives results of other sizes {shapes} or kinds than it did "
@@ -255,11 +254,9 @@ class _Whole:
             found, _ = self.run(leaves, sizes)
             for value, first in zip(found, outputs, strict=True):
                 self._check(value, first)
-            shown = [result.has_gradient for result in self.results]
-            assert [value.requires_grad for value in found] == shown, (
-                "gradients are recorded as in the capture"
-            )
-            pairs = [pair for pair, has in zip(zip(found, grads, strict=True), shown, strict=True) if has]
+            # A path may give a result that depends on nothing: zeros, where no expert has tokens.
+            assert (torch.ones((), requires_grad=True) * 1).requires_grad, "operators record gradients here"
+            pairs = [(value, grad) for value, grad in zip(found, grads, strict=True) if value.requires_grad]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             gradients = torch.autograd.grad(
                 [pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs], allow_unused=True
@@ -331,13 +328,9 @@ def _called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
     )
     whole = _observed(whole, values, [leaves[place] for place in sizes])
     operator = _operator(whole, type(module))
-    found = iter(operator(values, [leaves[place] for place in sizes]))
-    outputs = [
-        value if result.has_gradient else value.detach()
-        for value, result in zip(found, whole.results, strict=True)
-    ]
+    # Whether a result has a gradient may differ by path: the operator's backward finds out.
+    remaining = iter(operator(values, [leaves[place] for place in sizes]))
     out_spec, rest = whole.given
-    remaining = iter(outputs)
     return pytree.tree_unflatten([next(remaining) if leaf is None else leaf[0] for leaf in rest], out_spec)
 
 
@@ -371,7 +364,7 @@ def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any
             _size_of(pair, first_inputs, other_inputs, whole.path)
             for pair in zip(one.shape, two.shape, strict=True)
         ]
-        results.append(_Result(tuple(dims), one.dtype, one.requires_grad))
+        results.append(_Result(tuple(dims), one.dtype))
     return replace(whole, results=tuple(results), given=given)
 
 

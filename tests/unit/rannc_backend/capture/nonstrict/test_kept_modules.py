@@ -18,7 +18,7 @@ from rannc_backend.capture.nonstrict.kept_modules import NAMESPACE
 from rannc_backend.errors import ModelError, UnsupportedModelError
 from tests.default_dtype import float64
 from tests.kept_models import MODELS, REFUSED, HitExperts, Mixture, recounting
-from tests.nonstrict_models import Ends, batch, graph_arguments
+from tests.nonstrict_models import WIDTH, Ends, batch, graph_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +131,42 @@ def test_results_of_other_sizes_than_in_the_capture_end_the_step() -> None:
         model.scale.fill_(1e4)
     with pytest.raises(UnsupportedModelError, match="results of other sizes"):
         results(capture, model, batch(4))
+
+
+class _Gated(nn.Module):
+    """Zeros, which have no gradient, on one of two paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.detach().abs().max() > 2 else torch.zeros_like(x)
+
+
+class _HoldingGated(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Gated()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x + self.part(3 * x)
+
+
+@pytest.mark.parametrize("size", [0.01, 10.0])
+def test_a_result_has_its_gradient_on_the_path_that_has_one(size: float) -> None:
+    """Whatever path the capture took."""
+    model = _HoldingGated()
+    alone = copy.deepcopy(model)
+    capture = captured(model)
+    with torch.no_grad():
+        model.first.bias.mul_(0), alone.first.bias.mul_(0)
+    results(capture, model, size * batch(4)).backward()
+    alone(size * batch(4)).backward()
+    assert (alone.part.inner.weight.grad is None) == (size < 1)
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        expected = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(mine.grad, expected, rtol=1e-12, atol=1e-13)
 
 
 class _LookingOn(TorchDispatchMode):
