@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from rannc_backend.passes.plain_numbers import RefusingDraws, at_hint, plain_mode, without_modes
+from rannc_backend.passes.plain_numbers import RefusingDraws, at_hint, hint_of, plain_mode, without_modes
 
 NAMESPACE = "rannc_kept"
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -29,24 +29,93 @@ class CannotKeep(Exception):
     """Why a function cannot be kept as an operator, in words that follow its name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call, told apart.
+
+    Attributes:
+        constants: those that are neither tensors nor batch sizes, by place.
+        tensors, sizes: places of tensors, and of sizes that depend on the batch.
+    """
+
+    constants: tuple[tuple[int, Any], ...]
+    tensors: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, items: Sequence[Any]) -> Arguments:
+        """Raises CannotKeep where one has no name that all ranks know."""
+        tensors = tuple(place for place, item in enumerate(items) if isinstance(item, torch.Tensor))
+        sizes = tuple(place for place, item in enumerate(items) if isinstance(item, torch.SymInt))
+        constants = []
+        for place, item in enumerate(items):
+            if place in tensors or place in sizes:
+                continue
+            if not is_plain(item):
+                raise CannotKeep(
+                    f"gets an argument of {type(item).__name__}, which no other rank knows by a name"
+                )
+            constants.append((place, item))
+        return cls(tuple(constants), tensors, sizes)
+
+    def together(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
+        """All of them in their order, with these tensors and sizes."""
+        by_place = dict(self.constants) | dict(zip(self.tensors, tensors)) | dict(zip(self.sizes, sizes))
+        return [by_place[place] for place in range(len(by_place))]
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The device type and dtype that a call ran under; None: none."""
+
+    setting: tuple[str, torch.dtype] | None = None
+
+    @classmethod
+    def now(cls, device: str) -> Autocast:
+        return cls((device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None)
+
+    def again(self) -> AbstractContextManager[Any]:
+        """The same, for the stretch of a `with`."""
+        return torch.autocast(self.setting[0], dtype=self.setting[1]) if self.setting else nullcontext()
+
+
+class OperatorCode(Protocol):
+    """What an operator calls, on real tensors and on fakes. The results of `backward` are for the tensors that
+    `has_gradient` says; it is given the outputs of `forward` where it `takes_outputs`.
+    """
+
+    takes_outputs: ClassVar[bool]
+
+    @property
+    def has_gradient(self) -> tuple[bool, ...]: ...  # of each tensor
+
+    @property
+    def runs_whole(self) -> str: ...  # what code it runs as written, of whose rows nothing is known; or ""
+
+    def forward(self, tensors: Any, sizes: Any) -> list[torch.Tensor]: ...
+
+    def backward(self, grads: Any, tensors: Any, sizes: Any, outputs: Any) -> list[torch.Tensor]: ...
+
+    def fake_forward(self, tensors: Any, sizes: Any) -> list[torch.Tensor]: ...
+
+    def fake_backward(self, grads: Any, tensors: Any, sizes: Any, outputs: Any) -> list[torch.Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptFunction:
     """One function with the arguments that are no tensors.
 
     Attributes:
         apply: the class's own `apply`.
-        constants: arguments that are neither tensors nor batch sizes, by place.
-        tensors, sizes: places of tensors, and of sizes that depend on the batch, among the arguments.
         has_gradient: of each tensor, whether the function gives it a gradient.
-        autocast: the device type and dtype that the call ran under; None: none.
     """
 
+    takes_outputs: ClassVar[bool] = False
+    runs_whole: ClassVar[str] = ""
     apply: Callable[..., Any]
-    constants: tuple[tuple[int, Any], ...]
-    tensors: tuple[int, ...]
-    sizes: tuple[int, ...]
+    arguments: Arguments
     has_gradient: tuple[bool, ...] = ()
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast = Autocast()
 
     def forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
         """The outputs, in memory of their own."""
@@ -55,7 +124,11 @@ class KeptFunction:
         return owned_memory(outputs, tensors)
 
     def backward(
-        self, grads: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], sizes: Sequence[Any]
+        self,
+        grads: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[Any],
+        outputs: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         """Gradients of the tensors that have one."""
         with torch.enable_grad():
@@ -63,13 +136,15 @@ class KeptFunction:
                 tensor.detach().requires_grad_(wanted)
                 for tensor, wanted in zip(tensors, self.has_gradient, strict=True)
             ]
-            outputs = self._call(leaves, sizes)
+            results = self._call(leaves, sizes)
             pairs = [
-                (output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad
+                (result, grad) for result, grad in zip(results, grads, strict=True) if result.requires_grad
             ]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = torch.autograd.grad([pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs])
         return owned_memory(found, [*grads, *tensors])
+
+    fake_forward, fake_backward = forward, backward
 
     def _call(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
         outputs = self.call(tensors, sizes)
@@ -77,18 +152,11 @@ class KeptFunction:
 
     def call(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> Any:
         """What the class's own `apply` gives."""
-        by_place = dict(self.constants) | dict(zip(self.tensors, tensors)) | dict(zip(self.sizes, sizes))
-        with self._autocast():
-            return self.apply(*(by_place[place] for place in range(len(by_place))))
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.autocast[0], dtype=self.autocast[1])
+        with self.autocast.again():
+            return self.apply(*self.arguments.together(tensors, sizes))
 
 
-_MARK = "_rannc_kept_function"
-_WHOLE = "_rannc_runs_as_written"
+_MARK = "_rannc_operator_code"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -102,20 +170,15 @@ def owned_memory(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
     return found
 
 
+def operator_code(target: object) -> OperatorCode | None:
+    """What an operator of `define_operator` calls; None for another one."""
+    return getattr(target, _MARK, None)
+
+
 def kept_function(target: object) -> KeptFunction | None:
-    """What an operator calls; None where it is another one."""
-    found = getattr(target, _MARK, None)
+    """The function that an operator is; None where it is another one."""
+    found = operator_code(target)
     return found if isinstance(found, KeptFunction) else None
-
-
-def mark_whole(target: object, what: str) -> None:
-    """Say of an operator that it runs code of the user's as written, of whose rows nothing is known."""
-    setattr(target, _WHOLE, what)
-
-
-def runs_whole(target: object) -> str:
-    """What code an operator runs as written; "" for any other."""
-    return str(getattr(target, _WHOLE, ""))
 
 
 def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -123,33 +186,16 @@ def call_kept(cls: type, apply: Callable[..., Any], args: tuple[Any, ...]) -> An
 
     Raises CannotKeep.
     """
-    tensors = tuple(place for place, item in enumerate(args) if isinstance(item, torch.Tensor))
-    sizes = tuple(place for place, item in enumerate(args) if isinstance(item, torch.SymInt))
-    constants = []
-    for place, item in enumerate(args):
-        if place in tensors or place in sizes:
-            continue
-        if not is_plain(item):
-            raise CannotKeep(
-                f"gets an argument of {type(item).__name__}, which no other rank knows by a name"
-            )
-        constants.append((place, item))
-    device = next((args[place].device.type for place in tensors), "cpu")
-    autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    kept = KeptFunction(
-        apply=apply,
-        constants=tuple(constants),
-        tensors=tensors,
-        sizes=sizes,
-        autocast=autocast,
-    )
-    facts = _tried(kept, [args[place] for place in tensors], [args[place] for place in sizes])
-    text = repr((cls.__module__, cls.__qualname__, constants, tensors, sizes, autocast, facts))
+    arguments = Arguments.of(args)
+    tensors, sizes = ([args[place] for place in places] for places in (arguments.tensors, arguments.sizes))
+    autocast = Autocast.now(next((tensor.device.type for tensor in tensors), "cpu"))
+    kept = KeptFunction(apply=apply, arguments=arguments, autocast=autocast)
+    facts = _tried(kept, tensors, sizes)
+    text = repr((cls.__module__, cls.__qualname__, arguments, autocast, facts))
     name = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
-        _define(name, dataclasses.replace(kept, has_gradient=facts.has_gradient))
-    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-    outputs = operator([args[place] for place in tensors], [args[place] for place in sizes])
+        define_operator(_LIBRARY, name, dataclasses.replace(kept, has_gradient=facts.has_gradient))
+    outputs = getattr(getattr(torch.ops, NAMESPACE), name).default(tensors, sizes)
     return tuple(outputs) if facts.is_tuple else outputs[0]
 
 
@@ -173,7 +219,7 @@ def _tried(kept: KeptFunction, tensors: Sequence[Any], sizes: Sequence[Any]) -> 
         inputs = [leaf.clone() for leaf in leaves]
         before = [item._version for item in inputs]
         try:
-            result = kept.call(inputs, [int(size.node.hint) for size in sizes])
+            result = kept.call(inputs, [int(hint_of(size)) for size in sizes])
             outputs = list(result) if isinstance(result, (tuple, list)) else [result]
             if any(not isinstance(output, torch.Tensor) for output in outputs):
                 raise CannotKeep("gives what is no tensor")
@@ -210,14 +256,18 @@ def is_plain(item: Any) -> bool:
     return isinstance(item, _PLAIN)
 
 
-def _define(name: str, kept: KeptFunction) -> None:
-    arguments = "Tensor[] tensors, SymInt[] sizes"
-    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
-    _LIBRARY.define(f"{name}_backward(Tensor[] grads, {arguments}) -> Tensor[]")
-    for one, run in ((name, kept.forward), (f"{name}_backward", kept.backward)):
-        _LIBRARY.impl(one, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{one}", run, lib=_LIBRARY)
-    backward_operator = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
+def define_operator(library: torch.library.Library, name: str, code: OperatorCode) -> None:
+    """The operator `name` of tensors and sizes that calls `code`, and one for its gradient."""
+    operators, arguments = getattr(torch.ops, library.ns), "Tensor[] tensors, SymInt[] sizes"
+    library.define(f"{name}({arguments}) -> Tensor[]")
+    library.define(f"{name}_backward(Tensor[] grads, {arguments}, Tensor[] outputs) -> Tensor[]")
+    for one, run, fake in (
+        (name, code.forward, code.fake_forward),
+        (f"{name}_backward", code.backward, code.fake_backward),
+    ):
+        library.impl(one, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{library.ns}::{one}", fake, lib=library)
+    backward_operator = getattr(operators, f"{name}_backward").default
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         tensors, ctx.sizes = inputs
@@ -226,13 +276,13 @@ def _define(name: str, kept: KeptFunction) -> None:
 
     def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any]:
         saved = ctx.saved_tensors
-        tensors, outputs = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+        tensors, outputs = list(saved[: ctx.num_tensors]), list(saved[ctx.num_tensors :])
         full = [torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs)]
-        found = iter(backward_operator(full, list(tensors), ctx.sizes))
-        return [next(found) if has else None for has in kept.has_gradient], [None] * len(ctx.sizes)
+        found = iter(backward_operator(full, tensors, ctx.sizes, outputs if code.takes_outputs else []))
+        return [next(found) if has else None for has in code.has_gradient], [None] * len(ctx.sizes)
 
     torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        f"{library.ns}::{name}", backward, setup_context=setup_context, lib=library
     )
-    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-    setattr(operator, _MARK, kept)
+    operator = getattr(operators, name).default
+    setattr(operator, _MARK, code)

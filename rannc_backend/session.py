@@ -21,6 +21,7 @@ from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
 from rannc_backend.capture.graph import CapturedGraph
+from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.deployment import Deployer
 from rannc_backend.errors import RanksDifferError, RanncError, UserInputError, rebuild_error
 from rannc_backend.ir.plan import Plan
@@ -426,11 +427,6 @@ class Session:
 def _without_model(analysis: GraphAnalysis) -> GraphAnalysis:
     """The analysis as a runtime keeps it: what a session holds must not keep its model alive."""
     return replace(analysis, captured=replace(analysis.captured, root_module=nn.Module()))
-
-
-def named_tensors(root: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Parameters and buffers under their primary names."""
-    return {**dict(root.named_parameters()), **dict(root.named_buffers())}
 
 
 def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ ALLOWED = {
     "passes/batch/row_wise.py": {"setattr(overload, _MARK, True)"},
     "passes/canonicalize.py": {"delattr(graph_module, str(node.target))"},
     "passes/graph_copy.py": {"setattr(module, name, value)"},
-    "passes/kept_functions.py": {"setattr(operator, _MARK, kept)", "setattr(target, _WHOLE, what)"},
+    "passes/kept_functions.py": {"setattr(operator, _MARK, code)"},
     "passes/tracing.py": {"setattr(owner, name, value)"},
     # Marks on tensors, contexts and functions that belong to one model or one compilation.
     "rannc_backend/capture/dynamo.py": {
@@ -43,7 +43,6 @@ ALLOWED = {
     "rannc_backend/capture/refusals.py": {
         "setattr(callback_handler, name, getattr(callback_handler, name) - 1)"
     },
-    "rannc_backend/capture/nonstrict/kept_modules.py": {"setattr(operator, _MARK, whole)"},
     "rannc_backend/runtime/absent_tensors.py": {
         "delattr(tensor, _ATTRIBUTE)",
         "tensor.__class__ = _absent_class(type(tensor))",

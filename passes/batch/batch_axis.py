@@ -55,7 +55,7 @@ from rannc_backend.passes.batch.operator_call import (
 from rannc_backend.passes.batch.probe_rows import probe_rows
 from rannc_backend.passes.batch.row_wise import is_row_wise, refuse_row_count, row_wise_rule
 from rannc_backend.passes.graph_queries import arguments_of
-from rannc_backend.passes.kept_functions import KeptFunction, kept_function, runs_whole
+from rannc_backend.passes.kept_functions import KeptFunction, kept_function, operator_code
 from rannc_backend.passes.pipeline import Pass, PassError
 from rannc_backend.passes.size_nodes import plain
 from rannc_backend.passes.tracing import InnerGraph, trace_decomposition, trace_function
@@ -346,8 +346,8 @@ class _Analysis:
             layout = self._checked(node, rule(call), value)
             probe_rows(call)
             return layout
-        if whole := runs_whole(node.target):
-            raise PassError(node, f"{whole} runs as written, since its code decides by values")
+        if (code := operator_code(node.target)) is not None:
+            raise PassError(node, f"{code.runs_whole} runs as written, since its code decides by values")
         if rule is None and torch.Tag.pointwise in node.target.tags:
             rule = RULES["_to_copy"]
         layout = rule(call) if rule else self._by_decomposition(node)

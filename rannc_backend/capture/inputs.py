@@ -203,3 +203,8 @@ def _argument_label(source: str) -> str:
     text = re.sub(r"^[LG]\[['\"](.*?)['\"]\]", r"\1", source)
     text = re.sub(r"^kwargs\[['\"](.*?)['\"]\]", r"\1", text)
     return re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, each once, under their primary names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -144,11 +144,6 @@ class Models:
         return tensor.double() if self.settings.dtype == "float64" and tensor.is_floating_point() else tensor
 
 
-def start_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a module, by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 def lists_of(module: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     """The lists of layers in a module, by path."""
     return {

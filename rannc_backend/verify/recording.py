@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.module_compile import plain_function
 from rannc_backend.errors import BYTES_PER_GB, UserInputError
 from rannc_backend.ir.plan import Plan
@@ -26,7 +27,7 @@ from rannc_backend.runtime.step.user_outputs import UnavailableOutput
 from rannc_backend.session_registry import REGISTRY
 from rannc_backend.settings import hooks
 from rannc_backend.verify.leaves import replaced, tensors_of
-from rannc_backend.verify.models import Models, start_tensors
+from rannc_backend.verify.models import Models
 from rannc_backend.verify.records import Records, backward_event, call_event, start_event, step_event
 from rannc_backend.verify.settings import (
     MAX_CALLS_PER_STEP,
@@ -108,7 +109,7 @@ class Recorder:
         for number in self.models.see(function):
             self._check_space()
             if self.rank == 0:
-                self.records.write(0, start_event(number), start_tensors(self.models.modules[number]))
+                self.records.write(0, start_event(number), named_tensors(self.models.modules[number]))
         REGISTRY.switches.observer = self
         args, kwargs = replaced((args, kwargs), lambda _, tensor: self.models.cast(tensor))
         inputs = [tensor for _, tensor in tensors_of((args, kwargs))]

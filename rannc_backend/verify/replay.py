@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.module_compile import plain_function
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.job import bootstrap
@@ -36,7 +37,7 @@ from rannc_backend.verify.comparing import (
     tolerance_of,
 )
 from rannc_backend.verify.leaves import replaced, tensors_of
-from rannc_backend.verify.models import Models, start_tensors
+from rannc_backend.verify.models import Models
 from rannc_backend.verify.recording import EnoughError
 from rannc_backend.verify.records import Event, Records, backward_event, call_event, start_event, step_event
 from rannc_backend.verify.rows import Layout, layout_of
@@ -147,7 +148,7 @@ class Reference:
 
     def _start_as_rank_0(self, number: int) -> None:
         saved = self.records.read(0, start_event(number)).tensors
-        mine = start_tensors(self.models.modules[number])
+        mine = named_tensors(self.models.modules[number])
         if saved.keys() != mine.keys() or any(saved[name].shape != mine[name].shape for name in mine):
             raise UserInputError(
                 "the script builds another model in the second run than in the first", cure=_SAME_CALLS

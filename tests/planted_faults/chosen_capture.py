@@ -231,8 +231,8 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "kept-module-of-another-model",
             "capture/nonstrict/kept_modules.py",
-            "if getattr(operator, _MARK).module() is whole.module():",
-            "if getattr(operator, _MARK).names == whole.names:",
+            "if isinstance(code, _Whole) and code.module() is whole.module():",
+            "if isinstance(code, _Whole) and code.names == whole.names:",
             unit("capture/nonstrict/kept_modules"),
         ),
         (
@@ -252,8 +252,8 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "kept-module-has-gradients-of-its-capture",
             "capture/nonstrict/kept_modules.py",
-            "remaining = iter(operator(values, [leaves[place] for place in sizes]))",
-            "remaining = (each.detach() for each in operator(values, [leaves[place] for place in sizes]))",
+            "remaining = iter(operator(values, sizes))",
+            "remaining = (each.detach() for each in operator(values, sizes))",
             unit("capture/nonstrict/kept_modules"),
         ),
     )

@@ -13,7 +13,6 @@ those of the first: what draws numbers or counts its calls would give other ones
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -23,27 +22,33 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from rannc_backend.capture.inputs import named_tensors
+from rannc_backend.capture.nonstrict.read_values import needing_value
 from rannc_backend.capture.nonstrict.swapping import swapped
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
-from rannc_backend.passes.kept_functions import is_plain, mark_whole, owned_memory
+from rannc_backend.passes.graph_queries import size_expression, symbols_in
+from rannc_backend.passes.kept_functions import (
+    Arguments,
+    Autocast,
+    CannotKeep,
+    define_operator,
+    is_plain,
+    operator_code,
+    owned_memory,
+)
 from rannc_backend.passes.plain_numbers import RefusingDraws, hints_in, recording_gradients, without_modes
 
 NAMESPACE = "rannc_module"
 _MAX_KEPT = 8
-_MARK = "_rannc_kept_module"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Sums in another order differ by rounding; what is drawn anew differs by its size.
 _TOLERANCE = 1e-2
-
-
-class _CannotKeep(UnsupportedModelError):
-    needs_value = True
 
 
 class KeptModules:
@@ -137,11 +142,6 @@ class KeptModules:
         return self._asked.get(getattr(error, "location", ""), ())
 
 
-def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, each once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 def _key(module: nn.Module) -> object:
     """All modules of a user's class are alike; those of torch's containers are not."""
     return id(module) if type(module).__module__.startswith("torch.nn") else type(module)
@@ -176,44 +176,43 @@ class _Whole:
 
     Attributes:
         names: of the module's own tensors, which come first among the tensors.
-        spec: of the arguments; constants, tensors, sizes: the leaves of it, by place.
+        spec: of the arguments, whose leaves are `arguments`.
+        has_gradient: of each tensor, whether it is trained.
         results: of each tensor that it gives; given: the structure and the other leaves, set by its first run.
     """
 
+    takes_outputs: ClassVar[bool] = True
     module: weakref.ref[nn.Module]
     path: str
     names: tuple[str, ...]
     spec: Any
-    constants: tuple[tuple[int, Any], ...]
-    tensors: tuple[int, ...]
-    sizes: tuple[int, ...]
-    autocast: tuple[str, torch.dtype] | None
+    arguments: Arguments
+    autocast: Autocast
     num_parameters: int
-    trained: tuple[bool, ...] = ()
+    has_gradient: tuple[bool, ...] = ()
     results: tuple[_Result, ...] = ()
     given: Any = field(default=None, compare=False)
+
+    @property
+    def runs_whole(self) -> str:
+        """See `OperatorCode`."""
+        return self.path
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[list[torch.Tensor], Any]:
         """The tensors that it gives; the structure and the other leaves."""
         module = self.module()
         if module is None:
             raise UnsupportedModelError(f"{self.path} is gone, and a graph still calls it")
-        num = len(self.names)
-        leaves = dict(self.constants) | dict(zip(self.tensors, tensors[num:])) | dict(zip(self.sizes, sizes))
-        args, kwargs = pytree.tree_unflatten([leaves[place] for place in range(len(leaves))], self.spec)
+        leaves = self.arguments.together(tensors[len(self.names) :], sizes)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         before = [tensor._version for tensor in tensors]
         draws = UnsupportedModelError(
             f"{self.path} decides by values, so it runs as written, and draws random numbers",
             cure="draw them outside of this module and pass them to it, or switch its dropout off.",
         )
-        autocast = (
-            torch.autocast(self.autocast[0], dtype=self.autocast[1])
-            if self.autocast
-            else contextlib.nullcontext()
-        )
         own = named_tensors(module)
         others = {id(own[name]): tensor for name, tensor in zip(self.names, tensors)}
-        with RefusingDraws(draws), autocast, swapped(module, others):
+        with RefusingDraws(draws), self.autocast.again(), swapped(module, others):
             result = module(*args, **kwargs)
         if [tensor._version for tensor in tensors] != before:
             raise UnsupportedModelError(
@@ -241,15 +240,15 @@ class _Whole:
     def backward(
         self,
         grads: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
         sizes: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Gradients of the tensors that are trained."""
         with recording_gradients():
             leaves = [
                 tensor.detach().requires_grad_(wanted)
-                for tensor, wanted in zip(tensors, self.trained, strict=True)
+                for tensor, wanted in zip(tensors, self.has_gradient, strict=True)
             ]
             found, _ = self.run(leaves, sizes)
             for value, first in zip(found, outputs, strict=True):
@@ -282,11 +281,11 @@ class _Whole:
         return [tensors[0].new_empty(result.shape(tensors), dtype=result.dtype) for result in self.results]
 
     def fake_backward(
-        self, grads: Any, outputs: Any, tensors: Sequence[torch.Tensor], sizes: Any
+        self, grads: Any, tensors: Sequence[torch.Tensor], sizes: Any, outputs: Any
     ) -> list[torch.Tensor]:
         return [
             torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for tensor, trained in zip(tensors, self.trained, strict=True)
+            for tensor, trained in zip(tensors, self.has_gradient, strict=True)
             if trained
         ]
 
@@ -304,40 +303,34 @@ def _called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
     """
     own = named_tensors(module)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    sizes = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.SymInt))
-    constants = tuple(
-        (place, leaf) for place, leaf in enumerate(leaves) if place not in tensors and place not in sizes
-    )
-    for _, leaf in constants:
-        if not is_plain(leaf):
-            raise _cannot(path, f"gets an argument of {type(leaf).__name__}")
-    values = [*own.values(), *(leaves[place] for place in tensors)]
-    device = values[0].device.type if values else "cpu"
+    try:
+        arguments = Arguments.of(leaves)
+    except CannotKeep as error:
+        raise _cannot(path, str(error)) from error
+    values = [*own.values(), *(leaves[place] for place in arguments.tensors)]
+    sizes = [leaves[place] for place in arguments.sizes]
     whole = _Whole(
         module=weakref.ref(module),
         path=path,
         names=tuple(own),
         spec=spec,
-        constants=constants,
-        tensors=tensors,
-        sizes=sizes,
-        autocast=(device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None,
+        arguments=arguments,
+        autocast=Autocast.now(values[0].device.type if values else "cpu"),
         num_parameters=len(list(module.parameters())),
-        trained=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
+        has_gradient=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
     )
-    whole = _observed(whole, values, [leaves[place] for place in sizes])
+    whole = _observed(whole, values, sizes)
     operator = _operator(whole, type(module))
     # Whether a result has a gradient may differ by path: the operator's backward finds out.
-    remaining = iter(operator(values, [leaves[place] for place in sizes]))
+    remaining = iter(operator(values, sizes))
     out_spec, rest = whole.given
     return pytree.tree_unflatten([next(remaining) if leaf is None else leaf[0] for leaf in rest], out_spec)
 
 
-def _cannot(path: str, why: str) -> _CannotKeep:
-    return _CannotKeep(
+def _cannot(path: str, why: str) -> UnsupportedModelError:
+    return needing_value(
         f"{path} decides by values that are known only when it runs, and cannot run as written, since it {why}",
-        cure="write it with torch.where, or decide it outside of the compiled model.",
+        "",
     )
 
 
@@ -371,11 +364,8 @@ def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any
 def _numbers(sizes: Sequence[Any], more: int) -> dict[Any, int]:
     """A number for each symbol: its example, and with `more` another one."""
     environments = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
-    symbols = {
-        symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
-    }
     hints = {symbol: hint for environment in environments for symbol, hint in hints_in(environment).items()}
-    ordered = sorted(symbols & hints.keys(), key=str)
+    ordered = sorted(symbols_in(sizes) & hints.keys(), key=str)
     return {
         symbol: int(hints[symbol]) * (1 + more) + more * (1 + 2 * place)
         for place, symbol in enumerate(ordered)
@@ -383,7 +373,7 @@ def _numbers(sizes: Sequence[Any], more: int) -> dict[Any, int]:
 
 
 def _number(size: Any, numbers: dict[Any, int]) -> int:
-    return int(size.node.expr.xreplace(numbers)) if isinstance(size, torch.SymInt) else int(size)
+    return int(size_expression(size).xreplace(numbers))
 
 
 def _made_up(value: torch.Tensor, numbers: dict[Any, int], is_parameter: bool) -> torch.Tensor:
@@ -425,8 +415,8 @@ def _size_of(
 def _operator(whole: _Whole, cls: type) -> Any:
     """The operator of a call: of this name, unless another living module has it."""
     facts = (
-        *(cls.__module__, cls.__qualname__, whole.path, whole.names, str(whole.spec), whole.constants),
-        *(whole.tensors, whole.sizes, whole.autocast, whole.trained, whole.results, str(whole.given)),
+        *(cls.__module__, cls.__qualname__, whole.path, whole.names, str(whole.spec), whole.arguments),
+        *(whole.autocast, whole.has_gradient, whole.results, str(whole.given)),
     )
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{digest}"
@@ -434,39 +424,8 @@ def _operator(whole: _Whole, cls: type) -> Any:
     for number in itertools.count():
         name = f"{base}_{number}" if number else base
         if not hasattr(operators, name):
-            _define(name, whole)
+            define_operator(_LIBRARY, name, whole)
         operator = getattr(operators, name).default
-        if getattr(operator, _MARK).module() is whole.module():
+        code = operator_code(operator)
+        if isinstance(code, _Whole) and code.module() is whole.module():
             return operator
-
-
-def _define(name: str, whole: _Whole) -> None:
-    arguments = "Tensor[] tensors, SymInt[] sizes"
-    _LIBRARY.define(f"{name}({arguments}) -> Tensor[]")
-    _LIBRARY.define(f"{name}_backward(Tensor[] grads, Tensor[] outputs, {arguments}) -> Tensor[]")
-    for one, run, fake in (
-        (name, whole.forward, whole.fake_forward),
-        (f"{name}_backward", whole.backward, whole.fake_backward),
-    ):
-        _LIBRARY.impl(one, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{one}", fake, lib=_LIBRARY)
-    backward_operator = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward").default
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        tensors, ctx.sizes = inputs
-        ctx.num_tensors = len(tensors)
-        ctx.save_for_backward(*tensors, *output)
-
-    def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any]:
-        saved = ctx.saved_tensors
-        tensors, outputs = list(saved[: ctx.num_tensors]), list(saved[ctx.num_tensors :])
-        full = [torch.zeros_like(output) if grad is None else grad for grad, output in zip(grads, outputs)]
-        found = iter(backward_operator(full, outputs, tensors, ctx.sizes))
-        return [next(found) if trained else None for trained in whole.trained], [None] * len(ctx.sizes)
-
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
-    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-    setattr(operator, _MARK, whole)
-    mark_whole(operator, whole.path)
