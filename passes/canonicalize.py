@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy
+import numpy as np
 import sympy
 import torch
 from torch import fx
@@ -80,7 +80,6 @@ class EraseRestriding(GraphPass):
             elif steps := _steps_in_each_row(value, operand):
                 inner = [int(size) for size in value.shape[1:]]
                 inline(node, trace_function(functools.partial(_selected, inner, steps), (node.args[0],), {}))
-        graph_module.graph.eliminate_dead_code()
         return graph_module
 
 
@@ -237,15 +236,15 @@ def _steps_in_each_row(value: torch.Tensor, operand: torch.Tensor) -> tuple[int,
     for dim, size in enumerate(value.shape[1:]):
         unit = tuple(int(i == dim) for i in range(value.dim() - 1))
         if size > 1:
-            same = numpy.logical_and.reduce(
+            same = np.logical_and.reduce(
                 [places.ravel() == (own[term][unit] if term in own else 0) for term, places in theirs.items()]
             )
             found.append(int(same.argmax()) if same.any() else -1)
         else:
             found.append(0)
     numbers = sum(
-        (index * step for index, step in zip(numpy.indices(value.shape[1:]), found, strict=True)),
-        numpy.int64(0),
+        (index * step for index, step in zip(np.indices(value.shape[1:]), found, strict=True)),
+        np.int64(0),
     )
     if min(found) < 0 or numbers.max() >= math.prod(operand.shape[1:]):
         return ()
@@ -261,7 +260,7 @@ def _places(value: torch.Tensor) -> dict[tuple[tuple[str, int], ...], Any] | Non
     strides = [size_expression(step) for step in value.stride()[1:]]
     symbols = sorted(set[Any]().union(*(step.free_symbols for step in strides)), key=str)
     places: dict[tuple[tuple[str, int], ...], Any] = {}
-    for index, step in zip(numpy.indices(value.shape[1:]), strides, strict=True):
+    for index, step in zip(np.indices(value.shape[1:]), strides, strict=True):
         if not step.is_polynomial(*symbols):
             return None
         for powers, factor in sympy.Poly(step, *symbols, sympy.Symbol("one")).terms():

@@ -16,7 +16,7 @@ from torch import fx
 
 from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import placeholders
-from rannc_backend.passes.plain_numbers import at_hint, hint_of, plain_mode
+from rannc_backend.passes.plain_numbers import at_hint, plain_mode
 
 
 def values_needing_grad(
@@ -69,7 +69,7 @@ class _GradInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" and n.name not in self.reached:
             value = n.meta.get("val")
-            if isinstance(value, torch.SymInt) and hint_of(value) is None:
+            if isinstance(value, torch.SymInt) and has_data_sizes(value):
                 return super().run_node(n)  # of the bounds that stand for it in other values
             # A value that the trace left behind may itself require a gradient; nobody asks for those that
             # nothing reached reads.

@@ -24,10 +24,10 @@ from typing import Any, ClassVar, Protocol
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows
 from rannc_backend.passes.batch.operator_call import has_rows
+from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError, run_pass
 from rannc_backend.passes.size_nodes import is_size, length_placeholders, size_node, size_symbols
@@ -436,8 +436,7 @@ class _StageBuilder:
         """
         value = node.meta["val"]
         # What depends on data is a size of a value that does, and which no boundary cuts off.
-        of_data = bool(free_unbacked_symbols(value))
-        if node.target is not torch.ops.aten.sym_size.int or of_data:
+        if node.target is not torch.ops.aten.sym_size.int or has_data_sizes(value):
             copy = self.graph.node_copy(node, self._argument)
             self._name_size(copy)
             copy.meta = _kept_meta(node)

@@ -48,6 +48,7 @@ from rannc_backend.errors import (
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes import ctc, kept_functions
 from rannc_backend.passes.data_sizes import has_data_sizes
+from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.kept_functions import CannotKeep, call_kept
 from rannc_backend.passes.recurrent import call_recurrent, is_packed, recurrent_mode
 from rannc_backend.settings import hooks
@@ -265,13 +266,19 @@ class Watch(TorchFunctionMode):
         """Which tensors have the sizes that depend on data."""
         for tensor in tensors_in(result):
             for dim, size in enumerate(tensor.shape):
-                if isinstance(size, torch.SymInt) and has_data_sizes(size) and size.node.expr.is_Symbol:
-                    self._sized.setdefault(size.node.expr, (tensor, dim))
+                expression = size_expression(size) if isinstance(size, torch.SymInt) else None
+                # The batch size, which most results have, is soon told from them.
+                if expression is None or not expression.is_Symbol or expression == self._rows.symbol:
+                    continue
+                if expression not in self._sized and has_data_sizes(size):
+                    self._sized[expression] = (tensor, dim)
 
     def _deciding(self, original: Any) -> Any:
         """`torch.SymBool.__bool__`, for sizes that depend on data, in the user's lines."""
 
         def decide(condition: torch.SymBool) -> bool:
+            if threading.get_ident() != self._thread:
+                return bool(original(condition))
             caller, guards = sys._getframe(1), self._rows.shape_env.guards
             first = len(guards)
             try:
@@ -281,15 +288,12 @@ class Watch(TorchFunctionMode):
                 return answer
             except GuardOnDataDependentSymNode:
                 expression = condition.node.expr
-                if (
-                    threading.get_ident() != self._thread
-                    or not is_of_user(caller.f_code.co_filename)
-                    or expression.free_symbols - self._sized.keys()
-                ):
+                known = expression.free_symbols <= self._sized.keys()
+                if not known or not is_of_user(caller.f_code.co_filename):
                     raise
                 symbols = sorted(expression.free_symbols, key=str)
                 counts = [read_values.count_of(*self._sized[symbol]) for symbol in symbols]
-                asked = Asked(tuple(counts), lambda *found: _is_true(expression, symbols, found))
+                asked = Asked(tuple(counts), _holds(expression, *symbols))
                 return self._reads.decide(user_trace(caller), asked)
 
         return decide
@@ -376,13 +380,14 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _APPLY.__get__(None, cls)(*args, **kwargs)
 
 
-def _is_true(expression: sympy.Basic, symbols: list[sympy.Symbol], numbers: tuple[Any, ...]) -> bool:
-    known = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
-    return bool(expression.xreplace(known) == sympy.true)
+def _holds(condition: sympy.Basic, *symbols: sympy.Symbol) -> Callable[..., bool]:
+    """Whether a condition is true, as a function of the numbers of its symbols."""
 
+    def holds(*numbers: int) -> bool:
+        known = dict(zip(symbols, map(sympy.Integer, numbers), strict=True))
+        return bool(condition.xreplace(known) == sympy.true)
 
-def _holds(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], bool]:
-    return lambda num_rows: condition.xreplace({symbol: sympy.Integer(num_rows)}) == sympy.true
+    return holds
 
 
 def _not_kept(cls: type, why: str, trace: str) -> UnsupportedModelError:

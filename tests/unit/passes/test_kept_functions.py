@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rannc_backend.passes.batch.batch_axis import analyze_batch_axis
 from rannc_backend.passes.batch.layouts import Rows, Several
-from rannc_backend.passes.kept_functions import CannotKeep, call_kept, kept_function
+from rannc_backend.passes.kept_functions import Autocast, CannotKeep, call_kept, kept_function
 from rannc_backend.passes.pipeline import PassError
 from tests.unit.passes.batch.batch_tracing import Traced, trace
 
@@ -220,3 +220,12 @@ def test_a_backward_that_mixes_rows_is_refused(cls: Any) -> None:
     traced = _traced(cls)
     with pytest.raises(PassError, match="mixes rows"):
         analyze_batch_axis(traced.graph_module, traced.batch, traced.rows_symbol)
+
+
+def test_autocast_is_kept_as_the_call_ran_under_it() -> None:
+    assert Autocast.now("cpu").setting is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = Autocast.now("cpu")
+    assert found.setting == ("cpu", torch.bfloat16) and not torch.is_autocast_enabled("cpu")
+    with found.again():
+        assert torch.is_autocast_enabled("cpu")
