@@ -6,7 +6,8 @@ In: a context. Out: findings. One job does several models.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,8 @@ from tests.odd_models import worst_error
 EXACT = 1e-12
 
 
-def _pair(context: Context, make: Any, **options: Any) -> tuple[nn.Module, nn.Module, Any, list[Any]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make().double()
-    alone = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
-    return model, alone, torch.compile(model, **context.compile_arguments(**options)), optimizers
+def _double(make: Callable[[], nn.Module]) -> nn.Module:
+    return make().double()
 
 
 def _step(
@@ -60,7 +56,7 @@ def _num_compilations(model: nn.Module) -> int:
 
 
 def _follow(context: Context, name: str, entry: Entry, **options: Any) -> None:
-    model, alone, compiled, optimizers = _pair(context, entry.make, **options)
+    model, alone, compiled, optimizers = context.pair(partial(_double, entry.make), **options)
     start, stop = context.interval
     for step, size in enumerate(entry.sizes):
         whole = entry.batch(sum(context.case.local_rows), size, step)
@@ -118,7 +114,7 @@ def lengths_padded(context: Context) -> dict[str, Any]:
     values = {"ids": 0, "labels": -100}
     with float64():
         for make in (LanguageModel, Bert):
-            model, alone, compiled, optimizers = _pair(context, make, pad_inputs=values)
+            model, alone, compiled, optimizers = context.pair(partial(_double, make), pad_inputs=values)
             for step in range(4):
                 batches = [
                     text_batch(rows, length, step + 10 * rank)
@@ -140,7 +136,7 @@ def lengths_padded(context: Context) -> dict[str, Any]:
 
 def _refused(context: Context, lengths: list[list[int]]) -> None:
     """The last of these calls has other lengths on other ranks."""
-    _, _, compiled, _ = _pair(context, LanguageModel)
+    _, _, compiled, _ = context.pair(partial(_double, LanguageModel))
     message = ""
     for step, by_rank in enumerate(lengths):
         own = text_batch(context.case.local_rows[context.rank], by_rank[context.rank], step)

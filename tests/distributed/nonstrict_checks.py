@@ -7,8 +7,7 @@ In: a context. Out: findings. One job does several models.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,20 +65,21 @@ def _trained(
     return error
 
 
-def _pair(context: Context, name: str, **options: Any) -> tuple[nn.Module, nn.Module, Any, list[Any]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    alone = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
-    return model, alone, torch.compile(model, **context.compile_arguments(**options)), optimizers
+def _evaluate(context: Context, name: str, compiled: Any, alone: nn.Module) -> None:
+    compiled.eval()
+    alone.eval()
+    start, stop = context.interval
+    rows = batch(sum(context.case.local_rows), 7)
+    with torch.no_grad():
+        error = abs(float(compiled(rows[start:stop].clone())) / float(alone(rows)) - 1)
+    context.findings.that(error <= EXACT, f"{name} evaluated: off by {error}")
 
 
 def nonstrict_models(context: Context) -> dict[str, Any]:
     """Three steps of each, and an evaluation, equal one process."""
     with float64():
         for name in MODELS:
-            model, alone, compiled, optimizers = _pair(context, name)
+            model, alone, compiled, optimizers = context.pair(MODELS[name])
             with _counted_captures() as captures:
                 for step in range(3):
                     error = _trained(context, model, alone, compiled, optimizers, step)
@@ -87,13 +87,7 @@ def nonstrict_models(context: Context) -> dict[str, Any]:
             context.findings.that(len(captures) == 1, f"{name}: captured {len(captures)} times in 3 steps")
             if name in ("gradient", "slopes"):
                 continue  # they need gradients in the forward
-            compiled.eval()
-            alone.eval()
-            start, stop = context.interval
-            rows = batch(sum(context.case.local_rows), 7)
-            with torch.no_grad():
-                error = abs(float(compiled(rows[start:stop].clone())) / float(alone(rows)) - 1)
-            context.findings.that(error <= EXACT, f"{name} evaluated: off by {error}")
+            _evaluate(context, name, compiled, alone)
     return {}
 
 
@@ -103,29 +97,18 @@ def nonstrict_kept(context: Context) -> dict[str, Any]:
     """
     with float64():
         for name, (make, _) in kept_models.MODELS.items():
-            torch._dynamo.reset()
-            torch.manual_seed(0)
-            model = make()
-            alone = copy.deepcopy(model)
-            optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
-            compiled = torch.compile(model, **context.compile_arguments())
+            model, alone, compiled, optimizers = context.pair(make)
             for step in range(3):
                 error = _trained(context, model, alone, compiled, optimizers, step, times=1 + step % 2)
                 context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
-            compiled.eval()
-            alone.eval()
-            start, stop = context.interval
-            rows = batch(sum(context.case.local_rows), 7)
-            with torch.no_grad():
-                error = abs(float(compiled(rows[start:stop].clone())) / float(alone(rows)) - 1)
-            context.findings.that(error <= EXACT, f"{name} evaluated: off by {error}")
+            _evaluate(context, name, compiled, alone)
     return {}
 
 
 def nonstrict_changes(context: Context) -> dict[str, Any]:
     """What the code reads has another value in a later step: an item of a global, an attribute, the mode."""
     with float64():
-        model, alone, compiled, optimizers = _pair(context, "global")
+        model, alone, compiled, optimizers = context.pair(MODELS["global"])
         before = nonstrict.SCALE["of_output"]
         try:
             for step, scale in enumerate((before, 0.5, before)):
@@ -134,63 +117,44 @@ def nonstrict_changes(context: Context) -> dict[str, Any]:
                 context.findings.that(error <= EXACT, f"with {scale}: off by {error}")
         finally:
             nonstrict.SCALE["of_output"] = before
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model, alone = Paths(), Paths()
-        alone.load_state_dict(model.state_dict())
-        model.limit = alone.limit = sum(context.case.local_rows) + 1
-        compiled = torch.compile(model, **context.compile_arguments())
-        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+        model, alone, compiled, optimizers = context.pair(Paths)
+        model.limit = alone.limit = sum(context.case.local_rows) + 1  # type: ignore[assignment]
         with _counted_captures() as captures:
             for step, times in enumerate((1, 2, 3, 1, 2)):
                 error = _trained(context, model, alone, compiled, optimizers, step, times=times)
                 context.findings.that(error <= EXACT, f"path of {times} times the rows: off by {error}")
         context.findings.that(len(captures) == 3, f"three paths captured {len(captures)} times")
-        _chosen_by_count(context)
-        _follow_values(context)
+        # By the rows of all ranks, and by a buffer that one of them has.
+        _follow_values(
+            context, ChosenByValues, lambda alone, x: (bool(alone.is_ready), bool(x.max() > 1)), num_paths=3
+        )
+        # By how many rows of all ranks are selected: some of one rank, or none.
+        _follow_values(context, ChosenByCount, lambda alone, x: bool((x > 1).any()), num_paths=2)
         # Asked for, a model that Dynamo takes goes the other way too.
-        model, alone, compiled, optimizers = _pair(context, "tied", capture="nonstrict")
+        model, alone, compiled, optimizers = context.pair(MODELS["tied"], capture="nonstrict")
         error = _trained(context, model, alone, compiled, optimizers, 0)
         context.findings.that(error <= EXACT, f"by choice: off by {error}")
     return {}
 
 
-def _follow_values(context: Context) -> None:
-    """The path is chosen by the rows of all ranks, and by a buffer that one of them has."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = ChosenByValues()
-    alone = copy.deepcopy(model)
-    compiled = torch.compile(model, **context.compile_arguments())
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
-    seen = set()
+def _follow_values(
+    context: Context,
+    make: Callable[[], nn.Module],
+    path_of: Callable[[nn.Module, Tensor], object],
+    num_paths: int,
+) -> None:
+    """Six steps take at least so many paths, each of which is captured once."""
+    model, alone, compiled, optimizers = context.pair(make)
+    name, seen = type(model).__name__, set()
     with _counted_captures() as captures:
         for step in range(6):
-            largest = batch(sum(context.case.local_rows), step)[:, 0, 0]
-            seen.add((bool(alone.is_ready), bool(largest.max() > 1)))
+            seen.add(path_of(alone, batch(sum(context.case.local_rows), step)[:, 0, 0]))
             error = _trained(context, model, alone, compiled, optimizers, step)
-            context.findings.that(error <= EXACT, f"chosen by values, step {step}: off by {error}")
-    context.findings.that(len(seen) >= 3, f"{seen} are too few paths to show anything")
-    context.findings.that(len(captures) == len(seen), f"{len(seen)} paths captured {len(captures)} times")
-
-
-def _chosen_by_count(context: Context) -> None:
-    """The path is chosen by how many rows of all ranks are selected: some of one rank, or none."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = ChosenByCount()
-    alone = copy.deepcopy(model)
-    compiled = torch.compile(model, **context.compile_arguments())
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
-    seen = set()
-    with _counted_captures() as captures:
-        for step in range(6):
-            selected = batch(sum(context.case.local_rows), step)[:, 0, 0] > 1
-            seen.add(bool(selected.any()))
-            error = _trained(context, model, alone, compiled, optimizers, step)
-            context.findings.that(error <= EXACT, f"chosen by a count, step {step}: off by {error}")
-    context.findings.that(len(seen) == 2, f"{seen} are too few paths to show anything")
-    context.findings.that(len(captures) == 2, f"2 paths captured {len(captures)} times")
+            context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+    context.findings.that(len(seen) >= num_paths, f"{name}: {seen} are too few paths to show anything")
+    context.findings.that(
+        len(captures) == len(seen), f"{name}: {len(seen)} paths captured {len(captures)} times"
+    )
 
 
 def nonstrict_refusals(context: Context) -> dict[str, Any]:

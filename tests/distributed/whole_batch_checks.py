@@ -83,12 +83,7 @@ def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
     """Values whose sizes depend on data, in batches of several sizes."""
     rows = context.case.local_rows
     for name, make in data_size_models.MODELS.items():
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = make()
-        alone = copy.deepcopy(model)
-        compiled = torch.compile(model, **context.compile_arguments())
-        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+        model, alone, compiled, optimizers = context.pair(make)
         for step in range(4):
             times = 1 + step % 2
             start, stop = (times * place for place in context.interval)

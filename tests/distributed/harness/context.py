@@ -6,6 +6,7 @@ the findings.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,6 +81,17 @@ class Context:
     def compile(self, model: nn.Module, **options: Any) -> Callable[..., Any]:
         """The model compiled by the backend under test, with the case's options."""
         return torch.compile(model, **self.compile_arguments(**options))
+
+    def pair(
+        self, make: Callable[[], nn.Module], **options: Any
+    ) -> tuple[nn.Module, nn.Module, Any, list[torch.optim.Optimizer]]:
+        """A model, its copy for one process, the model compiled, and an optimizer for each of the two."""
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make()
+        alone = copy.deepcopy(model)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, alone)]
+        return model, alone, torch.compile(model, **self.compile_arguments(**options)), list(optimizers)
 
     def compile_arguments(self, **options: Any) -> dict[str, Any]:
         """Keyword arguments of torch.compile."""
