@@ -52,8 +52,7 @@ from rannc_backend.passes.batch.operator_call import (
     rows_dims,
     rows_multiple,
 )
-from rannc_backend.passes.batch.probe_rows import probe_rows
-from rannc_backend.passes.batch.row_wise import is_row_wise, refuse_row_count, row_wise_rule
+from rannc_backend.passes.batch.row_wise import is_row_wise, probe_rows, refuse_row_count, row_wise_rule
 from rannc_backend.passes.graph_queries import arguments_of
 from rannc_backend.passes.kept_functions import KeptFunction, kept_function, operator_code
 from rannc_backend.passes.pipeline import Pass, PassError

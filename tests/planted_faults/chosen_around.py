@@ -259,7 +259,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "derivatives-believed",
-            "passes/batch/probe_rows.py",
+            "passes/batch/row_wise.py",
             "for differentiate in (False, True):",
             "for differentiate in (False,):",
             passes("batch/row_wise"),
