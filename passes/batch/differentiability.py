@@ -1,7 +1,8 @@
-"""Which values of a graph take part in differentiation.
+"""Which values of a graph take part in differentiation, and whether the scalar part after the sums is linear in
+the sums.
 
-In: a functional ATen graph with fake values, and the names of the placeholders that require a gradient. Out:
-names of nodes.
+In: a functional ATen graph with fake values, and the names of the placeholders that require a gradient, or are
+partials. Out: names of nodes; yes or no.
 Exact: the graph is interpreted on fake tensors with autograd on, so that every operator answers for itself;
 at one batch size, as the answer is the same for all.
 """
@@ -13,10 +14,26 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from rannc_backend.passes.batch.operator_call import operator_name
 from rannc_backend.passes.data_sizes import has_data_sizes
-from rannc_backend.passes.graph_queries import placeholders
+from rannc_backend.passes.graph_queries import nodes_behind, placeholders
 from rannc_backend.passes.plain_numbers import at_hint, plain_mode
+from rannc_backend.passes.tracing import symbolic_sizes
+
+#: only the shape of the argument matters
+SHAPE_ONLY = (
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "sym_size",
+)
 
 
 def values_needing_grad(
@@ -104,3 +121,47 @@ def _requires_grad(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_requires_grad(item) for item in value)
     return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def is_linear(epilogue: fx.GraphModule, differentiated: Collection[str], partials: Collection[str]) -> bool:
+    """Whether no gradient of an epilogue's outputs with respect to a partial depends on a partial: then a slice's
+    backward may start before all sums are known. Traces d(outputs)/d(differentiated partials).
+    """
+    inputs = placeholders(epilogue.graph)
+    values = [node.meta["val"] for node in inputs]
+    wanted = [
+        place
+        for place, node in enumerate(inputs)
+        if node.name in differentiated
+        and (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())
+    ]
+    if not wanted:
+        return True
+
+    def gradients(*inputs: torch.Tensor) -> list[Any]:
+        leaves = [
+            item.detach().requires_grad_(place in wanted) if isinstance(item, torch.Tensor) else item
+            for place, item in enumerate(inputs)
+        ]
+        with torch.enable_grad():
+            outputs = fx.Interpreter(epilogue).run(*leaves)
+            results: list[Any] = []
+            for output in outputs:
+                if output.requires_grad:
+                    sources = [leaves[place] for place in wanted]
+                    seed = torch.ones(output.shape, dtype=output.dtype, device=output.device)
+                    results += torch.autograd.grad(
+                        output, sources, seed, retain_graph=True, allow_unused=True
+                    )
+        return results
+
+    with symbolic_sizes(values):
+        traced = make_fx(gradients, decomposition_table={})(*values)
+    by_name = {node.name: inner for node, inner in zip(inputs, placeholders(traced.graph))}
+    forbidden = {by_name[name] for name in partials}
+    read = nodes_behind(traced.graph.output_node().all_input_nodes, stop=_reads_no_values)
+    return not read & forbidden
+
+
+def _reads_no_values(node: fx.Node) -> bool:
+    return operator_name(node.target).removeprefix("aten.") in SHAPE_ONLY

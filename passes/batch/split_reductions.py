@@ -33,7 +33,7 @@ from rannc_backend.passes.batch.batch_split import (
     UserOutput,
     WholeBatch,
 )
-from rannc_backend.passes.batch.differentiability import values_reached_by_grad
+from rannc_backend.passes.batch.differentiability import is_linear, values_reached_by_grad
 from rannc_backend.passes.batch.layouts import (
     Constant,
     Layout,
@@ -45,7 +45,6 @@ from rannc_backend.passes.batch.layouts import (
     SliceStatistic,
     Whole,
 )
-from rannc_backend.passes.batch.linearity import is_linear
 from rannc_backend.passes.batch.loss_decompositions import HALF, DecomposeReductions
 from rannc_backend.passes.batch.operator_call import ADVICE, operator_name, rows_multiple
 from rannc_backend.passes.batch.randomness import PureRandomness
