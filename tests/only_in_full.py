@@ -155,7 +155,6 @@ _BY_FILE = {
         "test_a_model_on_meta_is_planned[gpt2]",
         "test_the_plan_of_a_real_model_is_that_of_its_shapes[True]",
         "test_rules_trace_no_block_and_choose_much_the_same",
-        "test_experts_that_sort_the_tokens_of_a_batch_are_refused_with_what_helps",
     ),
     "tests/unit/rannc_backend/planner/test_projection.py": (
         "test_gpt2_evaluates_without_labels_under_its_training_plan",

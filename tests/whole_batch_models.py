@@ -148,27 +148,6 @@ class Queue(Encoder):
         return F.cross_entropy(logits, torch.zeros_like(y)), query
 
 
-class Experts(Encoder):
-    """A mixture of experts: tokens sorted by expert, computed, and put back; a balancing loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, 3)
-        self.weights = nn.Parameter(0.3 * torch.randn(3, HIDDEN, HIDDEN))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.encoded(x).view(-1, 2, HIDDEN // 2).repeat(1, 1, 2).reshape(-1, HIDDEN)
-        chances = self.router(tokens).softmax(-1)
-        best, experts = chances.topk(2, -1)
-        order = experts.reshape(-1).argsort(stable=True)
-        chosen = self.weights[experts.reshape(-1)[order]]
-        done = torch.bmm(tokens[order // 2][:, None], chosen)[:, 0] * best.reshape(-1)[order][:, None]
-        tokens = torch.zeros_like(tokens).index_add(0, order // 2, done)
-        share = F.one_hot(experts, 3).sum((0, 1)).to(chances.dtype) / tokens.shape[0]
-        loss, logits = self.classified(tokens.view(-1, 2, HIDDEN).mean(1), y)
-        return loss + 0.1 * (share * chances.mean(0)).sum(), logits
-
-
 class Normalized(nn.Module):
     """BatchNorm, whose statistics are those of all samples of the step with `batch_norm="global"`."""
 
@@ -212,7 +191,6 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "clamped": Clamped,
     "codebook": Codebook,
     "queue": Queue,
-    "experts": Experts,
     "normalized": Normalized,
     "gradients": MeetingGradients,
 }

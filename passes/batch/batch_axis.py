@@ -30,33 +30,40 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.batch.batch_axis_rules import RULES
-from rannc_backend.passes.batch.batch_axis_views import VIEW_RULES
+from rannc_backend.passes.batch.batch_axis_views import VIEW_RULES, Rule
 from rannc_backend.passes.batch.batch_split import GLOBAL_ROWS
 from rannc_backend.passes.batch.layouts import (
     Constant,
+    KeyCounts,
     Layout,
+    Ordered,
     PartialSum,
     Reduced,
     RowCount,
     RowIndex,
     Rows,
+    SegmentEnds,
     Several,
     SliceStatistic,
     Whole,
+    width_of,
 )
 from rannc_backend.passes.batch.operator_call import (
     ADVICE,
     Call,
+    Early,
+    Replaced,
     has_rows,
     operator_name,
     rows_dims,
     rows_multiple,
 )
-from rannc_backend.passes.batch.row_wise import is_row_wise, probe_rows, refuse_row_count, row_wise_rule
+from rannc_backend.passes.batch.orders import ORDERS, ends_of_segments, in_order
+from rannc_backend.passes.batch.row_wise import declared_rule, is_row_wise, pointwise_rule
 from rannc_backend.passes.graph_queries import arguments_of
 from rannc_backend.passes.kept_functions import KeptFunction, kept_function, operator_code
 from rannc_backend.passes.pipeline import Pass, PassError
-from rannc_backend.passes.size_nodes import plain
+from rannc_backend.passes.size_nodes import exact_quotient, plain
 from rannc_backend.passes.tracing import InnerGraph, trace_decomposition, trace_function
 
 _DECLARE = (
@@ -64,6 +71,7 @@ _DECLARE = (
     "rannc_backend.row_wise (docs/custom_operators.md). "
 )
 _NO_WRITING = "An operator that writes into its arguments (mutates_args) cannot be followed: let it return what it computes. "
+_OF_ROWS = (Rows, RowIndex, *ORDERS)
 _OWN = ("aten.", "rannc_recurrent.", "rannc_ctc.")  # with rules below
 __all__ = [
     "Constant", "Layout", "PartialSum", "Reduced", "RowCount", "RowIndex", "Rows", "Several", "SliceStatistic", "Whole",
@@ -140,7 +148,7 @@ def analyze_batch_axis(
             analysis.set_input(node, node.name in batch_inputs, node.name in known)
         else:
             analysis.visit(node)
-    return {node.name: layout for node, layout in analysis.layouts.items()}
+    return {node.name: analysis.in_the_end(node) for node in analysis.layouts}
 
 
 def extend_analysis(
@@ -162,7 +170,7 @@ def extend_analysis(
             if source not in analysis.layouts:
                 layout = layouts[source.name]
                 if isinstance(layout, RowIndex) and source.name in row_numbers:
-                    layout = Rows(layout.dim)
+                    layout = Rows(layout.dim, 1, width_of(layout))
                 analysis.layouts[source] = layout
         analysis.visit(node)
         layouts[node.name] = analysis.layouts[node]
@@ -239,6 +247,17 @@ class _Analysis:
             if any(isinstance(self.layouts[item], (PartialSum, Reduced)) for item in inputs):
                 self.before_step.discard(node)
 
+    def in_the_end(self, node: fx.Node) -> Layout:
+        """A value of the whole batch stands in no order that slices have."""
+        layout = self.layouts[node]
+        parts = layout.elements if isinstance(layout, Several) else (layout,)
+        if self.meeting is None or not any(isinstance(part, (*ORDERS, SegmentEnds)) for part in parts):
+            return layout
+        self.meeting.names.add(node.name)
+        values = _elements(node.meta["val"])
+        found = tuple(self._of_whole_element(value) for value in values)
+        return Several(found) if isinstance(layout, Several) else found[0]
+
     def _of_whole_batch(self, node: fx.Node, error: PassError) -> Layout:
         """The layout of a value that no rule gives one, in a graph that runs on the whole batch."""
         if self.meeting is None:
@@ -275,9 +294,11 @@ class _Analysis:
             )
         if any(_is_whole(self.layouts[item]) for item in inputs):
             raise PassError(node, f"operator {operator_name(node.target)} works on rows that have met")
+        if ends := ends_of_segments(node, self.layouts):
+            return ends
         if reduced := self._after_sum(node, inputs):
             return reduced
-        holds_rows = any(isinstance(self.layouts[item], (Rows, RowIndex, Several)) for item in inputs)
+        holds_rows = any(isinstance(self.layouts[item], (*_OF_ROWS, SegmentEnds, Several)) for item in inputs)
         if not holds_rows and not any(rows_dims(item, self.symbol) for item in _elements(value)):
             return self._without_rows(node, inputs)
         return self._with_rows(node, value)
@@ -288,7 +309,7 @@ class _Analysis:
         if not late:
             return None
         name = operator_name(node.target)
-        if any(isinstance(self.layouts[item], (Rows, RowIndex)) for item in inputs):
+        if any(isinstance(self.layouts[item], _OF_ROWS) for item in inputs):
             raise PassError(
                 node,
                 f"operator {name} mixes rows of the batch (it feeds {late[0].name}, a sum over the batch, "
@@ -324,35 +345,46 @@ class _Analysis:
             raise PassError(
                 node, f"unknown operator {operator_name(node.target)} on rows of the batch. {more}{ADVICE}"
             )
-        call = Call.of(node, self.symbol, _Early(self.layouts))
+        call = Call.of(node, self.symbol, Early(self.layouts))
         name = call.name.removeprefix("aten.")
         if numbers := self._row_numbers(node, name):
             # The elements stay what they are: follow them as rows and say so again.
-            result = RULES[name](Call.of(node, self.symbol, _Replaced(self.layouts, numbers)))
-            if isinstance(result, Rows) and result.outer == result.inner == 1:
-                return self._checked(node, RowIndex(result.dim), value)
+            moves = self._rule(node, name)
+            assert moves is not None, f"no rule for {name}, which moves elements"
+            result = moves(Call.of(node, self.symbol, Replaced(self.layouts, numbers)))
+            (given,) = (self.layouts[item] for item in numbers)
+            if isinstance(result, Rows) and isinstance(given, RowIndex) and result.outer == 1:
+                if (times := exact_quotient(result.inner, width_of(given))) is not None:
+                    found = RowIndex(result.dim, given.inner, given.each * times)
+                    return self._checked(node, found, value)
             call.refuse("mixes the numbers of rows with other numbers")
         if (kept := kept_function(node.target)) is not None:
             return self._of_kept(node, kept)
-        rule = RULES.get(name) if call.name.startswith(_OWN) else None
-        if (
-            rule is None
-            and not call.name.startswith("aten.")
-            and (is_row_wise(node.target) or torch.Tag.pointwise in node.target.tags)
-        ):
-            refuse_row_count(call)
-            rule = row_wise_rule if is_row_wise(node.target) else RULES["_to_copy"]
-            layout = self._checked(node, rule(call), value)
-            probe_rows(call)
-            return layout
         if (code := operator_code(node.target)) is not None:
             raise PassError(node, f"{code.runs_whole} runs as written, since its code decides by values")
-        if rule is None and torch.Tag.pointwise in node.target.tags:
-            rule = RULES["_to_copy"]
-        layout = rule(call) if rule else self._by_decomposition(node)
+        rule = self._rule(node, name)
+        layout: Layout | None
+        if any(isinstance(self.layouts[item], (*ORDERS, SegmentEnds)) for item in node.all_input_nodes):
+            layout = in_order(call, rule)
+        else:
+            layout = rule(call) if rule else None
+        if layout is None:
+            layout = self._by_decomposition(node)
+        if isinstance(layout, KeyCounts):
+            return layout
         if isinstance(layout, PartialSum):
             return PartialSum(input_only=node in self.before_step)
         return self._checked(node, layout, value)
+
+    def _rule(self, node: fx.Node, name: str) -> Rule | None:
+        """The rule of an operator: its own, or that of its kind."""
+        target: Any = node.target
+        rule = RULES.get(name) if operator_name(target).startswith(_OWN) else None
+        if rule is None and is_row_wise(target):
+            return declared_rule
+        if rule is None and torch.Tag.pointwise in target.tags:
+            return RULES["_to_copy"] if operator_name(target).startswith("aten.") else pointwise_rule
+        return rule
 
     def _row_numbers(self, node: fx.Node, name: str) -> dict[fx.Node, Layout]:
         """Row numbers that the node moves without change: views, copies, casts to integers."""
@@ -361,7 +393,7 @@ class _Analysis:
         ):
             return {}
         return {
-            item: Rows(layout.dim)
+            item: Rows(layout.dim, 1, width_of(layout))
             for item in node.all_input_nodes
             if isinstance(layout := self.layouts[item], RowIndex)
         }
@@ -378,7 +410,7 @@ class _Analysis:
                 f"unknown operator {name} on rows of the batch: no rule says what it does with them. "
                 f"{tag}{ADVICE}",
             )
-        results = self._inside(node, inner, _Early(self.layouts))
+        results = self._inside(node, inner, Early(self.layouts))
         if any(isinstance(result, (PartialSum, Reduced)) for result in results):
             raise PassError(
                 node, f"operator {name} reduces the batch dimension in a way that is not known. {ADVICE}"
@@ -406,7 +438,7 @@ class _Analysis:
         """A function with a backward of its own works on rows if both its forward and its backward do: the
         gradient of what holds rows lies as that does, that of what holds none is a sum over them.
         """
-        layouts: dict[fx.Node, Layout] = dict(_Early(self.layouts))
+        layouts: dict[fx.Node, Layout] = dict(Early(self.layouts))
         tensors, sizes = arguments_of(node)
         results = self._inside(node, trace_function(kept.forward, (tensors, sizes), {}), layouts)
         values = [self._checked_element(node, *pair) for pair in zip(results, node.meta["val"], strict=True)]
@@ -422,7 +454,7 @@ class _Analysis:
         for tensor, has_gradient in zip(tensors, kept.has_gradient, strict=True):
             if has_gradient:
                 layout, own = next(found), layouts[tensor]
-                right = layout == own if isinstance(own, Rows) else isinstance(layout, PartialSum)
+                right = layout == own if isinstance(own, (Rows, Ordered)) else isinstance(layout, PartialSum)
                 if not right:
                     name = operator_name(node.target)
                     raise PassError(node, f"the backward of {name} mixes rows of the batch. {ADVICE}")
@@ -443,43 +475,14 @@ class _Analysis:
             # Side results of fused operators (seeds, sizes): nobody may use them.
             return layout if isinstance(layout, (Constant, SliceStatistic)) else SliceStatistic()
         name = operator_name(node.target)
-        if not isinstance(layout, (Rows, RowIndex)) or dims != [layout.dim]:
+        if not isinstance(layout, _OF_ROWS) or dims != [layout.dim]:
             raise PassError(
                 node, f"operator {name} mixes rows of the batch (shape {tuple(value.shape)}). {ADVICE}"
             )
-        width = layout.outer * layout.inner if isinstance(layout, Rows) else 1
-        if rows_multiple(value.shape[layout.dim], self.symbol) != plain(width):
+        if rows_multiple(value.shape[layout.dim], self.symbol) != plain(width_of(layout)):
             what = f"size {value.shape[layout.dim]} of dimension {layout.dim}"
             raise PassError(node, f"operator {name} mixes rows of the batch ({what}). {ADVICE}")
         return layout
-
-
-class _Early(Mapping[fx.Node, Layout]):
-    """Layouts in which what is known before the step counts as a constant."""
-
-    def __init__(self, layouts: Mapping[fx.Node, Layout]) -> None:
-        self._layouts = layouts
-
-    def __getitem__(self, node: fx.Node) -> Layout:
-        layout = self._layouts[node]
-        return Constant() if isinstance(layout, (PartialSum, Reduced)) else layout
-
-    def __iter__(self) -> Any:
-        return iter(self._layouts)
-
-    def __len__(self) -> int:
-        return len(self._layouts)
-
-
-class _Replaced(_Early):
-    """Layouts with some replaced."""
-
-    def __init__(self, layouts: Mapping[fx.Node, Layout], replaced: Mapping[fx.Node, Layout]) -> None:
-        super().__init__(layouts)
-        self._replaced = replaced
-
-    def __getitem__(self, node: fx.Node) -> Layout:
-        return self._replaced.get(node) or super().__getitem__(node)
 
 
 def _is_whole(layout: Layout) -> bool:

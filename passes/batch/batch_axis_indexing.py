@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.batch.batch_axis_views import Rule
-from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows
+from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows, width_of
 from rannc_backend.passes.batch.operator_call import Call
 
 
@@ -51,8 +51,8 @@ def gather(call: Call) -> Layout:
 def index_select(call: Call) -> Layout:
     table, ndim = call.rows(call["self"]), call.ndim(call["self"])
     dim = call.dim("dim", ndim)
-    if isinstance(call.layout(call["index"]), RowIndex):
-        return _by_row_number(call, table, dim)
+    if isinstance(numbers := call.layout(call["index"]), RowIndex):
+        return _by_row_number(call, table, dim, numbers)
     index = call.rows(call["index"])
     if index is None and table is not None and table.dim != dim:
         return table
@@ -74,10 +74,11 @@ def index_write(call: Call) -> Layout:
     return Rows(layout.dim, layout.outer, layout.inner)
 
 
-def _by_row_number(call: Call, table: Rows | None, dim: int) -> Rows:
-    if table is None or table.dim != dim or table.outer != 1 or table.inner != 1:
+def _by_row_number(call: Call, table: Rows | None, dim: int, numbers: RowIndex) -> Rows:
+    """Every element by itself, or as often as the numbers repeat."""
+    if table is None or table.dim != dim or table.outer != 1 or table.inner != numbers.inner:
         call.refuse("uses row numbers to index something else than the batch dimension")
-    return table
+    return Rows(dim, 1, width_of(numbers))
 
 
 def _is_mask(node: fx.Node | None) -> bool:
@@ -106,8 +107,8 @@ def _index_rows(call: Call, indices: list[fx.Node | None]) -> tuple[Rows | None,
             continue
         numbers = call.layout(index)
         if isinstance(numbers, RowIndex):
-            _by_row_number(call, table, place)
-            layout, by_number = Rows(numbers.dim), True
+            _by_row_number(call, table, place, numbers)
+            layout, by_number = Rows(numbers.dim, 1, width_of(numbers)), True
         else:
             layout = call.rows(index)
             if table is not None and place == table.dim:

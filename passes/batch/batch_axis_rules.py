@@ -16,8 +16,10 @@ from torch import fx
 
 from rannc_backend.passes.batch.batch_axis_indexing import INDEX_RULES
 from rannc_backend.passes.batch.batch_axis_views import STRUCTURE_RULES, Rule
+from rannc_backend.passes.batch.counted_keys import key_counts
 from rannc_backend.passes.batch.layouts import Constant, Layout, PartialSum, Rows, Several, SliceStatistic
 from rannc_backend.passes.batch.operator_call import Call, rows_dims, wrap_dims
+from rannc_backend.passes.batch.orders import sorted_rows
 
 
 def elementwise(call: Call) -> Layout:
@@ -62,6 +64,13 @@ def along(call: Call, *, name: str = "dim") -> Layout:
     if layout.dim in wrap_dims(call[name], call.ndim(call["self"])):
         call.refuse_mixing(f"it works along the batch dimension, {layout.dim}")
     return Rows(layout.dim, layout.outer, layout.inner)
+
+
+def sort(call: Call) -> Layout:
+    layout = call.rows(call["self"])
+    if layout is not None and layout.dim == call.dim("dim", call.ndim(call["self"])):
+        return sorted_rows(call)
+    return along(call)
 
 
 def reduction(call: Call, *, is_sum: bool = False) -> Layout:
@@ -265,8 +274,10 @@ RULES: dict[str, Rule] = {
     **_table(
         along,
         "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod logcumsumexp cummax cummin "
-        "sort argsort topk glu _fft_r2c _fft_c2c _fft_c2r",
+        "argsort topk glu _fft_r2c _fft_c2c _fft_c2r",
     ),
+    **_table(sort, "sort"),
+    **_table(key_counts, "histc"),
     **_table(along, "flip roll", name="dims"),
     **_table(along, "unfold", name="dimension"),
     **_table(reduction, "sum nansum", is_sum=True),

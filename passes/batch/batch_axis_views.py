@@ -56,8 +56,9 @@ def created(call: Call) -> Layout:
 
 def arange(call: Call) -> Layout:
     start, step = call.arguments.get("start", 0), call.arguments.get("step", 1)
-    if start == 0 and step == 1 and rows_multiple(call.number("end"), call.symbol) == 1:
-        return RowIndex(0)
+    multiple = rows_multiple(call.number("end"), call.symbol)
+    if start == 0 and step == 1 and multiple:
+        return RowIndex(0, multiple)
     call.refuse("numbers something else than the rows of the batch from 0 up")
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from torch import fx
+
 from rannc_backend.passes.size_nodes import Size
 
 
@@ -37,13 +39,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """Laid out as Rows(dim) and every element is the number of its own row in the slice (arange(rows), and
-    views of it).
+    """Laid out as Rows(dim, 1, inner * each) and every element is its own place along `dim`, divided by `each`
+    and rounded down (`arange(rows)`, `arange(rows * inner)`, and views of them).
 
     May only be used to index the batch dimension of a Rows value: the number itself differs between slices.
     """
 
     dim: int
+    inner: Size = 1
+    each: Size = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,64 @@ class Whole:
     """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """The elements that an index has sorted or chosen: along the one dimension of `keys`, outer * rows * inner
+    of them. Two are equal if one index has made both.
+
+    `rising`: the index sorts `keys` from small to large.
+    """
+
+    keys: fx.Node
+    outer: Size
+    inner: Size
+    rising: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Dimension `dim` holds the elements of `origin` in the order of its index, each computed from that element
+    alone. `is_key`: they are its keys.
+    """
+
+    dim: int
+    origin: Origin
+    is_key: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderIndex:
+    """The index itself: the place at which each element of Ordered(dim, origin) stands along the dimension of
+    `origin`, divided by `divisor` and rounded down.
+    """
+
+    dim: int
+    origin: Origin
+    divisor: Size = 1
+
+
+@dataclass(frozen=True, slots=True)
+class InverseIndex:
+    """Laid out as the elements of `origin`, and each is its own place in the order: what ends it."""
+
+    dim: int
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCounts(PartialSum):
+    """[keys]: how many elements of a slice have each of the keys 0, 1, ... of `keys`."""
+
+    keys: fx.Node | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEnds:
+    """[keys]: where, in the rising order of `keys`, the elements of a slice with each of the keys end."""
+
+    keys: fx.Node
+
+
 @dataclass(frozen=True, slots=True)
 class Several:
     """Layouts of the elements of a tuple or list value."""
@@ -95,6 +157,16 @@ class Several:
     elements: tuple[Layout, ...]
 
 
+def width_of(layout: Rows | RowIndex | Ordered | OrderIndex | InverseIndex) -> Size:
+    """How many elements the dimension of rows has for each row."""
+    if isinstance(layout, Rows):
+        return layout.outer * layout.inner
+    if isinstance(layout, RowIndex):
+        return layout.inner * layout.each
+    return layout.origin.outer * layout.origin.inner
+
+
 Layout: TypeAlias = (
-    "Constant | Rows | RowIndex | RowCount | PartialSum | Reduced | SliceStatistic | Whole | Several"
+    "Constant | Rows | RowIndex | RowCount | PartialSum | Reduced | SliceStatistic | Whole | Several | Ordered | "
+    "OrderIndex | InverseIndex | SegmentEnds"
 )

@@ -17,7 +17,18 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.passes.batch.layouts import Constant, Layout, Reduced, RowIndex, Rows
+from rannc_backend.passes.batch.layouts import (
+    Constant,
+    InverseIndex,
+    Layout,
+    Ordered,
+    OrderIndex,
+    PartialSum,
+    Reduced,
+    RowIndex,
+    Rows,
+    SegmentEnds,
+)
 from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.size_nodes import Size, plain
@@ -65,6 +76,34 @@ def rows_dims(value: Any, symbol: sympy.Symbol) -> list[int]:
     if not isinstance(value, torch.Tensor):
         return []
     return [dim for dim, size in enumerate(value.shape) if has_rows(size, symbol)]
+
+
+class Early(Mapping[fx.Node, Layout]):
+    """Layouts in which what is known before the step counts as a constant."""
+
+    def __init__(self, layouts: Mapping[fx.Node, Layout]) -> None:
+        self._layouts = layouts
+
+    def __getitem__(self, node: fx.Node) -> Layout:
+        layout = self._layouts[node]
+        return Constant() if isinstance(layout, (PartialSum, Reduced)) else layout
+
+    def __iter__(self) -> Any:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+
+class Replaced(Early):
+    """Layouts with some replaced."""
+
+    def __init__(self, layouts: Mapping[fx.Node, Layout], replaced: Mapping[fx.Node, Layout]) -> None:
+        super().__init__(layouts)
+        self._replaced = replaced
+
+    def __getitem__(self, node: fx.Node) -> Layout:
+        return self._replaced.get(node) or super().__getitem__(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +155,8 @@ class Call:
             self.refuse("uses the number of a row in the batch as a value, which differs from slice to slice")
         if isinstance(layout, Rows):
             return layout
+        if isinstance(layout, (Ordered, OrderIndex, InverseIndex, SegmentEnds)):
+            self.refuse(f"uses {argument}, which is in an order of the rows, in a way that is not known")
         assert isinstance(layout, (Constant, Reduced)), (
             f"{self.node}: argument {argument} has layout {layout}"
         )

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from rannc_backend.passes.batch.batch_axis_rules import elementwise
 from rannc_backend.passes.batch.layouts import Layout, RowCount, Rows
 from rannc_backend.passes.batch.operator_call import Call, rows_dims, rows_multiple
 from rannc_backend.passes.graph_queries import size_expression
@@ -71,11 +72,22 @@ def is_row_wise(target: object) -> bool:
     return getattr(target, _MARK, False) is True
 
 
-def refuse_row_count(call: Call) -> None:
-    """Refuse an operator of the user's that gets the batch size as a number: it would be that of a slice."""
-    for item in call.node.all_input_nodes:
-        if isinstance(call.layouts[item], RowCount):
-            call.refuse("gets the batch size as a number, which differs between micro-batches")
+def declared_rule(call: Call) -> Layout:
+    """The rule of an operator that is declared row-wise."""
+    return _tried(call, row_wise_rule)
+
+
+def pointwise_rule(call: Call) -> Layout:
+    """The rule of an operator of the user's that is tagged pointwise."""
+    return _tried(call, elementwise)
+
+
+def _tried(call: Call, rule: Callable[[Call], Layout]) -> Layout:
+    if any(isinstance(call.layouts[item], RowCount) for item in call.node.all_input_nodes):
+        call.refuse("gets the batch size as a number, which differs between micro-batches")
+    layout = rule(call)
+    probe_rows(call)
+    return layout
 
 
 def row_wise_rule(call: Call) -> Layout:

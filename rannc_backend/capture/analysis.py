@@ -178,20 +178,12 @@ def _split(captured: CapturedGraph, trained: Collection[str], *, together: bool)
     )
 
 
-#: What helps where a library's own code mixes the rows, by a part of that file's path.
-_CURES_BY_FILE = {
-    "transformers/integrations/moe.py": "sorting tokens by expert mixes rows; "
-    "model.set_experts_implementation('batched_mm') before compiling computes each token by itself.",
-}
-
-
 def mixed_batch_error(error: PassError) -> BatchMixedError:
     """The user's error for what a pass refuses: operator, reason, and the line of the user's model."""
     node = error.node
     operator = "" if node is None else str(node.target)
     frames = "" if node is None else str(node.meta.get("stack_trace") or "")
-    cure = next((cure for place, cure in _CURES_BY_FILE.items() if place in frames), "")
-    return BatchMixedError(operator, reason=error.reason, location=user_location(frames), cure=cure)
+    return BatchMixedError(operator, reason=error.reason, location=user_location(frames))
 
 
 def _input_kinds(captured: CapturedGraph, split: BatchSplit) -> dict[str, str]:

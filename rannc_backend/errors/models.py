@@ -49,13 +49,12 @@ class NoBatchDimensionError(ModelError):
 class BatchMixedError(ModelError):
     """An operator mixes samples of the batch, so that micro-batches would give another result."""
 
-    def __init__(self, operator: str, *, reason: str, location: str = "", cure: str = "") -> None:
+    def __init__(self, operator: str, *, reason: str, location: str = "") -> None:
         self.operator = operator
         super().__init__(
             f"operator {operator} mixes the samples of a batch: {reason}",
             location=location,
-            cure=cure
-            or "compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
+            cure="compute it per sample (dimension 0 kept as it is), or move it outside of the compiled model.",
         )
 
 

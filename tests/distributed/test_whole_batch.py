@@ -10,7 +10,16 @@ from tests.distributed.harness.case import Case, on_plans
 
 CASES = on_plans(
     "whole-batch",
-    [("models", "1,1"), ("models", "2"), ("models", "2,1"), ("limits", "2"), ("data_sizes", "1,1")],
+    [
+        ("models", "1,1"),
+        ("models", "2"),
+        ("models", "2,1"),
+        ("limits", "2"),
+        ("data_sizes", "1,1"),
+        ("experts", "1,1"),
+        ("experts", "2"),
+        ("experts", "2,1"),
+    ],
     limit_seconds=240.0,
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import BatchMixedError, OutputNotAvailableError, RanncError
-from tests import data_size_models
+from tests import data_size_models, expert_models
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.odd_models import worst_error
@@ -148,3 +148,27 @@ def _raises(context: Context, what: str, kind: type[Exception], call: Any, words
         context.findings.that(words in str(error), f"{what}: {error}")
     else:
         context.findings.that(False, f"{what}: no error, but {result}")
+
+
+def whole_batch_experts(context: Context) -> dict[str, Any]:
+    """Tokens that are sorted by expert keep micro-batches and replicas, whatever the number of rows."""
+    rows = context.case.local_rows
+    for name, make in expert_models.MODELS.items():
+        model, alone, compiled, optimizers = context.pair(
+            lambda make=make: make().double(), whole_batch="never"
+        )
+        for step in range(3):
+            times = 1 + step % 2
+            start, stop = (times * place for place in context.interval)
+            x = expert_models.batch(times * sum(rows), step)
+            (loss, values), (expected, expected_values) = compiled(x[start:stop].clone()), alone(x)
+            loss.backward()
+            expected.backward()
+            error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
+            error = max(error, float((values.detach() - expected_values[start:stop].detach()).abs().max()))
+            error = max(error, worst_error(model, alone))
+            context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {}

@@ -198,6 +198,11 @@ AREAS = (
         files={"capture/nonstrict/reads.py": 3, "capture/nonstrict/read_values.py": 4},
         tests=unit("capture/nonstrict/reads", "capture/nonstrict/read_values"),
     ),
+    Area(
+        name="orders",
+        files={"passes/batch/orders.py": 6, "passes/batch/counted_keys.py": 4},
+        tests=passes("batch/orders"),
+    ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(name="any layout", files={"passes/stage/any_layout.py": 2}, tests=passes("stage/any_layout")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),

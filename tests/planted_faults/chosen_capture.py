@@ -117,7 +117,7 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "backward-of-rows-believed",
             "passes/batch/batch_axis.py",
-            "right = layout == own if isinstance(own, Rows) else isinstance(layout, PartialSum)",
+            "right = layout == own if isinstance(own, (Rows, Ordered)) else isinstance(layout, PartialSum)",
             "right = True",
             passes("kept_functions"),
         ),

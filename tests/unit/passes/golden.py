@@ -200,6 +200,13 @@ def _mean_square(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).square().mean()
 
 
+def _sorted_tokens(x: Tensor, w: Tensor) -> Tensor:
+    """A layer on elements in the order of keys, which its inverse ends."""
+    keys, order = x.argmax(1).sort()
+    done = (x[order] @ w)[order.argsort()] * x[:, :2]
+    return done.sum() + torch.histc(keys.float(), 2, 0, 2).square().sum()
+
+
 def _weighted(x: Tensor, w: Tensor) -> Tensor:
     """A mean over the elements that count, whose number is known before the step."""
     return (x @ w).sum() / (x > 0).sum()
@@ -209,6 +216,7 @@ BATCH_CASES: dict[str, Callable[[], Case]] = {
     "decompose_reductions/mean": lambda: _sums(_mean_square),
     "decompose_reductions/batch_size_as_number": lambda: _sums(lambda x, w: (x @ w).sum() / x.shape[0]),
     "batch_axis/matrix_product": lambda: _rows(_mean_square)[1],
+    "batch_axis/sorted_tokens": lambda: _rows(_sorted_tokens)[1],
     "randomness/bernoulli": lambda: _random(lambda x, w: torch.bernoulli(x, 0.5) @ w)[1],
     "randomness/nothing_random": lambda: _random(lambda x, w: x @ w)[1],
     "split_reductions/mean": lambda: _reductions(_mean_square),

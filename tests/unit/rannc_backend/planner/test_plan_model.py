@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.nonstrict.meta_model import convert_model
-from rannc_backend.errors import BatchMixedError, BlocksFileError, InfeasiblePlanError
+from rannc_backend.errors import BlocksFileError, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.step_timer import StepTimer
@@ -149,15 +149,11 @@ def test_blocks_without_partitions_are_not_planned_as_if_they_had_some():
         plan_prepared(model, _question(CONFIG))
 
 
-def test_experts_that_sort_the_tokens_of_a_batch_are_refused_with_what_helps():
-    model, tokens = mixtral(torch.float32, experts="grouped_mm"), torch.zeros(2, LENGTH, dtype=torch.long)
-    with pytest.raises(
-        BatchMixedError, match=r"aten\.sort mixes rows(?s:.*)set_experts_implementation\('batched_mm'\)"
-    ):
-        analyze_model(model, (tokens,), {}, cluster=CLUSTER)
-    torch._dynamo.reset()
-    model.set_experts_implementation("batched_mm")
-    assert analyze_model(model, (tokens,), {}, cluster=CLUSTER).split.rowwise is not None
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_experts_as_transformers_writes_them_keep_rows_apart(experts: str):
+    model, tokens = mixtral(torch.float32, experts=experts), torch.zeros(2, LENGTH, dtype=torch.long)
+    analysis = analyze_model(model, (tokens,), {}, cluster=CLUSTER)
+    assert analysis.split.whole_batch is None
 
 
 def test_conversion_keeps_ties_and_what_needs_none():
