@@ -137,8 +137,9 @@ class NonstrictCalls:
             )
         if recorded.kept_modules:
             logger.info(
-                "%s run as written, on the whole batch, and once more for their gradients: their code decides by "
-                "values",
+                "%s run as written, and once more for their gradients, since their code decides by values; steps "
+                "have one micro-batch, unless rannc_backend.row_wise declares that their class computes each row "
+                "by itself",
                 ", ".join(f"{path} ({name})" for path, name in recorded.kept_modules.items()),
             )
         if recorded.decisions:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rannc_backend import row_wise
 from tests.nonstrict_models import WIDTH, Ends
 
 NUM_EXPERTS = 4
@@ -116,6 +117,30 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts that are skipped": (lambda: Mixture(SkippedExperts), "SkippedExperts"),
     "experts by counts": (lambda: Mixture(SplitExperts), "SplitExperts"),
     "fixpoint": (Searching, "_Fixpoint"),
+}
+
+
+@row_wise
+class DeclaredHitExperts(HitExperts):
+    """Each token by itself: so it keeps micro-batches and replicas."""
+
+
+@row_wise
+class DeclaredSplitExperts(SplitExperts):
+    """The same of a sort."""
+
+
+@row_wise
+class CenteredExperts(SkippedExperts):
+    """Declared, and wrongly so."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(tokens - tokens.mean(0), chosen, weights)
+
+
+DECLARED: dict[str, Callable[[], nn.Module]] = {
+    "declared experts that are hit": lambda: Mixture(DeclaredHitExperts),
+    "declared experts by counts": lambda: Mixture(DeclaredSplitExperts),
 }
 
 

@@ -27,7 +27,7 @@ SECONDS = 240
 
 # What looks like a patch and is none, by file. One more is a decision.
 ALLOWED = {
-    "passes/batch/row_wise.py": {"setattr(overload, _MARK, True)"},
+    "passes/batch/row_wise.py": {"setattr(overload, _MARK, True)", "setattr(operator, _MARK, True)"},
     "passes/canonicalize.py": {"delattr(graph_module, str(node.target))"},
     "passes/graph_copy.py": {"setattr(module, name, value)"},
     "passes/kept_functions.py": {"setattr(operator, _MARK, code)"},

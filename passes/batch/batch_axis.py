@@ -360,8 +360,12 @@ class _Analysis:
             call.refuse("mixes the numbers of rows with other numbers")
         if (kept := kept_function(node.target)) is not None:
             return self._of_kept(node, kept)
-        if (code := operator_code(node.target)) is not None:
-            raise PassError(node, f"{code.runs_whole} runs as written, since its code decides by values")
+        if (code := operator_code(node.target)) is not None and not is_row_wise(node.target):
+            raise PassError(
+                node,
+                f"{code.runs_whole} runs as written, since its code decides by values, and its class is not "
+                "declared with rannc_backend.row_wise",
+            )
         rule = self._rule(node, name)
         layout: Layout | None
         if any(isinstance(self.layouts[item], (*ORDERS, SegmentEnds)) for item in node.all_input_nodes):

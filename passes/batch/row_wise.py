@@ -1,6 +1,7 @@
-"""Operators of users that are declared to work row by row: what nobody could know from their schema.
+"""Operators and modules of users that are declared to work row by row: what nobody could know from a schema, or
+from code that decides by values.
 
-In: an operator of `torch.library`, and calls of it. Out: a mark on it, the layout of its results, or a refusal.
+In: an operator of `torch.library`, or a class of modules, and calls of it. Out: a mark on it, the layout of its results, or a refusal.
 Terms: an operator is *row-wise* if, for each number i, row i of every result is computed from row i of those
 arguments that hold rows of the batch, and from the arguments that hold none.
 
@@ -18,12 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rannc_backend.passes.batch.batch_axis_rules import elementwise
-from rannc_backend.passes.batch.layouts import Layout, RowCount, Rows
+from rannc_backend.passes.batch.layouts import Layout, RowCount, Rows, Several
 from rannc_backend.passes.batch.operator_call import Call, rows_dims, rows_multiple
 from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.plain_numbers import hints_of, without_modes
 
 _MARK = "_rannc_row_wise"
@@ -40,27 +42,32 @@ _log = logging.getLogger("rannc_backend")
 
 
 def row_wise(operator: Operator) -> Operator:
-    """Declares that a custom operator works row by row over dimension 0. Also a decorator above
-    ``torch.library.custom_op``.
+    """Declares that a custom operator, or a class of modules, works row by row over dimension 0. Also a decorator
+    above ``torch.library.custom_op`` and above the class.
 
     When a model is compiled, the operator is tried on a few generated rows, and refused if it mixes them.
-    Declare an elementwise operator to torch itself instead, with ``tags=(torch.Tag.pointwise,)``.
+    Declare an elementwise operator to torch itself instead, with ``tags=(torch.Tag.pointwise,)``. A class
+    matters where its modules run as written, since their code decides by values (experts in a loop over those that
+    have tokens): with the declaration the model keeps micro-batches and replicas. Subclasses are declared by themselves.
 
     Args:
-        operator: What ``custom_op`` or ``triton_op`` returns, ``torch.ops.library.name``, or one of its
-            overloads.
+        operator: What ``custom_op`` or ``triton_op`` returns, ``torch.ops.library.name``, one of its
+            overloads, or a subclass of ``torch.nn.Module``.
 
     Returns:
-        The operator.
+        The operator or class.
 
     Raises:
-        TypeError: It is not an operator of `torch.library`.
+        TypeError: It is neither an operator of `torch.library` nor a class of modules.
     """
+    if isinstance(operator, type) and issubclass(operator, nn.Module):
+        setattr(operator, _MARK, True)
+        return operator
     overloads = _overloads(operator)
     if not overloads:
         raise TypeError(
-            f"{operator!r} is no operator of torch.library: give what custom_op returns, or "
-            "torch.ops.library.name"
+            f"{operator!r} is no operator of torch.library: give what custom_op returns, "
+            "torch.ops.library.name, or a class of modules"
         )
     for overload in overloads:
         setattr(overload, _MARK, True)
@@ -68,13 +75,15 @@ def row_wise(operator: Operator) -> Operator:
 
 
 def is_row_wise(target: object) -> bool:
-    """Whether an operator is declared so."""
-    return getattr(target, _MARK, False) is True
+    """Whether an operator, or a class itself, is declared so."""
+    marked = vars(target).get(_MARK) if isinstance(target, type) else getattr(target, _MARK, None)
+    return marked is True
 
 
 def declared_rule(call: Call) -> Layout:
     """The rule of an operator that is declared row-wise."""
-    return _tried(call, row_wise_rule)
+    code = operator_code(call.node.target)
+    return _tried(call, row_wise_rule if code is None else _sample_wise_rule)
 
 
 def pointwise_rule(call: Call) -> Layout:
@@ -103,6 +112,23 @@ def row_wise_rule(call: Call) -> Layout:
     if found is None:
         call.refuse_mixing("it is declared to work row by row, and gets no rows")
     return found
+
+
+def _sample_wise_rule(call: Call) -> Layout:
+    """Of a module: its arguments and results have rows in dimension 0, each as many as it likes for each."""
+    for argument in call.tensors():
+        layout = call.rows(argument)
+        if layout is not None and (layout.dim != 0 or layout.outer != 1):
+            call.refuse(
+                "is declared to work row by row, but gets rows of the batch in another dimension than 0"
+            )
+    results = []
+    for value in call.value:
+        multiple = rows_multiple(value.shape[0], call.symbol) if value.dim() else 0
+        if not multiple:
+            call.refuse("is declared to work row by row, but gives a result without rows in dimension 0")
+        results.append(Rows(0, 1, multiple))
+    return Several(tuple(results))
 
 
 def _overloads(operator: object) -> list[torch._ops.OpOverload]:

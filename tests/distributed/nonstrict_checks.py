@@ -93,11 +93,15 @@ def nonstrict_models(context: Context) -> dict[str, Any]:
 
 def nonstrict_kept(context: Context) -> dict[str, Any]:
     """Modules whose code decides by values run as written: three steps of each, and an evaluation, in batches of
-    several sizes.
+    several sizes; those that are declared to work row by row in micro-batches and on replicas.
     """
+    kept: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+        **{name: (make, {}) for name, (make, _) in kept_models.MODELS.items()},
+        **{name: (make, {"whole_batch": "never"}) for name, make in kept_models.DECLARED.items()},
+    }
     with float64():
-        for name, (make, _) in kept_models.MODELS.items():
-            model, alone, compiled, optimizers = context.pair(make)
+        for name, (make, options) in kept.items():
+            model, alone, compiled, optimizers = context.pair(make, **options)
             for step in range(3):
                 error = _trained(context, model, alone, compiled, optimizers, step, times=1 + step % 2)
                 context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")

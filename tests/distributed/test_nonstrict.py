@@ -12,7 +12,7 @@ CASES = on_plans(
     "nonstrict",
     [
         *(("models", "1,1"), ("models", "2"), ("models", "1,2,1"), ("changes", "1,1"), ("refusals", "1,1")),
-        *(("kept", "1,1"), ("kept", "1,1,1,1")),
+        *(("kept", "1,1"), ("kept", "2"), ("kept", "1,1,1,1")),
     ],
     limit_seconds=180.0,
 )

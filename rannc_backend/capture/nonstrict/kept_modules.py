@@ -4,7 +4,8 @@ tokens, `tolist()` as sizes, a search that ends when it has converged): they sta
 In: a run of the forward that has failed so, and in which modules. Out: which modules to keep in the next run; a call
 of one of those as an operator of `torch.library`, of its arguments, parameters and buffers. The operator calls the
 module; its gradient calls it again and differentiates that. What rows are inside of it is not known, so samples
-meet there (passes/batch): a step runs as one micro-batch on one replica, exactly.
+meet there (passes/batch), unless the class is declared row-wise: a step runs as one micro-batch on one replica,
+exactly.
 
 The sizes of its results are those of two runs on made-up numbers, of different sizes: each must be a constant, or
 in proportion to a size of an argument. Every run checks them; the second call of a step, that its results are
@@ -32,6 +33,7 @@ from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.read_values import needing_value
 from rannc_backend.capture.nonstrict.swapping import swapped
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
+from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
 from rannc_backend.passes.graph_queries import size_expression, symbols_in
 from rannc_backend.passes.kept_functions import (
     Arguments,
@@ -428,4 +430,4 @@ def _operator(whole: _Whole, cls: type) -> Any:
         operator = getattr(operators, name).default
         code = operator_code(operator)
         if isinstance(code, _Whole) and code.module() is whole.module():
-            return operator
+            return row_wise(operator) if is_row_wise(cls) else operator

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call
 from rannc_backend.capture.nonstrict.kept_modules import NAMESPACE
-from rannc_backend.errors import ModelError, UnsupportedModelError
+from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError
+from tests import kept_models
 from tests.default_dtype import float64
-from tests.kept_models import MODELS, REFUSED, HitExperts, Mixture, recounting
+from tests.kept_models import DECLARED, MODELS, REFUSED, CenteredExperts, HitExperts, Mixture, recounting
 from tests.nonstrict_models import WIDTH, Ends, batch, graph_arguments
 
 
@@ -68,6 +70,30 @@ def test_a_module_is_an_operator_and_the_rest_of_the_graph_is_not() -> None:
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert sum(name.startswith(NAMESPACE) for name in names) == 2
     assert sum(name.startswith("aten.topk") for name in names) == 2
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declared_class_keeps_rows_apart(name: str) -> None:
+    split = analyze(captured(DECLARED[name]()).recorded.captured, whole_batch="never").split
+    assert split.whole_batch is None
+
+
+def test_a_wrong_declaration_of_a_class_is_refused() -> None:
+    with pytest.raises(
+        BatchMixedError, match="for rows of the batch together than for the same rows in parts"
+    ):
+        analyze(captured(Mixture(CenteredExperts)).recorded.captured, whole_batch="never")
+
+
+def test_a_class_that_is_not_declared_meets_and_says_how_not_to() -> None:
+    """A subclass is another class, and has to be declared by itself."""
+
+    class Derived(kept_models.DeclaredHitExperts):
+        pass
+
+    analysis = analyze(captured(Mixture(Derived)).recorded.captured)
+    assert analysis.split.whole_batch is not None
+    assert "rannc_backend.row_wise" in analysis.split.whole_batch.reason
 
 
 def test_equal_modules_of_two_models_are_two_operators() -> None:
