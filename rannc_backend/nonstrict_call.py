@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
 from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
@@ -107,6 +108,9 @@ class NonstrictCalls:
     def _captured(self, module: nn.Module, call: Call) -> Capture:
         changed = self._seen.changed(module, dict(enumerate(call.tensors))) if self.dynamic else {}
         changing = {(index, dim) for index, dims in changed.items() for dim in dims}
+        if self.dynamic:
+            marked = ((index, marked_sizes(tensor)) for index, tensor in enumerate(call.tensors))
+            changing |= {(index, dim) for index, dims in marked for dim in dims if dim > 0}
         self._runs.append(self.prepare(module, call, changing))
         if changing and not self._runs[-1][0].recorded.lengths.hints:
             self._seen.give_up(weakref.ref(module))

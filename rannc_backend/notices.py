@@ -58,7 +58,7 @@ class Notices:
 
     def say(self, deployed: Deployed) -> None:
         """Say what applies to this graph and has not been said. To be called on rank 0."""
-        for kind, text_of in EXCEPTIONS.items():
+        for kind, text_of in (*EXCEPTIONS.items(), ("lengths", _lengths)):
             text = "" if kind in self.said else text_of(deployed)
             if text:
                 self.said.add(kind)
@@ -134,6 +134,18 @@ def _mean_over_ranks(deployed: Deployed) -> str:
         f"the loss is computed outside of the compiled model: gradients are the {what} over ranks of each "
         "rank's own, as in DDP, which is not the gradient of the mean over all rows where ranks have "
         "different numbers of rows; compute the loss in forward to have that"
+    )
+
+
+def _lengths(deployed: Deployed) -> str:
+    """No exception: a plan that may not have room for what comes."""
+    lengths = [length for length in deployed.analysis.captured.lengths if not length.longest]
+    if not lengths:
+        return ""
+    where = ", ".join(f"dimension {length.dim} of {length.carrier}" for length in lengths)
+    return (
+        f"sizes differ between calls ({where}), and memory is planned for those of the first call: mark it there "
+        "to have it planned for longer ones: torch._dynamo.mark_dynamic(tensor, dim, max=longest)"
     )
 
 

@@ -36,7 +36,7 @@ from rannc_backend.planner.cluster.this_machine import choose_cluster, device_me
 from rannc_backend.planner.cost.small_models import why_eager
 from rannc_backend.planner.plan_fits_graph import check_options, check_plan, exact_schedules
 from rannc_backend.planner.plan_model import num_elements, settled_for
-from rannc_backend.planner.plan_on_ranks import plan_job
+from rannc_backend.planner.plan_on_ranks import GraphToPlan, plan_job
 from rannc_backend.planner.projection import project_plan
 from rannc_backend.report.run_report import report_of
 from rannc_backend.report.tables import plan_report, stdout_console
@@ -128,6 +128,7 @@ class Session:
                 "fingerprint": key,
                 "rows": local_rows,
                 "lengths": lengths,
+                "planned": [each.planned(size) for each, size in zip(captured.lengths, lengths)],
                 "shapes": fixed_shapes(captured),
                 "options": self.config.model_dump(),
                 "torch": torch.__version__,
@@ -146,13 +147,13 @@ class Session:
             details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
         moved, fresh = False, self.plan is None
         if self.plan is None:
-            # Priced at this step's lengths, the longest of all ranks.
-            longest = tuple(max(sizes) for sizes in zip(*(answer["lengths"] for answer in answers)))
-            fixed = analysis.at_numbers(longest)
+            # Timed at this step's lengths, the longest of all ranks, with memory for the longest that were announced.
+            lengths_of = [[answer[name] for answer in answers] for name in ("lengths", "planned")]
+            graph = GraphToPlan.of(analysis, *lengths_of)
             if self.config.partitioning_dry_run_np:
-                self._dry_run(fixed, rows)
-            plan = self._make_plan(fixed, sum(rows) if self.config.gather_inputs else rows[0])
-            stage_of = self._check_plan(plan, fixed)
+                self._dry_run(graph, rows)
+            plan = self._make_plan(graph, sum(rows) if self.config.gather_inputs else rows[0])
+            stage_of = self._check_plan(plan, graph.analysis)
             self.plan = plan
             preferred = exact_schedules(analysis.split, analysis.needs_grad)[0]
             self.schedule = plan.schedule if plan.schedule != preferred else None
@@ -185,14 +186,14 @@ class Session:
         config = self.config
         return pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
 
-    def _dry_run(self, analysis: GraphAnalysis, rows: list[int]) -> NoReturn:
+    def _dry_run(self, graph: GraphToPlan, rows: list[int]) -> NoReturn:
         """Plan for more or fewer ranks than there are, print and save that, and end the process as a success,
         on every rank.
         """
         num_devices = self.config.partitioning_dry_run_np
         # Every rank of that job is expected to bring as many rows as the ranks of this one.
         batch_rows = max(1, sum(rows) * num_devices // len(rows)) if self.config.gather_inputs else rows[0]
-        plan = self._make_plan(analysis, batch_rows, num_devices)
+        plan = self._make_plan(graph, batch_rows, num_devices)
         if self.world.rank == 0:
             console = stdout_console(highlight=False)
             for section in plan_report(plan):
@@ -206,8 +207,9 @@ class Session:
         # Neither Dynamo nor the user's `except Exception` takes this for a failure.
         raise SystemExit(0)
 
-    def _make_plan(self, analysis: GraphAnalysis, batch_rows: int, num_devices: int | None = None) -> Plan:
+    def _make_plan(self, graph: GraphToPlan, batch_rows: int, num_devices: int | None = None) -> Plan:
         """Rank 0 plans, for ``num_devices`` (None: the ranks at hand); the others check what they get."""
+        analysis = graph.analysis
         dry = num_devices is not None
         loaded = self.config.load_deployment and not dry
         cluster = None if loaded else choose_cluster(self.config, self.world, num_devices=num_devices)
@@ -218,7 +220,7 @@ class Session:
             if profiled and self.world.rank != 0:
                 assert cluster is not None
                 bench = make_bench(
-                    analysis, settled_for(analysis, self.config, cluster), cluster, self.world.device
+                    graph.timed, settled_for(analysis, self.config, cluster), cluster, self.world.device
                 )
                 answer_leader(bench, self.world, limit_seconds=self.config.compile_timeout_seconds)
             if self.world.rank == 0:
@@ -227,7 +229,7 @@ class Session:
                         self._loaded_text(analysis)
                         if cluster is None
                         else plan_job(
-                            analysis,
+                            graph,
                             self.config,
                             cluster,
                             self.world,

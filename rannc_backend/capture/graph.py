@@ -40,6 +40,7 @@ from rannc_backend.capture.dynamo import (
     RestartReason,
     find_dynamo_call,
     guard_as_they_are,
+    marked_sizes,
     module_path,
     previous_restart,
     restart_trace,
@@ -51,7 +52,7 @@ from rannc_backend.capture.fingerprint import canonical_text, fingerprint, witho
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
 from rannc_backend.errors import InternalError, UnsupportedModelError
-from rannc_backend.ir.length import NO_LENGTHS, Length, LengthDims, length_name
+from rannc_backend.ir.length import NO_LENGTHS, Length, LengthDims, length_name, length_symbol
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.pipeline import run_passes, with_facts
@@ -206,6 +207,14 @@ def capture(
     return captured_of(trace, tensors, batch.positions, root, key)
 
 
+def _marked(tensors: Sequence[TensorInput], lengths: LengthDims, index: int) -> Iterator[int]:
+    """What the user has said of a length, 0 for nothing, at each place that has it."""
+    marks = {item.position: marked_sizes(item.tensor) for item in tensors}
+    for (position, dim), size in lengths.sizes.items():
+        if size == length_symbol(index):
+            yield marks[position].get(dim, 0)
+
+
 def _require_of_frame(
     conditions: Collection[sympy.Basic] | None,
     lengths: Sequence[Length],
@@ -267,7 +276,16 @@ def captured_of(
     for index, (symbol, hint) in enumerate(zip(trace.length_symbols, lengths.hints, strict=True)):
         position, dim = lengths.carrier_of(index)
         carrier = names[position]
-        found.append(Length(name=length_name(index), symbol=symbol, hint=hint, carrier=carrier, dim=dim))
+        found.append(
+            Length(
+                name=length_name(index),
+                symbol=symbol,
+                hint=hint,
+                carrier=carrier,
+                dim=dim,
+                longest=max(_marked(tensors, lengths, index)),
+            )
+        )
     inputs = (*(_length_input(length) for length in found), *inputs)
     _tidy_metadata(trace.graph_module, root)
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)

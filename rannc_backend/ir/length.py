@@ -28,6 +28,11 @@ class Length:
     hint: int  # at the call that was captured
     carrier: str
     dim: int
+    longest: int = 0  # that the user has said it will have; 0: unknown
+
+    def planned(self, size: int) -> int:
+        """The length that memory is planned for, in a job that begins with this one."""
+        return max(size, self.longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.choose_pricer import Pricing
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.cost.pricing import BlockPricer, WholeStages
+from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, PricerOfTwo, WholeStages
+from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.planner.planner import plan_blocks
 from rannc_backend.settings.options import Config
 
@@ -45,11 +46,13 @@ def plan_prepared(
     *,
     profiler: LeadingProfiler | None = None,
     whole_stages: WholeStages | None = None,
+    timed: PlannableModel | None = None,
 ) -> Plan:
     """The plan of blocks that were made before, perhaps for other devices.
 
     With a `profiler`, blocks may be measured; the other ranks must be ready for it. `whole_stages`: see
-    `plan_blocks`.
+    `plan_blocks`. `timed`: the same blocks at the lengths at which they are timed, where `model` has those that
+    memory is planned for.
 
     Raises:
         BlocksFileError: the blocks were made under other options.
@@ -58,8 +61,8 @@ def plan_prepared(
     config = model.settled(question.config, question.cluster.device.kind)
     model.check_options(config)
     pricing = Pricing(
-        graph=model.graph,
-        partitions=model,
+        graph=(timed or model).graph,
+        partitions=timed or model,
         config=config,
         cluster=question.cluster,
         batch_rows=question.batch_rows,
@@ -67,6 +70,8 @@ def plan_prepared(
     )
 
     def search(pricer: BlockPricer) -> Plan:
+        if timed is not None:
+            pricer = _at_two_lengths(pricer, timed, model, config, question.cluster)
         with question.step_timer.step("search") as details:
             plan = plan_blocks(
                 model.graph,
@@ -84,3 +89,12 @@ def plan_prepared(
         return plan
 
     return pricing.plan(search, cancelled=question.progress.cancelled)
+
+
+def _at_two_lengths(
+    pricer: BlockPricer, timed: PlannableModel, model: PlannableModel, config: Config, cluster: Cluster
+) -> BlockPricer:
+    """Seconds from `pricer`, which knows the blocks of `timed`, and bytes of the blocks of `model`."""
+    holds = stage_compiler(config) == "inductor"
+    kept = AnalyticPricer(device=cluster.device, partitions=model, holds_gradients=holds)
+    return PricerOfTwo(seconds=pricer, timed=timed.graph.blocks, kept=kept)

@@ -54,6 +54,7 @@ class Key:
         cluster: the whole description of the devices and links, measured or given.
         options: all but those that are a rank's own.
         batch_rows: of a step.
+        lengths: that memory is planned for, and at which blocks are timed.
         hosts: of the ranks, by number: which ranks share one.
         device_memory_bytes: of this rank's device.
         profile: hash of the file of measured blocks that is looked at.
@@ -63,6 +64,7 @@ class Key:
     cluster: str
     options: Mapping[str, Any]
     batch_rows: int
+    lengths: Sequence[Sequence[int]]
     hosts: Sequence[int]
     device_memory_bytes: int
     profile: str
@@ -75,6 +77,7 @@ class Key:
             "cluster": self.cluster,
             "options": dict(self.options),
             "batch_rows": self.batch_rows,
+            "lengths": list(map(list, self.lengths)),
             "hosts": list(self.hosts),
             "device_memory_bytes": self.device_memory_bytes,
             "profile": self.profile,
@@ -90,6 +93,7 @@ def key_of(
     fingerprint: str,
     cluster: str,
     batch_rows: int,
+    lengths: Sequence[Sequence[int]],
     hosts: Sequence[str],
     device_memory_bytes: int,
 ) -> Key:
@@ -100,6 +104,7 @@ def key_of(
         cluster=cluster,
         options={item: value for item, value in config.model_dump().items() if not is_own(item)},
         batch_rows=batch_rows,
+        lengths=lengths,
         hosts=[numbers[host] for host in hosts],
         device_memory_bytes=device_memory_bytes,
         profile=_digest_of(config.profile_to_read),

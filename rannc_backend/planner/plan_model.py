@@ -25,6 +25,7 @@ from rannc_backend.capture.nonstrict.meta_model import (
     tensors_in,
 )
 from rannc_backend.errors import InfeasiblePlanError
+from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks.block_partitions import partition_blocks
@@ -105,29 +106,39 @@ def analyze_model(
 
 
 def plan_analysis(
-    analysis: GraphAnalysis, question: PlanningQuestion, *, profiler: LeadingProfiler | None = None
+    analysis: GraphAnalysis,
+    question: PlanningQuestion,
+    *,
+    profiler: LeadingProfiler | None = None,
+    seen: GraphAnalysis | None = None,
 ) -> Plan:
     """Plan an analysed graph; see `plan_model` and `plan_prepared`. Small models on CPUs by the quick prices,
     where memory is ample.
+
+    `seen`: the graph at the lengths at which its blocks are timed, where those are others than memory is planned for.
     """
     kind = question.cluster.device.kind
     config = settled_for(analysis, question.config, question.cluster)
     by_rules = None if profiler is not None else quick(config, kind, num_elements(analysis))
     if by_rules is not None:
         with suppress(InfeasiblePlanError):
-            plan = _plan_analysis(analysis, replace(question, config=by_rules), None)
+            plan = _plan_analysis(analysis, replace(question, config=by_rules), None, seen)
             if (
                 max(stage.predicted.peak_bytes for stage in plan.stages)
                 <= SMALL_MEMORY_SHARE * plan.memory_limit_bytes
             ):
                 return plan
-    return _plan_analysis(analysis, replace(question, config=config), profiler)
+    return _plan_analysis(analysis, replace(question, config=config), profiler, seen)
 
 
 def _plan_analysis(
-    analysis: GraphAnalysis, question: PlanningQuestion, profiler: LeadingProfiler | None
+    analysis: GraphAnalysis,
+    question: PlanningQuestion,
+    profiler: LeadingProfiler | None,
+    seen: GraphAnalysis | None,
 ) -> Plan:
     model = prepare(analysis, question)
+    timed = None if seen is None else prepare(seen, question, like=model.graph)
     traced = None
     config = question.config
     if model.graph.blocks and config.stage_memory != "blocks" and not config.prices_by_rules:
@@ -137,7 +148,7 @@ def _plan_analysis(
             compiler=stage_compiler(config),
             most_nodes=math.inf if config.stage_memory == "traced" else MAX_NODES,
         )
-    return plan_prepared(model, question, profiler=profiler, whole_stages=traced)
+    return plan_prepared(model, question, profiler=profiler, whole_stages=traced, timed=timed)
 
 
 def settled_for(analysis: GraphAnalysis, config: Config, cluster: Cluster) -> Config:
@@ -154,9 +165,11 @@ def num_elements(analysis: GraphAnalysis) -> int:
     )
 
 
-def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableModel:
+def prepare(
+    analysis: GraphAnalysis, question: PlanningQuestion, *, like: BlockGraph | None = None
+) -> PlannableModel:
     """Blocks, balanced for these devices and rows, and what each distinct one computes and keeps at every
-    activation budget.
+    activation budget. `like`: the blocks of the same graph at other lengths.
     """
     captured, config = analysis.captured, settled_for(analysis, question.config, question.cluster)
     with question.step_timer.step("blocks") as details:
@@ -168,6 +181,7 @@ def prepare(analysis: GraphAnalysis, question: PlanningQuestion) -> PlannableMod
             cluster=question.cluster,
             batch_rows=question.batch_rows,
             rows_symbol=captured.rows_symbol,
+            like=like,
         )
         distinct = {block.structure: block for block in graph.blocks}
         details.append(f"{len(graph.blocks)} blocks, {len(distinct)} distinct")

@@ -6,7 +6,8 @@ measurements meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.ir.plan import Plan
@@ -24,8 +25,40 @@ from rannc_backend.runtime.world import World
 from rannc_backend.settings.options import Config
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphToPlan:
+    """A graph whose lengths are numbers.
+
+    Attributes:
+        analysis: at the lengths that memory is planned for.
+        seen: at those at which blocks are timed; None: the same.
+        lengths: the two.
+    """
+
+    analysis: GraphAnalysis
+    seen: GraphAnalysis | None
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls, analysis: GraphAnalysis, seen: Iterable[Sequence[int]], planned: Iterable[Sequence[int]]
+    ) -> GraphToPlan:
+        """``seen``: of each rank, the lengths of its call; ``planned``: the longest that were announced there."""
+        now, longest = (tuple(map(max, zip(*each, strict=True))) for each in (seen, planned))
+        return cls(
+            analysis=analysis.at_numbers(longest),
+            seen=None if now == longest else analysis.at_numbers(now),
+            lengths=(longest, now),
+        )
+
+    @property
+    def timed(self) -> GraphAnalysis:
+        """At the lengths at which blocks are timed."""
+        return self.seen or self.analysis
+
+
 def plan_job(
-    analysis: GraphAnalysis,
+    graph: GraphToPlan,
     config: Config,
     cluster: Cluster,
     world: World,
@@ -42,6 +75,7 @@ def plan_job(
         check: raises where a plan does not fit this graph and job; None: plans are neither taken from the
         cache nor kept.
     """
+    analysis = graph.analysis
     question = PlanningQuestion(
         config=settled_for(analysis, config, cluster),
         cluster=cluster,
@@ -50,11 +84,11 @@ def plan_job(
         progress=progress,
         step_timer=log_step_timer(verbose=config.verbose),
     )
-    bench = make_bench(analysis, question.config, cluster, world.device) if profiled else None
+    bench = make_bench(graph.timed, question.config, cluster, world.device) if profiled else None
     with leading(bench, world, limit_seconds=config.compile_timeout_seconds, progress=progress) as profiler:
         # A file of measured blocks that is asked for must be written.
         if check is None or not config.plan_cache or config.profile_to_write:
-            return plan_analysis(analysis, question, profiler=profiler)
+            return plan_analysis(analysis, question, profiler=profiler, seen=graph.seen)
 
         def fits(plan: Plan) -> None:
             check_options(
@@ -71,12 +105,13 @@ def plan_job(
             fingerprint=analysis.captured.plan_fingerprint,
             cluster=cluster_toml(cluster),
             batch_rows=question.batch_rows,
+            lengths=graph.lengths,
             hosts=world.hosts,
             device_memory_bytes=device_memory_bytes(world),
         )
         found = cached_plan(folder, key, fits)
         if found is not None:
             return found
-        plan = plan_analysis(analysis, question, profiler=profiler)
+        plan = plan_analysis(analysis, question, profiler=profiler, seen=graph.seen)
         keep_plan(folder, key, plan)
         return plan

@@ -43,6 +43,27 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("planner/what_binds"),
         ),
         (
+            "plan-of-other-lengths",
+            "planner/plan_cache.py",
+            '"lengths": list(map(list, self.lengths)),',
+            "",
+            unit("planner/plan_cache"),
+        ),
+        (
+            "memory-of-this-call-alone",
+            "planner/plan_on_ranks.py",
+            "analysis=analysis.at_numbers(longest),",
+            "analysis=analysis.at_numbers(now),",
+            unit("planner/plan_on_ranks"),
+        ),
+        (
+            "time-of-the-longest",
+            "planner/cost/pricing.py",
+            "timed = self.seconds.prices(",
+            "timed = self.kept.prices(block, rows, budget) or self.seconds.prices(",
+            unit("planner/plan_on_ranks"),
+        ),
+        (
             "plan-of-other-options",
             "planner/plan_cache.py",
             '"options": dict(self.options)',

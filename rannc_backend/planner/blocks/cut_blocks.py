@@ -75,11 +75,14 @@ def block_graph(
     cluster: Cluster,
     batch_rows: int,
     rows_symbol: sympy.Symbol | None = None,
+    like: BlockGraph | None = None,
 ) -> BlockGraph:
     """The blocks to plan a split graph with, balanced for batches of about `batch_rows` rows; none where
     nothing depends on the batch.
 
-    `rows_symbol`: if given, all sizes must be over it.
+    Args:
+        rows_symbol: if given, all sizes must be over it.
+        like: blocks of the same graph at other lengths, whose nodes these blocks have too.
     """
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
     whole_batch = split.whole_batch is not None
@@ -97,6 +100,7 @@ def block_graph(
         by_time=config.coarsen_by_time,
         pins=StagePins.from_config(config),
         keep_rows_outputs=config.outputs == "all",
+        like=like,
     )
     if rows_symbol is not None:
         # Sizes that come from a graph are expressions.
@@ -118,6 +122,7 @@ def build_block_graph(
     keep_rows_outputs: bool = True,
     num_clusters: int | None = None,
     by_time: bool = True,
+    like: BlockGraph | None = None,
 ) -> BlockGraph:
     """Cut the graph into at most `max_blocks` blocks. A graph with no more possible cuts than that is cut at
     all of them.
@@ -128,18 +133,31 @@ def build_block_graph(
         keep_rows_outputs: whether outputs with rows are returned to the user.
         num_clusters: as `choose_blocks`.
         by_time: make blocks alike in time; False: in the bytes that they keep for backward.
+        like: as `block_graph`.
 
     Raises UnknownModuleError, StagePinError.
     """
     assert staged.atoms, "a graph without a node that depends on the batch has no blocks"
     kinds = Kinds(needs_grad)
     costs = _atom_costs(staged, kinds, needs_grad)
+    builder = _Builder(staged, inputs, outputs, needs_grad, keep_rows_outputs, kinds)
+    if like is not None:
+        return builder.build(_line_of(like, staged), costs)
     atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
     if not by_time:
         atoms = replace(atoms, seconds=_kept_bytes(staged, needs_grad, rows))
     found = find_pins(pins or StagePins(), atoms.modules)
     line = choose_blocks(atoms, fixed_groups, found, max_blocks=max_blocks, num_clusters=num_clusters)
-    return _Builder(staged, inputs, outputs, needs_grad, keep_rows_outputs, kinds).build(line, costs)
+    return builder.build(line, costs)
+
+
+def _line_of(graph: BlockGraph, staged: StagedGraph) -> BlockLine:
+    """The line in which blocks have the nodes of those of `graph`."""
+    block_of = {name: block.index for block in graph.blocks for name in block.nodes}
+    atoms: list[list[int]] = [[] for _ in graph.blocks]
+    for number, atom in enumerate(staged.atoms):
+        atoms[block_of[atom[0].name]].append(number)
+    return BlockLine(atoms=tuple(map(tuple, atoms)), constraints=graph.constraints)
 
 
 def choose_blocks(

@@ -14,7 +14,7 @@ gradients up over micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -190,3 +190,35 @@ class AnalyticPricer:
             saved_bytes=evaluate([partition.saved_bytes], rows)[0],
             workspace_bytes=evaluate(partition.workspace_bytes, rows).max(axis=0, initial=0.0),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PricerOfTwo:
+    """Blocks at two lengths: `seconds` prices those that are timed, `timed` by index; `kept` those that memory is
+    counted of.
+    """
+
+    seconds: BlockPricer
+    timed: tuple[Block, ...]
+    kept: BlockPricer
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """See `BlockPricer`."""
+        return self.seconds.budgets
+
+    @property
+    def holds_gradients(self) -> bool:
+        """See `BlockPricer`."""
+        return self.kept.holds_gradients
+
+    @property
+    def source(self) -> str:
+        """See `BlockPricer`."""
+        return self.seconds.source
+
+    def prices(self, block: Block, rows: Sequence[int], budget: float) -> BlockPrices:
+        """See `BlockPricer`."""
+        timed = self.seconds.prices(self.timed[block.index], rows, budget)
+        kept = self.kept.prices(block, rows, budget)
+        return replace(timed, saved_bytes=kept.saved_bytes, workspace_bytes=kept.workspace_bytes)

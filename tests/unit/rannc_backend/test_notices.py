@@ -102,6 +102,34 @@ def test_each_model_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     assert len(_lines(caplog)) == 2
 
 
+class _Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[..., None]).square().sum()
+
+
+@pytest.mark.parametrize("capture", ["auto", "nonstrict"])
+@pytest.mark.parametrize("announced", [False, True])
+def test_lengths_that_nobody_announced_are_told_of(
+    announced: bool, capture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_Sum(), backend="rannc", options={"stage_compiler": "eager", "capture": capture})
+    with caplog.at_level(logging.INFO, logger="rannc_backend"):
+        for length in (5, 9, 7):
+            x = torch.randn(4, length)
+            if announced:
+                torch._dynamo.mark_dynamic(x, 1, min=2, max=64)
+            compiled(x)
+    lines = _lines(caplog)
+    assert len(lines) == (not announced) and all(
+        "mark_dynamic(tensor, dim, max=longest)" in line for line in lines
+    )
+
+
 @pytest.mark.parametrize("kind", EXCEPTIONS)
 def test_every_exception_is_in_the_contract(kind: str, pytestconfig: pytest.Config) -> None:
     text = (pytestconfig.rootpath / "docs" / "semantics.md").read_text()

@@ -25,6 +25,7 @@ def key(config: Config | None = None, **changes: object) -> Key:
         "fingerprint": "f",
         "cluster": "c",
         "batch_rows": 8,
+        "lengths": ((64,), (16,)),
         "hosts": ["a", "a"],
         "device_memory_bytes": 1,
     }
@@ -53,6 +54,8 @@ def test_every_component_makes_another_key(monkeypatch: pytest.MonkeyPatch, tmp_
         key(fingerprint="g"),
         key(cluster="d"),
         key(batch_rows=9),
+        key(lengths=((128,), (16,))),
+        key(lengths=((64,), (32,))),
         key(hosts=["a", "b"]),
         key(hosts=["a"]),
         key(device_memory_bytes=2),
