@@ -115,6 +115,13 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         ),
         # functions with a backward of their own
         (
+            "errors-of-quick-runs-believed",
+            "capture/nonstrict/reads.py",
+            "            if not is_raised_by_user(error):\n                continue\n",
+            "",
+            unit("capture/nonstrict/reads"),
+        ),
+        (
             "backward-of-rows-believed",
             "passes/batch/batch_axis.py",
             "right = layout == own if isinstance(own, (Rows, Ordered)) else isinstance(layout, PartialSum)",

@@ -26,6 +26,7 @@ from rannc_backend.errors import RanncError, UnsupportedModelError, is_of_user, 
 _MAX_RUNS = 24
 Result = TypeVar("Result")
 Evaluate = Callable[[ReadValue], Any]
+Ways = tuple[Callable[["Reads"], Any], ...]
 Reader = Callable[[TracedValue, str], ReadValue]
 
 
@@ -216,9 +217,13 @@ def used_as_number(trace: str) -> UnsupportedModelError:
 
 
 def checked_both_ways(
-    run: Callable[[Reads], Result], evaluate: Evaluate | None = None
+    run: Callable[[Reads], Result],
+    evaluate: Evaluate | None = None,
+    quick_run: Callable[[Reads], object] | None = None,
 ) -> tuple[Result, tuple[str, ...], tuple[Decision, ...]]:
     """What `run` gives, the places of tests that only raise, and the paths that were chosen.
+
+    `quick_run`: the same forward without its result, for tests that go the other way.
 
     Raises UnsupportedModelError for a test that chooses a path and that nobody can evaluate; whatever `run` raises
     without a test.
@@ -235,7 +240,7 @@ def checked_both_ways(
             if not answers or not is_raised_by_user(error):
                 raise
             continue
-        return result, *_told_apart(run, reads)
+        return result, *_told_apart((quick_run or run, run), reads)
     raise _too_many()
 
 
@@ -245,7 +250,7 @@ def _too_many() -> UnsupportedModelError:
     )
 
 
-def _told_apart(run: Callable[[Reads], Any], reads: Reads) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
+def _told_apart(ways: Ways, reads: Reads) -> tuple[tuple[str, ...], tuple[Decision, ...]]:
     """The places of tests that only raise, and the other ones."""
     unchecked: list[str] = []
     decisions: list[Decision] = []
@@ -256,7 +261,7 @@ def _told_apart(run: Callable[[Reads], Any], reads: Reads) -> tuple[tuple[str, .
         if is_evaluated and decision is None:
             continue  # the same in every call
         answer = reads.answers[number]
-        if isinstance(answer, bool) and _only_raises(run, reads, number):
+        if isinstance(answer, bool) and _only_raises(ways, reads, number):
             unchecked.append(place)
         elif decision is not None:
             decisions.append(decision)
@@ -277,24 +282,41 @@ def _turned(reads: Reads, fixed: int) -> list[Any]:
     return [*answers[:-1], True] if len(answers) > fixed else []
 
 
-def _only_raises(run: Callable[[Reads], Any], reads: Reads, number: int) -> bool:
+def _only_raises(ways: Ways, reads: Reads, number: int) -> bool:
     """Whether the forward ends by its own code with the contrary of one answer, however later tests end."""
     answers = [*reads.answers[:number], not reads.answers[number]]
     for _ in range(_MAX_RUNS):
+        # What ends in another way holds as it is for a value that every call reads again.
+        is_read = number in reads.decisions
+        tried, error = _tried(ways[:1] if is_read else ways, answers)
+        if error is None:
+            return False
+        if not is_raised_by_user(error):
+            if is_read:
+                return False
+            raise error
+        answers = _turned(tried, number + 1)
+        if not answers:
+            return True
+    return False
+
+
+def _tried(ways: Ways, answers: Sequence[Any]) -> tuple[Reads, Exception | None]:
+    """How the forward ends with these answers: one way, or the other where something else than its own code ends
+    that.
+    """
+    failed: Exception | None = None
+    for run in ways:
         tried = Reads(answers)
         try:
             run(tried)
         except Exception as error:
+            failed = error
             if not is_raised_by_user(error):
-                if number in reads.decisions:
-                    return False
-                raise
-            answers = _turned(tried, number + 1)
-            if not answers:
-                return True
-            continue
-        break
-    return False
+                continue
+            return tried, error
+        return tried, None
+    return tried, failed
 
 
 def is_raised_by_user(error: BaseException) -> bool:

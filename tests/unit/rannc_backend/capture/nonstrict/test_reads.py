@@ -97,3 +97,40 @@ def test_a_number_may_be_compared_and_nothing_else() -> None:
     for use in (int, float, hash, lambda value: torch.ones(2) / value, lambda value: [1, 2][value]):
         with pytest.raises(UnsupportedModelError, match="used as one"):
             use(number)
+
+
+def test_the_other_way_is_run_quickly() -> None:
+    """And in full where the quick run ends by something else than the forward's own code."""
+    ran: list[str] = []
+
+    def way(name: str, run: Run) -> Callable[[Reads], str]:
+        def with_reads(reads: Reads) -> str:
+            reads.begin()
+            ran.append(name)
+            return run(lambda place: reads.decide(f'  File "/home/me/model.py", line 1, in {place}\n'))
+
+        return with_reads
+
+    result, unchecked, _ = checked_both_ways(way("full", _two_checks), None, way("quick", _two_checks))
+    # The second test has to be turned before the forward ends well.
+    assert result == "done" and len(unchecked) == 2
+    assert ran == ["full", "full", "quick", "quick"]
+
+    ran.clear()
+    with pytest.raises(UnsupportedModelError, match="a path is chosen"):
+        checked_both_ways(way("full", _path), None, way("quick", _path))
+    assert ran == ["full", "quick"]
+    ran.clear()
+
+    def errs(holds: Callable[[str], bool]) -> str:
+        if holds("first"):
+            raise [][1]
+        return "done"
+
+    def checks(holds: Callable[[str], bool]) -> str:
+        if holds("first"):
+            raise ValueError("first")
+        return "done"
+
+    _, unchecked, _ = checked_both_ways(way("full", checks), None, way("quick", errs))
+    assert len(unchecked) == 1 and ran == ["full", "quick", "full"]
