@@ -91,7 +91,8 @@ def operator_cost(
     backward = not free and (
         node.name in needs_grad or any(taken in needs_grad for taken in _getitem_names(node))
     )
-    flops = _forward_flops(name, node)
+    segments = _segments_flops(name, node)
+    flops = _forward_flops(name, node) if segments is None else segments
     forward_bytes = zero if free else _forward_bytes(name, node, unwritten)
     operands = [argument for argument in node.all_input_nodes if argument.name in needs_grad]
     if flops == 0:
@@ -100,6 +101,8 @@ def operator_cost(
         backward_flops = flops * _ATTENTION_BACKWARD_FACTOR
     elif name == _RECURRENT:
         backward_flops = flops * _RECURRENT_BACKWARD_FACTOR
+    elif segments is not None:
+        backward_flops = flops * max(1, len(operands))
     else:
         backward_flops = flops * max(1, len(_matrix_operands(name, operands, node)))
     backward_bytes = forward_bytes
@@ -109,7 +112,7 @@ def operator_cost(
     return OperatorCost(
         name=node.name,
         dtype=_dtype_name(value),
-        operator_class=operator_class(name),
+        operator_class=operator_class(name) if segments is None else "matmul",
         forward_flops=flops,
         backward_flops=backward_flops if backward else zero,
         forward_bytes=forward_bytes,
@@ -182,6 +185,27 @@ def _forward_flops(name: str, node: fx.Node) -> sympy.Expr:
         return forward * _ATTENTION_BACKWARD_FACTOR
     formula = _FLOPS.get(name)
     return sympy.Integer(0) if formula is None else formula(node)
+
+
+def _segments_flops(name: str, node: fx.Node) -> sympy.Expr | None:
+    """Of a product of segments by the weights of their keys (tokens by experts): torch's own, or an operator of a
+    library that gets rows [S, K], weights [E, K, N] and ends [E], whatever its name; None for another operator.
+    """
+    if name == "_grouped_mm":
+        left, right = (shape_of(_value(argument)) for argument in node.args[:2])
+        return 2 * sympy.Mul(*left) * right[-1]
+    if str(node.target).startswith("aten.") or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    tensors = [value for item in node.args if isinstance(value := _value(item), torch.Tensor)]
+    whole = [value for value in tensors if value.is_floating_point()]
+    ends = [value for value in tensors if not value.is_floating_point()]
+    if len(whole) not in (2, 3) or [value.dim() for value in whole[:2]] != [2, 3] or len(ends) != 1:
+        return None
+    (num_rows, inner), (num_keys, depth, width) = shape_of(whole[0]), shape_of(whole[1])
+    if inner != depth or shape_of(ends[0]) != (num_keys,):
+        return None
+    # With the gradient of the result beside them: two products.
+    return 2 * num_rows * inner * width * (len(whole) - 1)
 
 
 def _product_flops(first: int) -> Callable[[fx.Node], sympy.Expr]:

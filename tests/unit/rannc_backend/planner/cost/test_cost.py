@@ -26,6 +26,7 @@ from rannc_backend.planner.cost.transfer import (
     ring_terms,
     shared_allreduce_terms,
 )
+from tests import expert_models
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import generic_gpu, local_cpu
 from tests.unit.rannc_backend.planner.planning_graphs import SplitModel, split_model
 
@@ -262,3 +263,30 @@ def test_a_local_cpu_shares_its_memory() -> None:
         isinstance(local_cpu(4, memory_bytes=5), Cluster)
         and local_cpu(4, memory_bytes=5).device.memory_bytes == 5
     )
+
+
+def test_tokens_of_experts_are_products_of_as_many_rows() -> None:
+    model = split_model(expert_models.Grouped(), {"x": expert_models.batch(4, 0).float()})
+    costs = [cost for cost in staged_costs(model) if cost.name.startswith("products")]
+    num_tokens = ROWS * expert_models.LENGTH * expert_models.NUM_CHOICES
+    product = 2 * num_tokens * expert_models.WIDTH * expert_models.HIDDEN
+    assert [cost.operator_class for cost in costs] == ["matmul"] * 2
+    flops = [(cost.forward_flops, cost.backward_flops) for cost in costs]
+    assert [tuple(evaluate(each, [ROWS])[:, 0]) for each in flops] == [(product, 2 * product)] * 2
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result"),
+    [((48, 16), (4, 16, 32), (48, 32)), ((16, 48), (48, 32), (4, 16, 32))],
+    ids=["forward", "gradient of weights"],
+)
+def test_torchs_own_products_of_segments(
+    left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
+) -> None:
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("left", "right", "ends")]
+    for node, shape in zip(nodes, (left, right, (4,)), strict=True):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    product = graph.call_function(torch.ops.aten._grouped_mm.default, tuple(nodes))
+    product.meta["val"] = torch.empty(result, device="meta")
+    assert operator_cost(product, ()).forward_flops == 2 * 48 * 16 * 32
