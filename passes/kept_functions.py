@@ -17,8 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import sympy
 import torch
+from torch import fx
 
+from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.plain_numbers import RefusingDraws, at_hint, hint_of, plain_mode, without_modes
 
 NAMESPACE = "rannc_kept"
@@ -79,6 +82,14 @@ class Autocast:
         return torch.autocast(self.setting[0], dtype=self.setting[1]) if self.setting else nullcontext()
 
 
+@dataclass(frozen=True, slots=True)
+class InnerWork:
+    """What one run of an operator's code computes, and keeps for its gradient, for each element of its results."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+
+
 class OperatorCode(Protocol):
     """What an operator calls, on real tensors and on fakes. The results of `backward` are for the tensors that
     `has_gradient` says; it is given the outputs of `forward` where it `takes_outputs`.
@@ -91,6 +102,9 @@ class OperatorCode(Protocol):
 
     @property
     def runs_whole(self) -> str: ...  # what code it runs as written, of whose rows nothing is known; or ""
+
+    @property
+    def work(self) -> InnerWork: ...
 
     def forward(self, tensors: Any, sizes: Any) -> list[torch.Tensor]: ...
 
@@ -112,6 +126,7 @@ class KeptFunction:
 
     takes_outputs: ClassVar[bool] = False
     runs_whole: ClassVar[str] = ""
+    work: ClassVar[InnerWork] = InnerWork()
     apply: Callable[..., Any]
     arguments: Arguments
     has_gradient: tuple[bool, ...] = ()
@@ -156,7 +171,7 @@ class KeptFunction:
             return self.apply(*self.arguments.together(tensors, sizes))
 
 
-_MARK = "_rannc_operator_code"
+_MARK, _BACKWARD_MARK = "_rannc_operator_code", "_rannc_operator_backward_of"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -173,6 +188,28 @@ def owned_memory(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
 def operator_code(target: object) -> OperatorCode | None:
     """What an operator of `define_operator` calls; None for another one."""
     return getattr(target, _MARK, None)
+
+
+def backward_code(target: object) -> OperatorCode | None:
+    """The code of an operator whose gradient this one is."""
+    return getattr(target, _BACKWARD_MARK, None)
+
+
+def inner_work(node: fx.Node) -> tuple[InnerWork, sympy.Expr, bool] | None:
+    """What the code of a node's operator does for each element, how many there are, and whether it is called for its
+    gradient; None for another operator.
+    """
+    code, of_backward = operator_code(node.target), backward_code(node.target)
+    if code is not None:
+        return code.work, _num_elements(node.meta["val"]), False
+    if of_backward is not None:
+        grads: Any = node.args[0]
+        return of_backward.work, _num_elements([grad.meta["val"] for grad in grads]), True
+    return None
+
+
+def _num_elements(values: Sequence[torch.Tensor]) -> sympy.Expr:
+    return sympy.Add(*(sympy.Mul(*map(size_expression, value.shape)) for value in values))
 
 
 def kept_function(target: object) -> KeptFunction | None:
@@ -286,3 +323,4 @@ def define_operator(library: torch.library.Library, name: str, code: OperatorCod
     )
     operator = getattr(operators, name).default
     setattr(operator, _MARK, code)
+    setattr(backward_operator, _BACKWARD_MARK, code)

@@ -30,7 +30,10 @@ ALLOWED = {
     "passes/batch/row_wise.py": {"setattr(overload, _MARK, True)", "setattr(operator, _MARK, True)"},
     "passes/canonicalize.py": {"delattr(graph_module, str(node.target))"},
     "passes/graph_copy.py": {"setattr(module, name, value)"},
-    "passes/kept_functions.py": {"setattr(operator, _MARK, code)"},
+    "passes/kept_functions.py": {
+        "setattr(operator, _MARK, code)",
+        "setattr(backward_operator, _BACKWARD_MARK, code)",
+    },
     "passes/tracing.py": {"setattr(owner, name, value)"},
     # Marks on tensors, contexts and functions that belong to one model or one compilation.
     "rannc_backend/capture/dynamo.py": {

@@ -10,11 +10,14 @@ it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import sympy
 import torch
 from torch import fx
+
+from rannc_backend.passes.kept_functions import inner_work
 
 _Amount = tuple[float, ...]  # coefficients of a polynomial in the batch size, constant first
 
@@ -55,7 +58,7 @@ def live_bytes(
                 alive.add(key)
                 live = _add(live, sizes.of(written[key]), 1)
         if node.op != "placeholder":
-            peaks.add(live)
+            peaks.add(_add(live, sizes.inside(node), 1))
         for item in [node, *node.all_input_nodes]:
             for key in storages(item):
                 if key in alive and last_use[key] <= place:
@@ -111,6 +114,14 @@ class _Sizes:
         if expression not in self._known:
             self._known[expression] = self._polynomial(expression)
         return self._known[expression]
+
+    def inside(self, node: fx.Node) -> _Amount:
+        """What code that runs as written keeps while its gradient is computed."""
+        found = inner_work(node)
+        if found is None or not found[2]:
+            return self.zero
+        work, num_elements, _ = found
+        return self._polynomial(sympy.Integer(math.ceil(work.num_bytes)) * num_elements)
 
     def expression(self, amount: _Amount) -> sympy.Expr:
         terms = (sympy.Integer(round(factor)) * self._symbol**power for power, factor in enumerate(amount))

@@ -245,7 +245,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "paths-by-values-taken-for-checks",
             "capture/nonstrict/reads.py",
-            "        if isinstance(answer, bool) and _only_raises(run, reads, number):\n",
+            "        if isinstance(answer, bool) and _only_raises(ways, reads, number):\n",
             "        if isinstance(answer, bool):\n",
             unit("capture/nonstrict/reads"),
         ),

@@ -115,6 +115,13 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         ),
         # functions with a backward of their own
         (
+            "kept-inside-not-counted",
+            "passes/stage/liveness.py",
+            "peaks.add(_add(live, sizes.inside(node), 1))",
+            "peaks.add(live)",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
             "errors-of-quick-runs-believed",
             "capture/nonstrict/reads.py",
             "            if not is_raised_by_user(error):\n                continue\n",

@@ -14,13 +14,14 @@ those of the first: what draws numbers or counts its calls would give other ones
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.read_values import needing_value
@@ -39,6 +41,7 @@ from rannc_backend.passes.kept_functions import (
     Arguments,
     Autocast,
     CannotKeep,
+    InnerWork,
     define_operator,
     is_plain,
     operator_code,
@@ -180,7 +183,7 @@ class _Whole:
         names: of the module's own tensors, which come first among the tensors.
         spec: of the arguments, whose leaves are `arguments`.
         has_gradient: of each tensor, whether it is trained.
-        results: of each tensor that it gives; given: the structure and the other leaves, set by its first run.
+        results: of each tensor that it gives; work: of those runs; given: the structure and the other leaves, set by its first run.
     """
 
     takes_outputs: ClassVar[bool] = True
@@ -193,6 +196,7 @@ class _Whole:
     num_parameters: int
     has_gradient: tuple[bool, ...] = ()
     results: tuple[_Result, ...] = ()
+    work: InnerWork = InnerWork()
     given: Any = field(default=None, compare=False)
 
     @property
@@ -345,7 +349,8 @@ def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any
             made = [
                 _made_up(value, numbers, place < whole.num_parameters) for place, value in enumerate(values)
             ]
-        seen.append((*_tried(whole, made, [_number(size, numbers) for size in sizes]), made))
+        result, kinds, work = _tried(whole, made, [_number(size, numbers) for size in sizes])
+        seen.append((result, kinds, made))
     (first, given, first_inputs), (other, other_given, other_inputs) = seen
     if given != other_given or len(first) != len(other):
         raise _cannot(whole.path, "gives other kinds of results for other batch sizes")
@@ -360,7 +365,23 @@ def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any
             for pair in zip(one.shape, two.shape, strict=True)
         ]
         results.append(_Result(tuple(dims), one.dtype))
-    return replace(whole, results=tuple(results), given=given)
+    return replace(whole, results=tuple(results), given=given, work=work)
+
+
+@contextlib.contextmanager
+def _counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes that are kept for a gradient, but for those of the inputs, by where they lie."""
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
 
 
 def _numbers(sizes: Sequence[Any], more: int) -> dict[Any, int]:
@@ -392,10 +413,18 @@ def _made_up(value: torch.Tensor, numbers: dict[Any, int], is_parameter: bool) -
 
 def _tried(
     whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]
-) -> tuple[list[torch.Tensor], Any]:
+) -> tuple[list[torch.Tensor], Any, InnerWork]:
     try:
-        with without_modes(), torch._C.DisableTorchFunction():
-            return whole.run(values, sizes)
+        with (
+            without_modes(),
+            torch._C.DisableTorchFunction(),
+            FlopCounterMode(display=False) as counter,
+            _counting_saved(values) as saved,
+        ):
+            found, given = whole.run(values, sizes)
+            num_elements = max(1, sum(value.numel() for value in found))
+        work = InnerWork(counter.get_total_flops() / num_elements, sum(saved.values()) / num_elements)
+        return found, given, work
     except UnsupportedModelError as error:
         raise _cannot(whole.path, f"cannot be tried alone: {error.args[0]}") from error
     except Exception as error:  # whatever the user's code raises for numbers that are not the user's

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rannc_backend.ir.block_graph import OperatorCost
+from rannc_backend.passes.kept_functions import inner_work
 from rannc_backend.planner.cost.tensor_sizes import numel, shape_of, value_bytes
 
 VIEW_OPERATORS = frozenset(
@@ -51,6 +52,7 @@ _ATTENTION_BACKWARD_FACTOR = sympy.Rational(
 )  # dQ, dK, dV, dP and the product QK^T again, for two in forward
 # An operator of passes/recurrent.py, whose backward computes it again.
 _RECURRENT, _RECURRENT_BACKWARD_FACTOR = "layers", 3
+_WITH_FORWARD_FACTOR = 3  # the same for code that runs as written
 
 
 def operator_name(node: fx.Node) -> str:
@@ -91,8 +93,10 @@ def operator_cost(
     backward = not free and (
         node.name in needs_grad or any(taken in needs_grad for taken in _getitem_names(node))
     )
-    segments = _segments_flops(name, node)
-    flops = _forward_flops(name, node) if segments is None else segments
+    segments, inside = _segments_flops(name, node), _inside_flops(node)
+    flops = next((each for each in (inside, segments) if each is not None), None)
+    if flops is None:
+        flops = _forward_flops(name, node)
     forward_bytes = zero if free else _forward_bytes(name, node, unwritten)
     operands = [argument for argument in node.all_input_nodes if argument.name in needs_grad]
     if flops == 0:
@@ -101,6 +105,8 @@ def operator_cost(
         backward_flops = flops * _ATTENTION_BACKWARD_FACTOR
     elif name == _RECURRENT:
         backward_flops = flops * _RECURRENT_BACKWARD_FACTOR
+    elif inside is not None:
+        backward_flops = flops * _WITH_FORWARD_FACTOR
     elif segments is not None:
         backward_flops = flops * max(1, len(operands))
     else:
@@ -112,7 +118,7 @@ def operator_cost(
     return OperatorCost(
         name=node.name,
         dtype=_dtype_name(value),
-        operator_class=operator_class(name) if segments is None else "matmul",
+        operator_class=operator_class(name) if segments is None and not inside else "matmul",
         forward_flops=flops,
         backward_flops=backward_flops if backward else zero,
         forward_bytes=forward_bytes,
@@ -187,6 +193,16 @@ def _forward_flops(name: str, node: fx.Node) -> sympy.Expr:
     return sympy.Integer(0) if formula is None else formula(node)
 
 
+def _inside_flops(node: fx.Node) -> sympy.Expr | None:
+    """Of an operator that calls code as it is written; for its gradient the code runs once more."""
+    found = inner_work(node)
+    if found is None:
+        return None
+    work, num_elements, is_gradient = found
+    flops = sympy.Integer(round(work.flops)) * num_elements
+    return flops * _WITH_FORWARD_FACTOR if is_gradient else flops
+
+
 def _segments_flops(name: str, node: fx.Node) -> sympy.Expr | None:
     """Of a product of segments by the weights of their keys (tokens by experts): torch's own, or an operator of a
     library that gets rows [S, K], weights [E, K, N] and ends [E], whatever its name; None for another operator.
@@ -194,7 +210,7 @@ def _segments_flops(name: str, node: fx.Node) -> sympy.Expr | None:
     if name == "_grouped_mm":
         left, right = (shape_of(_value(argument)) for argument in node.args[:2])
         return 2 * sympy.Mul(*left) * right[-1]
-    if str(node.target).startswith("aten.") or not isinstance(node.target, torch._ops.OpOverload):
+    if str(node.target).startswith(("aten.", "<")):
         return None
     tensors = [value for item in node.args if isinstance(value := _value(item), torch.Tensor)]
     whole = [value for value in tensors if value.is_floating_point()]

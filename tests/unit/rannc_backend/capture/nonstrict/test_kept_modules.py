@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.capture.analysis import analyze
@@ -17,6 +19,10 @@ from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call
 from rannc_backend.capture.nonstrict.kept_modules import NAMESPACE
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError
+from rannc_backend.passes.kept_functions import operator_code
+from rannc_backend.passes.stage.liveness import live_bytes
+from rannc_backend.planner.cost.compute import operator_cost
+from rannc_backend.planner.cost.tensor_sizes import numel
 from tests import kept_models
 from tests.default_dtype import float64
 from tests.kept_models import DECLARED, MODELS, REFUSED, CenteredExperts, HitExperts, Mixture, recounting
@@ -94,6 +100,34 @@ def test_a_class_that_is_not_declared_meets_and_says_how_not_to() -> None:
     analysis = analyze(captured(Mixture(Derived)).recorded.captured)
     assert analysis.split.whole_batch is not None
     assert "rannc_backend.row_wise" in analysis.split.whole_batch.reason
+
+
+def test_what_a_module_computes_and_keeps_is_counted() -> None:
+    """Two products of 8 times WIDTH for each of a token's two choices; for its gradient all of it once more."""
+    captured_graph = captured(Mixture(HitExperts)).recorded.captured
+    analysis = analyze(captured_graph)
+    node = next(node for node in analysis.split.rowwise.graph.nodes if "HitExperts" in str(node.target))
+    (value,) = node.meta["val"]
+    cost = operator_cost(node, analysis.needs_grad)
+    assert cost.operator_class == "matmul"
+    assert sympy.expand(cost.forward_flops - 2 * 2 * (2 * 8) * numel(value)) == 0
+    assert cost.backward_flops == 3 * cost.forward_flops
+    work = operator_code(node.target).work  # type: ignore[union-attr]
+    # At least the chosen tokens and what lies between the products, in float64.
+    assert work.num_bytes >= 2 * 8 * (1 + 8 / WIDTH)
+    graph = fx.Graph()
+    tensors = [graph.placeholder(f"value_{place}") for place in range(2)]
+    for each in tensors:
+        each.meta["val"] = value
+    backward = getattr(torch.ops.rannc_module, f"{node.target._schema.name.split('::')[1]}_backward").default
+    made = graph.call_function(backward, ([tensors[0]], tensors, [], [tensors[1]]))
+    made.meta["val"] = [value]
+    graph.output(made)
+    symbol = captured_graph.rows_symbol
+    (peak,) = live_bytes(graph, ignored=[each.name for each in tensors], rows_symbol=symbol)
+    wanted = math.ceil(work.num_bytes) * numel(value)
+    assert sympy.expand(peak - wanted) == 0
+    assert operator_cost(made, ()).forward_flops == 3 * cost.forward_flops
 
 
 def test_equal_modules_of_two_models_are_two_operators() -> None:
