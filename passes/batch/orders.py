@@ -260,8 +260,6 @@ def _place_by_place(call: Call, rule: Rule) -> Layout:
         layout = call.layout(item)
         if isinstance(layout, RowIndex) or (isinstance(layout, Rows) and not layout.uniform):
             call.refuse_mixing("it combines sorted rows with rows that are not")
-    if torch.Tag.nondeterministic_seeded in call.node.target.tags:  # type: ignore[union-attr]
-        call.refuse("draws random numbers for rows that are sorted")
     first = next(iter(orders.values()))
     name = call.name.removeprefix("aten.")
     keeps = name in VIEW_RULES or (name in _COPIES and not call.value.dtype.is_complex)

@@ -29,7 +29,18 @@ from torch import Tensor, fx
 
 from rannc_backend.passes.batch.batch_axis import KnownRows, Meeting, extend_analysis, is_random
 from rannc_backend.passes.batch.batch_split import FIRST_ROW, RNG_SEED
-from rannc_backend.passes.batch.layouts import Constant, Layout, RowCount, RowIndex, Rows, Several, Whole
+from rannc_backend.passes.batch.layouts import (
+    Constant,
+    Layout,
+    Ordered,
+    OrderIndex,
+    Origin,
+    RowCount,
+    RowIndex,
+    Rows,
+    Several,
+    Whole,
+)
 from rannc_backend.passes.batch.operator_call import Call, product, rows_multiple
 from rannc_backend.passes.graph_queries import fake_mode_of, placeholders, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError
@@ -181,21 +192,27 @@ class _Rewriter:
             )
         if isinstance(layout, Rows) and not (isinstance(layout.outer, int) or isinstance(layout.inner, int)):
             raise PassError(node, f"random operator {call.name} works on rows in pieces of two lengths")
-        keys = self._keys(layout, value.device)
-        elements = self._elements(product(_row_shape(shape_of(call.arguments, value), layout)), value.device)
+        # What is in an order draws the numbers of its elements.
+        order = self._index_of(layout.origin) if isinstance(layout, Ordered) else None
+        if isinstance(layout, Ordered):
+            layout = Rows(layout.dim, layout.origin.outer, layout.origin.inner)
+        rows = layout
+        keys = self._keys(rows, value.device)
+        elements = self._elements(product(_row_shape(shape_of(call.arguments, value), rows)), value.device)
 
-        def run(arguments: dict[str, Any], keys: Tensor, elements: Tensor) -> Any:
+        def run(arguments: dict[str, Any], keys: Tensor, elements: Tensor, order: Tensor | None) -> Any:
             shape = shape_of(arguments, value)
 
             def bits(draw: int = 0) -> Tensor:
-                return random_bits(keys, elements, layout, shape, operator_key(STAND_IN, draw))
+                found = random_bits(keys, elements, rows, shape, operator_key(STAND_IN, draw))
+                return found if order is None else found.index_select(rows.dim, order)  # type: ignore[union-attr]
 
             return function(bits, value.dtype, arguments)
 
         arguments = dict(call.arguments)
         if function is not attention:
             arguments["_shape"] = [self._size(node, dim) for dim in range(value.ndim)]
-        args = (arguments, keys, elements)
+        args = (arguments, keys, elements, order)
         signature = (name, value.dtype, layout, _signature(args))
         if signature not in self.traced:
             self.traced[signature] = trace_function(run, args, {})
@@ -206,6 +223,10 @@ class _Rewriter:
         extend_analysis(
             self.layouts, new_nodes, self.symbol, row_numbers=self.row_numbers, meeting=self.meeting
         )
+
+    def _index_of(self, origin: Origin) -> fx.Node:
+        """The node of an order's index."""
+        return next(node for node in self.graph.nodes if self.layouts.get(node.name) == OrderIndex(0, origin))
 
     def _size(self, node: fx.Node, dim: int) -> Any:
         """A size of the node's value; those with rows as nodes."""

@@ -270,35 +270,6 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "        if False:\n",
             unit("capture/nonstrict/read_values"),
         ),
-        # rows in an order that an index gives
-        *(
-            (name, f"passes/batch/{place}.py", before, after, passes("batch/orders"))
-            for name, place, before, after in (
-                ("segments-of-other-keys", "orders", "        and order.origin.keys is end.keys\n", ""),
-                ("segments-of-a-falling-order", "orders", "        and order.origin.rising\n", ""),
-                ("negative-keys-counted", "counted_keys", " and _is_never_negative(node)", ""),
-                ("any-bins-count-keys", "counted_keys", ' or not _one_bin_each(call["bins"], low, high)', ""),
-                (
-                    "orders-combined",
-                    "orders",
-                    "    if len({(type(layout)",
-                    "    if False and len({(type(layout)",
-                ),
-                (
-                    "sorted-beside-unsorted",
-                    "orders",
-                    " or (isinstance(layout, Rows) and not layout.uniform)",
-                    "",
-                ),
-                (
-                    "ends-of-segments-believed",
-                    "orders",
-                    '    if call.name != "aten._grouped_mm" and',
-                    "    if False and",
-                ),
-                ("inverse-of-another-order", "orders", "order.origin is layout.origin and ", ""),
-            )
-        ),
         # declarations of custom operators
         (
             "declarations-believed",

@@ -114,6 +114,42 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             passes("data_sizes"),
         ),
         # functions with a backward of their own
+        # rows in an order that an index gives
+        *(
+            (name, f"passes/batch/{place}.py", before, after, passes("batch/orders"))
+            for name, place, before, after in (
+                ("segments-of-other-keys", "orders", "        and order.origin.keys is end.keys\n", ""),
+                ("segments-of-a-falling-order", "orders", "        and order.origin.rising\n", ""),
+                ("negative-keys-counted", "counted_keys", " and _is_never_negative(node)", ""),
+                ("any-bins-count-keys", "counted_keys", ' or not _one_bin_each(call["bins"], low, high)', ""),
+                (
+                    "orders-combined",
+                    "orders",
+                    "    if len({(type(layout)",
+                    "    if False and len({(type(layout)",
+                ),
+                (
+                    "sorted-beside-unsorted",
+                    "orders",
+                    " or (isinstance(layout, Rows) and not layout.uniform)",
+                    "",
+                ),
+                (
+                    "ends-of-segments-believed",
+                    "orders",
+                    '    if call.name != "aten._grouped_mm" and',
+                    "    if False and",
+                ),
+                ("inverse-of-another-order", "orders", "order.origin is layout.origin and ", ""),
+            )
+        ),
+        (
+            "random-numbers-by-place",
+            "passes/batch/randomness.py",
+            "return found if order is None else found.index_select(rows.dim, order)",
+            "return found",
+            passes("batch/orders"),
+        ),
         (
             "kept-inside-not-counted",
             "passes/stage/liveness.py",

@@ -9,13 +9,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rannc_backend.passes.batch.layouts import SegmentEnds
 from rannc_backend.passes.batch.orders import ORDERS
 from rannc_backend.passes.pipeline import PassError
 from tests.expert_models import LENGTH, MODELS, NUM_EXPERTS, WIDTH, Grouped, batch, products
 from tests.unit.passes.batch.batch_tracing import trace
-from tests.unit.passes.batch.slice_runner import split_traced, worst_error
+from tests.unit.passes.batch.slice_runner import run_in_slices, split_traced, worst_error
 
 NUM_ROWS = 5
 SLICES = ([5], [2, 3], [1, 1, 1, 1, 1])
@@ -146,11 +147,6 @@ def _overwritten(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros_like(tokens).index_put((order // K,), tokens[order // K].square()).sum()
 
 
-def _random(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    order = chosen.reshape(-1).argsort()
-    return torch.rand_like(tokens[order // K]).sum()
-
-
 def _ends_as_values(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return (tokens[:, None, :NUM_EXPERTS] * _ends(chosen.reshape(-1))).sum()
 
@@ -187,6 +183,39 @@ def test_an_operator_with_ends_of_segments_is_tried() -> None:
 
     with pytest.raises(PassError, match="does not multiply each segment by its weights"):
         split_traced(trace(Written(function).double(), {"x": batch(NUM_ROWS, 0)}))
+
+
+class Dropped(Grouped):
+    """Dropout on sorted tokens, with dimensions before and behind them, and noise like them."""
+
+    def mixed(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = chosen.reshape(-1).argsort()
+        routed = F.dropout(tokens[order // K], 0.4)
+        turned = F.dropout(routed.t(), 0.2).t() + 0.1 * torch.rand_like(routed)
+        spread = F.dropout(turned.view(-1, K, WIDTH // K).softmax(-1), 0.3).view(-1, WIDTH)
+        return spread[order.argsort()].view(tokens.shape[0], K, WIDTH).sum(1)
+
+
+def test_random_numbers_of_sorted_tokens_do_not_depend_on_slices() -> None:
+    torch.manual_seed(0)
+    traced = trace(Dropped().double(), {"x": batch(NUM_ROWS, 0)})
+    split = split_traced(traced)
+    weights = [None] * traced.num_user_outputs
+    first, *others = (run_in_slices(traced, split, sizes, weights, seed=3)[0] for sizes in SLICES)
+    again = run_in_slices(traced, split, [NUM_ROWS], weights, seed=4)[0]
+    for found in others:
+        for one, other in zip(first, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(first[1], again[1])
+
+
+def test_dropout_that_is_off_stays() -> None:
+    def function(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = chosen.reshape(-1).argsort()
+        return F.dropout(tokens[order // K], 0.0).square().sum()
+
+    traced = trace(Written(function).double(), {"x": batch(NUM_ROWS, 0)})
+    assert max(worst_error(traced, split_traced(traced), sizes) for sizes in SLICES) < 1e-12
 
 
 # --- random programs: accepted means exact
