@@ -121,9 +121,10 @@ def _selected(call: Call) -> Layout | None:
 
 def _gathered(call: Call) -> Layout | None:
     """An index that is the same along all other dimensions selects whole places, as layouts say."""
-    if call.value.shape[1:] != call["self"].meta["val"].shape[1:]:
+    dim = call.dim("dim", call.ndim(call["self"]))
+    if dim != 0 or call.value.shape[1:] != call["self"].meta["val"].shape[1:]:
         return None
-    return _taken(call, call["self"], call["index"], call.dim("dim", call.ndim(call["self"])))
+    return _taken(call, call["self"], call["index"], dim)
 
 
 def _taken(call: Call, source: fx.Node, index: fx.Node | None, dim: int) -> Layout | None:

@@ -275,7 +275,7 @@ class _Splitter:
         result = [item for item in outputs if item.kind == "rows"]
         result += [RowwiseOutput(kind="partial", name=node.name) for node in self.partials]
         for node, fqn in zip(buffers, buffer_updates):
-            if isinstance(self.layout(node), (Rows, PartialSum, Reduced, RowCount, Whole)):
+            if not isinstance(self.layout(node), (Constant, SliceStatistic)):
                 reason = f"buffer {fqn} is set from rows of the batch or sums over them; only normalisation statistics may be. {ADVICE}"
                 error = PassError(node, reason)
                 if self.meeting is None or not all(isinstance(size, int) for size in node.meta["val"].shape):

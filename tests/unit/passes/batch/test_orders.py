@@ -218,6 +218,28 @@ def test_dropout_that_is_off_stays() -> None:
     assert max(worst_error(traced, split_traced(traced), sizes) for sizes in SLICES) < 1e-12
 
 
+class Remembering(Written):
+    """Keeps what is true of a slice alone in a buffer."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(_wrong_bins)
+        self.what = what
+        self.register_buffer("kept", torch.zeros(NUM_EXPERTS, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.first(x).view(-1, WIDTH)
+        keys, _ = tokens[:, :NUM_EXPERTS].topk(K, -1)[1].reshape(-1).sort()
+        counts = torch.histc(keys.float(), NUM_EXPERTS, 0, NUM_EXPERTS - 1).to(torch.int32)
+        self.kept.copy_(counts if self.what == "counts" else counts.cumsum(0, dtype=torch.int32))
+        return tokens.square().mean()
+
+
+@pytest.mark.parametrize("what", ["counts", "ends"])
+def test_buffers_are_not_set_from_a_slice(what: str) -> None:
+    with pytest.raises(PassError, match="is set from rows of the batch|ends of segments"):
+        split_traced(trace(Remembering(what).double(), {"x": batch(NUM_ROWS, 0)}))
+
+
 # --- random programs: accepted means exact
 
 #: Of a program's values, by what they are meant to be; each step makes one of another kind or of the same.
