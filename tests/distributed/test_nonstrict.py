@@ -18,6 +18,8 @@ CASES = on_plans(
 )
 
 
-@pytest.mark.parametrize("case", cases(CASES, "nonstrict", ("models-2", "models-1,2,1", "kept-1,1,1,1")))
+@pytest.mark.parametrize(
+    "case", cases(CASES, "nonstrict", ("models-2", "models-1,2,1", "kept-2", "kept-1,1,1,1"))
+)
 def test_nonstrict(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

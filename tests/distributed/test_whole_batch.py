@@ -24,6 +24,6 @@ CASES = on_plans(
 )
 
 
-@pytest.mark.parametrize("case", cases(CASES, "whole-batch", ("models-2", "models-2,1")))
+@pytest.mark.parametrize("case", cases(CASES, "whole-batch", ("models-2", "models-2,1", "experts-2,1")))
 def test_whole_batch(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -302,7 +302,7 @@ def _program(steps: list[tuple[str, int]], *, ends: bool) -> Callable[..., Tenso
     return run
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 59)), max_size=5), st.booleans())
 def test_random_programs_are_refused_or_exact(steps: list[tuple[str, int]], ends: bool) -> None:
     torch.manual_seed(0)
