@@ -19,7 +19,7 @@ CASES = on_plans(
         ("padded", "2"),
         ("marked", "1,1"),
     ],
-    limit_seconds=240.0,
+    limit_seconds=360.0,
 )
 
 
