@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from rannc_backend.passes.batch.batch_axis_rules import RULES
-from rannc_backend.passes.batch.batch_axis_views import VIEW_RULES, Rule
+from rannc_backend.passes.batch.batch_axis_views import Rule, moves_integers
 from rannc_backend.passes.batch.batch_split import GLOBAL_ROWS
 from rannc_backend.passes.batch.layouts import (
     Constant,
@@ -347,7 +347,7 @@ class _Analysis:
             )
         call = Call.of(node, self.symbol, Early(self.layouts))
         name = call.name.removeprefix("aten.")
-        if numbers := self._row_numbers(node, name):
+        if numbers := self._row_numbers(call):
             # The elements stay what they are: follow them as rows and say so again.
             moves = self._rule(node, name)
             assert moves is not None, f"no rule for {name}, which moves elements"
@@ -390,15 +390,13 @@ class _Analysis:
             return RULES["_to_copy"] if operator_name(target).startswith("aten.") else pointwise_rule
         return rule
 
-    def _row_numbers(self, node: fx.Node, name: str) -> dict[fx.Node, Layout]:
-        """Row numbers that the node moves without change: views, copies, casts to integers."""
-        if name not in VIEW_RULES and not (
-            name in ("clone", "_to_copy") and not node.meta["val"].is_floating_point()
-        ):
+    def _row_numbers(self, call: Call) -> dict[fx.Node, Layout]:
+        """Row numbers that the node moves without change."""
+        if not moves_integers(call):
             return {}
         return {
             item: Rows(layout.dim, 1, width_of(layout))
-            for item in node.all_input_nodes
+            for item in call.node.all_input_nodes
             if isinstance(layout := self.layouts[item], RowIndex)
         }
 

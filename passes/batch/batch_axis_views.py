@@ -291,6 +291,15 @@ VIEW_RULES: dict[str, Rule] = {
     "repeat": repeat,
 }
 
+COPIES = ("clone", "_to_copy")
+
+
+def moves_integers(call: Call) -> bool:
+    """Whether an operator gives integers of its argument as they are: views, copies, casts to integers."""
+    name = call.name.removeprefix("aten.")
+    return name in VIEW_RULES or (name in COPIES and not call.value.is_floating_point())
+
+
 STRUCTURE_RULES: dict[str, Rule] = {
     **VIEW_RULES,
     **dict.fromkeys(

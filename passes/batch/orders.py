@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rannc_backend.passes.batch.batch_axis_views import VIEW_RULES, Rule
+from rannc_backend.passes.batch.batch_axis_views import COPIES, VIEW_RULES, Rule, moves_integers
 from rannc_backend.passes.batch.counted_keys import EXACT, key_counts, root_of
 from rannc_backend.passes.batch.layouts import (
     Constant,
@@ -39,12 +39,11 @@ from rannc_backend.passes.batch.layouts import (
     Several,
     width_of,
 )
-from rannc_backend.passes.batch.operator_call import Call, Replaced
+from rannc_backend.passes.batch.operator_call import Call, Replaced, operator_name
 from rannc_backend.passes.plain_numbers import without_modes
 from rannc_backend.passes.size_nodes import Size, exact_quotient
 
 ORDERS = (Ordered, OrderIndex, InverseIndex)
-_COPIES = ("clone", "_to_copy")
 _LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
 
 
@@ -62,10 +61,10 @@ def ends_of_segments(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> Layout
     inputs = [layouts[item] for item in node.all_input_nodes]
     if len(inputs) != 1 or not isinstance(inputs[0], (KeyCounts, SegmentEnds)):
         return None
-    name = str(node.target).removeprefix("aten.").split(".")[0]
+    name = operator_name(node.target).removeprefix("aten.")
     value = node.meta["val"]
     exact = isinstance(value, torch.Tensor) and value.dtype in EXACT
-    if name in (*_COPIES, "detach", "alias") and exact:
+    if name in (*COPIES, "detach", "alias") and exact:
         return inputs[0]
     if name == "cumsum" and exact and isinstance(inputs[0], KeyCounts) and inputs[0].keys is not None:
         return SegmentEnds(inputs[0].keys)
@@ -149,11 +148,7 @@ def _taken(call: Call, source: fx.Node, index: fx.Node | None, dim: int) -> Layo
 def _fits(layout: Rows, order: OrderIndex) -> bool:
     """Whether an index names the elements of the rows of a value."""
     origin = order.origin
-    return layout.outer == origin.outer and _times(layout.inner, order.divisor) == origin.inner
-
-
-def _times(size: Size, factor: Size) -> Size:
-    return size * factor
+    return layout.outer == origin.outer and layout.inner * order.divisor == origin.inner
 
 
 def _divided(call: Call) -> Layout | None:
@@ -162,9 +157,9 @@ def _divided(call: Call) -> Layout | None:
     rounded = call.name == "aten.floor_divide" or call.arguments.get("rounding_mode") == "floor"
     if not isinstance(order, OrderIndex) or not rounded or not isinstance(divisor, int) or divisor < 1:
         return None
-    if exact_quotient(order.origin.inner, _times(order.divisor, divisor)) is None:
+    if exact_quotient(order.origin.inner, order.divisor * divisor) is None:
         call.refuse_mixing("it divides the number of a place by what its row does not hold")
-    return OrderIndex(order.dim, order.origin, _times(order.divisor, divisor))
+    return OrderIndex(order.dim, order.origin, order.divisor * divisor)
 
 
 def _remainder(call: Call) -> Layout | None:
@@ -217,14 +212,9 @@ def _put_back(call: Call, index: Any, values: Any, *, adds: bool) -> Layout | No
         and origin.outer == 1
     ):
         return InverseIndex(0, origin) if call.value.ndim == 1 else None
-    into_rows = isinstance(target, Rows) and target.dim == 0
-    if into_rows and isinstance(target, Rows) and target.uniform and width_of(target) == width_of(order):
-        target = Rows(0, origin.outer, _per_token(order))
-    same_size = call.value.shape[1:] == values.meta["val"].shape[1:] if isinstance(values, fx.Node) else False
-    if into_rows and isinstance(source, Ordered) and source == Ordered(0, origin) and same_size:
-        if isinstance(target, Rows) and (is_plain or adds):
-            found = Rows(0, origin.outer, _per_token(order))
-            return call.merge(found, target)
+    fits = source == Ordered(0, origin) and call.value.shape[1:] == values.meta["val"].shape[1:]
+    if fits and isinstance(target, Rows) and target.dim == 0 and (is_plain or adds):
+        return call.merge(Rows(0, origin.outer, _per_token(order)), target)
     call.refuse_mixing("it puts back other rows than those that were sorted")
 
 
@@ -263,18 +253,21 @@ def _place_by_place(call: Call, rule: Rule) -> Layout:
             call.refuse_mixing("it combines sorted rows with rows that are not")
     first = next(iter(orders.values()))
     name = call.name.removeprefix("aten.")
-    keeps = name in VIEW_RULES or (name in _COPIES and not call.value.dtype.is_complex)
-    if not isinstance(first, Ordered) and not (keeps and not call.value.dtype.is_floating_point):
+    if not isinstance(first, Ordered) and not moves_integers(call):
         call.refuse_mixing("it computes with the numbers of rows")
     width = width_of(first)
     as_rows = {item: Rows(layout.dim, 1, width) for item, layout in orders.items()}
     found = rule(Call.of(call.node, call.symbol, Replaced(call.layouts, as_rows)))
-    return _in_same_order(call, found, first, keeps=keeps)
+    # Casts of keys that their counts are taken of hold them as they are.
+    is_exact = getattr(call.value, "dtype", None) in EXACT
+    return _in_same_order(call, found, first, keeps_keys=name in (*VIEW_RULES, *COPIES) and is_exact)
 
 
-def _in_same_order(call: Call, found: Layout, first: Any, *, keeps: bool) -> Layout:
+def _in_same_order(call: Call, found: Layout, first: Any, *, keeps_keys: bool) -> Layout:
     if isinstance(found, Several):
-        return Several(tuple(_in_same_order(call, item, first, keeps=keeps) for item in found.elements))
+        return Several(
+            tuple(_in_same_order(call, item, first, keeps_keys=keeps_keys) for item in found.elements)
+        )
     if isinstance(found, (PartialSum, Constant)):
         return found
     if not isinstance(found, Rows) or found.outer != 1 or found.inner != width_of(first):
@@ -283,7 +276,7 @@ def _in_same_order(call: Call, found: Layout, first: Any, *, keeps: bool) -> Lay
         return OrderIndex(found.dim, first.origin, first.divisor)
     if isinstance(first, InverseIndex):
         return InverseIndex(found.dim, first.origin)
-    return Ordered(found.dim, first.origin, is_key=first.is_key and keeps and call.value.dtype in EXACT)
+    return Ordered(found.dim, first.origin, is_key=first.is_key and keeps_keys)
 
 
 # --- products of segments

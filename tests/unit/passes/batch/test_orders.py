@@ -151,8 +151,13 @@ def _ends_as_values(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return (tokens[:, None, :NUM_EXPERTS] * _ends(chosen.reshape(-1))).sum()
 
 
+def _split_index(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    keys, order = chosen.reshape(-1).sort()
+    return tokens[order.split(order.shape[0] // 2)[0] // K].sum() + keys.split(keys.shape[0] // 2)[1].sum()
+
+
 REFUSED = (
-    _descending, _negative, _other_counts, _wrong_bins, _changed_keys, _shifted, _counted_along, _other_order,
+    _split_index, _descending, _negative, _other_counts, _wrong_bins, _changed_keys, _shifted, _counted_along, _other_order,
     _unsorted_beside, _wrong_inverse, _index_for_inverse, _wrong_divisor, _number_as_value, _kept_places,
     _overwritten, _ends_as_values,
 )  # fmt: skip
