@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rannc_backend.passes.fixed_sizes import with_sizes
-from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.graph_queries import num_elements
 
 
 def has_data_sizes(value: Any) -> bool:
@@ -61,8 +61,8 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _numel(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return sympy.Mul(*(size_expression(size).xreplace(bounds) for size in sizes))
+    """Of a number 1."""
+    return num_elements(value).xreplace(bounds) if isinstance(value, torch.Tensor) else sympy.Integer(1)
 
 
 def _at_ten(expression: sympy.Expr) -> float:

@@ -40,6 +40,11 @@ def overload_of(node: fx.Node) -> OpOverload:
     return node.target
 
 
+def num_elements(value: Tensor) -> sympy.Expr:
+    """How many elements a tensor has, as an expression in its sizes."""
+    return sympy.Mul(*map(size_expression, value.shape))
+
+
 def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
     """The mode that the first tensor among the nodes' values, all of them fake, belongs to."""
     values = (node.meta["val"] for node in nodes)

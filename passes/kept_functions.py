@@ -21,7 +21,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.graph_queries import num_elements
 from rannc_backend.passes.plain_numbers import RefusingDraws, at_hint, hint_of, plain_mode, without_modes
 
 NAMESPACE = "rannc_kept"
@@ -201,15 +201,11 @@ def inner_work(node: fx.Node) -> tuple[InnerWork, sympy.Expr, bool] | None:
     """
     code, of_backward = operator_code(node.target), backward_code(node.target)
     if code is not None:
-        return code.work, _num_elements(node.meta["val"]), False
+        return code.work, sympy.Add(*map(num_elements, node.meta["val"])), False
     if of_backward is not None:
         grads: Any = node.args[0]
-        return of_backward.work, _num_elements([grad.meta["val"] for grad in grads]), True
+        return of_backward.work, sympy.Add(*(num_elements(grad.meta["val"]) for grad in grads)), True
     return None
-
-
-def _num_elements(values: Sequence[torch.Tensor]) -> sympy.Expr:
-    return sympy.Add(*(sympy.Mul(*map(size_expression, value.shape)) for value in values))
 
 
 def kept_function(target: object) -> KeptFunction | None:

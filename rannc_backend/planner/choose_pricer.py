@@ -36,6 +36,12 @@ NUM_POINTS = 4
 MAX_ROUNDS = 3
 
 
+def analytic_pricer(partitions: Partitions, config: Config, cluster: Cluster) -> AnalyticPricer:
+    """Prices as the cluster is described."""
+    holds = stage_compiler(config) == "inductor"
+    return AnalyticPricer(device=cluster.device, partitions=partitions, holds_gradients=holds)
+
+
 @dataclass(slots=True, kw_only=True)
 class Pricing:
     """Makes the pricer of one plan. `profiler`: measures on all ranks; None: nothing can be measured here."""
@@ -80,9 +86,7 @@ class Pricing:
 
     def _make(self) -> BlockPricer:
         config, compiler = self.config, stage_compiler(self.config)
-        analytic = AnalyticPricer(
-            device=self.cluster.device, partitions=self.partitions, holds_gradients=compiler == "inductor"
-        )
+        analytic = analytic_pricer(self.partitions, config, self.cluster)
         if config.measures_nothing or not self.graph.blocks:
             return analytic
         runs = self._read_file()

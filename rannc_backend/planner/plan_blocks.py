@@ -16,10 +16,9 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.log.progress import Progress
 from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks_file import PlannableModel
-from rannc_backend.planner.choose_pricer import Pricing
+from rannc_backend.planner.choose_pricer import Pricing, analytic_pricer
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, PricerOfTwo, WholeStages
-from rannc_backend.planner.cost.small_models import stage_compiler
+from rannc_backend.planner.cost.pricing import BlockPricer, PricerOfTwo, WholeStages
 from rannc_backend.planner.planner import plan_blocks
 from rannc_backend.settings.options import Config
 
@@ -71,7 +70,8 @@ def plan_prepared(
 
     def search(pricer: BlockPricer) -> Plan:
         if timed is not None:
-            pricer = _at_two_lengths(pricer, timed, model, config, question.cluster)
+            kept = analytic_pricer(model, config, question.cluster)
+            pricer = PricerOfTwo(seconds=pricer, timed=timed.graph.blocks, kept=kept)
         with question.step_timer.step("search") as details:
             plan = plan_blocks(
                 model.graph,
@@ -89,12 +89,3 @@ def plan_prepared(
         return plan
 
     return pricing.plan(search, cancelled=question.progress.cancelled)
-
-
-def _at_two_lengths(
-    pricer: BlockPricer, timed: PlannableModel, model: PlannableModel, config: Config, cluster: Cluster
-) -> BlockPricer:
-    """Seconds from `pricer`, which knows the blocks of `timed`, and bytes of the blocks of `model`."""
-    holds = stage_compiler(config) == "inductor"
-    kept = AnalyticPricer(device=cluster.device, partitions=model, holds_gradients=holds)
-    return PricerOfTwo(seconds=pricer, timed=timed.graph.blocks, kept=kept)

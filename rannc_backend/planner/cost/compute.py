@@ -50,9 +50,8 @@ LOOKUP_OPERATORS = frozenset("embedding gather index index_select".split())
 _ATTENTION_BACKWARD_FACTOR = sympy.Rational(
     5, 2
 )  # dQ, dK, dV, dP and the product QK^T again, for two in forward
-# An operator of passes/recurrent.py, whose backward computes it again.
-_RECURRENT, _RECURRENT_BACKWARD_FACTOR = "layers", 3
-_WITH_FORWARD_FACTOR = 3  # the same for code that runs as written
+# Of operators whose backward computes them again: those of passes/recurrent.py, and code that runs as written.
+_RECURRENT, _COMPUTED_AGAIN_FACTOR = "layers", 3
 
 
 def operator_name(node: fx.Node) -> str:
@@ -103,10 +102,8 @@ def operator_cost(
         backward_flops = zero
     elif name in ATTENTION_OPERATORS:
         backward_flops = flops * _ATTENTION_BACKWARD_FACTOR
-    elif name == _RECURRENT:
-        backward_flops = flops * _RECURRENT_BACKWARD_FACTOR
-    elif inside is not None:
-        backward_flops = flops * _WITH_FORWARD_FACTOR
+    elif name == _RECURRENT or inside is not None:
+        backward_flops = flops * _COMPUTED_AGAIN_FACTOR
     elif segments is not None:
         backward_flops = flops * max(1, len(operands))
     else:
@@ -200,7 +197,7 @@ def _inside_flops(node: fx.Node) -> sympy.Expr | None:
         return None
     work, num_elements, is_gradient = found
     flops = sympy.Integer(round(work.flops)) * num_elements
-    return flops * _WITH_FORWARD_FACTOR if is_gradient else flops
+    return flops * _COMPUTED_AGAIN_FACTOR if is_gradient else flops
 
 
 def _segments_flops(name: str, node: fx.Node) -> sympy.Expr | None:
@@ -284,5 +281,5 @@ _FLOPS: dict[str, Callable[[fx.Node], sympy.Expr]] = {
     "convolution": _convolution_flops,
     "convolution_backward": _convolution_backward_flops,
     _RECURRENT: _recurrent_flops(1),
-    f"{_RECURRENT}_backward": lambda node: _RECURRENT_BACKWARD_FACTOR * _recurrent_flops(2)(node),
+    f"{_RECURRENT}_backward": lambda node: _COMPUTED_AGAIN_FACTOR * _recurrent_flops(2)(node),
 }
