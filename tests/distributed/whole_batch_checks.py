@@ -72,9 +72,7 @@ def _trained(context: Context, model: nn.Module, alone: nn.Module, compiled: Any
     x, y = batch(sum(rows), step)
     loss, values = compiled(x[start:stop].clone(), y[start:stop].clone())
     expected, expected_values = alone(x, y)
-    loss.backward()
-    expected.backward()
-    error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
+    error = _error_of_losses(loss, expected)
     error = max(error, float((values.detach() - expected_values[start:stop].detach()).abs().max()))
     return max(error, worst_error(model, alone))
 
@@ -89,15 +87,19 @@ def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
             start, stop = (times * place for place in context.interval)
             x, mask = data_size_models.batch(times * sum(rows), step)
             loss, expected = compiled(x[start:stop].clone(), mask[start:stop].clone()), alone(x, mask)
-            loss.backward()
-            expected.backward()
-            error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
-            error = max(error, worst_error(model, alone))
+            error = max(_error_of_losses(loss, expected), worst_error(model, alone))
             context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
     return {}
+
+
+def _error_of_losses(loss: torch.Tensor, expected: torch.Tensor) -> float:
+    """After the backward of both."""
+    loss.backward()
+    expected.backward()
+    return abs(float(loss.detach()) / float(expected.detach()) - 1.0)
 
 
 class _GivesPairs(Contrastive):
@@ -162,11 +164,8 @@ def whole_batch_experts(context: Context) -> dict[str, Any]:
             start, stop = (times * place for place in context.interval)
             x = expert_models.batch(times * sum(rows), step)
             (loss, values), (expected, expected_values) = compiled(x[start:stop].clone()), alone(x)
-            loss.backward()
-            expected.backward()
-            error = abs(float(loss.detach()) / float(expected.detach()) - 1.0)
+            error = max(_error_of_losses(loss, expected), worst_error(model, alone))
             error = max(error, float((values.detach() - expected_values[start:stop].detach()).abs().max()))
-            error = max(error, worst_error(model, alone))
             context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
             for optimizer in optimizers:
                 optimizer.step()

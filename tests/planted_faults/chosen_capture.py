@@ -160,8 +160,8 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "errors-of-quick-runs-believed",
             "capture/nonstrict/reads.py",
-            "            if not is_raised_by_user(error):\n                continue\n",
-            "",
+            "        if error is None or is_raised_by_user(error):\n            break\n",
+            "        break\n",
             unit("capture/nonstrict/reads"),
         ),
         (

@@ -305,18 +305,17 @@ def _tried(ways: Ways, answers: Sequence[Any]) -> tuple[Reads, Exception | None]
     """How the forward ends with these answers: one way, or the other where something else than its own code ends
     that.
     """
-    failed: Exception | None = None
+    tried: Reads
+    error: Exception | None
     for run in ways:
-        tried = Reads(answers)
+        tried, error = Reads(answers), None
         try:
             run(tried)
-        except Exception as error:
-            failed = error
-            if not is_raised_by_user(error):
-                continue
-            return tried, error
-        return tried, None
-    return tried, failed
+        except Exception as raised:
+            error = raised
+        if error is None or is_raised_by_user(error):
+            break
+    return tried, error
 
 
 def is_raised_by_user(error: BaseException) -> bool:
