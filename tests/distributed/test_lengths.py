@@ -14,6 +14,9 @@ CASES = on_plans(
         ("models", "1,1"),
         ("models", "2"),
         ("models", "1,2,1"),
+        ("others", "1,1"),
+        ("others", "2"),
+        ("others", "1,2,1"),
         ("nonstrict", "1,1"),
         ("padded", "1,1"),
         ("padded", "2"),
@@ -23,6 +26,9 @@ CASES = on_plans(
 )
 
 
-@pytest.mark.parametrize("case", cases(CASES, "lengths", ("models-2", "models-1,2,1", "padded-2")))
+ONLY_IN_FULL = ("models-2", "models-1,2,1", "others-1,1", "others-2", "others-1,2,1", "padded-2")
+
+
+@pytest.mark.parametrize("case", cases(CASES, "lengths", ONLY_IN_FULL))
 def test_lengths(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
