@@ -55,7 +55,7 @@ PIPELINE: tuple[Level, ...] = (
         what="Forward and backward, traced as one graph and then cut in two; `simplify_joint` for Inductor "
         "alone. A stage that only infers is traced too, and not cut.",
         where="stages/build.py: StageBuilder.trace, split_safely",
-        passes=("trace_joint", "simplify_joint", "split_joint", "secure_gradients"),
+        passes=("trace_joint", "simplify_joint", "equal_values", "split_joint", "secure_gradients"),
     ),
     Level(
         what="Gradients are born in buckets and values in messages. `deliver_early` stands for "

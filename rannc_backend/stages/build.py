@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from rannc_backend.kernels.gradient_writes import FIRST
 from rannc_backend.passes.pipeline import run_pass, with_dump_of_now
 from rannc_backend.passes.plain_numbers import new_size
+from rannc_backend.passes.stage.equal_values import ShareEqualValues
 from rannc_backend.passes.stage.gradient_buckets import GROUP_BYTES, How, WriteIntoBuckets
 from rannc_backend.passes.stage.partition_backward import Box
 from rannc_backend.passes.stage.recompute import saved_bytes
@@ -199,6 +200,8 @@ class StageBuilder:
             from rannc_backend.stages.inductor import simplify_joint
 
             simplify_joint(traced.joint, self.fake_mode)
+        if traced.tangent_of:
+            run_pass(ShareEqualValues(), traced.joint)
         return traced
 
     def _conditions(self) -> tuple[sympy.Basic, ...]:

@@ -99,9 +99,9 @@ class SplitJoint(Pass[SplitStage]):
     """The pass of `split_joint`, on the joint graph of `traced`; fields as its arguments."""
 
     name: ClassVar[str] = "split_joint"
-    requires: ClassVar[frozenset[str]] = frozenset({"joint", "all_outputs"})
+    requires: ClassVar[frozenset[str]] = frozenset({"joint", "values_shared", "all_outputs"})
     provides: ClassVar[frozenset[str]] = frozenset({"partitioned"})
-    ends: ClassVar[frozenset[str]] = frozenset({"joint"})
+    ends: ClassVar[frozenset[str]] = frozenset({"joint", "values_shared"})
     traced: TracedStage
     activation_budget: float
     long_lived: Sequence[int]
@@ -133,7 +133,7 @@ def trace_joint(
         if any(node.target in _MUTATING_FORMS for node in graph_module.graph.nodes)
         else tracer.trace(functionalized=False)
     )
-    if joint is None or any(_mutates(node) for node in joint.graph.nodes):
+    if joint is None or not write_elsewhere(joint):
         joint = tracer.trace(functionalized=True)
     return TracedStage(
         joint=joint, num_outputs=len(needs_grad), tangent_of=tracer.tangent_of, gradient_of=tracer.gradient_of
@@ -143,6 +143,66 @@ def trace_joint(
 def _mutates(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def write_elsewhere(joint: fx.GraphModule) -> bool:
+    """Let operators of a graph that change an operand give a new value instead; False where one cannot.
+
+    An operand whose memory nobody has seen before the change is known by the change's result alone, so that
+    all who read it afterwards may read the new value: tracing a second time does the same for all others.
+    """
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    changes = [node for node in order if _mutates(node)]
+    if not changes:
+        return True
+    users: dict[int, list[fx.Node]] = {}
+    for node in order:
+        for memory in _memories(node):
+            users.setdefault(memory, []).append(node)
+    for node in changes:
+        operand, form = node.args[0] if node.args else None, _form_without_change(node.target)
+        if form is None or not isinstance(operand, fx.Node) or operand.op != "call_function":
+            return False
+        sharing = [user for memory in _memories(operand) for user in users[memory]]
+        if any(user is not operand and order[user] < order[node] for user in sharing):
+            return False
+        if len(changes) > 1 and sum(user in changes for user in sharing) > 1:
+            return False
+        value = operand.meta["val"]
+        with value.fake_mode:
+            operand.meta["val"] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+        node.target = form
+        for user in [user for user in operand.users if order[user] > order[node]]:
+            user.replace_input_with(operand, node)
+    joint.recompile()
+    return True
+
+
+def _memories(node: fx.Node) -> set[int]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+
+
+def _form_without_change(target: Any) -> Any:
+    """`aten.f` for `aten.f_`, which changes its first operand and gives it back; None where there is none."""
+    schema = target._schema
+    space, _, name = schema.name.partition("::")
+    changed = [
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+    ]
+    is_plain = space == "aten" and name.endswith("_") and not name.endswith("__") and len(schema.returns) == 1
+    if not is_plain or not changed[:1] == [True] or any(changed[1:]):
+        return None
+    packet = getattr(aten, name.removesuffix("_"), None)
+    form = getattr(packet, target._overloadname, None)
+    if form is None or form._schema.is_mutable:
+        return None
+    same = [argument.name for argument in form._schema.arguments] == [
+        argument.name for argument in schema.arguments
+    ]
+    return form if same else None
 
 
 class _JointTracer:
@@ -299,7 +359,8 @@ def split_joint(traced: TracedStage, *, activation_budget: float, long_lived: Se
     with (
         clean_tracing(fake_mode),
         torch.no_grad(),
-        functorch_config.patch(activation_memory_budget=activation_budget),
+        # What is equal is one already (passes/stage/equal_values.py).
+        functorch_config.patch(activation_memory_budget=activation_budget, cse=False),
     ):
         forward, backward = min_cut_rematerialization_partition(
             traced.joint,

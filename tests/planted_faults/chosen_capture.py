@@ -286,6 +286,20 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             unit("capture/nonstrict/kept_modules"),
         ),
         (
+            "equal-values-of-two-outputs-are-one",
+            "passes/stage/equal_values.py",
+            " or _memory(node) in kept_apart",
+            "",
+            passes("stage/equal_values"),
+        ),
+        (
+            "changes-are-seen-through-older-views",
+            "stages/joint_graph.py",
+            "if any(user is not operand and order[user] < order[node] for user in sharing):",
+            "if False:",
+            unit("stages/joint_graph"),
+        ),
+        (
             "windows-begin-one-element-late",
             "passes/canonicalize.py",
             "(torch.arange(size, device=operand.device) * step)",

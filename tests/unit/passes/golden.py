@@ -29,6 +29,7 @@ from rannc_backend.passes.batch.split_reductions import SplitReductions, split_b
 from rannc_backend.passes.graph_text import graph_text
 from rannc_backend.passes.pipeline import Pass, run_pass, with_facts
 from rannc_backend.passes.stage.any_layout import TakeAnyLayout
+from rannc_backend.passes.stage.equal_values import ShareEqualValues
 from rannc_backend.passes.stage.gradient_buckets import WriteIntoBuckets
 from rannc_backend.passes.stage.lift_constants import LiftConstants
 from rannc_backend.passes.stage.partition_backward import Box, DeliverEarly
@@ -304,6 +305,7 @@ def _traced_joint() -> TracedStage:
 
 def _partition(budget: float) -> Case:
     traced = _traced_joint()
+    run_pass(ShareEqualValues(), traced.joint)
     return Case(
         traced.joint,
         SplitJoint(traced=traced, activation_budget=budget, long_lived=(1,)),
@@ -356,6 +358,9 @@ STAGE_CASES: dict[str, Callable[[], Case]] = {
     "secure_outputs/all_kinds": _secured,
     "trace_joint/product": _joint,
     "simplify_joint/view_of_nothing": _simplified,
+    "equal_values/twice": lambda: _traced(
+        ShareEqualValues(), lambda x: (x.sin().cos() + x.sin().cos() * x.sin(),), X
+    ),
     "split_joint/saves": lambda: _partition(1.0),
     "split_joint/recomputes": lambda: _partition(0.0),
     "secure_gradients/turned": lambda: _traced(

@@ -82,6 +82,7 @@ SWAPPED = [
     ("secure_outputs", "trace_joint"),
     ("trace_joint", "split_joint"),
     ("simplify_joint", "split_joint"),
+    ("equal_values", "split_joint"),
     ("split_joint", "secure_gradients"),
     ("secure_gradients", "gradient_buckets"),
     ("gradient_buckets", "send_slices"),
