@@ -1,9 +1,15 @@
-"""Sizes that depend on data (`x[mask]`, `nonzero`, the tokens of an expert): what they are counted as.
+"""Sizes that depend on data (`x[mask]`, `nonzero`, the tokens of an expert): what they are counted as, and how
+those are followed that a mask of rows chooses.
 
 In: a graph in which such sizes are symbols of their own, which torch makes without a value. Out: the same
 operators, whose fake values have an upper bound in place of each such size: as many elements as the operator
 that has found it looks at. Everything that prices, counts memory, or asks for the gradient of a value sees the
 bound; the operators themselves give what they give. (Torch's own: unbacked symbols, seen on 2.13.0.)
+
+While rows are followed, `value[mask]` has a size of its own kind: the batch size times a number that no other size
+has, one for each mask. So its elements are told from all rows and from those of other masks, operators that treat
+places alone are known to keep them, and where their number is used as a number it is the sum of the mask over the
+batch.
 
 Proof sketch. `nonzero` gives at most one index per element of its operand, `masked_select`, `unique` and their
 kind at most its elements, and a number that is read out of a tensor and used as a size is one of a part of
@@ -12,6 +18,7 @@ another tensor, or the operator would fail. An index into a value of that many e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -20,7 +27,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rannc_backend.passes.fixed_sizes import with_sizes
-from rannc_backend.passes.graph_queries import num_elements
+from rannc_backend.passes.graph_queries import arguments_of, fake_mode_of, num_elements, size_expression
+from rannc_backend.passes.plain_numbers import new_size
 
 
 def has_data_sizes(value: Any) -> bool:
@@ -51,6 +59,107 @@ def bound_data_sizes(graph_module: fx.GraphModule) -> frozenset[str]:
         if not isinstance(value, torch.SymInt):
             node.meta["val"] = with_sizes(value, bounds)
     return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSizes:
+    """Sizes of what masks choose, by the symbol of each: `sizes` as they are followed, a number per row times the rows;
+    `bounds` and `originals` what that number is replaced by afterwards, in tensors and in numbers.
+    """
+
+    sizes: dict[sympy.Symbol, sympy.Expr]
+    bounds: dict[sympy.Symbol, sympy.Expr]
+    originals: dict[sympy.Symbol, sympy.Expr]
+
+    def follow(self, graph_module: fx.GraphModule) -> None:
+        """Let the values of a graph say how many elements of a row are chosen, on the average."""
+        for node in _valued(graph_module):
+            node.meta["val"] = with_sizes(node.meta["val"], self.sizes)
+
+    def taken_for_another(self, graph_module: fx.GraphModule) -> sympy.Expr | None:
+        """What a trace since has taken one of these numbers for."""
+        replaced = fake_mode_of(_valued(graph_module)).shape_env.replacements
+        return next((replaced[symbol] for symbol in self.bounds if symbol in replaced), None)
+
+    def restore(self, graph_module: fx.GraphModule) -> None:
+        """Let them say what they are counted as, and sizes themselves that they depend on data."""
+        for node in _valued(graph_module):
+            value = node.meta["val"]
+            known = self.originals if isinstance(value, torch.SymInt) else self.bounds
+            node.meta["val"] = with_sizes(value, known)
+
+
+def _valued(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph_module.graph.nodes if "val" in node.meta]
+
+
+def mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask of `value[mask]`, of the first dimensions."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return None
+    first, *others = arguments_of(node)[1]
+    is_mask = isinstance(first, fx.Node) and first.meta["val"].dtype is torch.bool
+    return first if is_mask and all(item is None for item in others) else None
+
+
+def chosen_sizes(graph_module: fx.GraphModule, rows_symbol: sympy.Symbol) -> ChosenSizes:
+    """The sizes of a graph that depend on data, where each is one that a mask gives whose elements are a number of
+    each row; none where there are others.
+    """
+    masks: dict[sympy.Symbol, fx.Node | None] = {}
+    for node in graph_module.graph.nodes:
+        value, mask = node.meta.get("val"), mask_of(node)
+        for item in _parts(value):
+            for symbol in free_unbacked_symbols(item):
+                made = (
+                    mask
+                    if isinstance(value, torch.Tensor) and size_expression(value.shape[0]) == symbol
+                    else None
+                )
+                masks.setdefault(symbol, made)
+        if mask is not None and not is_same_value(masks.get(size_expression(value.shape[0]), mask), mask):
+            masks[size_expression(value.shape[0])] = None
+    per_row = {symbol: _per_row(mask, rows_symbol) for symbol, mask in masks.items()}
+    found = ChosenSizes({}, {}, {})
+    if None in per_row.values():
+        return found
+    for number, (symbol, bound) in enumerate(per_row.items()):
+        mask = masks[symbol]
+        assert mask is not None, "a mask without a bound"
+        same = next((other for other in found.sizes if is_same_value(masks[other], mask)), None)
+        if same is not None:
+            found.sizes[symbol] = found.sizes[same]
+            continue
+        # No other size has this number, so that none is taken for it.
+        hint = sympy.nextprime(10_000 + 100 * number)
+        chosen = new_size(mask.meta["val"].fake_mode.shape_env, f"chosen{number}", hint).node.expr
+        found.sizes[symbol] = chosen * rows_symbol
+        found.bounds[chosen] = bound
+        found.originals[chosen] = symbol / rows_symbol
+    return found
+
+
+def is_same_value(one: Any, other: Any, depth: int = 8) -> bool:
+    """Whether two values of a graph are surely equal: they are one, or computed alike (a mask that is written twice)."""
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other):
+            return all(is_same_value(*pair, depth) for pair in zip(one, other, strict=True))
+        return type(one) is type(other) and repr(one) == repr(other)
+    if one is other or depth == 0:
+        return one is other
+    target = one.target
+    if not isinstance(target, torch._ops.OpOverload) or target is not other.target:
+        return False
+    if target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return one.kwargs == other.kwargs and is_same_value(one.args, other.args, depth - 1)
+
+
+def _per_row(mask: fx.Node | None, rows_symbol: sympy.Symbol) -> sympy.Expr | None:
+    if mask is None:
+        return None
+    ratio = sympy.cancel(num_elements(mask.meta["val"]) / rows_symbol)
+    return None if rows_symbol in ratio.free_symbols else ratio
 
 
 def _parts(value: Any) -> list[Any]:

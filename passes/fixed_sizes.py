@@ -16,7 +16,7 @@ from torch import fx
 
 from rannc_backend.passes.graph_queries import output_values, size_expression, symbols_in
 from rannc_backend.passes.pipeline import facts_of, with_facts
-from rannc_backend.passes.plain_numbers import hints_of
+from rannc_backend.passes.plain_numbers import hints_in
 
 Known = Mapping[sympy.Symbol, sympy.Expr]
 
@@ -26,18 +26,18 @@ def with_sizes(value: Any, known: Known) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(with_sizes(item, known) for item in value)
     if isinstance(value, torch.SymInt):
-        expression = size_expression(value).xreplace(known)
-        return int(expression) if expression.is_number else value
+        before = size_expression(value)
+        expression = before.xreplace(known)
+        if expression.is_number:
+            return int(expression)
+        return value if expression == before else _size(value.node.shape_env, expression)
     if not isinstance(value, torch.Tensor) or not symbols_in(value) & known.keys():
         return value
     mode: Any = value.fake_mode  # type: ignore[attr-defined]
-    hints = hints_of(value)
 
     def number(size: Any) -> Any:
         expression = size_expression(size).xreplace(known)
-        if expression.is_number:
-            return int(expression)
-        return mode.shape_env.create_symintnode(expression, hint=int(expression.xreplace(hints)))
+        return int(expression) if expression.is_number else _size(mode.shape_env, expression)
 
     with mode, torch.no_grad():
         return torch.empty_strided(
@@ -46,6 +46,12 @@ def with_sizes(value: Any, known: Known) -> Any:
             dtype=value.dtype,
             device=value.device,
         )
+
+
+def _size(shape_env: Any, expression: sympy.Expr) -> torch.SymInt:
+    """A number of an environment, with an example where its symbols have some."""
+    example = expression.xreplace(hints_in(shape_env))
+    return shape_env.create_symintnode(expression, hint=int(example) if example.is_number else None)
 
 
 def at_numbers(graph_module: fx.GraphModule, known: Known) -> fx.GraphModule:

@@ -23,7 +23,13 @@ from rannc_backend.capture.analysis import GraphAnalysis, analyze
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.deployment import Deployer
-from rannc_backend.errors import RanksDifferError, RanncError, UserInputError, rebuild_error
+from rannc_backend.errors import (
+    InfeasiblePlanError,
+    RanksDifferError,
+    RanncError,
+    UserInputError,
+    rebuild_error,
+)
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_file import read_plan_text, write_text
 from rannc_backend.log.progress import planning_progress
@@ -105,6 +111,9 @@ class Session:
         default_factory=weakref.WeakSet
     )  # what Dynamo calls for this model
     shapes: set[tuple[str, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
+    follows_choices: bool = (
+        True  # whether elements that a mask chooses are followed, or run on the whole batch
+    )
 
     @without_anomaly_detection
     def runtime_for(
@@ -139,12 +148,7 @@ class Session:
         _check_same(answers)
         say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
-        with log_step_timer(verbose=self.config.verbose).step("analysis") as details:
-            with dumping(self._dump):
-                analysis = analyze(
-                    captured, whole_batch=self.config.whole_batch, batch_norm=self.config.batch_norm
-                )
-            details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
+        analysis = self._analysis(captured)
         moved, fresh = False, self.plan is None
         if self.plan is None:
             # Timed at this step's lengths, the longest of all ranks, with memory for the longest that were announced.
@@ -152,7 +156,17 @@ class Session:
             graph = GraphToPlan.of(analysis, *lengths_of)
             if self.config.partitioning_dry_run_np:
                 self._dry_run(graph, rows)
-            plan = self._make_plan(graph, sum(rows) if self.config.gather_inputs else rows[0])
+            num_rows = sum(rows) if self.config.gather_inputs else rows[0]
+            try:
+                plan = self._make_plan(graph, num_rows)
+            except InfeasiblePlanError:
+                if not analysis.split.has_choices or self.config.whole_batch == "never":
+                    raise
+                # What a mask chooses is not sent, but a value of the whole batch before it was chosen may be.
+                self.follows_choices = False
+                analysis = self._analysis(captured)
+                graph = GraphToPlan.of(analysis, *lengths_of)
+                plan = self._make_plan(graph, num_rows)
             stage_of = self._check_plan(plan, graph.analysis)
             self.plan = plan
             preferred = exact_schedules(analysis.split, analysis.needs_grad)[0]
@@ -179,6 +193,18 @@ class Session:
                 Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config)
             )
         return self.runtimes[key], moved
+
+    def _analysis(self, captured: CapturedGraph) -> GraphAnalysis:
+        with log_step_timer(verbose=self.config.verbose).step("analysis") as details:
+            with dumping(self._dump):
+                analysis = analyze(
+                    captured,
+                    whole_batch=self.config.whole_batch,
+                    batch_norm=self.config.batch_norm,
+                    choices=self.follows_choices,
+                )
+            details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes in stages")
+        return analysis
 
     @property
     def _dump(self) -> GraphDump | None:

@@ -58,7 +58,7 @@ from rannc_backend.passes.batch.operator_call import (
     rows_dims,
     rows_multiple,
 )
-from rannc_backend.passes.batch.orders import ORDERS, ends_of_segments, in_order
+from rannc_backend.passes.batch.orders import ORDERS, ends_of_segments, in_order, of_choices
 from rannc_backend.passes.batch.row_wise import declared_rule, is_row_wise, pointwise_rule
 from rannc_backend.passes.graph_queries import arguments_of
 from rannc_backend.passes.kept_functions import KeptFunction, kept_function, operator_code
@@ -378,7 +378,7 @@ class _Analysis:
             return layout
         if isinstance(layout, PartialSum):
             return PartialSum(input_only=node in self.before_step)
-        return self._checked(node, layout, value)
+        return self._checked(node, of_choices(node, layout, self.layouts), value)
 
     def _rule(self, node: fx.Node, name: str) -> Rule | None:
         """The rule of an operator: its own, or that of its kind."""

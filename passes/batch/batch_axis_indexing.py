@@ -7,12 +7,14 @@ indices, or the batch dimension by the row's own number (`logits[arange(rows), l
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import fx
 
 from rannc_backend.passes.batch.batch_axis_views import Rule
-from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows, width_of
-from rannc_backend.passes.batch.operator_call import Call
+from rannc_backend.passes.batch.layouts import Choice, Layout, Ordered, RowIndex, Rows, width_of
+from rannc_backend.passes.batch.operator_call import Call, rows_multiple
+from rannc_backend.passes.data_sizes import mask_of
 
 
 def embedding(call: Call) -> Layout:
@@ -141,8 +143,24 @@ def _result_dim(call: Call, indices: list[fx.Node | None]) -> Rows:
 def index(call: Call) -> Layout:
     indices = list(call["indices"])
     if any(_is_mask(item) for item in indices):
-        call.refuse("makes a value whose size depends on data")
+        return _chosen(call)
     return _result_dim(call, indices)
+
+
+def _chosen(call: Call) -> Layout:
+    """`self[mask]`, the mask one of the rows of self: elements of rows, each of them one place, in the order of the
+    mask. How many they are is a size of their own (passes/data_sizes.py).
+    """
+    mask = mask_of(call.node)
+    number = rows_multiple(call.value.shape[0], call.symbol)
+    layout = None if mask is None else call.rows(mask)
+    if mask is None or layout is None or not isinstance(number, sympy.Symbol):
+        call.refuse("makes a value whose size depends on data")
+    table = call.rows(call["self"])
+    if table is None:
+        call.refuse_mixing("it chooses of other rows than those of its mask")
+    call.merge(Rows(table.dim, table.outer, table.inner), Rows(layout.dim, layout.outer, layout.inner))
+    return Ordered(0, Choice(mask, 1, number, rising=False))
 
 
 def index_put(call: Call) -> Layout:

@@ -94,6 +94,7 @@ class BatchSplit:
     user_outputs: tuple[UserOutput, ...]
     linear: bool
     whole_batch: WholeBatch | None = None
+    has_choices: bool = False
 
     def named_graphs(self) -> dict[str, fx.GraphModule]:
         """The parts that there are."""

@@ -107,13 +107,26 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice(Origin):
+    """The elements at which a mask, `keys`, is true: of one row `inner` on the average, a size of their own. Two are
+    equal if that size is.
+    """
+
+    keys: fx.Node = field(compare=False)
+    outer: Size
+    inner: Size
+    rising: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ordered:
-    """Dimension `dim` holds the elements of `origin` in the order of its index, each computed from that element
-    alone. `is_key`: they are its keys.
+    """Dimension `dim` holds the elements of `origin` in the order of its index, `each` places for every element, and
+    each computed from that element alone. `is_key`: they are its keys.
     """
 
     dim: int
     origin: Origin
+    each: Size = 1
     is_key: bool = field(default=False, compare=False)
 
 
@@ -163,7 +176,7 @@ def width_of(layout: Rows | RowIndex | Ordered | OrderIndex | InverseIndex) -> S
         return layout.outer * layout.inner
     if isinstance(layout, RowIndex):
         return layout.inner * layout.each
-    return layout.origin.outer * layout.origin.inner
+    return layout.origin.outer * layout.origin.inner * (layout.each if isinstance(layout, Ordered) else 1)
 
 
 Layout: TypeAlias = (

@@ -36,6 +36,7 @@ from rannc_backend.passes.batch.operator_call import (
     wrap_dims,
 )
 from rannc_backend.passes.canonicalize import CANONICAL
+from rannc_backend.passes.data_sizes import mask_of
 from rannc_backend.passes.graph_queries import (
     arguments_of,
     fake_mode_of,
@@ -394,6 +395,8 @@ class _RowNumbers:
         multiple = rows_multiple(value, self.symbol) if isinstance(value, torch.SymInt) else None
         if multiple == 1:
             return self._global_rows(value)
+        if isinstance(multiple, sympy.Symbol) and (mask := self._mask_of(value)) is not None:
+            return self._call(number, lambda mask: mask.sum(), (mask,))
         if multiple is not None:
             with self.graph.inserting_before(number):
                 times = size_node(self.graph, multiple, length_placeholders(self.graph))
@@ -411,6 +414,13 @@ class _RowNumbers:
         ]
         args = tuple(self._tensor(item) if row else item for item, row in zip(arguments_of(number), depends))
         return self._call(number, function, args)
+
+    def _mask_of(self, size: torch.SymInt) -> fx.Node | None:
+        """The mask that has chosen so many elements."""
+        for node in self.graph.nodes:
+            if (mask := mask_of(node)) is not None and node.meta["val"].shape[0].node.expr == size.node.expr:
+                return mask
+        return None
 
     def _call(self, after: fx.Node, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         marker_place = after.next

@@ -25,6 +25,7 @@ from torch import fx
 from rannc_backend.passes.batch.batch_axis_views import COPIES, VIEW_RULES, Rule, moves_integers
 from rannc_backend.passes.batch.counted_keys import EXACT, key_counts, root_of
 from rannc_backend.passes.batch.layouts import (
+    Choice,
     Constant,
     InverseIndex,
     KeyCounts,
@@ -40,6 +41,8 @@ from rannc_backend.passes.batch.layouts import (
     width_of,
 )
 from rannc_backend.passes.batch.operator_call import Call, Replaced, operator_name
+from rannc_backend.passes.data_sizes import is_same_value
+from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.plain_numbers import without_modes
 from rannc_backend.passes.size_nodes import Size, exact_quotient
 
@@ -81,6 +84,20 @@ def in_order(call: Call, rule: Rule | None) -> Layout | None:
     if layout is not None or rule is None:
         return layout
     return _place_by_place(call, rule)
+
+
+def of_choices(node: fx.Node, layout: Layout, layouts: Mapping[fx.Node, Layout]) -> Layout:
+    """What is made for elements that a mask chooses (`ones_like` of them, say) is one value for each of them."""
+    if not isinstance(layout, Rows) or isinstance(width := width_of(layout), int):
+        return layout
+    origins = {given.origin for given in layouts.values() if isinstance(given, Ordered)}
+    for origin in origins:
+        if isinstance(origin, Choice) and origin.inner in width.free_symbols:
+            each = exact_quotient(width, origin.inner)
+            if each is None or layout.outer != 1 or not layout.uniform:
+                raise PassError(node, f"operator {operator_name(node.target)} takes chosen rows apart")
+            return Ordered(layout.dim, origin, each)
+    return layout
 
 
 # --- operators that begin and end an order
@@ -133,7 +150,7 @@ def _taken(call: Call, source: fx.Node, index: fx.Node | None, dim: int) -> Layo
         return None
     is_line = order.dim == 0 and (call.ndim(index) == 1 or call.name == "aten.gather")
     if isinstance(order, InverseIndex) and isinstance(layout, Ordered) and is_line:
-        if order.origin is layout.origin and layout.dim == dim:
+        if order.origin is layout.origin and layout.dim == dim and layout.each == 1:
             return Rows(dim, order.origin.outer, order.origin.inner)
     if isinstance(order, OrderIndex) and is_line:
         origin = order.origin
@@ -183,14 +200,35 @@ def _inverted(call: Call) -> Layout | None:
 
 
 def _written(call: Call) -> Layout | None:
-    """index_put and scatter: what an index puts at the places of elements."""
+    """index_put and scatter: what an index puts at the places of elements, or a mask at those it has chosen."""
     if call.name.endswith("index_put"):
+        if layout := _put_at_mask(call):
+            return layout
         index, values, adds = _only_index(call), call["values"], bool(call["accumulate"])
     else:
         index, values, adds = call["index"], call.arguments.get("src"), call.name == "aten.scatter_add"
         if call.dim("dim", call.value.ndim) != 0 or "reduce" in call.arguments:
             return None
     return _put_back(call, index, values, adds=adds)
+
+
+def _put_at_mask(call: Call) -> Layout | None:
+    mask, source, target = _only_index(call), call.layout(call["values"]), call.layout(call["self"])
+    if mask is None or not isinstance(source, Ordered) or not isinstance(source.origin, Choice):
+        return None
+    layout = call.layout(mask)
+    fits = (
+        source == Ordered(0, source.origin)
+        and is_same_value(source.origin.keys, mask)
+        and isinstance(layout, Rows)
+    )
+    if not fits or not isinstance(target, Rows):
+        call.refuse_mixing("it puts back other rows than those that were chosen")
+    assert isinstance(layout, Rows)
+    call.merge(Rows(target.dim, target.outer, target.inner), Rows(layout.dim, layout.outer, layout.inner))
+    if call["values"].meta["val"].ndim != call.value.ndim - call.ndim(mask) + 1:
+        call.refuse_mixing("it puts back rows in another shape")
+    return Rows(target.dim, target.outer, target.inner)
 
 
 def _added(call: Call) -> Layout | None:
@@ -245,7 +283,7 @@ _SPECIAL: dict[str, Callable[[Call], Layout | None]] = {
 def _place_by_place(call: Call, rule: Rule) -> Layout:
     """As if each place were a row: the operator's rule says whether it treats places alone."""
     orders = {item: layout for item in call.tensors() if isinstance(layout := call.layout(item), ORDERS)}
-    if len({(type(layout), layout.origin) for layout in orders.values()}) > 1:
+    if len({(type(layout), layout.origin, width_of(layout)) for layout in orders.values()}) > 1:
         call.refuse_mixing("it combines rows in different orders")
     for item in call.tensors():
         layout = call.layout(item)
@@ -270,13 +308,20 @@ def _in_same_order(call: Call, found: Layout, first: Any, *, keeps_keys: bool) -
         )
     if isinstance(found, (PartialSum, Constant)):
         return found
-    if not isinstance(found, Rows) or found.outer != 1 or found.inner != width_of(first):
+    each = (
+        exact_quotient(found.inner, first.origin.outer * first.origin.inner)
+        if isinstance(found, Rows)
+        else None
+    )
+    if not isinstance(found, Rows) or found.outer != 1 or each is None:
+        call.refuse_mixing("it takes the order of rows apart")
+    if not isinstance(first, Ordered) and each != 1:
         call.refuse_mixing("it takes the order of rows apart")
     if isinstance(first, OrderIndex):
         return OrderIndex(found.dim, first.origin, first.divisor)
     if isinstance(first, InverseIndex):
         return InverseIndex(found.dim, first.origin)
-    return Ordered(found.dim, first.origin, is_key=first.is_key and keeps_keys)
+    return Ordered(found.dim, first.origin, each, is_key=first.is_key and keeps_keys and each == 1)
 
 
 # --- products of segments
@@ -298,6 +343,7 @@ def _product_of_segments(call: Call) -> Layout:
     fits = (
         call.rows(weight) is None
         and order.dim == 0
+        and order.each == 1
         and call.ndim(ordered[0]) == 2
         and call.ndim(weight) == 3
         and order.origin.rising

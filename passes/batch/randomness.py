@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from rannc_backend.passes.batch.batch_axis import KnownRows, Meeting, extend_analysis, is_random
 from rannc_backend.passes.batch.batch_split import FIRST_ROW, RNG_SEED
 from rannc_backend.passes.batch.layouts import (
+    Choice,
     Constant,
     Layout,
     Ordered,
@@ -193,6 +194,8 @@ class _Rewriter:
         if isinstance(layout, Rows) and not (isinstance(layout.outer, int) or isinstance(layout.inner, int)):
             raise PassError(node, f"random operator {call.name} works on rows in pieces of two lengths")
         # What is in an order draws the numbers of its elements.
+        if isinstance(layout, Ordered) and (isinstance(layout.origin, Choice) or layout.each != 1):
+            raise PassError(node, f"random operator {call.name} draws for parts of rows that an index names")
         order = self._index_of(layout.origin) if isinstance(layout, Ordered) else None
         if isinstance(layout, Ordered):
             layout = Rows(layout.dim, layout.origin.outer, layout.origin.inner)

@@ -15,7 +15,7 @@ epilogue, so that both the value and its gradient are right however the batch is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,6 +48,7 @@ from rannc_backend.passes.batch.layouts import (
 from rannc_backend.passes.batch.loss_decompositions import HALF, DecomposeReductions
 from rannc_backend.passes.batch.operator_call import ADVICE, operator_name, rows_multiple
 from rannc_backend.passes.batch.randomness import PureRandomness
+from rannc_backend.passes.data_sizes import ChosenSizes, chosen_sizes
 from rannc_backend.passes.graph_copy import GraphBuilder, depends_on_inputs, is_number
 from rannc_backend.passes.graph_queries import nodes_behind, output_values, placeholders, size_expression
 from rannc_backend.passes.pipeline import Pass, PassError, run_pass
@@ -69,30 +70,57 @@ def split_batch(
     buffer_updates: Sequence[str] = (),
     rows_symbol: sympy.Symbol,
     together: bool = False,
+    choices: bool = True,
 ) -> BatchSplit:
     """All batch passes in their order: decompose, analyse, make random operators pure, split. Works on a
     copy.
 
     `together`: where rows meet, or statistics are taken of a slice, the graph is one for the whole batch
-    (`whole_batch` of the result) instead of refused.
+    (`whole_batch` of the result) instead of refused. `choices`: elements that a mask chooses are followed
+    (`has_choices` of the result); they cannot be sent, and keep what computes with them in one stage.
 
     The graph is canonical. `gradient_inputs`: placeholders that require a gradient, parameters and inputs.
     `buffer_updates`: dotted name of the buffer for each trailing output. Raises PassError.
     """
     copy = GraphBuilder.copy_of(graph_module)
     free = (set(batch_inputs) | set(replicated_inputs)) - set(gradient_inputs)
-    sums = run_pass(DecomposeReductions(rows_symbol), copy)
-    found = run_pass(FindRows(batch_inputs, rows_symbol, free, together), sums)
-    pure = run_pass(PureRandomness(found.layouts, rows_symbol, found.meeting), found.graph_module)
-    split = SplitReductions(
-        layouts=pure.layouts,
-        num_user_outputs=num_user_outputs,
-        rows_symbol=rows_symbol,
-        buffer_updates=buffer_updates,
-        gradient_inputs=gradient_inputs,
-        meeting=pure.meeting,
-    )
-    return run_pass(split, pure.graph_module)
+
+    def split() -> BatchSplit:
+        sums = run_pass(DecomposeReductions(rows_symbol), copy)
+        found = run_pass(FindRows(batch_inputs, rows_symbol, free, together), sums)
+        pure = run_pass(PureRandomness(found.layouts, rows_symbol, found.meeting), found.graph_module)
+        parts = SplitReductions(
+            layouts=pure.layouts,
+            num_user_outputs=num_user_outputs,
+            rows_symbol=rows_symbol,
+            buffer_updates=buffer_updates,
+            gradient_inputs=gradient_inputs,
+            meeting=pure.meeting,
+        )
+        return run_pass(parts, pure.graph_module)
+
+    chosen = chosen_sizes(copy, rows_symbol) if choices and not together else None
+    return split() if chosen is None or not chosen.sizes else _with_choices(copy, chosen, split)
+
+
+def _with_choices(
+    graph_module: fx.GraphModule, chosen: ChosenSizes, split: Callable[[], BatchSplit]
+) -> BatchSplit:
+    """Split a graph in which masks choose elements of rows, as many of each row as far as sizes go."""
+    chosen.follow(graph_module)
+    try:
+        result = split()
+    except PassError:
+        raise
+    except Exception as error:  # of torch's traces: two choices have met as equal in number
+        raise PassError(
+            None, f"the number of chosen elements leads to {type(error).__name__}: {error}"
+        ) from error
+    if taken := chosen.taken_for_another(graph_module):
+        raise PassError(None, f"the number of elements that a mask chooses was taken for {taken}")
+    for part in result.named_graphs().values():
+        chosen.restore(part)
+    return dataclasses.replace(result, has_choices=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,20 +96,25 @@ class GraphAnalysis:
 
 
 def analyze(
-    captured: CapturedGraph, *, whole_batch: str = "auto", batch_norm: str = "micro_batch"
+    captured: CapturedGraph,
+    *,
+    whole_batch: str = "auto",
+    batch_norm: str = "micro_batch",
+    choices: bool = True,
 ) -> GraphAnalysis:
     """Run the passes that need no plan.
 
     Args:
         whole_batch: the option; "never" refuses graphs whose rows meet.
         batch_norm: the option; with "global" a graph that takes statistics of a batch runs on the whole batch.
+        choices: whether elements that a mask chooses are followed; else they are rows that meet.
 
     Raises:
         BatchMixedError: an operator mixes samples; names it and the user's line.
         UnsupportedModelError: the graph has lengths, and is better captured without.
     """
     try:
-        return _analyzed(captured, whole_batch, batch_norm)
+        return _analyzed(captured, whole_batch, batch_norm, choices)
     except ModelError:
         raise
     except Exception as error:
@@ -118,10 +123,10 @@ def analyze(
         raise UnsupportedModelError(f"lengths lead to {type(error).__name__}: {error}") from error
 
 
-def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str) -> GraphAnalysis:
+def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str, choices: bool) -> GraphAnalysis:
     trained = {spec.name for spec in captured.inputs if spec.requires_grad}
     try:
-        split = _split(captured, trained, together=False)
+        split = _split(captured, trained, together=False, choices=choices)
         if batch_norm == "global" and any(map(is_statistic, split.layouts.values())):
             split = _split(captured, trained, together=True)
     except PassError as error:
@@ -164,7 +169,9 @@ def _is_split_by(captured: CapturedGraph, trained: Collection[str]) -> bool:
     return True
 
 
-def _split(captured: CapturedGraph, trained: Collection[str], *, together: bool) -> BatchSplit:
+def _split(
+    captured: CapturedGraph, trained: Collection[str], *, together: bool, choices: bool = True
+) -> BatchSplit:
     inputs = captured.inputs
     return split_batch(
         captured.graph_module,
@@ -175,6 +182,7 @@ def _split(captured: CapturedGraph, trained: Collection[str], *, together: bool)
         buffer_updates=captured.buffer_updates,
         rows_symbol=captured.rows_symbol,
         together=together,
+        choices=choices,
     )
 
 

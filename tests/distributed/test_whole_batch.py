@@ -19,11 +19,16 @@ CASES = on_plans(
         ("experts", "1,1"),
         ("experts", "2"),
         ("experts", "2,1"),
+        ("chosen", "1,1"),
+        ("chosen", "2"),
+        ("chosen", "2,1"),
     ],
     limit_seconds=240.0,
 )
 
 
-@pytest.mark.parametrize("case", cases(CASES, "whole-batch", ("models-2", "models-2,1", "experts-2,1")))
+@pytest.mark.parametrize(
+    "case", cases(CASES, "whole-batch", ("models-2", "models-2,1", "experts-2,1", "chosen-2", "chosen-2,1"))
+)
 def test_whole_batch(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import BatchMixedError, OutputNotAvailableError, RanncError
-from tests import data_size_models, expert_models
+from tests import choice_models, data_size_models, expert_models
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.odd_models import worst_error
@@ -150,6 +150,27 @@ def _raises(context: Context, what: str, kind: type[Exception], call: Any, words
         context.findings.that(words in str(error), f"{what}: {error}")
     else:
         context.findings.that(False, f"{what}: no error, but {result}")
+
+
+def whole_batch_chosen(context: Context) -> dict[str, Any]:
+    """Elements that masks choose keep micro-batches and replicas; no element is chosen of some of them."""
+    rows = context.case.local_rows
+    with float64():
+        for name, make in choice_models.MODELS.items():
+            # All layers of what takes padding out first work on what is chosen, and are one stage.
+            options = {} if name == "unpadded" and context.case.num_stages > 1 else {"whole_batch": "never"}
+            model, alone, compiled, optimizers = context.pair(make, **options)
+            for step in range(3):
+                times = 1 + step % 2
+                start, stop = (times * place for place in context.interval)
+                x, labels = choice_models.batch(times * sum(rows), step)
+                loss, expected = compiled(x[start:stop].clone(), labels[start:stop].clone()), alone(x, labels)
+                error = max(_error_of_losses(loss, expected), worst_error(model, alone))
+                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return {}
 
 
 def whole_batch_experts(context: Context) -> dict[str, Any]:

@@ -204,6 +204,7 @@ AREAS = (
         tests=passes("batch/orders"),
     ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
+    Area(name="choices", files={"passes/data_sizes.py": 3}, tests=passes("batch/choices", "data_sizes")),
     Area(name="equal values", files={"passes/stage/equal_values.py": 3}, tests=passes("stage/equal_values")),
     Area(name="any layout", files={"passes/stage/any_layout.py": 2}, tests=passes("stage/any_layout")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),

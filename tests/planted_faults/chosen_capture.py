@@ -286,6 +286,35 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             unit("capture/nonstrict/kept_modules"),
         ),
         (
+            "chosen-elements-are-counted-as-all",
+            "passes/batch/loss_decompositions.py",
+            "lambda mask: mask.sum()",
+            "lambda mask: (mask | ~mask).sum()",
+            passes("batch/choices"),
+        ),
+        (
+            "chosen-elements-go-to-another-mask",
+            "passes/batch/orders.py",
+            "        and is_same_value(source.origin.keys, mask)\n",
+            "",
+            passes("batch/choices"),
+        ),
+        (
+            "elements-are-chosen-of-other-rows",
+            "passes/batch/batch_axis_indexing.py",
+            "    call.merge(Rows(table.dim, table.outer, table.inner), Rows(layout.dim, layout.outer, layout.inner))\n"
+            "    return Ordered",
+            "    return Ordered",
+            passes("batch/choices"),
+        ),
+        (
+            "what-is-chosen-is-sent-or-refused",
+            "session.py",
+            "                self.follows_choices = False\n",
+            "                raise\n",
+            ("tests/distributed/test_whole_batch.py::test_whole_batch[data_sizes-1,1]",),
+        ),
+        (
             "equal-values-of-two-outputs-are-one",
             "passes/stage/equal_values.py",
             " or _memory(node) in kept_apart",
