@@ -66,6 +66,11 @@ from rannc_backend.stages.compiled_stage import CompileCache
 from rannc_backend.stages.cut_stages import StageCut, cut_stages
 from rannc_backend.stages.graph_dump import pass_dump
 
+_ORDER_CURE = (
+    "set PYTHONHASHSEED=0 in the environment of all ranks: they compute the same in another order, since the forward goes "
+    "through a set (`for name in set(names)`), which Python orders differently in each process. Or sort it there."
+)
+
 logger = logging.getLogger(__name__)
 
 _DEPLOYMENT = "option deployment_file"
@@ -135,6 +140,7 @@ class Session:
             "the first call of a graph",
             {
                 "fingerprint": key,
+                "nodes": captured.nodes_fingerprint,
                 "rows": local_rows,
                 "lengths": lengths,
                 "planned": [each.planned(size) for each, size in zip(captured.lengths, lengths)],
@@ -471,13 +477,14 @@ def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
 def _check_same(answers: list[dict[str, object]]) -> None:
     check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
     shapes = [str(answer["shapes"]) for answer in answers]
+    same_nodes = len({str(answer["nodes"]) for answer in answers}) == 1
     for what, values, cure in (
         ("versions of torch", [str(answer["torch"]) for answer in answers], ""),
         ("shapes of inputs, behind the batch size", shapes, LENGTHS_CURE),
         (
             "models or inputs (hash of the captured graph)",
             [str(answer["fingerprint"])[:16] for answer in answers],
-            "",
+            _ORDER_CURE if same_nodes else "",
         ),
     ):
         if len(set(values)) > 1:

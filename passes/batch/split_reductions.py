@@ -35,8 +35,10 @@ from rannc_backend.passes.batch.batch_split import (
 )
 from rannc_backend.passes.batch.differentiability import is_linear, values_reached_by_grad
 from rannc_backend.passes.batch.layouts import (
+    Choice,
     Constant,
     Layout,
+    Ordered,
     PartialSum,
     Reduced,
     RowCount,
@@ -257,6 +259,8 @@ class _Splitter:
             if layout.outer * layout.inner > 1 and self.meeting and leaf.name in self.meeting.names:
                 return self._unavailable(leaf, "its rows have met, and which belong to a sample is not known")
             return UserOutput(kind="rows", name=leaf.name)
+        if isinstance(layout, Ordered) and isinstance(layout.origin, Choice):
+            return self._unavailable(leaf, "it holds what a mask chooses of the rows", unknown_dim=layout.dim)
         if isinstance(layout, Constant) and leaf.name not in self.needs_grad:
             return UserOutput(kind="replicated", name=leaf.name)
         # A value of parameters alone that is differentiated counts once, not once per slice: it goes through
@@ -286,8 +290,9 @@ class _Splitter:
             return self._unavailable(leaf, "it is computed from rows that have met")
         return UserOutput(kind="replicated", name=leaf.name)
 
-    def _unavailable(self, leaf: fx.Node, why: str) -> UserOutput:
-        shape = ", ".join(map(str, leaf.meta["val"].shape))
+    def _unavailable(self, leaf: fx.Node, why: str, *, unknown_dim: int | None = None) -> UserOutput:
+        sizes = enumerate(leaf.meta["val"].shape)
+        shape = ", ".join("?" if dim == unknown_dim else str(size) for dim, size in sizes)
         return UserOutput(
             kind="unavailable", value=f"{leaf.name} of shape ({shape}) cannot be taken apart: {why}"
         )

@@ -48,7 +48,12 @@ from rannc_backend.capture.dynamo import (
 )
 from rannc_backend.capture.dynamo_sizes import fix_symbols, holds_from_two, require
 from rannc_backend.capture.errors import is_partial, refuse_graph_break, refuse_resumed_frame
-from rannc_backend.capture.fingerprint import canonical_text, fingerprint, without_order_of_outputs
+from rannc_backend.capture.fingerprint import (
+    canonical_text,
+    fingerprint,
+    without_order_of_nodes,
+    without_order_of_outputs,
+)
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
 from rannc_backend.errors import InternalError, UnsupportedModelError
@@ -91,6 +96,7 @@ class CapturedGraph:
     fingerprint: str
     # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
     plan_fingerprint: str
+    nodes_fingerprint: str  # equal for graphs that differ in the order of their nodes alone
     root_module: nn.Module
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
@@ -307,6 +313,7 @@ def captured_of(
         fake_mode=trace.fake_mode,
         fingerprint=fingerprint(text),
         plan_fingerprint=fingerprint(without_order_of_outputs(text)),
+        nodes_fingerprint=fingerprint(without_order_of_nodes(text)),
         root_module=root,
         dynamo_key=key,
         lengths=tuple(found),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -349,6 +350,23 @@ def replicated_inputs(context: Context) -> None:
         other[3, 2] += 1e-9
     error = context.findings.raises("tables", ("RanksDifferError",), lambda: compiled(x, other))
     context.findings.that("table" in str(error), f"not named: {error}")
+    names = ("sin", "cos") if context.rank == 0 else ("cos", "sin")
+    _, compiled, _ = _compiled(context, partial(_InTheOrderOfASet, names))
+    error = context.findings.raises("order", ("RanksDifferError",), lambda: compiled(x))
+    context.findings.that("PYTHONHASHSEED=0" in str(error), f"no cure: {error}")
+
+
+class _InTheOrderOfASet(nn.Module):
+    """What a forward does that goes through a set of strings."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {name: getattr(torch, name)(self.second(self.first(x))) for name in self.names}
+        return (values["sin"] + 2 * values["cos"]).mean()
 
 
 class Resumed(Chain):

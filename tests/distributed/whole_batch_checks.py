@@ -95,6 +95,30 @@ def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
     return {}
 
 
+def _sparse_bert() -> nn.Module:
+    """A library's model that computes its head for masked tokens alone and gives their scores back."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    config = ModernBertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        sparse_prediction=True, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        max_position_embeddings=32, global_attn_every_n_layers=1,
+    )  # fmt: skip
+    return ModernBertForMaskedLM(config).double()
+
+
+def _sparse_step(context: Context, step: int, model: nn.Module, alone: nn.Module, compiled: Any) -> float:
+    torch.manual_seed(step)
+    start, stop = context.interval
+    ids = torch.randint(3, 32, (sum(context.case.local_rows), 8))
+    labels = torch.where(torch.rand(ids.shape) < 0.4, ids, -100)
+    labels[0, 0] = ids[0, 0]
+    whole = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    output = compiled(**{name: value[start:stop].clone() for name, value in whole.items()})
+    _raises(context, "scores", OutputNotAvailableError, lambda: output.logits + 1, "what a mask chooses")
+    return max(_error_of_losses(output.loss, alone(**whole).loss), worst_error(model, alone))
+
+
 def _error_of_losses(loss: torch.Tensor, expected: torch.Tensor) -> float:
     """After the backward of both."""
     loss.backward()
@@ -170,6 +194,10 @@ def whole_batch_chosen(context: Context) -> dict[str, Any]:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+        model, alone, compiled, _ = context.pair(_sparse_bert, whole_batch="never")
+        error = _sparse_step(context, 0, model, alone, compiled)
+        # The library computes the loss in float32.
+        context.findings.that(error <= 1e-6, f"a head for masked tokens: off by {error}")
     return {}
 
 

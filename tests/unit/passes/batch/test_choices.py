@@ -67,6 +67,24 @@ class Written(nn.Module):
         return self.function(self.first(x), labels != IGNORED)
 
 
+class WithScores(nn.Module):
+    """A library's model for masked tokens: it gives their scores beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(x[labels != IGNORED])
+        return F.cross_entropy(scores, labels[labels != IGNORED]), scores
+
+
+def test_values_of_what_is_chosen_are_not_given_back() -> None:
+    loss, scores = split_traced(_traced(WithScores())).user_outputs
+    assert (loss.kind, scores.kind) == ("scalar", "unavailable")
+    assert f"of shape (?, {WIDTH}) cannot be taken apart" in str(scores.value)
+
+
 REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "turned": lambda x, mask: (x[mask].flip(0) * x[mask]).sum(),
     "counted along": lambda x, mask: x[mask].cumsum(0).square().sum(),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from rannc_backend.capture.fingerprint import fingerprint, without_order_of_nodes
 from tests.choice import mostly
 from tests.unit.rannc_backend.capture.capture_harness import (
     Recorder,
@@ -426,6 +427,15 @@ def test_fingerprint_does_not_depend_on_the_process(name):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
     )
     assert other.stdout.split()[-1] == recorder.graph.fingerprint
+
+
+def test_the_order_of_nodes_is_told_from_other_differences():
+    """Text of two sums in the orders that a set of strings may have, and of another sum."""
+    first = "%0 = batch x -> f\n%1 = sin(%0) -> f\n%2 = cos(%0) -> f\n%3 = add(%1, %2) -> f\nreturn [%3]\n"
+    turned = "%0 = batch x -> f\n%1 = cos(%0) -> f\n%2 = sin(%0) -> f\n%3 = add(%2, %1) -> f\nreturn [%3]\n"
+    other = turned.replace("add(%2, %1)", "add(%1, %2)")
+    assert without_order_of_nodes(first) == without_order_of_nodes(turned) != without_order_of_nodes(other)
+    assert fingerprint(first) != fingerprint(turned)
 
 
 def test_fingerprint_tells_models_apart():
