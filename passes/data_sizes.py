@@ -27,7 +27,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from rannc_backend.passes.fixed_sizes import with_sizes
-from rannc_backend.passes.graph_queries import arguments_of, fake_mode_of, num_elements, size_expression
+from rannc_backend.passes.graph_queries import (
+    argument_key,
+    arguments_of,
+    fake_mode_of,
+    gives_equal_values,
+    num_elements,
+    size_expression,
+)
 from rannc_backend.passes.plain_numbers import new_size
 
 
@@ -106,27 +113,14 @@ def chosen_sizes(graph_module: fx.GraphModule, rows_symbol: sympy.Symbol) -> Cho
     """The sizes of a graph that depend on data, where each is one that a mask gives whose elements are a number of
     each row; none where there are others.
     """
-    masks: dict[sympy.Symbol, fx.Node | None] = {}
-    for node in graph_module.graph.nodes:
-        value, mask = node.meta.get("val"), mask_of(node)
-        for item in _parts(value):
-            for symbol in free_unbacked_symbols(item):
-                made = (
-                    mask
-                    if isinstance(value, torch.Tensor) and size_expression(value.shape[0]) == symbol
-                    else None
-                )
-                masks.setdefault(symbol, made)
-        if mask is not None and not is_same_value(masks.get(size_expression(value.shape[0]), mask), mask):
-            masks[size_expression(value.shape[0])] = None
-    per_row = {symbol: _per_row(mask, rows_symbol) for symbol, mask in masks.items()}
     found = ChosenSizes({}, {}, {})
-    if None in per_row.values():
+    masks = _masks_by_size(graph_module)
+    bounds = {symbol: _per_row(mask, rows_symbol) for symbol, mask in masks.items()}
+    if None in bounds.values():
         return found
-    for number, (symbol, bound) in enumerate(per_row.items()):
-        mask = masks[symbol]
+    for number, (symbol, mask) in enumerate(masks.items()):
         assert mask is not None, "a mask without a bound"
-        same = next((other for other in found.sizes if is_same_value(masks[other], mask)), None)
+        same = next((size for size in found.sizes if is_same_value(masks[size], mask)), None)
         if same is not None:
             found.sizes[symbol] = found.sizes[same]
             continue
@@ -134,25 +128,38 @@ def chosen_sizes(graph_module: fx.GraphModule, rows_symbol: sympy.Symbol) -> Cho
         hint = sympy.nextprime(10_000 + 100 * number)
         chosen = new_size(mask.meta["val"].fake_mode.shape_env, f"chosen{number}", hint).node.expr
         found.sizes[symbol] = chosen * rows_symbol
-        found.bounds[chosen] = bound
+        found.bounds[chosen] = bounds[symbol]
         found.originals[chosen] = symbol / rows_symbol
     return found
 
 
-def is_same_value(one: Any, other: Any, depth: int = 8) -> bool:
+def _masks_by_size(graph_module: fx.GraphModule) -> dict[sympy.Symbol, fx.Node | None]:
+    """The mask that has made each size that depends on data; None where something else has, or another mask too."""
+    masks: dict[sympy.Symbol, fx.Node | None] = {}
+    for node in graph_module.graph.nodes:
+        value, mask = node.meta.get("val"), mask_of(node)
+        for symbol in {symbol for item in _parts(value) for symbol in free_unbacked_symbols(item)}:
+            made = mask if mask is not None and size_expression(value.shape[0]) == symbol else None
+            known = masks.setdefault(symbol, made)
+            if made is not None and not is_same_value(known, made):
+                masks[symbol] = None
+    return masks
+
+
+def is_same_value(one: fx.Node | None, other: fx.Node) -> bool:
     """Whether two values of a graph are surely equal: they are one, or computed alike (a mask that is written twice)."""
-    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-        if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other):
-            return all(is_same_value(*pair, depth) for pair in zip(one, other, strict=True))
-        return type(one) is type(other) and repr(one) == repr(other)
-    if one is other or depth == 0:
-        return one is other
-    target = one.target
-    if not isinstance(target, torch._ops.OpOverload) or target is not other.target:
-        return False
-    if target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return one.kwargs == other.kwargs and is_same_value(one.args, other.args, depth - 1)
+    return one is not None and _deep_key(one, 8) == _deep_key(other, 8)
+
+
+def _deep_key(node: fx.Node, depth: int) -> object:
+    """Equal for values that are computed alike in their last steps, and from the same values before."""
+    if depth == 0 or not gives_equal_values(node):
+        return node
+
+    def inner(argument: fx.Node) -> object:
+        return _deep_key(argument, depth - 1)
+
+    return node.target, argument_key(node.args, inner), argument_key(node.kwargs, inner)
 
 
 def _per_row(mask: fx.Node | None, rows_symbol: sympy.Symbol) -> sympy.Expr | None:

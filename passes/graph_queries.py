@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+_UNSET_MEMORY = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+)
+
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """The inputs in order."""
@@ -38,6 +42,41 @@ def overload_of(node: fx.Node) -> OpOverload:
     """The operator that a node calls, with its schema."""
     assert isinstance(node.target, OpOverload), f"{node} calls no operator of torch's dispatcher"
     return node.target
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers (dropout and fused attention with probability 0 included)."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def gives_equal_values(node: fx.Node) -> bool:
+    """Whether two such calls with equal arguments give equal values: torch's own operators that draw no random
+    numbers, change nothing and set all memory that they make, and Python's on sizes and tuples.
+    """
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return node.op == "call_function" and getattr(target, "__module__", "") in ("_operator", "math")
+    space, _, name = target._schema.name.partition("::")
+    is_plain = space in ("aten", "prims") and not target._schema.is_mutable and name not in _UNSET_MEMORY
+    return is_plain and not is_random(node)
+
+
+def argument_key(value: Any, of_node: Callable[[fx.Node], object] = lambda node: node) -> object:
+    """Equal for equal arguments alone: 1, 1.0 and True are three, and so are 0.0 and -0.0. What cannot be compared is
+    equal to nothing.
+    """
+    if isinstance(value, fx.Node):
+        return of_node(value)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(argument_key(item, of_node) for item in value))
+    if isinstance(value, dict):
+        return tuple((name, argument_key(item, of_node)) for name, item in sorted(value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(argument_key(item, of_node) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))
+    kinds = (bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    return (type(value), value) if value is None or isinstance(value, kinds) else object()
 
 
 def num_elements(value: Tensor) -> sympy.Expr:

@@ -60,7 +60,7 @@ from rannc_backend.passes.batch.operator_call import (
 )
 from rannc_backend.passes.batch.orders import ORDERS, ends_of_segments, in_order, of_choices
 from rannc_backend.passes.batch.row_wise import declared_rule, is_row_wise, pointwise_rule
-from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.graph_queries import arguments_of, is_random
 from rannc_backend.passes.kept_functions import KeptFunction, kept_function, operator_code
 from rannc_backend.passes.pipeline import Pass, PassError
 from rannc_backend.passes.size_nodes import exact_quotient, plain
@@ -174,14 +174,6 @@ def extend_analysis(
                 analysis.layouts[source] = layout
         analysis.visit(node)
         layouts[node.name] = analysis.layouts[node]
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a call draws random numbers (dropout and fused attention with probability 0 included)."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in node.target.tags
-    )
 
 
 def is_statistic(layout: Layout | None) -> bool:

@@ -15,24 +15,14 @@ a second of every rank's first call, for stages whose operators run one by one.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from rannc_backend.passes.graph_queries import output_values
+from rannc_backend.passes.graph_queries import argument_key, gives_equal_values, output_values
 from rannc_backend.passes.pipeline import GraphPass
-
-_NAMESPACES = frozenset({"aten", "prims"})
-_UNSET_MEMORY = frozenset(
-    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-)
-
-
-class _Unknown(Exception):
-    """An argument that cannot be compared."""
+from rannc_backend.passes.stage.liveness import storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,60 +40,17 @@ class ShareEqualValues(GraphPass):
 
 def share_equal_values(graph: fx.Graph) -> int:
     """Change the graph in place; gives how many calls are left out. The caller recompiles."""
-    kept_apart = {memory for node in _nodes_of(output_values(graph)) if (memory := _memory(node)) is not None}
+    kept_apart = {
+        memory for node in output_values(graph) if isinstance(node, fx.Node) for memory in storages(node)
+    }
     known: dict[object, fx.Node] = {}
     num_shared = 0
     for node in list(graph.nodes):
-        if not _gives_equal_values(node) or _memory(node) in kept_apart:
+        if not gives_equal_values(node) or storages(node).keys() & kept_apart:
             continue
-        try:
-            key = (node.target, _key(node.args), _key(node.kwargs))
-        except _Unknown:
-            continue
-        first = known.setdefault(key, node)
+        first = known.setdefault((node.target, argument_key(node.args), argument_key(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             num_shared += 1
     return num_shared
-
-
-def _nodes_of(values: Any) -> list[fx.Node]:
-    return [value for value in values if isinstance(value, fx.Node)]
-
-
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _gives_equal_values(node: fx.Node) -> bool:
-    target: Any = node.target
-    if node.op != "call_function":
-        return False
-    if isinstance(target, torch._ops.OpOverload):
-        return (
-            target.namespace in _NAMESPACES
-            and torch.Tag.nondeterministic_seeded not in target.tags
-            and not target._schema.is_mutable
-            and target._schema.name.partition("::")[2] not in _UNSET_MEMORY
-        )
-    # Sizes, and elements of what has several values.
-    return getattr(target, "__module__", "") in ("_operator", "math") or target is operator.getitem
-
-
-def _key(value: Any) -> object:
-    """Equal for equal arguments alone: 1, 1.0 and True are three, and so are 0.0 and -0.0."""
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in sorted(value.items()))
-    if isinstance(value, slice):
-        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
-    if isinstance(value, (float, complex)):
-        return (type(value), repr(value))
-    if value is None or isinstance(
-        value, (fx.Node, bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-    ):
-        return (type(value), value)
-    raise _Unknown

@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.pipeline import Pass
+from rannc_backend.passes.stage.liveness import storages
 
 aten = torch.ops.aten
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -152,21 +153,19 @@ def write_elsewhere(joint: fx.GraphModule) -> bool:
     all who read it afterwards may read the new value: tracing a second time does the same for all others.
     """
     order = {node: place for place, node in enumerate(joint.graph.nodes)}
-    changes = [node for node in order if _mutates(node)]
+    changes = {node for node in order if _mutates(node)}
     if not changes:
         return True
     users: dict[int, list[fx.Node]] = {}
     for node in order:
-        for memory in _memories(node):
+        for memory in storages(node):
             users.setdefault(memory, []).append(node)
-    for node in changes:
+    for node in sorted(changes, key=order.__getitem__):
         operand, form = node.args[0] if node.args else None, _form_without_change(node.target)
         if form is None or not isinstance(operand, fx.Node) or operand.op != "call_function":
             return False
-        sharing = [user for memory in _memories(operand) for user in users[memory]]
-        if any(user is not operand and order[user] < order[node] for user in sharing):
-            return False
-        if len(changes) > 1 and sum(user in changes for user in sharing) > 1:
+        others = [user for memory in storages(operand) for user in users[memory] if user is not operand]
+        if any(order[user] < order[node] for user in others) or len(changes.intersection(others)) > 1:
             return False
         value = operand.meta["val"]
         with value.fake_mode:
@@ -180,11 +179,6 @@ def write_elsewhere(joint: fx.GraphModule) -> bool:
     return True
 
 
-def _memories(node: fx.Node) -> set[int]:
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
-
-
 def _form_without_change(target: Any) -> Any:
     """`aten.f` for `aten.f_`, which changes its first operand and gives it back; None where there is none."""
     schema = target._schema
@@ -193,7 +187,7 @@ def _form_without_change(target: Any) -> Any:
         argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
     ]
     is_plain = space == "aten" and name.endswith("_") and not name.endswith("__") and len(schema.returns) == 1
-    if not is_plain or not changed[:1] == [True] or any(changed[1:]):
+    if not is_plain or changed.count(True) != 1 or not changed[0]:
         return None
     packet = getattr(aten, name.removesuffix("_"), None)
     form = getattr(packet, target._overloadname, None)

@@ -205,7 +205,11 @@ AREAS = (
     ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(name="choices", files={"passes/data_sizes.py": 3}, tests=passes("batch/choices", "data_sizes")),
-    Area(name="equal values", files={"passes/stage/equal_values.py": 3}, tests=passes("stage/equal_values")),
+    Area(
+        name="equal values",
+        files={"passes/stage/equal_values.py": 2, "passes/graph_queries.py": 2},
+        tests=passes("stage/equal_values", "golden", "graph_queries"),
+    ),
     Area(name="any layout", files={"passes/stage/any_layout.py": 2}, tests=passes("stage/any_layout")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),
     Area(name="keys in memory", files={"passes/stage/shared_keys.py": 2}, tests=passes("stage/shared_keys")),

@@ -324,15 +324,15 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "equal-values-of-two-outputs-are-one",
             "passes/stage/equal_values.py",
-            " or _memory(node) in kept_apart",
+            " or storages(node).keys() & kept_apart",
             "",
             passes("stage/equal_values"),
         ),
         (
             "changes-are-seen-through-older-views",
             "stages/joint_graph.py",
-            "if any(user is not operand and order[user] < order[node] for user in sharing):",
-            "if False:",
+            "if any(order[user] < order[node] for user in others) or len(",
+            "if len(",
             unit("stages/joint_graph"),
         ),
         (

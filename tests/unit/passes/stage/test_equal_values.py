@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rannc_backend.passes.graph_queries import argument_key
 from rannc_backend.passes.stage.equal_values import share_equal_values
 
 aten = torch.ops.aten
@@ -92,3 +94,15 @@ def test_random_graphs_give_the_same_and_have_no_equal_calls_left() -> None:
             if node.op == "call_function"
         ]
         assert len(calls) == len(set(calls)), seed
+
+
+@pytest.mark.parametrize("value", [slice(0, 2), [1, None], {"dim": 0}, 1.0, torch.float32, True])
+def test_equal_arguments_have_equal_keys(value: Any) -> None:
+    others = (slice(0, 3), (1, None), {"dim": 1}, 1, torch.float64, -1.0)
+    assert argument_key(value) == argument_key(copy.deepcopy(value))
+    assert all(argument_key(value) != argument_key(other) for other in others)
+
+
+def test_what_cannot_be_compared_is_equal_to_nothing() -> None:
+    value = object()
+    assert argument_key(value) != argument_key(value)
