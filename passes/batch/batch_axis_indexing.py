@@ -156,11 +156,16 @@ def _chosen(call: Call) -> Layout:
     layout = None if mask is None else call.rows(mask)
     if mask is None or layout is None or not isinstance(number, sympy.Symbol):
         call.refuse("makes a value whose size depends on data")
-    table = call.rows(call["self"])
-    if table is None:
-        call.refuse_mixing("it chooses of other rows than those of its mask")
-    call.merge(Rows(table.dim, table.outer, table.inner), Rows(layout.dim, layout.outer, layout.inner))
+    rows_of_mask(call, layout, call.rows(call["self"]))
     return Ordered(0, Choice(mask, 1, number, rising=False))
+
+
+def rows_of_mask(call: Call, mask: Layout, table: Layout | None) -> Rows:
+    """Of a table and a mask of its first dimensions, which must lie alike, whatever their values."""
+    if not isinstance(mask, Rows) or not isinstance(table, Rows):
+        call.refuse_mixing("it pairs a mask with other rows than its own")
+    rows = Rows(table.dim, table.outer, table.inner)
+    return call.merge(rows, Rows(mask.dim, mask.outer, mask.inner))
 
 
 def index_put(call: Call) -> Layout:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rannc_backend.passes.batch.batch_axis_indexing import rows_of_mask
 from rannc_backend.passes.batch.batch_axis_views import COPIES, VIEW_RULES, Rule, moves_integers
 from rannc_backend.passes.batch.counted_keys import EXACT, key_counts, root_of
 from rannc_backend.passes.batch.layouts import (
@@ -213,22 +214,14 @@ def _written(call: Call) -> Layout | None:
 
 
 def _put_at_mask(call: Call) -> Layout | None:
-    mask, source, target = _only_index(call), call.layout(call["values"]), call.layout(call["self"])
+    mask, source = _only_index(call), call.layout(call["values"])
     if mask is None or not isinstance(source, Ordered) or not isinstance(source.origin, Choice):
         return None
-    layout = call.layout(mask)
-    fits = (
-        source == Ordered(0, source.origin)
-        and is_same_value(source.origin.keys, mask)
-        and isinstance(layout, Rows)
-    )
-    if not fits or not isinstance(target, Rows):
+    if source != Ordered(0, source.origin) or not is_same_value(source.origin.keys, mask):
         call.refuse_mixing("it puts back other rows than those that were chosen")
-    assert isinstance(layout, Rows)
-    call.merge(Rows(target.dim, target.outer, target.inner), Rows(layout.dim, layout.outer, layout.inner))
-    if call["values"].meta["val"].ndim != call.value.ndim - call.ndim(mask) + 1:
+    if call.ndim(call["values"]) != call.value.ndim - call.ndim(mask) + 1:
         call.refuse_mixing("it puts back rows in another shape")
-    return Rows(target.dim, target.outer, target.inner)
+    return rows_of_mask(call, call.layout(mask), call.layout(call["self"]))
 
 
 def _added(call: Call) -> Layout | None:
@@ -308,14 +301,10 @@ def _in_same_order(call: Call, found: Layout, first: Any, *, keeps_keys: bool) -
         )
     if isinstance(found, (PartialSum, Constant)):
         return found
-    each = (
-        exact_quotient(found.inner, first.origin.outer * first.origin.inner)
-        if isinstance(found, Rows)
-        else None
-    )
-    if not isinstance(found, Rows) or found.outer != 1 or each is None:
+    if not isinstance(found, Rows) or found.outer != 1:
         call.refuse_mixing("it takes the order of rows apart")
-    if not isinstance(first, Ordered) and each != 1:
+    each = exact_quotient(found.inner, first.origin.outer * first.origin.inner)
+    if each is None or (each != 1 and not isinstance(first, Ordered)):
         call.refuse_mixing("it takes the order of rows apart")
     if isinstance(first, OrderIndex):
         return OrderIndex(found.dim, first.origin, first.divisor)

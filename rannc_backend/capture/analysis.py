@@ -132,7 +132,7 @@ def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str, choice
     except PassError as error:
         if whole_batch == "never":
             raise mixed_batch_error(error) from error
-        if _is_split_by(captured, trained):
+        if _is_split_by(captured, trained, choices=choices):
             raise UnsupportedModelError(f"rows are not known to be apart at every length: {error}") from error
         try:
             split = _split(captured, trained, together=True)
@@ -155,7 +155,7 @@ def _without_lengths(captured: CapturedGraph) -> CapturedGraph:
     return replace(captured, inputs=inputs, lengths=())
 
 
-def _is_split_by(captured: CapturedGraph, trained: Collection[str]) -> bool:
+def _is_split_by(captured: CapturedGraph, trained: Collection[str], *, choices: bool) -> bool:
     """Whether a graph whose rows meet, as far as is known of its lengths, keeps them apart at those of the
     capture.
     """
@@ -163,7 +163,8 @@ def _is_split_by(captured: CapturedGraph, trained: Collection[str]) -> bool:
         return False
     graph_module = at_numbers(captured.graph_module, captured.numbers_at())
     try:
-        _split(replace(_without_lengths(captured), graph_module=graph_module), trained, together=False)
+        fixed = replace(_without_lengths(captured), graph_module=graph_module)
+        _split(fixed, trained, together=False, choices=choices)
     except PassError:
         return False
     return True

@@ -295,16 +295,15 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "chosen-elements-go-to-another-mask",
             "passes/batch/orders.py",
-            "        and is_same_value(source.origin.keys, mask)\n",
-            "",
+            " or not is_same_value(source.origin.keys, mask):",
+            ":",
             passes("batch/choices"),
         ),
         (
             "elements-are-chosen-of-other-rows",
             "passes/batch/batch_axis_indexing.py",
-            "    call.merge(Rows(table.dim, table.outer, table.inner), Rows(layout.dim, layout.outer, layout.inner))\n"
-            "    return Ordered",
-            "    return Ordered",
+            "    return call.merge(rows, Rows(mask.dim, mask.outer, mask.inner))",
+            "    return rows",
             passes("batch/choices"),
         ),
         (
@@ -313,6 +312,13 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "                self.follows_choices = False\n",
             "                raise\n",
             ("tests/distributed/test_whole_batch.py::test_whole_batch[data_sizes-1,1]",),
+        ),
+        (
+            "lengths-are-given-up-with-choices",
+            "capture/analysis.py",
+            "if _is_split_by(captured, trained, choices=choices):",
+            "if _is_split_by(captured, trained, choices=True):",
+            passes("data_sizes"),
         ),
         (
             "order-of-nodes-is-not-told",

@@ -58,3 +58,14 @@ def test_a_selection_is_counted_as_all_elements_that_it_looks_at() -> None:
         sympy.sympify(shape[0].node.expr) for shape in sizes.values() if isinstance(shape, torch.Size)
     }
     assert 6 * captured.rows_symbol in expressions, expressions
+
+
+def test_where_choices_are_not_followed_lengths_stay() -> None:
+    """Rows that would be apart if they were followed are no reason to capture without lengths."""
+    model = MODELS["selected"]()
+    call = call_of(model, batch(5, 0), {})
+    captured = capture_call(model, call, changing=frozenset({(0, 1), (1, 1)})).recorded.captured
+    assert captured.lengths
+    assert analyze(captured).split.whole_batch is None
+    split = analyze(captured, choices=False).split
+    assert split.whole_batch is not None and not split.has_choices
