@@ -116,9 +116,7 @@ class Session:
         default_factory=weakref.WeakSet
     )  # what Dynamo calls for this model
     shapes: set[tuple[str, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
-    follows_choices: bool = (
-        True  # whether elements that a mask chooses are followed, or run on the whole batch
-    )
+    follows_choices: bool = True  # or what a mask chooses runs on the whole batch
 
     @without_anomaly_detection
     def runtime_for(
@@ -140,7 +138,6 @@ class Session:
             "the first call of a graph",
             {
                 "fingerprint": key,
-                "nodes": captured.nodes_fingerprint,
                 "rows": local_rows,
                 "lengths": lengths,
                 "planned": [each.planned(size) for each, size in zip(captured.lengths, lengths)],
@@ -152,6 +149,7 @@ class Session:
             limit_seconds=self.config.compile_timeout_seconds,
         )
         _check_same(answers)
+        self._check_same_graph(captured, [answer["fingerprint"][:16] for answer in answers])
         say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
         analysis = self._analysis(captured)
@@ -199,6 +197,21 @@ class Session:
                 Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config)
             )
         return self.runtimes[key], moved
+
+    def _check_same_graph(self, captured: CapturedGraph, fingerprints: list[str]) -> None:
+        if len(set(fingerprints)) == 1:
+            return
+        nodes = agree(
+            self.world,
+            "the nodes of a graph",
+            captured.nodes_fingerprint,
+            limit_seconds=self.config.compile_timeout_seconds,
+        )
+        raise RanksDifferError(
+            "models or inputs (hash of the captured graph)",
+            value_by_rank=fingerprints,
+            cure=_ORDER_CURE if len(set(nodes)) == 1 else "",
+        )
 
     def _analysis(self, captured: CapturedGraph) -> GraphAnalysis:
         with log_step_timer(verbose=self.config.verbose).step("analysis") as details:
@@ -477,15 +490,9 @@ def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
 def _check_same(answers: list[dict[str, object]]) -> None:
     check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
     shapes = [str(answer["shapes"]) for answer in answers]
-    same_nodes = len({str(answer["nodes"]) for answer in answers}) == 1
     for what, values, cure in (
         ("versions of torch", [str(answer["torch"]) for answer in answers], ""),
         ("shapes of inputs, behind the batch size", shapes, LENGTHS_CURE),
-        (
-            "models or inputs (hash of the captured graph)",
-            [str(answer["fingerprint"])[:16] for answer in answers],
-            _ORDER_CURE if same_nodes else "",
-        ),
     ):
         if len(set(values)) > 1:
             raise RanksDifferError(what, value_by_rank=values, cure=cure)

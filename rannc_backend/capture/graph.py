@@ -96,13 +96,24 @@ class CapturedGraph:
     fingerprint: str
     # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
     plan_fingerprint: str
-    nodes_fingerprint: str  # equal for graphs that differ in the order of their nodes alone
     root_module: nn.Module
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()  # whose placeholders are the first
     # what was assumed of them, over their symbols; None: that one is a number
     length_conditions: tuple[sympy.Basic, ...] | None = ()
+
+    @property
+    def nodes_fingerprint(self) -> str:
+        """Equal for graphs that differ in the order of their nodes alone; computed anew."""
+        text = canonical_text(
+            self.graph_module,
+            self.inputs,
+            self.rows_symbol,
+            num_user_outputs=self.num_user_outputs,
+            buffer_updates=self.buffer_updates,
+        )
+        return fingerprint(without_order_of_nodes(text))
 
     def numbers_at(self, lengths: Sequence[int] | None = None) -> dict[sympy.Symbol, sympy.Integer]:
         """What the symbols of its lengths are then (those of the capture if not given)."""
@@ -313,7 +324,6 @@ def captured_of(
         fake_mode=trace.fake_mode,
         fingerprint=fingerprint(text),
         plan_fingerprint=fingerprint(without_order_of_outputs(text)),
-        nodes_fingerprint=fingerprint(without_order_of_nodes(text)),
         root_module=root,
         dynamo_key=key,
         lengths=tuple(found),
