@@ -13,13 +13,13 @@ from torch.nn import functional
 TOKENS, WIDTH = 6, 8
 
 
-class _Layered(nn.Module):
+class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
 
 
-class Selected(_Layered):
+class Selected(Layered):
     """A head that is computed for masked tokens alone."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Selected(_Layered):
         return (self.last(hidden[mask]) - x[mask]).square().mean()
 
 
-class SelectedEarly(_Layered):
+class SelectedEarly(Layered):
     """Padding taken out before all layers."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class SelectedEarly(_Layered):
         return hidden.square().sum() / mask.sum()
 
 
-class PutBack(_Layered):
+class PutBack(Layered):
     """Some tokens are changed, and the rest goes on as it was."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class PutBack(_Layered):
         return self.last(changed).square().mean()
 
 
-class AdaptedRows(_Layered):
+class AdaptedRows(Layered):
     """Samples of a language, all their tokens, go through its adapter: its layer flattens a size of data."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class AdaptedRows(_Layered):
         return self.last(changed + hidden).square().mean()
 
 
-class Experts(_Layered):
+class Experts(Layered):
     """Two layers, each of which sends its tokens to one of its experts, in a loop."""
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,20 +80,27 @@ def _trained(context: Context, model: nn.Module, alone: nn.Module, compiled: Any
 
 def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
     """Values whose sizes depend on data, in batches of several sizes."""
-    rows = context.case.local_rows
     for name, make in data_size_models.MODELS.items():
-        model, alone, compiled, optimizers = context.pair(make)
-        for step in range(4):
-            times = 1 + step % 2
-            start, stop = (times * place for place in context.interval)
-            x, mask = data_size_models.batch(times * sum(rows), step)
-            loss, expected = compiled(x[start:stop].clone(), mask[start:stop].clone()), alone(x, mask)
-            error = max(_error_of_losses(loss, expected), worst_error(model, alone))
-            context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        _follow(context, name, make, data_size_models.batch)
     return {}
+
+
+def _follow(
+    context: Context, name: str, make: Callable[[], nn.Module], batch_of: Callable[..., Any], **options: Any
+) -> None:
+    """Steps with other numbers of rows, of a model that gives its loss of two inputs."""
+    rows = context.case.local_rows
+    model, alone, compiled, optimizers = context.pair(make, **options)
+    for step in range(4):
+        times = 1 + step % 2
+        start, stop = (times * place for place in context.interval)
+        whole = batch_of(times * sum(rows), step)
+        loss, expected = compiled(*(value[start:stop].clone() for value in whole)), alone(*whole)
+        error = max(_error_of_losses(loss, expected), worst_error(model, alone))
+        context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _sparse_bert() -> nn.Module:
@@ -107,8 +115,9 @@ def _sparse_bert() -> nn.Module:
     return ModernBertForMaskedLM(config).double()
 
 
-def _sparse_step(context: Context, step: int, model: nn.Module, alone: nn.Module, compiled: Any) -> float:
-    torch.manual_seed(step)
+def _sparse_error(context: Context) -> float:
+    """Of the loss and the gradients of a step."""
+    model, alone, compiled, _ = context.pair(_sparse_bert, whole_batch="never")
     start, stop = context.interval
     ids = torch.randint(3, 32, (sum(context.case.local_rows), 8))
     labels = torch.where(torch.rand(ids.shape) < 0.4, ids, -100)
@@ -178,24 +187,12 @@ def _raises(context: Context, what: str, kind: type[Exception], call: Any, words
 
 def whole_batch_chosen(context: Context) -> dict[str, Any]:
     """Elements that masks choose keep micro-batches and replicas; no element is chosen of some of them."""
-    rows = context.case.local_rows
     with float64():
         for name, make in choice_models.MODELS.items():
             # All layers of what takes padding out first work on what is chosen, and are one stage.
             options = {} if name == "unpadded" and context.case.num_stages > 1 else {"whole_batch": "never"}
-            model, alone, compiled, optimizers = context.pair(make, **options)
-            for step in range(3):
-                times = 1 + step % 2
-                start, stop = (times * place for place in context.interval)
-                x, labels = choice_models.batch(times * sum(rows), step)
-                loss, expected = compiled(x[start:stop].clone(), labels[start:stop].clone()), alone(x, labels)
-                error = max(_error_of_losses(loss, expected), worst_error(model, alone))
-                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        model, alone, compiled, _ = context.pair(_sparse_bert, whole_batch="never")
-        error = _sparse_step(context, 0, model, alone, compiled)
+            _follow(context, name, make, choice_models.batch, **options)
+        error = _sparse_error(context)
         # The library computes the loss in float32.
         context.findings.that(error <= 1e-6, f"a head for masked tokens: off by {error}")
     return {}
