@@ -22,6 +22,7 @@ from torch import nn
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.capture.inputs import named_tensors
+from rannc_backend.capture.node_order import in_order_of_arguments
 from rannc_backend.deployment import Deployer
 from rannc_backend.errors import (
     InfeasiblePlanError,
@@ -65,11 +66,6 @@ from rannc_backend.settings.options import Config, check_same_options
 from rannc_backend.stages.compiled_stage import CompileCache
 from rannc_backend.stages.cut_stages import StageCut, cut_stages
 from rannc_backend.stages.graph_dump import pass_dump
-
-_ORDER_CURE = (
-    "set PYTHONHASHSEED=0 in the environment of all ranks: they compute the same in another order, since the forward goes "
-    "through a set (`for name in set(names)`), which Python orders differently in each process. Or sort it there."
-)
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +145,7 @@ class Session:
             limit_seconds=self.config.compile_timeout_seconds,
         )
         _check_same(answers)
-        self._check_same_graph(captured, [answer["fingerprint"][:16] for answer in answers])
+        captured = self._in_one_order(captured, [answer["fingerprint"] for answer in answers])
         say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
         analysis = self._analysis(captured)
@@ -198,20 +194,26 @@ class Session:
             )
         return self.runtimes[key], moved
 
-    def _check_same_graph(self, captured: CapturedGraph, fingerprints: list[str]) -> None:
+    def _in_one_order(self, captured: CapturedGraph, fingerprints: list[str]) -> CapturedGraph:
+        """A graph as all ranks have it, also where each has captured its nodes in an order of its own, since the
+        forward goes through a set of strings. Collective where they differ.
+        """
         if len(set(fingerprints)) == 1:
-            return
-        nodes = agree(
+            return captured
+        ordered = in_order_of_arguments(captured)
+        others = agree(
             self.world,
             "the nodes of a graph",
-            captured.nodes_fingerprint,
+            ordered.fingerprint,
             limit_seconds=self.config.compile_timeout_seconds,
         )
-        raise RanksDifferError(
-            "models or inputs (hash of the captured graph)",
-            value_by_rank=fingerprints,
-            cure=_ORDER_CURE if len(set(nodes)) == 1 else "",
-        )
+        if len(set(others)) > 1:
+            raise RanksDifferError(
+                "models or inputs (hash of the captured graph)",
+                value_by_rank=[each[:16] for each in fingerprints],
+            )
+        logger.debug("ranks have captured the same nodes in different orders: all take one")
+        return ordered
 
     def _analysis(self, captured: CapturedGraph) -> GraphAnalysis:
         with log_step_timer(verbose=self.config.verbose).step("analysis") as details:

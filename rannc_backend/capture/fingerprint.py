@@ -70,25 +70,6 @@ def without_order_of_outputs(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def without_order_of_nodes(text: str) -> str:
-    """What is the same for two canonical texts that differ in the order of their nodes alone, as those of a forward do
-    that goes through a set of strings: Python orders it in another way in every process.
-    """
-    hashes: dict[str, str] = {}
-
-    def hashed(line: str) -> str:
-        return fingerprint(re.sub(r"%\d+", lambda found: hashes.get(found[0], found[0]), line))
-
-    others = []
-    for line in text.splitlines():
-        name, is_node, what = line.partition(" = ")
-        if is_node and name.startswith("%"):
-            hashes[name] = hashed(what)
-        else:
-            others.append(hashed(line))
-    return "\n".join([*sorted(hashes.values()), *others])
-
-
 def _target_text(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)

@@ -51,7 +51,6 @@ from rannc_backend.capture.errors import is_partial, refuse_graph_break, refuse_
 from rannc_backend.capture.fingerprint import (
     canonical_text,
     fingerprint,
-    without_order_of_nodes,
     without_order_of_outputs,
 )
 from rannc_backend.capture.first_trace import begun_trace
@@ -93,19 +92,18 @@ class CapturedGraph:
     rows_symbol: sympy.Symbol
     rows_hint: int
     fake_mode: FakeTensorMode
-    fingerprint: str
-    # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
-    plan_fingerprint: str
     root_module: nn.Module
+    fingerprint: str = ""
+    # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
+    plan_fingerprint: str = ""
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()  # whose placeholders are the first
     # what was assumed of them, over their symbols; None: that one is a number
     length_conditions: tuple[sympy.Basic, ...] | None = ()
 
-    @property
-    def nodes_fingerprint(self) -> str:
-        """Equal for graphs that differ in the order of their nodes alone; computed anew."""
+    def with_fingerprints(self) -> CapturedGraph:
+        """Itself, with the hashes of its text. Graphs of other paths have other hashes, whatever is in them."""
         text = canonical_text(
             self.graph_module,
             self.inputs,
@@ -113,7 +111,12 @@ class CapturedGraph:
             num_user_outputs=self.num_user_outputs,
             buffer_updates=self.buffer_updates,
         )
-        return fingerprint(without_order_of_nodes(text))
+        paths = "".join(f"path {test.text}\n" for test in self.size_tests)
+        return replace(
+            self,
+            fingerprint=fingerprint(text + paths),
+            plan_fingerprint=fingerprint(without_order_of_outputs(text)),
+        )
 
     def numbers_at(self, lengths: Sequence[int] | None = None) -> dict[sympy.Symbol, sympy.Integer]:
         """What the symbols of its lengths are then (those of the capture if not given)."""
@@ -284,6 +287,7 @@ def captured_of(
     key: str = "",
     *,
     lengths: LengthDims = NO_LENGTHS,
+    size_tests: tuple[SizeTest, ...] = (),
 ) -> CapturedGraph:
     """What was traced, with names that are the same on all ranks, in canonical operators."""
     inputs = _name_inputs(trace.graph_module, tensors, batch_positions, len(lengths.hints))
@@ -306,14 +310,7 @@ def captured_of(
     inputs = (*(_length_input(length) for length in found), *inputs)
     _tidy_metadata(trace.graph_module, root)
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
-    inputs = _in_order_of_use(canonical, inputs)
-    text = canonical_text(
-        canonical,
-        inputs,
-        trace.rows_symbol,
-        num_user_outputs=trace.num_user_outputs,
-        buffer_updates=buffer_updates,
-    )
+    inputs = in_order_of_use(canonical, inputs)
     captured = CapturedGraph(
         graph_module=canonical,
         inputs=inputs,
@@ -322,18 +319,17 @@ def captured_of(
         rows_symbol=trace.rows_symbol,
         rows_hint=trace.rows_hint,
         fake_mode=trace.fake_mode,
-        fingerprint=fingerprint(text),
-        plan_fingerprint=fingerprint(without_order_of_outputs(text)),
         root_module=root,
         dynamo_key=key,
+        size_tests=size_tests,
         lengths=tuple(found),
         length_conditions=_length_conditions(trace),
-    )
+    ).with_fingerprints()
     logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
     return captured
 
 
-def _in_order_of_use(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+def in_order_of_use(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
     """Lengths, then all inputs in the order in which the graph uses them, whatever has captured it. Drops what the
     module holds and the forward does not use: autograd gives it no gradient, and an optimizer makes a difference
     between none and zeros.

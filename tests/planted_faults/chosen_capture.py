@@ -321,10 +321,10 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             passes("data_sizes"),
         ),
         (
-            "order-of-nodes-is-not-told",
-            "capture/fingerprint.py",
-            "sorted(hashes.values())",
-            "hashes.values()",
+            "nodes-stay-in-an-order-of-their-own",
+            "capture/node_order.py",
+            "_from_outputs(source.graph)",
+            "source.graph.nodes",
             unit("capture/graph"),
         ),
         (

@@ -34,7 +34,6 @@ from rannc_backend.capture.aten_trace import (
     trace_function,
 )
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
-from rannc_backend.capture.fingerprint import fingerprint
 from rannc_backend.capture.graph import CapturedGraph, captured_of, length_hints, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
@@ -183,7 +182,7 @@ def _recorded_at(
         run, trace, batch = traced(batch)
     assert run.structure is not None
     return Recorded(
-        captured=_with_tests(captured_of(trace, inputs, batch, module, lengths=lengths), run.size_tests),
+        captured=captured_of(trace, inputs, batch, module, lengths=lengths, size_tests=run.size_tests),
         places=places,
         structure=run.structure,
         constants=tuple(run.constants.items()),
@@ -246,14 +245,6 @@ def _no_hint(tests: Sequence[SizeTest], num_rows: int) -> DataDependentControlFl
         f"{num_rows} samples",
         location=test.location,
     )
-
-
-def _with_tests(captured: CapturedGraph, tests: tuple[SizeTest, ...]) -> CapturedGraph:
-    """Graphs of other paths have other keys, whatever is in them."""
-    if not tests:
-        return captured
-    key = fingerprint(captured.fingerprint + repr([test.text for test in tests]))
-    return replace(captured, size_tests=tests, fingerprint=key)
 
 
 class _Run:

@@ -17,6 +17,7 @@ from torch import fx
 from rannc_backend.capture import graph as capture
 from rannc_backend.capture.first_trace import begin_symbolically
 from rannc_backend.capture.graph import CapturedGraph
+from rannc_backend.capture.node_order import in_order_of_arguments
 
 aten = torch.ops.aten
 
@@ -33,6 +34,7 @@ class Recorder:
         self.num_calls = 0
         self.arguments: tuple[Any, ...] = ()
         self.options = options
+        self.by_arguments = False  # run nodes in the order that their arguments decide
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.num_calls += 1
@@ -41,7 +43,7 @@ class Recorder:
 
         def compiled(*arguments: Any) -> Any:
             self.arguments = arguments
-            return run(captured, arguments)
+            return run(in_order_of_arguments(captured) if self.by_arguments else captured, arguments)
 
         return compiled
 
