@@ -316,6 +316,9 @@ class FakeLinks:
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> FakePosted:
         return self._queue("all-reduce", tensor, group, None)
 
+    def reduce(self, tensor: torch.Tensor, root: int, group: Any) -> FakePosted:
+        return self._queue("reduce", tensor, group, None)
+
     def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> FakePosted:
         return self._queue("broadcast", tensor, group, root)
 

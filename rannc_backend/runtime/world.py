@@ -146,9 +146,9 @@ class BucketSums(Protocol):
         """Zeros to be summed over a group, in memory that is best for it."""
         ...
 
-    def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Work:
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Work:
         """Start summing a tensor over a group, in place: all ranks of a group start their tensors in the same
-        order.
+        order. ``takers``: as of `Transport.allreduce`.
         """
         ...
 
@@ -178,8 +178,10 @@ class Transport(Protocol):
         """Start receiving into a contiguous tensor of the sender's size in bytes."""
         ...
 
-    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
-        """Start summing `tensor` in place over `ranks` (a prepared group that contains this rank)."""
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Work:
+        """Start summing `tensor` in place over `ranks` (a prepared group that contains this rank). ``takers``: those
+        that need the sum, where not all do; the others' tensor is nothing to use then.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:

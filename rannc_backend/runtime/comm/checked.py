@@ -107,7 +107,7 @@ class WatchedTransport:
             number=number,
         )
 
-    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Work:
         if self.displays:
             logger.info(
                 "rank %d adds to the all-reduce over ranks %s: %s",
@@ -115,7 +115,7 @@ class WatchedTransport:
                 list(ranks),
                 describe_values(tensor),
             )
-        return self.inner.allreduce(tensor, ranks)
+        return self.inner.allreduce(tensor, ranks, takers)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:
         return self.inner.broadcast(tensor, root, ranks)

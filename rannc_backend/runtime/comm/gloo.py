@@ -163,7 +163,7 @@ class SingleTransport(Memory):
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DoneWork:
         raise AssertionError(f"message {channel!r} from rank {peer} in a job of one process")
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> DoneWork:
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DoneWork:
         return DoneWork()
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:
@@ -302,10 +302,10 @@ class GroupTransport(Memory):
             what=f"receive of {channel!r}",
         )
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> DistWork | DoneWork:
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        return self._start_sum(tensor, self._reductions[ranks], ranks)
+        return self._start_sum(tensor, self._reductions[ranks], ranks, takers)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
@@ -350,11 +350,15 @@ class GroupTransport(Memory):
     def _starter(self, groups: dict[Ranks, Any], ranks: Ranks) -> Callable[[torch.Tensor], DistWork]:
         return lambda tensor: self._start_sum(tensor, groups[ranks], ranks)
 
-    def _start_sum(self, tensor: torch.Tensor, group: Any, ranks: Ranks) -> DistWork:
+    def _start_sum(self, tensor: torch.Tensor, group: Any, ranks: Ranks, takers: Ranks = ()) -> DistWork:
         assert has_plain_memory(tensor), (
             "what is reduced is not contiguous, or is marked as conjugate or negative"
         )
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+        if len(takers) == 1:
+            flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            work = dist.reduce(flat, dst=takers[0], group=group, async_op=True)
+        else:
+            work = dist.all_reduce(tensor, group=group, async_op=True)
         return DistWork(self, work, tensor, peers=ranks, what=f"all-reduce over ranks {list(ranks)}")
 
     def _start_send(self, tensor: torch.Tensor, peer: int, channel: str) -> Any:

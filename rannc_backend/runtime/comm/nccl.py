@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import datetime
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -105,6 +105,13 @@ class NcclCalls:
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # type: ignore[assignment]
         return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+
+    def reduce(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
+        """Queue a sum over the group, for its root alone, on the current stream."""
+        options = dist.ReduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # type: ignore[assignment]
+        options.rootRank, options.rootTensor = dist.get_group_rank(group, root), 0
+        return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
         """Queue a copy of the root's tensor on the current stream."""
@@ -255,15 +262,27 @@ class NcclTransport:
             MessageWork(tensor, link, peer, f"receive of {channel!r}", is_send=False, ready=ready), channel
         )
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> EventWork | DoneWork:
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        return self._reduce(self._reductions[ranks], tensor, "all-reduce", None)
+        link = self._reductions[ranks]
+        if len(takers) != 1:
+            return self._start(link, tensor, "all-reduce")
+        root = takers[0]
+        return self._start(
+            link, tensor, f"sum for rank {root}", lambda: self._calls.reduce(tensor, root, link.group)
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        return self._reduce(self._reductions[ranks], tensor, f"broadcast from rank {root}", root)
+        link = self._reductions[ranks]
+        return self._start(
+            link,
+            tensor,
+            f"broadcast from rank {root}",
+            lambda: self._calls.broadcast(byte_view(tensor), root, link.group),
+        )
 
     def share(self, groups: Sequence[Ranks]) -> None:
         self.prepare(groups=groups)  # NCCL finds the way between devices of a host itself
@@ -342,14 +361,14 @@ class NcclTransport:
         work.posted = link.latest = posted
         self._watch.add(lambda: is_finished(posted), (work.peer,), work.what)
 
-    def _reduce(self, link: _Link, tensor: torch.Tensor, what: str, root: int | None) -> EventWork:
+    def _start(
+        self, link: _Link, tensor: torch.Tensor, what: str, queue: Callable[[], Posted] | None = None
+    ) -> EventWork:
+        """Queue a collective, a sum for all if nothing else is given, behind what is computed now."""
         assert link.stream is not None, f"rank {self.rank} is not in {link.ranks}"
         link.stream.wait_event(self._layer.compute().record_event())
         with self._layer.on(link.stream):
-            if root is None:
-                posted = self._calls.all_reduce(tensor, link.group)
-            else:
-                posted = self._calls.broadcast(byte_view(tensor), root, link.group)
+            posted = self._calls.all_reduce(tensor, link.group) if queue is None else queue()
             done = link.stream.record_event()
         link.latest = posted
         peers = tuple(rank for rank in link.ranks if rank != self.rank)
@@ -365,7 +384,7 @@ class NcclTransport:
         if self.rank not in ranks:
             return link
         if name.startswith("reductions"):
-            self._reduce(link, self._layer.empty(4).zero_(), "all-reduce", None).wait()
+            self._start(link, self._layer.empty(4).zero_(), "all-reduce").wait()
         else:
             place = ranks.index(self.rank)
             self._set_up(link, [(ranks[(place + 1) % len(ranks)], True), (ranks[place - 1], False)])

@@ -16,7 +16,7 @@ import os
 import secrets
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -128,9 +128,11 @@ class SharedMemory:
         return chunk
 
 
-def add_up(parts: Sequence[torch.Tensor], index: int, piece_bytes: int = 2**19) -> None:
-    """Put the sum of flat tensors of one size, in their order, in the place of each, within slice ``index``
-    of ``len(parts)``.
+def add_up(
+    parts: Sequence[torch.Tensor], index: int, piece_bytes: int = 2**19, takers: Collection[int] = ()
+) -> None:
+    """Put the sum of flat tensors of one size, in their order, in the place of each (or of ``takers`` alone, where
+    there are some), within slice ``index`` of ``len(parts)``.
 
     Sums of 16-bit numbers are formed in float32 and rounded once. ``piece_bytes``: what is in the cache at a
     time, of each.
@@ -143,8 +145,8 @@ def add_up(parts: Sequence[torch.Tensor], index: int, piece_bytes: int = 2**19) 
         total = pieces[0].float() if dtype in (torch.float16, torch.bfloat16) else pieces[0]
         for piece in pieces[1:]:
             total.add_(piece)
-        for piece in pieces:
-            if piece is not total:
+        for place, piece in enumerate(pieces):
+            if piece is not total and (not takers or place in takers):
                 piece.copy_(total)
 
 

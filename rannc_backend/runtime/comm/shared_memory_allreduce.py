@@ -72,9 +72,11 @@ class SharedGroup:
         """This rank's place in the group."""
         return self.ranks.index(self.rank)
 
-    def start(self, bucket: torch.Tensor) -> SharedReduction:
-        """Begin to sum a bucket, and go on with earlier ones as far as that needs no waiting."""
-        reduction = SharedReduction(self, bucket)
+    def start(self, bucket: torch.Tensor, takers: Ranks = ()) -> SharedReduction:
+        """Begin to sum a bucket, for all or for ``takers`` alone, and go on with earlier ones as far as that needs no
+        waiting.
+        """
+        reduction = SharedReduction(self, bucket, takers)
         self._under_way.append(reduction)
         for earlier in list(self._under_way):
             if not earlier.advance():
@@ -105,9 +107,9 @@ class SharedGroup:
 class SharedReduction:
     """One bucket's way through announcement, sum and answer; a `Work`."""
 
-    def __init__(self, group: SharedGroup, bucket: torch.Tensor) -> None:
+    def __init__(self, group: SharedGroup, bucket: torch.Tensor, takers: Ranks) -> None:
         self._group = group
-        self._steps = self._run(bucket)
+        self._steps = self._run(bucket, tuple(group.ranks.index(rank) for rank in takers))
         self._may_pass = False
         self._waits_for: Collective | None = next(self._steps)
 
@@ -134,7 +136,7 @@ class SharedReduction:
         self._waits_for.wait(limit_seconds)
         self._waits_for = next(self._steps, None)
 
-    def _run(self, bucket: torch.Tensor) -> Iterator[Collective]:
+    def _run(self, bucket: torch.Tensor, takers: tuple[int, ...]) -> Iterator[Collective]:
         group = self._group
         table = group.handles_of(bucket)
         yield group.announce(table)
@@ -156,7 +158,7 @@ class SharedReduction:
             )
             last = group.answer(bucket)
         else:
-            add_up([*others[: group.own], bucket, *others[group.own :]], group.own)
+            add_up([*others[: group.own], bucket, *others[group.own :]], group.own, takers=takers)
             last = group.answer(torch.zeros(1, dtype=torch.int64))
         self._may_pass = True
         yield last
@@ -167,11 +169,15 @@ class SharedSums:
 
     Args:
         places: of every rank, see `shared_memory.place`.
-        plain: starts an all-reduce over gloo, for groups that cannot share.
+        plain: starts an all-reduce over gloo, for groups that cannot share: `GroupTransport.allreduce`.
     """
 
     def __init__(
-        self, *, rank: int, places: tuple[str, ...], plain: Callable[[torch.Tensor, Ranks], Collective]
+        self,
+        *,
+        rank: int,
+        places: tuple[str, ...],
+        plain: Callable[[torch.Tensor, Ranks, Ranks], Collective],
     ) -> None:
         self.rank = rank
         self._places = places
@@ -206,8 +212,10 @@ class SharedSums:
                 say_once(logger, f"no shared memory for gradients: {error}")
         return torch.zeros(numel, dtype=dtype)
 
-    def reduce(self, tensor: torch.Tensor, ranks: Ranks) -> Collective | SharedReduction:
-        """Start summing a tensor over a group, in place; every rank of it gives one of the same size."""
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Collective | SharedReduction:
+        """Start summing a tensor over a group, in place; every rank of it gives one of the same size. ``takers``: as
+        of `BucketSums`.
+        """
         if ranks in self._groups and tensor.nbytes >= _FEWEST_BYTES:
-            return self._groups[ranks].start(tensor)
-        return self._plain(tensor, ranks)
+            return self._groups[ranks].start(tensor, takers)
+        return self._plain(tensor, ranks, takers)

@@ -51,6 +51,21 @@ def test_slices_together_are_the_whole_sum(
     assert int(changed.max()) <= 1, "two ranks write the same number"
 
 
+@given(
+    num_parts=st.integers(2, 5), takers=st.sets(st.integers(0, 4), min_size=1), dtype=st.sampled_from(DTYPES)
+)
+def test_sums_are_written_where_they_are_needed(num_parts: int, takers: set[int], dtype: torch.dtype) -> None:
+    """The first one's memory is what is added up in; the others keep theirs."""
+    takers = {taker % num_parts for taker in takers}
+    parts = [torch.randn(500, dtype=torch.float64).to(dtype) for _ in range(num_parts)]
+    expected, untouched = _in_order(parts), [part.clone() for part in parts]
+    for index in range(num_parts):
+        add_up(parts, index, 256, takers)
+    assert all(torch.equal(parts[taker], expected) for taker in takers)
+    others = set(range(1, num_parts)) - takers
+    assert all(torch.equal(parts[other], untouched[other]) for other in others)
+
+
 def test_what_one_rank_writes_the_other_reads() -> None:
     ours, theirs = SharedMemory(2**16), SharedMemory(2**16)
     first, second = ours.zeros(100, torch.float32), ours.zeros(3000, torch.float64)
