@@ -20,14 +20,16 @@ from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.ir.action import Program, Turn
 from rannc_backend.ir.plan import Plan
+from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.passes.stage.split_stages import StageGraph
 from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
+from rannc_backend.runtime.gradients.bucket_layout import BucketLayout, Division, plan_buckets
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
-from rannc_backend.runtime.gradients.buckets import BucketLayout, BufferPool, Waitable, plan_buckets
+from rannc_backend.runtime.gradients.buckets import BufferPool, Waitable
 from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
@@ -85,13 +87,21 @@ class Deployer:
 
     def deploy(self, analysis: GraphAnalysis, cut: StageCut, label: str) -> GraphRuntime:
         """The runtime of one graph. Collective: makes the channels that the graph needs."""
-        groups = sorted({tuple(range(self.world.size)), *self.stage_ranks, *self.table.owners.values()})
+        groups = sorted(
+            {
+                tuple(range(self.world.size)),
+                *self.stage_ranks,
+                *self.table.owners.values(),
+                *ranks_of_updates(self.table.updates.values()),
+            }
+        )
         routes = routes_of(cut.edges, self.stage_ranks, self.world.size)
         self.world.transport.prepare(channels=[STATE_CHANNEL], routes=routes, groups=groups)
         reductions = BucketReductions.of(
             self.world.transport,
             sorted({*self.stage_ranks, *self.table.owners.values()}),
-            shared_memory=self.config.shared_memory,
+            # What is freed after each step would have to be shared anew in the next one.
+            shared_memory=self.config.shared_memory and self.plan.zero_stage < 2,
             limit_seconds=self.config.step_timeout_seconds,
         )
         if self.config.dump_graph and self.world.rank == 0:
@@ -159,7 +169,7 @@ class Deployer:
             stage_ranks=self.stage_ranks,
             num_micro_batches=self._num_micro_batches(analysis),
             eager_backward=schedule.eager_backward,
-            narrow_range=_has_narrow_range(analysis),
+            narrow_range=analysis.has_narrow_range,
             gather_inputs=config.gather_inputs,
             mean_gradients=config.mean_gradients,
             step_limit_seconds=config.step_timeout_seconds,
@@ -199,7 +209,7 @@ class Deployer:
         self, analysis: GraphAnalysis, cut: StageCut, lengths: tuple[int, ...]
     ) -> tuple[RuntimeOutput, ...]:
         wanted = self.config.outputs == "all"
-        scalars = _differentiable_scalars(analysis)
+        scalars = analysis.differentiable_scalars
         maker = {
             slot.name: graph.index
             for graph in cut.graphs
@@ -275,7 +285,11 @@ class Deployer:
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
         ranks = self.stage_ranks[index]
         layout = plan_buckets(
-            [(fqn, self.tensors[fqn]) for fqn in owned], self.table.owners, ranks, capacity_bytes
+            [(fqn, self.tensors[fqn]) for fqn in owned],
+            self.table.owners,
+            ranks,
+            capacity_bytes,
+            Division(updates=self.table.updates, rank=self.world.rank, keeps_all=self.plan.zero_stage < 2),
         )
         return DelayableBuckets(
             layout=layout,
@@ -424,7 +438,7 @@ class Deployer:
         return make
 
 
-def _reduce_nothing(buffer: torch.Tensor, group: tuple[int, ...]) -> Waitable:
+def _reduce_nothing(buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Waitable:
     raise AssertionError("a rank without a stage has no gradients")
 
 
@@ -437,38 +451,6 @@ def _backward_order(graph: StageGraph) -> list[str]:
         if slot.kind == "parameter":
             first_use[slot.name] = min((position[user] for user in node.users), default=0)
     return sorted(first_use, key=lambda name: -first_use[name])
-
-
-def _has_narrow_range(analysis: GraphAnalysis) -> bool:
-    """Whether some value is of a dtype whose largest number a scaled gradient may pass, such as float16."""
-    values = [node.meta.get("val") for node in analysis.split.rowwise.graph.nodes]
-    dtypes = {
-        value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-    return any(torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max for dtype in dtypes)
-
-
-def _differentiable_scalars(analysis: GraphAnalysis) -> frozenset[int]:
-    """Epilogue outputs that depend on a sum that needs a gradient."""
-    epilogue = analysis.split.epilogue
-    if epilogue is None:
-        return frozenset()
-    tainted = set()
-    for node in epilogue.graph.nodes:
-        if node.op == "placeholder":
-            if node.name in analysis.needs_grad or node.target in analysis.needs_grad:
-                tainted.add(node)
-        elif any(argument in tainted for argument in node.all_input_nodes):
-            fake = node.meta.get("val")
-            if (
-                node.op == "output"
-                or not isinstance(fake, torch.Tensor)
-                or fake.is_floating_point()
-                or fake.is_complex()
-            ):
-                tainted.add(node)
-    outputs = output_values(epilogue.graph)
-    return frozenset(index for index, node in enumerate(outputs) if node in tainted)
 
 
 def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:

@@ -9,7 +9,7 @@ names or classes of modules. Terms: a *slice* is a micro-batch on one replica.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,24 @@ class Notices:
             if text:
                 self.said.add(kind)
                 logger.info("%s", text)
+
+
+def say_outputs(analysis: GraphAnalysis, rows: Sequence[int], config: Config) -> None:
+    """What outputs beside a loss cost in each step. ``rows``: of each rank."""
+    names = [
+        output.name
+        for output in analysis.split.user_outputs
+        if output.kind == "rows" and output.name is not None
+    ]
+    scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
+    if len(rows) > 1 and scalars and names and config.outputs == "all":
+        bytes_per_row: int = sum(analysis.value(name).bytes_per_row for name in names)
+        logger.info(
+            "%d outputs beside the loss come back as each rank's rows, which moves %.1f MB per step; "
+            "options={'outputs': 'loss'} leaves them out",
+            len(names),
+            bytes_per_row * sum(rows) / 2**20,
+        )
 
 
 def _statistics(deployed: Deployed) -> str:

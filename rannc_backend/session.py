@@ -33,10 +33,11 @@ from rannc_backend.errors import (
 )
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_file import read_plan_text, write_text
+from rannc_backend.ir.updates import Update
 from rannc_backend.log.progress import planning_progress
 from rannc_backend.log.startup import say_places
 from rannc_backend.log.step_timer import log_step_timer
-from rannc_backend.notices import Deployed, Notices
+from rannc_backend.notices import Deployed, Notices, say_outputs
 from rannc_backend.passes.pipeline import GraphDump, dumping
 from rannc_backend.planner.blocks.measure import answer_leader, make_bench, measures
 from rannc_backend.planner.cluster.this_machine import choose_cluster, device_memory_bytes
@@ -51,7 +52,9 @@ from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.comm.checked import watch_transport
 from rannc_backend.runtime.deferred import DeferredValues
 from rannc_backend.runtime.gradients.buckets import BufferPool
+from rannc_backend.runtime.gradients.choose_updates import choose_updates
 from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
+from rannc_backend.runtime.gradients.new_values import note_values
 from rannc_backend.runtime.gradients.optimizer_state_dicts import OptimizerStates
 from rannc_backend.runtime.host_resources import give_back_memory
 from rannc_backend.runtime.parameters import ParameterTable
@@ -61,7 +64,7 @@ from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
-from rannc_backend.runtime.world import World
+from rannc_backend.runtime.world import Ranks, World
 from rannc_backend.settings.options import Config, check_same_options
 from rannc_backend.stages.compiled_stage import CompileCache
 from rannc_backend.stages.cut_stages import StageCut, cut_stages
@@ -187,8 +190,8 @@ class Session:
             self.trace.follow(runtime.buckets, stage_index=self.plan.stage_of_rank(self.world.rank))
             runtime.trace = self.trace
         self.runtimes[key] = runtime
-        self._report_outputs(analysis, rows)
         if self.world.rank == 0:
+            say_outputs(analysis, rows, self.config)
             self.notices.say(
                 Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config)
             )
@@ -363,23 +366,37 @@ class Session:
         for name in self.changing_buffers:
             owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
+        updates = self._updates(plan, root, ranks_of)
         self.world.monitor.phase("giving parameters to their owners")
         if self.table is not None:
-            before: Mapping[str, tuple[int, ...]] | None = self.table.owners
-            moved = self.table.transfer(ranks_of)
+            before: Mapping[str, tuple[int, ...]] | None = self.table.all_updaters
+            moved = self.table.transfer(ranks_of, updates)
         else:
             before = None
             if self.states is not None:
+                holders = ranks_of | {name: update.updaters for name, update in updates.items()}
                 self.states.check_before_move(
-                    ranks_of, {parameter: name for name, parameter in root.named_parameters()}
+                    holders, {parameter: name for name, parameter in root.named_parameters()}
                 )
-            self.table = ParameterTable.build(root, ranks_of, self.world, self.number)
+            self.table = ParameterTable.build(root, ranks_of, self.world, self.number, updates)
             self.table.states_on_all_ranks = self.config.states_on_all_ranks
             moved = self.table.settle(self.deferred_values, synchronize=self.config.sync_params_on_init)
+        note_values(self.table, updates)
         for follower in (*self.followers, *([self.states] if self.states is not None else [])):
             follower.parameters_moved(self.table, before)
         logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, moved.freed_bytes / 2**20)
         return moved.changed
+
+    def _updates(self, plan: Plan, root: nn.Module, owners: Mapping[str, Ranks]) -> dict[str, Update]:
+        """Who updates which parameter, where not all owners do. Collective."""
+        if not plan.zero_stage or max(map(len, owners.values()), default=1) < 2:
+            return {}
+        if self.table is not None and all(self.table.owners[name] == ranks for name, ranks in owners.items()):
+            return self.table.updates
+        trained = {name: p for name, p in root.named_parameters() if p.requires_grad and name in owners}
+        return choose_updates(
+            self.world, trained, owners, plan.zero_ngroups, tries_optimizers=self.config.check_optimizers
+        )
 
     def reduce_gradients(self) -> None:
         """Sum gradients that are still each rank's own over their owners. Collective."""
@@ -448,29 +465,6 @@ class Session:
                 )
             except UserInputError as error:
                 logger.warning("%s", error)  # no reason to end a run that works
-
-    def _report_outputs(self, analysis: GraphAnalysis, rows: list[int]) -> None:
-        names = [
-            output.name
-            for output in analysis.split.user_outputs
-            if output.kind == "rows" and output.name is not None
-        ]
-        scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
-        if (
-            self.world.rank == 0
-            and self.world.size > 1
-            and scalars
-            and names
-            and self.config.outputs == "all"
-        ):
-            bytes_per_row: int = sum(analysis.value(name).bytes_per_row for name in names)
-            size = bytes_per_row * sum(rows)
-            logger.info(
-                "%d outputs beside the loss come back as each rank's rows, which moves %.1f MB per step; "
-                "options={'outputs': 'loss'} leaves them out",
-                len(names),
-                size / 2**20,
-            )
 
 
 def _without_model(analysis: GraphAnalysis) -> GraphAnalysis:

@@ -20,7 +20,8 @@ from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.device_watch import DeviceWatch
 from rannc_backend.runtime.comm.gloo import OwnedGroups
 from rannc_backend.runtime.comm.nccl import NcclTransport
-from rannc_backend.runtime.gradients.buckets import PendingGradients, plan_buckets
+from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
+from rannc_backend.runtime.gradients.buckets import PendingGradients
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.executor import Executor, describe
 from rannc_backend.runtime.step.queue_turns import queue_turns, routes_of

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from rannc_backend.capture.graph import CapturedGraph
@@ -21,7 +22,7 @@ from rannc_backend.passes.batch.differentiability import values_needing_grad
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
 from rannc_backend.passes.data_sizes import bound_data_sizes
 from rannc_backend.passes.fixed_sizes import at_numbers
-from rannc_backend.passes.graph_queries import size_expression
+from rannc_backend.passes.graph_queries import output_values, size_expression
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.size_nodes import plain_at
 
@@ -43,6 +44,38 @@ class GraphAnalysis:
         return frozenset(
             spec.name for spec in self.captured.inputs if spec.kind == "parameter" and spec.requires_grad
         )
+
+    @property
+    def has_narrow_range(self) -> bool:
+        """Whether some value is of a dtype whose largest number a scaled gradient may pass, such as float16."""
+        values = [node.meta.get("val") for node in self.split.rowwise.graph.nodes]
+        dtypes = {
+            value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+        return any(torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max for dtype in dtypes)
+
+    @property
+    def differentiable_scalars(self) -> frozenset[int]:
+        """Epilogue outputs that depend on a sum that needs a gradient."""
+        epilogue = self.split.epilogue
+        if epilogue is None:
+            return frozenset()
+        tainted = set()
+        for node in epilogue.graph.nodes:
+            if node.op == "placeholder":
+                if node.name in self.needs_grad or node.target in self.needs_grad:
+                    tainted.add(node)
+            elif any(argument in tainted for argument in node.all_input_nodes):
+                fake = node.meta.get("val")
+                if (
+                    node.op == "output"
+                    or not isinstance(fake, torch.Tensor)
+                    or fake.is_floating_point()
+                    or fake.is_complex()
+                ):
+                    tainted.add(node)
+        outputs = output_values(epilogue.graph)
+        return frozenset(index for index, node in enumerate(outputs) if node in tainted)
 
     def node(self, name: str) -> fx.Node:
         """Node of the row-wise graph by name."""

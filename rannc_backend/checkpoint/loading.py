@@ -148,7 +148,7 @@ class Loading:
             self._load_optimizers(ModelTensors.of(table.module(), table, self.world.size))
 
     def _load_optimizers(self, model: ModelTensors) -> None:
-        mine = {name for name, owners in model.owners.items() if self.world.rank in owners}
+        mine = {name for name, updaters in model.updaters.items() if self.world.rank in updaters}
         for number, optimizer in enumerate(self.optimizers):
             optimizer_state.restore_state(optimizer, number, self.reader, model.names_of(), mine)
         self._has_optimizers = True

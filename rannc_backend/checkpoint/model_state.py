@@ -29,11 +29,13 @@ class ModelTensors:
         tensors: by the first of its names.
         aliases: every further name → the first.
         owners: ranks that have the value, by first name; the first of them answers for it.
+        updaters: those of them that have a parameter's optimizer state.
     """
 
     tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
     owners: Mapping[str, tuple[int, ...]]
+    updaters: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, root: nn.Module, table: ParameterTable | None, world_size: int) -> ModelTensors:
@@ -51,24 +53,27 @@ class ModelTensors:
                 first[id(tensor)] = name
                 tensors[name] = tensor
         everyone = tuple(range(world_size))
-        owners = {
-            name: everyone if table is None else table.owners[known[id(tensor)]]
-            for name, tensor in tensors.items()
-        }
-        return cls(tensors=tensors, aliases=aliases, owners=owners)
+        owners, updaters = dict.fromkeys(tensors, everyone), dict.fromkeys(tensors, everyone)
+        if table is not None:
+            for name, tensor in tensors.items():
+                owners[name] = table.owners[known[id(tensor)]]
+                updaters[name] = table.updaters(known[id(tensor)])
+        return cls(tensors=tensors, aliases=aliases, owners=owners, updaters=updaters)
 
     def names_of(self) -> dict[int, str]:
         """First name of each tensor, by its id."""
         return {id(tensor): name for name, tensor in self.tensors.items()}
 
     def writers(self, *, planned: bool) -> dict[str, int]:
-        """The rank that writes each tensor: one of its owners, so that all write about as many bytes."""
+        """The rank that writes each tensor, and its state: one that updates it, so that all write about as many
+        bytes.
+        """
         if not planned:
             return dict.fromkeys(self.tensors, 0)
         load: dict[int, int] = {}
         chosen = {}
         for name in sorted(self.tensors, key=lambda name: (-self.tensors[name].nbytes, name)):
-            tensor, owners = self.tensors[name], self.owners[name]
+            tensor, owners = self.tensors[name], self.updaters[name]
             # Replicas count running statistics each for themselves until the first one's are shared.
             rank = (
                 min(owners, key=lambda rank: (load.get(rank, 0), rank))

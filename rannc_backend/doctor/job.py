@@ -22,8 +22,8 @@ import torch
 from rannc_backend.doctor.answers import ANSWER_MARK
 from rannc_backend.doctor.connections import connection_answer
 from rannc_backend.doctor.training import train
+from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
-from rannc_backend.runtime.gradients.buckets import BucketSpec
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.launch import find_launch
 from rannc_backend.runtime.trace.link_speed import allreduce_seconds, message_seconds

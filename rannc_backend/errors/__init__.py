@@ -75,6 +75,7 @@ from rannc_backend.errors.training import (
     PartialStateError,
     PlainGradientError,
     ShardingOptimizerError,
+    StaleParameterError,
     UnsynchronizedGradientError,
     VerificationError,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "ReleasedParameterError",
     "ScheduleError",
     "ShardingOptimizerError",
+    "StaleParameterError",
     "StagePinError",
     "TooFewSamplesError",
     "BatchSizeTestError",

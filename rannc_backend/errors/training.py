@@ -46,10 +46,26 @@ class CoupledOptimizerError(UserInputError):
         )
         option = "" if known else "If it does not: options={'check_optimizers': False}. "
         super().__init__(
-            f"{optimizer} {how}, and each rank has those of its own stages only",
+            f"{optimizer} {how}, and each rank updates a part of them only",
             cure=f"{option}Use one that updates each parameter from that parameter alone (SGD, Adam, AdamW, "
             "Adafactor, Muon, Lion), with rannc_backend.clip_grad_norm_ for the norm of all gradients; or "
-            "plan one stage (RANNC_PARTITION_NUM=1).",
+            "plan one stage (RANNC_PARTITION_NUM=1) without zero_stage.",
+        )
+
+
+class StaleParameterError(UserInputError):
+    """Some owners of a parameter have changed it outside of an optimizer's step, and others have not: under ZeRO its
+    gradient is on one of them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        which = repr(names[0]) if names else "a parameter"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        super().__init__(
+            f"{which}{more} was changed on some of the ranks that hold it, outside of a step of a torch.optim "
+            "optimizer: with zero_stage, the gradient of a parameter is on the rank that updates it alone",
+            cure="update parameters by a torch.optim.Optimizer (a subclass of your own, too), change values alike on "
+            "all ranks, or set zero_stage to 0.",
         )
 
 

@@ -250,6 +250,8 @@ class Plan(_Record):
     num_micro_batches: PositiveCount
     schedule: Schedule
     stage_compiler: StageCompiler = "inductor"  # plans of before the choice was there say nothing
+    zero_stage: Annotated[int, Field(ge=0, le=2)] = 0  # likewise
+    zero_ngroups: PositiveCount = 1
     memory_limit_bytes: Count
     blocks: tuple[BlockPlan, ...]
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
@@ -269,6 +271,10 @@ class Plan(_Record):
     def stage_replicas(self) -> tuple[int, ...]:
         return tuple(stage.num_replicas for stage in self.stages)
 
+    def num_updaters(self, num_replicas: int) -> int:
+        """How many of the replicas of a stage update a parameter."""
+        return min(self.zero_ngroups, num_replicas) if self.zero_stage else num_replicas
+
     def stage_of_rank(self, rank: int) -> int | None:
         """Index of the stage that `rank` computes; None for a rank without a stage."""
         return next((stage.index for stage in self.stages if rank in stage.ranks), None)
@@ -286,7 +292,8 @@ class Plan(_Record):
         name = self.model_name or "model"
         lines = [
             f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), "
-            f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}, step "
+            f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}"
+            f"{f', ZeRO {self.zero_stage}' if self.zero_stage else ''}, step "
             f"{_seconds(self.predicted_step_seconds)} predicted on {self.cluster.name}"
         ]
         for stage in self.stages:

@@ -64,7 +64,7 @@ def check_plan(
     _check_buffers(plan, split, staged, stage_of)
     _check_pins(plan, [atom[0] for atom in staged.atoms], StagePins.from_config(config), stage_of)
     for stage in plan.stages:
-        _check_memory(stage, split.rowwise, inputs, memory, config.opt_param_factor)
+        _check_memory(plan, stage, split.rowwise, inputs, memory, config.opt_param_factor)
     return stage_of
 
 
@@ -85,6 +85,8 @@ def check_options(
             "" if config.stage_compiler == "auto" else config.stage_compiler,
             plan.stage_compiler,
         ),
+        ("zero_stage", config.zero_stage, plan.zero_stage),
+        ("zero_ngroups", config.zero_ngroups if config.zero_stage else 0, plan.zero_ngroups),
         (
             "stage_replicas",
             "" if whole_batch else config.stage_replicas,
@@ -210,6 +212,7 @@ def _pin_error(option: str, wanted: str, where: str) -> PlanError:
 
 
 def _check_memory(
+    plan: Plan,
     stage: StagePlan,
     rowwise: fx.GraphModule,
     inputs: Sequence[Input],
@@ -219,12 +222,13 @@ def _check_memory(
     """By the plan's own figure, and by what its parameters need at least, whatever the plan says."""
     values = {node.name: node.meta.get("val") for node in rowwise.graph.find_nodes(op="placeholder")}
     own = set(stage.parameters)
-    least = 0.0
+    # Of a parameter that one of several replicas updates, each has a share of the state on average.
+    least, share = 0.0, plan.num_updaters(stage.num_replicas) / stage.num_replicas
     for item in inputs:
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
             num_bytes = int(value.numel()) * value.element_size()
-            least += num_bytes * (2 + optimizer_factor if item.requires_grad else 1)
+            least += num_bytes * (2 + optimizer_factor * share if item.requires_grad else 1)
     needed = max(least, float(stage.predicted.peak_bytes))
     if needed > limit_bytes:
         raise PlanError(

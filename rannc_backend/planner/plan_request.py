@@ -33,6 +33,7 @@ class PlanRequest:
     """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free
     beside it.
 
+    `update_groups`: see `IntervalCosts`.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     """
@@ -46,6 +47,7 @@ class PlanRequest:
     memory_bytes: float
     memory_margin: float
     optimizer_factor: float
+    update_groups: int | None
     bucket_bytes: float
     num_stages: int | None
     replicas: int | None
@@ -114,6 +116,7 @@ class PlanRequest:
             memory_bytes=limit * (1 - config.mem_margin),
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
+            update_groups=config.zero_ngroups if config.zero_stage else None,
             bucket_bytes=config.bucket_mb * MEGABYTE,
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
@@ -139,6 +142,7 @@ class PlanRequest:
             micro_batches=micro_batches or self.micro_batches,
             pricer=self.pricer,
             optimizer_factor=self.optimizer_factor,
+            update_groups=self.update_groups,
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
             replica_counts=self.stage_replicas or ((self.replicas,) if self.replicas else ()),
             only_budget=self.recompute,

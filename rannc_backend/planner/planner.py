@@ -95,6 +95,8 @@ def plan_blocks(
         num_micro_batches=chosen.num_micro_batches,
         schedule=chosen.schedule,
         stage_compiler=stage_compiler(config),
+        zero_stage=config.zero_stage,
+        zero_ngroups=config.zero_ngroups,
         memory_limit_bytes=int(request.memory_bytes),
         blocks=block_plans(graph, batch_rows),
         stages=choice.stages,

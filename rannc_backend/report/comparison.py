@@ -30,6 +30,7 @@ from rannc_backend.report.words import (
     replicas_text,
     seconds_text,
     size_text,
+    zero_text,
 )
 
 _SHOWN_NAMES = 6
@@ -160,6 +161,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
     yield from counts("micro-batches", a.num_micro_batches, b.num_micro_batches)
     yield from texts("schedule", a.schedule, b.schedule)
     yield from texts("stage compiler", a.stage_compiler, b.stage_compiler)
+    yield from texts("ZeRO", zero_text(a.zero_stage, a.zero_ngroups), zero_text(b.zero_stage, b.zero_ngroups))
     yield from _amount("memory limit", a.memory_limit_bytes, b.memory_limit_bytes, size_text)
     one, other = (max(stage.predicted.peak_bytes for stage in plan.stages) for plan in (a, b))
     yield from _amount("peak memory", one, other, size_text)

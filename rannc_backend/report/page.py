@@ -36,6 +36,7 @@ from rannc_backend.report.words import (
     seconds_text,
     size_text,
     stages_text,
+    zero_text,
 )
 from rannc_backend.schedule.plan_simulation import MAX_SPANS, PlanSimulation, simulate_plan
 
@@ -168,6 +169,11 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
         ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')} in all", ""),
         ("schedule", plan.schedule, "", ""),
         ("stages run by", plan.stage_compiler, "", ""),
+        *(
+            [("ZeRO", str(plan.zero_stage), zero_text(plan.zero_stage, plan.zero_ngroups), "")]
+            if plan.zero_stage
+            else []
+        ),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
         (
             "peak memory",

@@ -28,6 +28,7 @@ from rannc_backend.report.words import (
     seconds_text,
     size_text,
     stages_text,
+    zero_text,
 )
 
 _BAR_CELLS = 12
@@ -86,6 +87,7 @@ def shape_text(plan: Plan) -> str:
         f"{count_text(plan.num_stages, 'stage')} on {count_text(plan.world_size, 'rank')}{idle}, "
         f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of "
         f"{count_text(plan.batch_rows, 'row')} in all, schedule {plan.schedule}, stages {plan.stage_compiler}"
+        f"{', ' + zero_text(plan.zero_stage, plan.zero_ngroups) if plan.zero_stage else ''}"
     )
 
 

@@ -15,6 +15,8 @@ _OF_PAGE = {
     "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards "
     "first",
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
+    "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
+    "gradient between steps",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
     "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",

@@ -106,6 +106,14 @@ def kept_text(recompute: Sequence[float]) -> str:
     return f"{percent_text(low)} to {percent_text(high)}"
 
 
+def zero_text(zero_stage: int, num_groups: int) -> str:
+    """Who updates a parameter of a stage with replicas."""
+    if not zero_stage:
+        return "no ZeRO"
+    of = f"each of {num_groups} groups of replicas" if num_groups > 1 else "the replicas"
+    return f"ZeRO {zero_stage} (one of {of} updates a parameter)"
+
+
 def count_text(number: int, singular: str, plural: str | None = None) -> str:
     """ "1 stage", "2 stages"."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"

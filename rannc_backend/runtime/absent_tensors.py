@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError
+from rannc_backend.kernels.plain_memory import has_marks
 from rannc_backend.runtime.torch_internals import refuse_memory_access, without_torch_function
 
 _ATTRIBUTE = "_rannc_absence"
@@ -250,6 +251,20 @@ def make_absent(
     tensor.data = cell
     setattr(tensor, _ATTRIBUTE, absence)
     refuse_again([tensor])
+
+
+def bring_to(device: torch.device, tensor: torch.Tensor) -> int:
+    """Bring a tensor's values to a device, in plain memory; the bytes that were moved."""
+    if has_marks(tensor):
+        # Once, since compiled stages go by address in every step; with the strides that Dynamo has seen.
+        tensor.data = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor.data)
+    # A counter on the CPU goes with any device, and was captured there.
+    if tensor.device == device or (tensor.dim() == 0 and tensor.device.type == "cpu"):
+        return 0
+    tensor.data = tensor.data.to(device)
+    return tensor.nbytes
 
 
 def make_present(tensor: torch.Tensor, value: torch.Tensor) -> None:

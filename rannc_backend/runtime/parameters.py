@@ -10,7 +10,8 @@ answers for it where a value must be counted or sent once. So are those of a buf
 that give it new values; other buffers stay with every rank. On other ranks a parameter, and such a buffer, is
 *released*: its memory is given back, and using its value is an error (`absent_tensors.py`). A *deferred*
 parameter has no value on any rank yet: each owner makes it (see `deferred.py`). *Holders* are the ranks that
-have a value at present.
+have a value at present. *Updaters* are the owners that have a parameter's gradient and its optimizer state: all of
+them, or some (see `ir/updates.py`), whose new values the others get.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import UnsupportedModelError, UserInputError
-from rannc_backend.kernels.plain_memory import has_marks, plain_memory
-from rannc_backend.runtime.absent_tensors import is_absent, make_absent, make_present, strides_of
+from rannc_backend.ir.updates import Update
+from rannc_backend.kernels.plain_memory import plain_memory
+from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.deferred import DeferredValues, Make
 from rannc_backend.runtime.state_hooks import StateHook, all_names, complete, no_value, size_in_bytes
@@ -73,15 +75,23 @@ class ParameterTable:
     owners: dict[str, Ranks]
     tensors: dict[str, torch.Tensor]  # by every name: the objects that steps use
     number: int = 0  # of the model, the same on all ranks
+    updates: dict[str, Update] = field(default_factory=dict)  # of parameters that not all owners update
+    is_in_backward: bool = False  # gradients are being published, and hooks called
     gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
     states_on_all_ranks: bool = False  # state_dict() gives every rank what rank 0 gets otherwise
+    versions: dict[str, int] = field(default_factory=dict)  # of those, when all owners had the same values
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _plain_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
-        cls, root: nn.Module, owners: Mapping[str, Ranks], world: World, number: int = 0
+        cls,
+        root: nn.Module,
+        owners: Mapping[str, Ranks],
+        world: World,
+        number: int = 0,
+        updates: Mapping[str, Update] | None = None,
     ) -> ParameterTable:
         """``owners`` by primary name; what is not in it (unused by any stage) stays with every rank.
         Collective.
@@ -93,6 +103,7 @@ class ParameterTable:
             owners=complete(root, owners, world),
             tensors=tensors,
             number=number,
+            updates=dict(updates or {}),
         )
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
@@ -120,27 +131,39 @@ class ParameterTable:
         """True where this rank keeps the parameter."""
         return self.world.rank in self.owners[name]
 
+    def updaters(self, name: str) -> Ranks:
+        """The ranks that update a parameter, ascending; its owners for a buffer."""
+        return self.updates[name].updaters if name in self.updates else self.owners[name]
+
+    @property
+    def all_updaters(self) -> dict[str, Ranks]:
+        """`updaters` by name."""
+        return {name: self.updaters(name) for name in self.owners}
+
     def counts(self, name: str) -> bool:
-        """True on the one rank that answers for the parameter."""
-        return self.world.rank == self.owners[name][0]
+        """True on the one rank that answers for the parameter's gradient."""
+        return self.world.rank == self.updaters(name)[0]
 
     def answers_for(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is of this model, and this rank is the one that answers for it."""
+        """Whether a parameter is of this model, and this rank is the one that answers for its gradient."""
         name = self.name_of(parameter)
         return name is not None and self.counts(name)
 
     def lacks(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is of this model, and on other ranks only."""
+        """Whether a parameter is of this model, and updated by other ranks only."""
         name = self.name_of(parameter)
-        return name is not None and not self.owns(name)
+        return name is not None and self.world.rank not in self.updaters(name)
 
     def key_of(self, parameter: torch.Tensor) -> str:
         """A name of a parameter of this model that no other model has, the same on all ranks."""
         return key_of(self.number, str(self.name_of(parameter)))
 
-    def owners_of_key(self, key: str) -> Ranks | None:
-        """The owners of the parameter with this key; None where it is of another model."""
-        return self.owners.get(name_of(key)) if model_of(key) == self.number else None
+    def owners_of_key(self, key: str, *, updaters: bool = False) -> Ranks | None:
+        """The owners, or ``updaters``, of the parameter with this key; None where it is of another model."""
+        name = name_of(key)
+        if model_of(key) != self.number or name not in self.owners:
+            return None
+        return self.updaters(name) if updaters else self.owners[name]
 
     def take_plain_gradients(self) -> dict[str, torch.Tensor]:
         """By key: two numbers of what autograd itself has added to the gradients of replicated parameters
@@ -177,9 +200,10 @@ class ParameterTable:
         with deferred_values.materializing(self.module(), self.world) as make:
             return self._move(holders, deferred_values, make, synchronize=synchronize)
 
-    def transfer(self, owners: Mapping[str, Ranks]) -> Moved:
+    def transfer(self, owners: Mapping[str, Ranks], updates: Mapping[str, Update]) -> Moved:
         """Give the parameters to other owners, after the model was planned anew. Collective."""
         before, self.owners = self.owners, complete(self.module(), owners, self.world)
+        self.updates = dict(updates)
         return self._move(before, DeferredValues(), no_value, synchronize=False)
 
     def take_replaced(self, found: Mapping[str, torch.Tensor]) -> None:
@@ -256,7 +280,7 @@ class ParameterTable:
                 if made is not None:
                     tensor.data.copy_(made)
             elif rank in owners:
-                moved.made_bytes += self._to_device(tensor)
+                moved.made_bytes += bring_to(device, tensor)
             if rank == source and takers:
                 value = tensor.detach() if made is None else made
                 data = plain_memory(value.to(dtype=tensor.dtype, device=device))
@@ -273,18 +297,6 @@ class ParameterTable:
                 num_bytes = 0
         _wait(under_way)
         return moved
-
-    def _to_device(self, tensor: torch.Tensor) -> int:
-        if has_marks(tensor):
-            # Once, since compiled stages go by address in every step; with the strides that Dynamo has seen.
-            tensor.data = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor.data)
-        # A counter on the CPU goes with any device, and was captured there.
-        if tensor.device == self.world.device or (tensor.dim() == 0 and tensor.device.type == "cpu"):
-            return 0
-        tensor.data = tensor.data.to(self.world.device)
-        return size_in_bytes(tensor)
 
     def _release(self, name: str, tensor: torch.Tensor) -> int:
         freed = (
@@ -324,17 +336,22 @@ class ParameterTable:
         parameter = dict(self.module().named_parameters())[name]
         self.require_reduced_gradients("get_param_grad")
         given = agree(self.world, f"get_param_grad({name!r})", parameter.grad is not None)
-        if not given[self.owners[name][0]]:
+        root = self.updaters(name)[0]
+        if not given[root]:
             return None
-        return self._from_owner(name, parameter if parameter.grad is None else parameter.grad)
+        return self._from_rank(root, parameter if parameter.grad is None else parameter.grad)
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The first owner's ``tensor``; on other ranks only its shape and dtype matter."""
+        """The first owner's ``tensor``, as `_from_rank`."""
+        return self._from_rank(self.owners[name][0], tensor)
+
+    def _from_rank(self, root: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The ``tensor`` of one rank; on other ranks only its shape and dtype matter."""
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
-        if self.counts(name):
+        if self.world.rank == root:
             buffer.copy_(tensor.detach())
         if self.world.size > 1:
-            self.world.transport.broadcast(buffer, self.owners[name][0], self.everyone).wait()
+            self.world.transport.broadcast(buffer, root, self.everyone).wait()
         return buffer.cpu()
 
     def full_state(

@@ -6,7 +6,7 @@ differ, what differs.
 
 Steps of optimizers are counted by parameter, since a rank may have an optimizer of its own for each parameter
 that it owns (hooks that step within the backward). The rule: all owners of a parameter have updated it
-equally often, and no other rank more often than they have. A rank that leaves out an optimizer's step is
+equally often, and no other rank more often than they have (owners: those that update it). A rank that leaves out an optimizer's step is
 found by it, as its optimizer holds parameters of other ranks too, whose owners have counted one step more
 than it has, or its own parameters, for which others have counted more.
 """
@@ -62,7 +62,7 @@ class StepCounts:
         optimizers: by a hash of the keys of their parameters, which are the same on all ranks.
         plain_gradients: by key of a parameter, two numbers (a tensor) of the gradient that it has from
         outside of compiled models.
-        owners_of: the ranks that own the parameter of a key.
+        owners_of, updaters_of: the ranks that own the parameter of a key, and those of them that update it.
         gone: numbers of models that this rank has dropped.
         last_failure: the last call that failed on this rank, in words.
         is_exchanging: this rank is in the midst of messages that others wait for.
@@ -73,6 +73,7 @@ class StepCounts:
     optimizers: dict[int, OptimizerCounts] = field(default_factory=dict)
     plain_gradients: dict[str, Any] = field(default_factory=dict)
     owners_of: Callable[[str], tuple[int, ...]] = field(default=lambda key: ())
+    updaters_of: Callable[[str], tuple[int, ...]] = field(default=lambda key: ())
     gone: set[int] = field(default_factory=set)
     last_failure: str = ""
     is_exchanging: bool = False
@@ -160,7 +161,7 @@ class StepCounts:
         for key in set().union(*counts_by_rank):
             if model_of(key) in gone:
                 continue
-            owners = set(self.owners_of(key))
+            owners = set(self.updaters_of(key))
             for index in range(2):
                 counts = [counts_of_rank.get(key, [0, 0])[index] for counts_of_rank in counts_by_rank]
                 own = {count for rank, count in enumerate(counts) if rank in owners}

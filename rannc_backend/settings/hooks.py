@@ -212,11 +212,11 @@ HOOKS = (
     ),
     Hook(
         name="optimizer steps",
-        what="torch's hook before steps of optimizers",
+        what="torch's hooks around steps of optimizers",
         by="runtime.gradients.optimizer_watch",
         when=AT_MODEL,
         until=_ENDS_BY_CALL,
-        why="gradients and optimizers that are not what one process would have are refused",
+        why="what one process would not have is refused; new values go to replicas that do not update",
     ),
     Hook(
         name="plain gradients",

@@ -125,6 +125,19 @@ class Config(BaseModel):
     opt_param_factor: float = Field(
         2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
     )
+    zero_stage: int = Field(
+        0,
+        ge=0,
+        le=2,
+        description="1: each parameter has one replica of its stage that updates it and keeps its optimizer state; "
+        "2: which also keeps its gradient alone; 0: every replica updates all.",
+    )
+    zero_ngroups: int = Field(
+        1,
+        ge=1,
+        description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
+        "stay within a group.",
+    )
     recompute: str = Field(
         "auto",
         pattern=r"^(auto|0(\.[0-9]+)?|1(\.0+)?)$",

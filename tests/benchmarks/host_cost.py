@@ -37,7 +37,8 @@ from rannc_backend.kernels.record_table import CopyReport  # noqa: E402
 from rannc_backend.runtime.comm.device_watch import DeviceWatch  # noqa: E402
 from rannc_backend.runtime.comm.gloo import OwnedGroups  # noqa: E402
 from rannc_backend.runtime.comm.nccl import NcclTransport  # noqa: E402
-from rannc_backend.runtime.gradients.buckets import GradientBuckets, StageGradients, plan_buckets  # noqa: E402
+from rannc_backend.runtime.gradients.bucket_layout import plan_buckets  # noqa: E402
+from rannc_backend.runtime.gradients.buckets import GradientBuckets, StageGradients  # noqa: E402
 from rannc_backend.runtime.rows import RowTable  # noqa: E402
 from rannc_backend.runtime.step.executor import Executor  # noqa: E402
 from rannc_backend.runtime.step.send_buffers import SendBuffers  # noqa: E402
@@ -112,6 +113,9 @@ class EmptyCalls:
         return EVENT
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> EmptyEvent:
+        return EVENT
+
+    def reduce(self, tensor: torch.Tensor, root: int, group: Any) -> EmptyEvent:
         return EVENT
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> EmptyEvent:

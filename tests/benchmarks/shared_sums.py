@@ -16,8 +16,8 @@ import time
 
 import torch
 
+from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
-from rannc_backend.runtime.gradients.buckets import BucketSpec
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
 

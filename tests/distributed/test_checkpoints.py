@@ -104,3 +104,28 @@ OTHER = [
 @pytest.mark.parametrize("case", OTHER, ids=lambda case: case.name)
 def test_checkpoint(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
+
+
+def across_zero(which: str) -> list[Case]:
+    """A job that saves and one that loads, of which the ``which`` one has ZeRO; see test_zero.py."""
+    saver, loader = (4, 2) if which == "saved" else (2, 4)
+    options = {"zero_stage": 2}
+    path = f"{_path('dropout', saver)}-zero-{which}"
+    saving = _case(
+        f"zero-{which}",
+        "dropout",
+        saver,
+        "checkpoint_saved",
+        parameters={"path": path},
+        options=options if which == "saved" else {},
+    )
+    loading = _case(
+        f"zero-{which}-loaded",
+        "dropout",
+        loader,
+        "checkpoint_loaded",
+        parameters={"sources": {path: TIMES}, "same": ""},
+        options=options if which == "loaded" else {},
+        needs=(saving.name,),
+    )
+    return [saving, loading]

@@ -151,8 +151,18 @@ AREAS = (
     Area(name="rows", files={"runtime/rows.py": 2}, tests=unit("runtime/rows")),
     Area(
         name="buckets",
-        files={"runtime/gradients/buckets.py": 3},
+        files={"runtime/gradients/buckets.py": 3, "runtime/gradients/bucket_layout.py": 3},
         tests=(*unit("runtime/gradients/buckets"), *equal("small_buckets")),
+    ),
+    Area(
+        name="who updates",
+        files={"ir/updates.py": 3, "planner/cost/update_shares.py": 2},
+        tests=unit("ir/updates", "planner/cost/update_shares"),
+    ),
+    Area(
+        name="new values",
+        files={"runtime/gradients/new_values.py": 2},
+        tests=("tests/distributed/test_zero.py::test_zero[optimizers-adamw-2,2-level1]",),
     ),
     Area(
         name="buckets in graphs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed, passes, point, trained, unit
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
 from tests.planted_faults.fault import Fault
 
 _EXECUTOR = "runtime/step/executor.py"
@@ -15,6 +16,7 @@ _GRAPH = "runtime/step/graph_runtime.py"
 
 CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
+    + CHOSEN_MEMORY
     + CHOSEN_CAPTURE
     + tuple(
         Fault(*row)
@@ -231,42 +233,6 @@ CHOSEN: tuple[Fault, ...] = (
                 'refuse_memory_access(tensor, absence.error("").problem)',
                 "pass",
                 unit("runtime/absent_tensors"),
-            ),
-            # buckets and reductions
-            (
-                "absent-gradient-not-zeroed",
-                "runtime/gradients/buckets.py",
-                "self.view(name).zero_()",
-                "self.view(name)",
-                unit("runtime/gradients/buckets"),
-            ),
-            (
-                "buffer-in-use-taken",
-                "runtime/gradients/buckets.py",
-                "num_storage_users(buffer.memory) == 1",
-                "num_storage_users(buffer.memory) >= 1",
-                unit("runtime/gradients/buckets"),
-            ),
-            (
-                "gradient-overwritten",
-                "runtime/gradients/buckets.py",
-                "parameter.grad.add_(view)\n            return",
-                "parameter.grad.copy_(view)\n            return",
-                unit("runtime/gradients/buckets"),
-            ),
-            (
-                "hooks-left-out",
-                "runtime/gradients/buckets.py",
-                "view = view if changed is None else changed",
-                "pass",
-                unit("runtime/gradients/buckets"),
-            ),
-            (
-                "shared-sum-within-the-backward",
-                "runtime/gradients/buckets.py",
-                "(self.ended or not bucket.is_shared)",
-                "True",
-                unit("runtime/gradients/buckets"),
             ),
             # devices that run behind the host
             (

@@ -201,7 +201,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "complex-sums-have-no-gradient",
-            "deployment.py",
+            "capture/analysis.py",
             "or fake.is_complex()",
             "or False",
             unit("capture/odd_models"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rannc_backend.kernels import boundary_pack
-from rannc_backend.runtime.gradients.buckets import GradientBuckets, plan_buckets
+from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
+from rannc_backend.runtime.gradients.buckets import GradientBuckets
 from rannc_backend.runtime.rows import RowTable
 from tests.benchmarks import host_cost
 

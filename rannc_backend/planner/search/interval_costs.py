@@ -29,6 +29,8 @@ from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import ANALYTIC, BlockPricer, BlockPrices, StageMemory
 from rannc_backend.planner.cost.transfer import allreduce_terms
+from rannc_backend.planner.cost.update_shares import update_shares
+from rannc_backend.planner.search.over_intervals import first_at_or_after, largest_over, over, seconds_over
 from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
@@ -54,7 +56,8 @@ class MemoryParts:
 class IntervalCosts:
     """Costs of all intervals whose parameters, gradients and optimizer state take at most `most_bytes`.
 
-    `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all
+    `update_groups`: of the replicas of a stage, one of which in each updates a parameter; None: all replicas update
+    all. `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all
     stages, None where it is chosen; one that the pricer does not know is priced as the next larger. Immutable
     but for the cache of tables.
     """
@@ -66,12 +69,15 @@ class IntervalCosts:
     pricer: BlockPricer
     optimizer_factor: float
     most_bytes: float = float("inf")
+    update_groups: int | None = None
     replica_counts: tuple[int, ...] = ()
     only_budget: float | None = None
     max_length: int = field(init=False)
     parameter_bytes: Floats = field(init=False)  # [L, N]
     trainable_bytes: Floats = field(init=False)
     shared_bytes: Floats = field(init=False)  # trainable and read by blocks outside of the interval
+    _update_shares: Floats | None = field(init=False, default=None)  # [L, N, divisors]
+    _divisors: Ints = field(init=False)  # numbers of replicas that divide updates, ascending
     _alike: tuple[Block, ...] = field(init=False)  # by block, the first of its structure
     _accumulation: Floats = field(init=False)  # [L], seconds
     _held_gradients: Floats = field(
@@ -86,6 +92,8 @@ class IntervalCosts:
     _floors: dict[int, WorkFloor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        counts = {count for number in self.micro_batches for count in self.counts(number).tolist()}
+        self._divisors = np.unique([1, *self._divisor(np.array(sorted(counts), dtype=np.int64))])
         self._size_parameters()
         rows = {
             self.replica_rows(number, count)
@@ -270,7 +278,7 @@ class IntervalCosts:
         return MemoryParts(
             parameters=float(self.parameter_bytes[place]),
             gradients=float(trainable),
-            optimizer=float(self.optimizer_factor * trainable),
+            optimizer=float(self.optimizer_factor * self._updated_bytes(np.array([replicas]))[place][0]),
             activations=float(prices.saved_bytes[0] + received[0]),
             buffers=float(messages + returned),
             workspace=float(prices.workspace_bytes[0]),
@@ -316,7 +324,7 @@ class IntervalCosts:
             sizes[1] += uses[name].num_bytes if uses[name].trainable else 0
         everything, trainable, shared = (np.zeros((len(blocks), len(blocks))) for _ in range(3))
         for places, (size, trainable_size) in sizes_at.items():
-            begins, ends = _first_at_or_after(places, 0)
+            begins, ends = first_at_or_after(places, 0)
             everything[begins, ends - begins] += size
             trainable[begins, ends - begins] += trainable_size
             if len(places) > 1:
@@ -324,13 +332,19 @@ class IntervalCosts:
                 whole = np.arange(places[0] + 1)
                 shared[whole, places[-1] - whole] -= trainable_size
         sums = [np.cumsum(values, axis=1) for values in (everything, trainable, shared)]
-        state = sums[0] + (1 + self.optimizer_factor) * sums[1]
+        state = sums[0] + (1 + self.optimizer_factor / self._divisors[-1]) * sums[1]
         ends = np.arange(len(blocks))[:, None] + np.arange(1, len(blocks) + 1)[None, :]
         fitting = (state <= self.most_bytes) & (ends <= len(blocks))
         self.max_length = max(1, int(fitting.any(axis=0).sum()))
         self.parameter_bytes, self.trainable_bytes, self.shared_bytes = (
             values[:, : self.max_length] for values in sums
         )
+        trained = [
+            {name: uses[name].num_bytes for name in block.parameters if uses[name].trainable}
+            for block in blocks
+        ]
+        if self.update_groups is not None:
+            self._update_shares = update_shares(trained, self.max_length, self._divisors)
         gradients = np.array(
             [
                 sum(uses[name].num_bytes for name in block.parameters if uses[name].trainable)
@@ -370,7 +384,7 @@ class IntervalCosts:
             "awaited": [],
         }
         for index, flow in enumerate(flows):
-            begins, ends = _first_at_or_after(flow.consumers, flow.producer + 1)
+            begins, ends = first_at_or_after(flow.consumers, flow.producer + 1)
             entries["received"].append((begins, ends - begins, index, 1.0))
             if flow.needs_grad:
                 entries["gradients"].append((begins, ends - begins, index, 1.0))
@@ -411,11 +425,14 @@ class IntervalCosts:
             for kind in ("received", "gradients", "sent", "awaited")
         )
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
-        fixed = held[:, :, None] + num_micro_batches * _over(self._returned[:, columns], ends)
+        state = self.parameter_bytes + self.trainable_bytes
+        updated = self._updated_bytes(counts)[:, :max_length]
+        fixed = state[:, :max_length, None] + self.optimizer_factor * updated
+        fixed = fixed + num_micro_batches * over(self._returned[:, columns], ends)
         fixed += self._message_memory(num_micro_batches, sent, awaited, received, gradients)
         fixed += self._communicator_memory(np.arange(len(ends))[:, None, None], ends[:, :, None], counts)
         whole = self._prices[self.pricer.budgets[0]]
-        forward = _seconds(np.stack([price.forward_seconds[columns] for price in whole]), ends)
+        forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
         # Filled in place: stacking parts of this size takes as long as computing them.
         backwards, fixed_bytes, flight_bytes = (
             np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
@@ -423,15 +440,17 @@ class IntervalCosts:
         for index, budget in enumerate(self.budgets):
             priced_as = self._priced_as(budget)
             prices = self._prices[self.pricer.budgets[0] if priced_as is None else priced_as]
-            backward = _seconds(
+            backward = seconds_over(
                 np.stack([price.backward_seconds[columns] for price in prices]) + self._accumulation[:, None],
                 ends,
             )
             own = np.stack([price.saved_bytes[columns] for price in prices])
-            saved = _over(own, ends)
+            saved = over(own, ends)
             let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
             workspace = (
-                _largest(np.stack([price.workspace_bytes[columns] for price in prices]) + let_go, max_length)
+                largest_over(
+                    np.stack([price.workspace_bytes[columns] for price in prices]) + let_go, max_length
+                )
                 - let_go[ends - 1]
             )
             workspace = workspace + _SMALL_THINGS * (held[:, :, None] + saved)
@@ -452,43 +471,24 @@ class IntervalCosts:
         )
 
     def _held_bytes(self) -> Floats:
-        """[L, N]: parameters, gradients and optimizer state."""
-        return self.parameter_bytes + (1 + self.optimizer_factor) * self.trainable_bytes
+        """[L, N]: parameters, gradients and optimizer state; at least, where that is divided."""
+        factor = 1 + self.optimizer_factor / self._divisors[-1]
+        return self.parameter_bytes + factor * self.trainable_bytes
+
+    def _divisor(self, replicas: Ints) -> Ints:
+        """Among how many replicas the smallest group divides its updates."""
+        if self.update_groups is None:
+            return np.ones_like(replicas)
+        return np.maximum(1, replicas // np.minimum(self.update_groups, replicas))
+
+    def _updated_bytes(self, replicas: Ints) -> Floats:
+        """[L, N, replicas]: bytes of parameters that a replica updates."""
+        if self._update_shares is None:
+            return self.trainable_bytes[:, :, None]
+        known = np.searchsorted(self._divisors, self._divisor(replicas), side="right") - 1
+        return self._update_shares[:, :, known]
 
     def _ends(self, max_length: int) -> Ints:
         """[L, N]: the block after each interval; those beyond the last block count as ending there."""
         num_blocks = len(self.graph.blocks)
         return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
-
-
-def _over(values: Floats, ends: Ints) -> Floats:
-    """[L, N, columns]: sums of values [L, columns] over intervals."""
-    sums = np.concatenate([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0)])
-    return np.maximum(sums[ends] - sums[:-1, None], 0.0)
-
-
-def _seconds(values: Floats, ends: Ints) -> Floats:
-    """As `_over`, inf where a block is inf or the interval would end after the last block."""
-    finite = np.isfinite(values)
-    sums = _over(np.where(finite, values, 0.0), ends)
-    if not finite.all():
-        sums[_over((~finite).astype(float), ends) > 0] = np.inf
-    for begin in range(max(0, len(values) - ends.shape[1] + 1), len(values)):
-        sums[begin, len(values) - begin :] = np.inf
-    return sums
-
-
-def _largest(values: Floats, max_length: int) -> Floats:
-    """[L, N, columns]: the largest of values [L, columns] in each interval."""
-    padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
-    places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
-    return np.maximum.accumulate(padded[places], axis=1)
-
-
-def _first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
-    """Every begin from `first` on that has one of the ascending `places` at or after it, and the first such
-    place.
-    """
-    begins = np.arange(first, places[-1] + 1)
-    ordered = np.asarray(places, dtype=np.int64)
-    return begins, ordered[np.searchsorted(ordered, begins)]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rannc_backend.runtime.gradients.buckets import BucketSpec, zeros_for
+from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
+from rannc_backend.runtime.gradients.buckets import zeros_for
 from rannc_backend.runtime.world import BucketSums, Ranks, Transport, Work
 
 
@@ -59,7 +60,7 @@ class BucketReductions:
             return zeros_for(spec)
         return self.sums.new_bucket(spec.numel, spec.dtype, spec.ranks)
 
-    def start(self, buffer: torch.Tensor, ranks: Ranks) -> LimitedWork:
-        """Start the all-reduce of a bucket."""
+    def start(self, buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> LimitedWork:
+        """Start the all-reduce of a bucket; see `StartReduce`."""
         reduce = self.transport.allreduce if self.sums is None else self.sums.reduce
-        return LimitedWork(reduce(buffer, ranks), self.limit_seconds)
+        return LimitedWork(reduce(buffer, ranks, takers), self.limit_seconds)

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
-from rannc_backend.kernels.message_layout import slot_elements
+from rannc_backend.runtime.gradients.bucket_layout import BucketLayout, BucketSpec, Slot
 from rannc_backend.runtime.gradients.loss_gradients import Number, scale_buffers
 from rannc_backend.runtime.torch_internals import (
     accumulation_hooks,
@@ -39,104 +38,10 @@ class Waitable(Protocol):
         """Block until the result is there."""
 
 
-StartReduce = Callable[[torch.Tensor, Ranks], Waitable]
+class StartReduce(Protocol):
+    """Starts to sum a bucket in place; ``takers`` are those that need the sum, where not all do."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """Where a parameter's gradient lies: elements [offset, offset + numel) of bucket ``bucket``, at a
-    multiple of 128 bytes.
-    """
-
-    name: str
-    bucket: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    numel: int
-    place: tuple[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    """What a view of the bucket is found by: offset and shape."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "place", (self.offset, self.shape))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """One flat buffer: its owner group, dtype, number of elements and parameter names in order.
-
-    ``is_shared``: its ranks are those of several stages.
-    """
-
-    ranks: Ranks
-    dtype: torch.dtype
-    device: torch.device
-    numel: int
-    names: tuple[str, ...]
-    is_shared: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketLayout:
-    """All buckets of one rank. The same order of buckets per owner group on each of the group's ranks."""
-
-    buckets: tuple[BucketSpec, ...]
-    slots: Mapping[str, Slot]
-    slots_of: tuple[tuple[Slot, ...], ...] = field(init=False, repr=False, compare=False)  # of each bucket
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "slots_of",
-            tuple(tuple([self.slots[name] for name in bucket.names]) for bucket in self.buckets),
-        )
-
-
-def plan_buckets(
-    parameters: Sequence[tuple[str, torch.Tensor]],
-    owners: Mapping[str, Ranks],
-    stage_ranks: Ranks,
-    capacity_bytes: float,
-) -> BucketLayout:
-    """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``)
-    finishes them.
-
-    Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So
-    are their buckets, and they come last: then every rank waits for sums in an order that fits those of the
-    others, and no ranks wait for each other in a ring.
-    """
-    groups: dict[tuple[Ranks, torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in parameters:
-        groups.setdefault((owners[name], tensor.dtype, tensor.device), []).append((name, tensor))
-    buckets: list[BucketSpec] = []
-    slots: dict[str, Slot] = {}
-    own = {key: members for key, members in groups.items() if key[0] == stage_ranks}
-    shared = {
-        key: groups[key] for key in sorted(groups.keys() - own.keys(), key=lambda key: (key[0], str(key[1])))
-    }
-    for (ranks, dtype, device), members in (own | shared).items():
-        spec = partial(BucketSpec, ranks=ranks, dtype=dtype, device=device, is_shared=ranks != stage_ranks)
-        if ranks != stage_ranks:
-            members = sorted(members, key=lambda member: member[0])
-        names: list[str] = []
-        numel = 0
-        for name, tensor in members:
-            if names and (numel + tensor.numel()) * dtype.itemsize > capacity_bytes:
-                buckets.append(spec(numel=numel, names=tuple(names)))
-                names, numel = [], 0
-            slots[name] = Slot(
-                name=name,
-                bucket=len(buckets),
-                offset=numel,
-                shape=tuple(tensor.shape),
-                stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
-                numel=tensor.numel(),
-            )
-            names.append(name)
-            # Kernels that read and write 16 bytes at a time would have to copy what begins elsewhere.
-            numel += slot_elements(tensor.numel(), dtype)
-        buckets.append(spec(numel=numel, names=tuple(names)))
-    return BucketLayout(buckets=tuple(buckets), slots=slots)
+    def __call__(self, buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Waitable: ...
 
 
 NewBuffer = Callable[[BucketSpec], torch.Tensor]
@@ -226,6 +131,7 @@ class PendingGradients:
     layout: BucketLayout
     memory: list[BucketMemory]
     start_reduce: StartReduce
+    is_local: bool = False  # all owners keep what is theirs, to be summed later
     in_last_micro_batch: bool = False
     ended: bool = False  # the last backward has
     received: set[str] = field(default_factory=set)
@@ -249,9 +155,10 @@ class PendingGradients:
         return view
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The memory of every bucket."""
-        return [memory.flat for memory in self.memory]
+    def updated_buffers(self) -> list[torch.Tensor]:
+        """The memory of the buckets whose sums this rank needs."""
+        pairs = zip(self.memory, self.layout.buckets, strict=True)
+        return [memory.flat for memory, bucket in pairs if bucket.is_updated_here or self.is_local]
 
     def target(self, name: str) -> tuple[torch.Tensor, bool]:
         """Where a micro-batch's gradient is to be written, and whether the sum of earlier ones is there to
@@ -313,6 +220,11 @@ class PendingGradients:
         for work in self._works:
             if work is not None:
                 work.wait()
+        for index, bucket in enumerate(self.layout.buckets):
+            if not bucket.is_kept and not self.is_local:
+                self.memory[index] = BucketMemory(self.memory[index].flat.new_empty(0), {})
+                for name in bucket.names:
+                    self._views.pop(name, None)
 
     def _start_ready(self) -> None:
         blocked: set[Ranks] = set()
@@ -324,7 +236,8 @@ class PendingGradients:
             elif bucket.ranks not in blocked and (self.ended or not bucket.is_shared):
                 self._started[index] = True
                 if len(bucket.ranks) > 1:
-                    self._works[index] = self.start_reduce(self.memory[index].flat, bucket.ranks)
+                    takers = (bucket.updaters,) if bucket.updaters else ()
+                    self._works[index] = self.start_reduce(self.memory[index].flat, bucket.ranks, *takers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +283,10 @@ class GradientBuckets:
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
-        memory = [self.pool.take(bucket, self.new_buffer) for bucket in self.layout.buckets]
+        memory = [
+            self.pool.take(bucket, self.new_buffer) if bucket.is_kept else BucketMemory(zeros_for(bucket), {})
+            for bucket in self.layout.buckets
+        ]
         return PendingGradients(layout=self.layout, memory=memory, start_reduce=self.start_reduce)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -387,7 +303,7 @@ class GradientBuckets:
         """
         names = self._names_with_gradient(pending)
         if not keep:
-            scale_buffers(pending.buffers, scale)
+            scale_buffers(pending.updated_buffers, scale)
         if not keep and not any_hooks(self.parameters.values()):
             for name, view in zip(names, pending.targets(names)[0]):
                 parameter = self.parameters[name]
@@ -410,6 +326,16 @@ class GradientBuckets:
             for tell in accumulation_hooks(parameter):
                 tell(parameter)
 
+    def outside_changes(self, number: int) -> list[int] | None:
+        """What ranks compare of parameters that not all owners update, at the begin of step ``number``."""
+        return None
+
+    def check_outside_changes(
+        self, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[int] | None]
+    ) -> None:
+        """Look at what ranks have compared."""
+        return
+
     def has_hooks(self) -> bool:
         """Whether the user wants to see, or change, a gradient of this rank."""
         return any(
@@ -419,10 +345,15 @@ class GradientBuckets:
 
     def _names_with_gradient(self, pending: PendingGradients) -> list[str]:
         """Without those where no gradient flows, on any of the parameter's ranks: as in plain torch,
-        ``p.grad`` stays as it is.
+        ``p.grad`` stays as it is. And without those that only others update.
         """
         received = pending.received
-        if len(received) == len(self.parameters):
+        others = frozenset[str]() if pending.is_local else self.layout.left_to_others
+        if len(received) == len(self.parameters) and not others:
             return list(self.parameters)
         ranks_of = {name: bucket.ranks for bucket in self.layout.buckets for name in bucket.names}
-        return [name for name in self.parameters if name in received or ranks_of[name] != self.stage_ranks]
+        return [
+            name
+            for name in self.parameters
+            if (name in received or ranks_of[name] != self.stage_ranks) and name not in others
+        ]

@@ -21,9 +21,11 @@ class DeferredReductions:
     start: StartReduce
     _asked: list[_LateWork] = field(default_factory=list)
 
-    def __call__(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> _LateWork:
+    def __call__(
+        self, buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()
+    ) -> _LateWork:
         """Note an all-reduce."""
-        work = _LateWork(owner=self, buffer=buffer, ranks=ranks)
+        work = _LateWork(owner=self, buffer=buffer, ranks=ranks, takers=takers)
         self._asked.append(work)
         return work
 
@@ -33,7 +35,7 @@ class DeferredReductions:
         """
         asked, self._asked = self._asked, []
         for work in asked:
-            work.started = self.start(work.buffer, work.ranks)
+            work.started = self.start(work.buffer, work.ranks, work.takers)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class _LateWork:
     owner: DeferredReductions
     buffer: torch.Tensor
     ranks: tuple[int, ...]
+    takers: tuple[int, ...]
     started: Waitable | None = None
 
     def wait(self) -> None:

@@ -13,20 +13,19 @@ there is one all-reduce and no rounding of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from rannc_backend.runtime.gradients.buckets import (
-    GradientBuckets,
-    PendingGradients,
-    StartReduce,
-    plan_buckets,
-    zeros_for,
-)
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
+from rannc_backend.runtime.gradients.buckets import GradientBuckets, PendingGradients, StartReduce, zeros_for
+from rannc_backend.runtime.gradients.new_values import check_outside_changes, outside_changes, send_new_values
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.state_hooks import Ranks
 from rannc_backend.runtime.switches import Switches
+from rannc_backend.runtime.torch_internals import accumulation_hooks
 
 
 class _Later:
@@ -36,7 +35,7 @@ class _Later:
         return
 
 
-def _later(buffer: torch.Tensor, ranks: Ranks) -> _Later:
+def _later(buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> _Later:
     return _Later()
 
 
@@ -54,21 +53,38 @@ class DelayableBuckets(GradientBuckets):
         """Empty gradients for one step; they are not reduced while that is delayed, or deferred."""
         pending = GradientBuckets.pending(self)
         if self.switches.delay_reductions or self.table.gradients_are_local:
-            pending.start_reduce = _later
+            pending.start_reduce, pending.is_local = _later, True
         return pending
 
     def publish(self, pending: PendingGradients, scale: float | torch.Tensor, *, keep: bool) -> None:
         """As of `GradientBuckets`; then reduce, unless that is delayed."""
         table = self.table
-        local = pending.start_reduce is _later
+        local = pending.is_local
         if local and not table.gradients_are_local:
             _count_once(table)
             table.gradients_are_local = True
         elif table.gradients_are_local and not local:
             self.reduce()
-        GradientBuckets.publish(self, pending, scale, keep=keep)
+        table.is_in_backward = True
+        try:
+            GradientBuckets.publish(self, pending, scale, keep=keep)
+        finally:
+            table.is_in_backward = False
+        if table.updates:
+            # Hooks may have stepped an optimizer, where a gradient is.
+            send_new_values(table, [n for n, p in self.parameters.items() if accumulation_hooks(p)])
         if table.gradients_are_local and not self.switches.delay_reductions:
             self.reduce()
+
+    def outside_changes(self, number: int) -> list[int] | None:
+        """See `new_values.outside_changes`."""
+        return outside_changes(self.table, number)
+
+    def check_outside_changes(
+        self, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[int] | None]
+    ) -> None:
+        """See `new_values.check_outside_changes`."""
+        check_outside_changes(self.table, stage_ranks, found_by_rank)
 
     def reduce(self) -> None:
         """Sum all local gradients of the model over their owners."""
@@ -85,7 +101,8 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
         for name, p in sorted(parameters.items())
         if p.grad is not None and len(table.owners[name]) > 1
     ]
-    layout = plan_buckets(mine, table.owners, (), capacity_bytes)
+    division = Division(updates=table.updates, rank=table.world.rank)
+    layout = plan_buckets(mine, table.owners, (), capacity_bytes, division)
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
         buffer = zeros_for(bucket)
@@ -98,14 +115,31 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
                 .set_(buffer, slot.offset, slot.shape, slot.stride)  # type: ignore[call-overload]
                 .copy_(parameters[name].grad)
             )
-        start_reduce(buffer, bucket.ranks).wait()
+        takers = (bucket.updaters,) if bucket.updaters else ()
+        start_reduce(buffer, bucket.ranks, *takers).wait()
         for name, view in zip(bucket.names, views, strict=True):
-            parameters[name].grad = view
+            parameters[name].grad = view if bucket.is_updated_here else None
     table.gradients_are_local = False
 
 
 def _count_once(table: ParameterTable) -> None:
+    if table.updates:
+        _complete(table)
     for name, parameter in table.module().named_parameters():
         if parameter.grad is not None and table.owns(name) and not table.counts(name):
             # Not in place: the user may have kept the tensor.
             parameter.grad = torch.zeros_like(parameter.grad)
+
+
+def _complete(table: ParameterTable) -> None:
+    """Zeros for gradients that are reduced, on those owners that do not update: all owners have a part of the sum to
+    come. Collective.
+    """
+    parameters = dict(table.module().named_parameters())
+    known = sorted(table.updates)
+    given = agree(
+        table.world, "reduced gradients", [int(parameters[name].grad is not None) for name in known]
+    )
+    for index, name in enumerate(known):
+        if given[table.updaters(name)[0]][index] and table.owns(name) and parameters[name].grad is None:
+            parameters[name].grad = torch.zeros_like(parameters[name])

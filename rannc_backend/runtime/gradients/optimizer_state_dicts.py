@@ -53,11 +53,11 @@ def is_empty(state: StateDict | None) -> bool:
 def owners_of(
     optimizer: torch.optim.Optimizer, tables: Sequence[ParameterTable], everyone: Ranks
 ) -> list[Ranks]:
-    """By index; parameters that no table knows are on all ranks."""
+    """The ranks that have the state of each parameter, by index; of those that no table knows, all ranks."""
     found = []
     for parameter in parameters_of(optimizer):
         names = [(table, name) for table in tables if (name := table.name_of(parameter)) is not None]
-        found.append(names[0][0].owners[names[0][1]] if names else everyone)
+        found.append(names[0][0].updaters(names[0][1]) if names else everyone)
     return found
 
 
@@ -143,14 +143,14 @@ def _ranks_without(
     entries: Mapping[Any, Any], owners: Sequence[Ranks], trained: Sequence[bool], size: int
 ) -> list[list[int]]:
     """By rank: [] where a state serves it, else [number of entries]: it has some, and none of those that the
-    rank needs.
+    rank needs. What all ranks update tells nothing: it may never have had a gradient, as what no stage uses.
     """
     found: list[list[int]] = []
     for rank in range(size):
         needed = [
             index
             for index, (ranks, flag) in enumerate(zip(owners, trained, strict=True))
-            if flag and rank in ranks
+            if flag and rank in ranks and len(ranks) < size
         ]
         none = bool(entries) and bool(needed) and not any(index in entries for index in needed)
         found.append([len(entries)] if none else [])

@@ -1,7 +1,8 @@
-"""Looks at every optimizer step of a job of several ranks, before it changes anything.
+"""Looks at every optimizer step of a job of several ranks, before it changes anything and after it.
 
 In: torch's global hook of optimizer steps, and the tables of ownership. Out: an error, or the step as it is
-and a number that the ranks compare (`step_counts.py`). Refused are gradients that are not what one process
+and a number that the ranks compare (`step_counts.py`); after it, new values for the owners that do not update
+(`new_values.py`). Refused are gradients that are not what one process
 would have: delayed sums, gradients of parameters outside of any compiled model, gradients of plain calls; and
 optimizers that could not do on one rank's parameters what they do on all.
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rannc_backend.errors import (
     CoupledOptimizerError,
@@ -22,6 +24,8 @@ from rannc_backend.errors import (
     ShardingOptimizerError,
     UnsynchronizedGradientError,
 )
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.gradients.new_values import send_new_values
 from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
@@ -73,8 +77,10 @@ class OptimizerWatch:
     def install(self) -> Callable[[], None]:
         """From now on, until what this gives is called."""
         self._world.counts.owners_of = self._owners_of
+        self._world.counts.updaters_of = partial(self._owners_of, updaters=True)
         return hooks.together(
             hooks.register("optimizer steps", register_optimizer_step_pre_hook, self._before_step),
+            hooks.register("optimizer steps", register_optimizer_step_post_hook, self._after_step),
             replace_zero_grad(self._before_clear),
         )
 
@@ -93,10 +99,28 @@ class OptimizerWatch:
             raise UnsynchronizedGradientError(name, loose)
         self._try(optimizer, known)
         self._take_plain_gradients(known)
+        self._leave_to_others(optimizer, known)
         counts = self._world.counts.of_parameters(known.keys)
         counts.num_updates += 1
         rates = [_plain(group.get("lr")) for group in optimizer.param_groups]
         counts.settings = f"{known.settings}, learning rates {rates}"
+
+    def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
+        """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""
+        if any(table.updates for table in known.tables):
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None and any(table.lacks(parameter) for table in known.tables):
+                    parameter.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Let all owners have what their updaters have made. Collective where those differ."""
+        for table in self._of(optimizer).tables:
+            if not table.updates or table.is_in_backward:
+                continue
+            found = (table.name_of(parameter) for parameter in parameters_of(optimizer))
+            names = [name for name in found if name in table.updates]
+            agree(self._world, f"a step of {type(optimizer).__name__}", len(names))
+            send_new_values(table, names)
 
     def _before_clear(self, optimizer: torch.optim.Optimizer) -> None:
         known = self._of(optimizer)
@@ -171,9 +195,9 @@ class OptimizerWatch:
             counts.plain_gradients.update(found)
         known.num_backwards = counts.num_backwards
 
-    def _owners_of(self, key: str) -> tuple[int, ...]:
+    def _owners_of(self, key: str, *, updaters: bool = False) -> tuple[int, ...]:
         for table in self._tables():
-            if (owners := table.owners_of_key(key)) is not None:
+            if (owners := table.owners_of_key(key, updaters=updaters)) is not None:
                 return owners
         return ()
 

@@ -135,10 +135,12 @@ class GraphRuntime:
             )
         kind += " with delay_grad_allreduce" * delayed
         lengths = [tensors[length.carrier].shape[length.dim] for length in self.settings.lengths]
+        outside = self.buckets.outside_changes(self.counter.number + 1)
         answers = self._agree_with_measured(
-            f"{kind} of {self.label}", [local_rows, rng_seed, digests, lengths]
+            f"{kind} of {self.label}", [local_rows, rng_seed, digests, lengths, outside]
         )
         check_replicated(self.inputs, [answer[2] for answer in answers])
+        self.buckets.check_outside_changes(self.settings.stage_ranks, [answer[4] for answer in answers])
         rows_by_rank = tuple(answer[0] for answer in answers)
         rows = self._row_table(rows_by_rank)
         shapes = self.shapes_at(agreed_lengths(self.settings, rows, [answer[3] for answer in answers]))

@@ -59,7 +59,7 @@ class NobodyThere(Memory):
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DoneWork:
         return DoneWork()
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks) -> DoneWork:
+    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DoneWork:
         return DoneWork()
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:
@@ -212,7 +212,7 @@ class Rehearsal:
         return {value.name: value.from_rows(zeros[value.name]) for value in values}
 
 
-def _reduce_nothing(buffer: torch.Tensor, ranks: Ranks) -> DoneWork:
+def _reduce_nothing(buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DoneWork:
     return DoneWork()
 
 

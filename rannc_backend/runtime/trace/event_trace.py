@@ -162,10 +162,10 @@ class EventTrace:
         buckets.start_reduce = self._traced(buckets.start_reduce)
 
     def _traced(self, start_reduce: StartReduce) -> StartReduce:
-        def start(tensor: torch.Tensor, ranks: Ranks) -> Waitable:
-            name = f"all-reduce of {tensor.nbytes / 2**20:.3g} MB over {len(ranks)} ranks"
+        def start(buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Waitable:
+            name = f"all-reduce of {buffer.nbytes / 2**20:.3g} MB over {len(ranks)} ranks"
             single = self._note(name, "reduction", flight=True)
-            return _TracedWork(start_reduce(tensor, ranks), single, self._clock)
+            return _TracedWork(start_reduce(buffer, ranks, takers), single, self._clock)
 
         return start
 

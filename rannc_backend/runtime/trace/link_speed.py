@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
-from rannc_backend.runtime.gradients.buckets import BucketSpec
 from rannc_backend.runtime.parameters import STATE_CHANNEL
 from rannc_backend.runtime.world import World
 

@@ -48,6 +48,7 @@ from rannc_backend.errors import (
     ScheduleError,
     ShardingOptimizerError,
     StagePinError,
+    StaleParameterError,
     TooFewSamplesError,
     TraceError,
     UnknownModuleError,
@@ -196,6 +197,7 @@ EXAMPLES = [
         ["LBFGS updates parameters from each other", "RANNC_PARTITION_NUM=1"],
     ),
     (CoupledOptimizerError("Odd", known=False), ["Odd may update", "check_optimizers"]),
+    (StaleParameterError(["w", "b"]), ["'w' and 1 more", "zero_stage"]),
     (
         ShardingOptimizerError("ZeroRedundancyOptimizer"),
         ["ZeroRedundancyOptimizer", "the optimizer that it wraps"],

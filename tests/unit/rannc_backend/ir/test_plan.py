@@ -331,11 +331,20 @@ def test_texts_that_are_no_plans(text: str, message: str) -> None:
 
 def test_missing_parts_are_named() -> None:
     data = json.loads(make_plan().to_json())
-    for key in data.keys() - {"stage_compiler"}:  # which plans of before do not have
+    later = {"stage_compiler", "zero_stage", "zero_ngroups"}  # which plans of before do not have
+    for key in data.keys() - later:
         less = copy.copy(data)
         del less[key]
         with pytest.raises(PlanError, match=key if key != "schema_version" else "schema version None"):
             Plan.from_json(json.dumps(less))
+
+
+def test_plans_of_before_do_without_what_came_later() -> None:
+    data = json.loads(make_plan().to_json())
+    for key in ("stage_compiler", "zero_stage", "zero_ngroups"):
+        del data[key]
+    plan = Plan.from_json(json.dumps(data))
+    assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
 
 
 SAMPLE = make_plan().to_json()

@@ -284,6 +284,8 @@ WRONG: dict[str, tuple[Callable[[Json], None], str]] = {
     "buffers": (move_buffers, "does not list buffer 'norm"),
     "empty stage": (empty_stage, "stage 0 of 3 has no nodes"),
     "memory": (too_large, "stage 0 needs 1.0"),
+    "level of ZeRO": (set_item("zero_stage", value=3), "zero_stage"),
+    "groups of ZeRO": (set_item("zero_ngroups", value=0), "zero_ngroups"),
     "extra key": (set_item("command", value="rm"), "command"),
 }
 
@@ -324,6 +326,7 @@ def test_memory_is_counted_from_the_parameters_and_not_from_what_the_file_says()
         ({"replica_num": 3}, "replica_num asks for 3"),
         ({"pipeline_num": 12}, "pipeline_num asks for 12"),
         ({"schedule": "fill_drain"}, "schedule asks for fill_drain"),
+        ({"zero_stage": 1}, "zero_stage asks for 1"),
     ],
 )
 def test_options_that_ask_for_something_else_are_told(options: dict[str, object], message: str) -> None:

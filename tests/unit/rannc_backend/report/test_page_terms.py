@@ -24,7 +24,12 @@ def body() -> ElementTree.Element:
     efficiencies = (ClassEfficiency(operator_class="matmul", share=0.5),)
     most = max(stage.predicted.peak_bytes for stage in plan.stages)
     text = plan_page(
-        replaced(plan, memory_limit_bytes=2 * most, cluster=replaced(plan.cluster, efficiencies=efficiencies))
+        replaced(
+            plan,
+            memory_limit_bytes=2 * most,
+            cluster=replaced(plan.cluster, efficiencies=efficiencies),
+            zero_stage=1,
+        )
     )
     whole = re.search(r"<body>.*</body>", text, re.DOTALL)[0]
     return ElementTree.fromstring(

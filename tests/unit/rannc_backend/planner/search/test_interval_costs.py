@@ -57,8 +57,11 @@ def test_intervals_hold_the_parameters_and_receive_the_values_that_a_cut_gives_t
 
 @pytest.mark.parametrize("place", [(0, 3, 2, 4), (2, 7, 1, 8), (0, None, 4, 1)])
 @pytest.mark.parametrize("only_budget", [None, 0.0, 0.5])
-def test_the_parts_of_a_stage_are_what_the_search_compares(place: tuple, only_budget: float | None) -> None:
-    costs = interval_costs("tied", only_budget=only_budget)
+@pytest.mark.parametrize("update_groups", [None, 1, 3])
+def test_the_parts_of_a_stage_are_what_the_search_compares(
+    place: tuple, only_budget: float | None, update_groups: int | None
+) -> None:
+    costs = interval_costs("tied", only_budget=only_budget, update_groups=update_groups)
     begin, end, replicas, number = place
     end = len(costs.graph.blocks) if end is None else end
     tables = costs.tables(number)
@@ -80,6 +83,21 @@ def test_the_parts_of_a_stage_are_what_the_search_compares(place: tuple, only_bu
     assert (received[0], gradients[0]) == pytest.approx(
         (tables.message_bytes[where], tables.gradient_bytes[where])
     )
+
+
+def test_optimizer_state_is_divided_among_the_replicas_of_a_group() -> None:
+    number = len(interval_costs("normalized").graph.blocks)
+    kept = {
+        groups: [
+            interval_costs("normalized", update_groups=groups).memory(0, number, 1.0, 1, count).optimizer
+            for count in (1, 2, 4)
+        ]
+        for groups in (None, 1, 2, 4)
+    }
+    whole = kept[None][0]
+    assert kept[None] == [whole] * 3 == kept[4] and kept[1][0] == kept[2][0] == kept[2][1] == whole
+    assert whole > kept[1][1] >= whole / 2 and kept[1][1] > kept[1][2] >= whole / 4
+    assert kept[2][2] == kept[1][1]
 
 
 def test_communicators_take_memory_of_their_device() -> None:

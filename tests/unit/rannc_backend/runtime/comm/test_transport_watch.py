@@ -20,7 +20,8 @@ from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.checked import WatchedTransport, describe_values, watch_transport
 from rannc_backend.runtime.comm.gloo import SingleTransport
-from rannc_backend.runtime.gradients.buckets import BucketMemory, PendingGradients, plan_buckets
+from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
+from rannc_backend.runtime.gradients.buckets import BucketMemory, PendingGradients
 from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.checked_stage import DisplayedStage, VerifiedStage, relative_difference
@@ -154,7 +155,7 @@ def test_deferred_reductions_start_after_the_last_backward(late: bool) -> None:
     layout = plan_buckets(parameters, dict.fromkeys("abc", (0, 1)), (0, 1), capacity_bytes=16)
     events: list[str] = []
 
-    def start(buffer: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+    def start(buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Any:
         number = sum(event.startswith("start") for event in events)
         events.append(f"start {number}")
         return SimpleNamespace(wait=lambda: events.append(f"wait {number}"))

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rannc_backend.ir.updates import Update
 from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
+from rannc_backend.runtime.gradients.bucket_layout import UNDIVIDED, Division, plan_buckets
 from rannc_backend.runtime.gradients.buckets import (
     BufferPool,
     GradientBuckets,
     PendingGradients,
     StageGradients,
-    plan_buckets,
 )
 
 STAGE = (0, 1)
@@ -27,9 +28,13 @@ class Reductions:
 
     def __init__(self) -> None:
         self.started: list[tuple[int, tuple[int, ...]]] = []
+        self.takers: list[tuple[int, ...]] = []
 
-    def __call__(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Reductions:
+    def __call__(
+        self, buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()
+    ) -> Reductions:
         self.started.append((buffer.numel(), ranks))
+        self.takers.append(takers)
         buffer.mul_(2)
         return self
 
@@ -38,11 +43,13 @@ class Reductions:
 
 
 def make(
-    owners: dict[str, tuple[int, ...]], capacity_bytes: float = 1.5 * ALIGNMENT_BYTES
+    owners: dict[str, tuple[int, ...]],
+    capacity_bytes: float = 1.5 * ALIGNMENT_BYTES,
+    division: Division = UNDIVIDED,
 ) -> tuple[GradientBuckets, Reductions]:
     parameters = {name: torch.nn.Parameter(torch.zeros(4)) for name in owners}
     reductions = Reductions()
-    layout = plan_buckets(list(parameters.items()), owners, STAGE, capacity_bytes)
+    layout = plan_buckets(list(parameters.items()), owners, STAGE, capacity_bytes, division)
     return GradientBuckets(
         layout=layout, parameters=parameters, stage_ranks=STAGE, start_reduce=reductions
     ), reductions
@@ -63,6 +70,13 @@ def step(buckets: GradientBuckets, value: float, scale: float = 1.0) -> None:
         give(pending, name, torch.full((4,), value))
     pending.finish()
     buckets.publish(pending, scale, keep=False)
+
+
+def test_buckets_are_filled_to_the_last_byte() -> None:
+    buckets, _ = make(dict.fromkeys("abcd", STAGE), 4.0 * (SLOT + 4))
+    assert [bucket.names for bucket in buckets.layout.buckets] == [("a", "b"), ("c", "d")]
+    buckets, _ = make(dict.fromkeys("abcd", STAGE), 4.0 * (SLOT + 4) - 1)
+    assert [bucket.names for bucket in buckets.layout.buckets] == [("a",), ("b",), ("c",), ("d",)]
 
 
 def test_sums_over_several_stages_start_after_the_last_backward() -> None:
@@ -329,3 +343,51 @@ def test_hooks_change_the_whole_gradient_once_and_see_its_sum(keep: bool) -> Non
         and buckets.parameters["b"].grad.tolist() == [1.5 * times] * 4
     )
     assert told[-1].tolist() == changed.grad.tolist() and len(told) == 2 * times
+
+
+def divided(rank: int, *, keeps_all: bool = True) -> Division:
+    """Rank 0 updates a and c, rank 1 updates b and d; e is updated by both."""
+    updates = {
+        name: Update(groups=(STAGE,), updaters=(place % 2,))
+        for place, name in enumerate(("a", "b", "c", "d"))
+    }
+    return Division(updates=updates, rank=rank, keeps_all=keeps_all)
+
+
+@pytest.mark.parametrize("rank", STAGE)
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_sums_go_to_those_that_update(rank: int, keeps_all: bool) -> None:
+    buckets, reductions = make(
+        dict.fromkeys("abcde", STAGE), 4 * ALIGNMENT_BYTES, divided(rank, keeps_all=keeps_all)
+    )
+    # In the order in which the last gradient of each comes, the same on both ranks.
+    assert [bucket.names for bucket in buckets.layout.buckets] == [("a", "c"), ("b", "d"), ("e",)]
+    for number in range(2):
+        pending = buckets.pending()
+        pending.begin_last_micro_batch()
+        for name in "abcde":
+            give(pending, name, torch.full((4,), 1.0 + number))
+        pending.finish()
+        kept = [memory.flat.numel() > 0 for memory in pending.memory]
+        assert kept == [keeps_all or rank == 0, keeps_all or rank == 1, True]
+        buckets.publish(pending, 0.5, keep=False)
+        assert reductions.takers[3 * number :] == [(0,), (1,), ()]
+        mine = "ace" if rank == 0 else "bde"
+        for name, parameter in buckets.parameters.items():
+            expected = torch.full((4,), 3.0 if number else 1.0) if name in mine else None
+            assert (parameter.grad is None) if expected is None else torch.equal(parameter.grad, expected), (
+                name
+            )
+
+
+def test_local_gradients_stay_with_every_owner() -> None:
+    """Those that are summed later: each owner has a part of the sum."""
+    buckets, _ = make(dict.fromkeys("abcde", STAGE), 4 * ALIGNMENT_BYTES, divided(0, keeps_all=False))
+    pending = buckets.pending()
+    pending.is_local = True
+    pending.begin_last_micro_batch()
+    for name in "abcde":
+        give(pending, name, torch.ones(4))
+    pending.finish()
+    buckets.publish(pending, 1.0, keep=False)
+    assert all(parameter.grad is not None for parameter in buckets.parameters.values())

@@ -8,12 +8,8 @@ from typing import Any
 import torch
 
 from rannc_backend.runtime.comm.gloo import DoneWork
-from rannc_backend.runtime.gradients.buckets import (
-    BucketMemory,
-    GradientBuckets,
-    PendingGradients,
-    plan_buckets,
-)
+from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
+from rannc_backend.runtime.gradients.buckets import BucketMemory, GradientBuckets, PendingGradients
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.rehearsal import Rehearsal

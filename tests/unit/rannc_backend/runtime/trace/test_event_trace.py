@@ -159,7 +159,9 @@ def test_optimizer_steps_and_reductions_are_noted_until_the_end(
     traces: list[EventTrace], tmp_path: Path
 ) -> None:
     class Buckets:
-        def start_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        def start_reduce(
+            self, tensor: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()
+        ) -> Any:
             return self
 
         def wait(self) -> None:

@@ -1,0 +1,170 @@
+"""Which gradients lie in which bucket, in which order.
+
+In: the parameters of a rank's stage in the order in which backward finishes them, with the ranks that own and those
+that update each. Out: `BucketLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rannc_backend.ir.updates import Update
+from rannc_backend.kernels.message_layout import slot_elements
+from rannc_backend.runtime.world import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter's gradient lies: elements [offset, offset + numel) of bucket ``bucket``, at a
+    multiple of 128 bytes.
+    """
+
+    name: str
+    bucket: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+    place: tuple[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    """What a view of the bucket is found by: offset and shape."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", (self.offset, self.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """One flat buffer: its owner group, dtype, number of elements and parameter names in order.
+
+    ``is_shared``: its ranks are those of several stages. ``updaters``: those that need the sums, where not all do;
+    ``is_updated_here``: this rank does. ``is_kept``: its memory stays when it is reduced.
+    """
+
+    ranks: Ranks
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    names: tuple[str, ...]
+    is_shared: bool = False
+    updaters: Ranks = ()
+    is_updated_here: bool = True
+    is_kept: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """All buckets of one rank. The same order of buckets per owner group on each of the group's ranks."""
+
+    buckets: tuple[BucketSpec, ...]
+    slots: Mapping[str, Slot]
+    slots_of: tuple[tuple[Slot, ...], ...] = field(init=False, repr=False, compare=False)  # of each bucket
+    left_to_others: frozenset[str] = field(init=False, repr=False, compare=False)  # names that they update
+
+    def __post_init__(self) -> None:
+        others = (bucket.names for bucket in self.buckets if not bucket.is_updated_here)
+        object.__setattr__(self, "left_to_others", frozenset().union(*others))
+        object.__setattr__(
+            self,
+            "slots_of",
+            tuple(tuple([self.slots[name] for name in bucket.names]) for bucket in self.buckets),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Who updates which parameter, as rank ``rank`` sees it; ``keeps_all``: it keeps what others update, too."""
+
+    updates: Mapping[str, Update] = field(default_factory=dict)
+    rank: int = 0
+    keeps_all: bool = True
+
+    def updaters(self, name: str) -> Ranks:
+        """Those of a parameter, () where all owners update it."""
+        update = self.updates.get(name)
+        return () if update is None else update.updaters
+
+
+UNDIVIDED = Division()
+_Key = tuple[Ranks, torch.dtype, torch.device, Ranks]
+
+
+def plan_buckets(
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    owners: Mapping[str, Ranks],
+    stage_ranks: Ranks,
+    capacity_bytes: float,
+    division: Division = UNDIVIDED,
+) -> BucketLayout:
+    """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``)
+    finishes them. A bucket has the parameters of one updater, and comes where the last of them is finished.
+
+    Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So
+    are their buckets, and they come last: then every rank waits for sums in an order that fits those of the
+    others, and no ranks wait for each other in a ring.
+    """
+    groups: dict[_Key, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in parameters:
+        updaters = division.updaters(name)
+        groups.setdefault((owners[name], tensor.dtype, tensor.device, updaters), []).append((name, tensor))
+    own = {key: members for key, members in groups.items() if key[0] == stage_ranks}
+    shared = {
+        key: sorted(groups[key], key=lambda member: member[0])
+        for key in sorted(groups.keys() - own.keys(), key=lambda key: (key[0], str(key[1]), key[3]))
+    }
+    place = {name: number for number, (name, _) in enumerate(parameters)}
+    found = [
+        (key, names) for key, members in own.items() for names in _filled(members, capacity_bytes, key[1])
+    ]
+    found.sort(key=lambda item: place[item[1][-1][0]])
+    found += [
+        (key, names) for key, members in shared.items() for names in _filled(members, capacity_bytes, key[1])
+    ]
+    buckets: list[BucketSpec] = []
+    slots: dict[str, Slot] = {}
+    for (ranks, dtype, device, updaters), members in found:
+        numel = 0
+        for name, tensor in members:
+            slots[name] = Slot(
+                name=name,
+                bucket=len(buckets),
+                offset=numel,
+                shape=tuple(tensor.shape),
+                stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
+                numel=tensor.numel(),
+            )
+            # Kernels that read and write 16 bytes at a time would have to copy what begins elsewhere.
+            numel += slot_elements(tensor.numel(), dtype)
+        is_updated_here = not updaters or division.rank in updaters
+        buckets.append(
+            BucketSpec(
+                ranks=ranks,
+                dtype=dtype,
+                device=device,
+                numel=numel,
+                names=tuple(name for name, _ in members),
+                is_shared=ranks != stage_ranks,
+                updaters=updaters,
+                is_updated_here=is_updated_here,
+                is_kept=is_updated_here or division.keeps_all,
+            )
+        )
+    return BucketLayout(buckets=tuple(buckets), slots=slots)
+
+
+def _filled(
+    members: Sequence[tuple[str, torch.Tensor]], capacity_bytes: float, dtype: torch.dtype
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Members in order, as many at a time as go into a bucket, one at least."""
+    found: list[tuple[str, torch.Tensor]] = []
+    numel = 0
+    for name, tensor in members:
+        if found and (numel + tensor.numel()) * dtype.itemsize > capacity_bytes:
+            yield found
+            found, numel = [], 0
+        found.append((name, tensor))
+        numel += slot_elements(tensor.numel(), dtype)
+    if found:
+        yield found
