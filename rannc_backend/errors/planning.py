@@ -55,6 +55,7 @@ class InfeasiblePlanError(UserInputError):
         smallest_num_devices: smallest number of devices with which a plan exists; None if unknown.
         smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is
         none.
+        zero_would_do: a plan exists with optimizer state divided over replicas.
     """
 
     default_cure = "give more devices or more memory (RANNC_MEM_LIMIT_GB), smaller batches, or fewer wishes (stage_starts, replica_num)."
@@ -66,10 +67,12 @@ class InfeasiblePlanError(UserInputError):
         smallest_bytes: float | None = None,
         smallest_num_devices: int | None = None,
         smallest_max_pipeline: int | None = None,
+        zero_would_do: bool = False,
     ) -> None:
         self.smallest_bytes = smallest_bytes
         self.smallest_num_devices = smallest_num_devices
         self.smallest_max_pipeline = smallest_max_pipeline
+        self.zero_would_do = zero_would_do
         cures = []
         if smallest_bytes is not None:
             # Rounded up: the printed number itself must be enough.
@@ -81,6 +84,9 @@ class InfeasiblePlanError(UserInputError):
         if smallest_max_pipeline is not None:
             other = "Otherwise" if cures else "What would do:"
             cure = f"{cure} {other} smaller micro-batches: max_pipeline={smallest_max_pipeline} (RANNC_MAX_PIPELINE).".strip()
+        if zero_would_do:
+            other = "Or" if cure else "What would do:"
+            cure = f"{cure} {other} optimizer state divided over replicas: zero_stage=1 (RANNC_ZERO_STAGE).".strip()
         super().__init__(f"no plan satisfies the limits: {reason}", cure=cure)
 
 

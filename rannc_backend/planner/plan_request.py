@@ -203,7 +203,22 @@ class PlanRequest:
             smallest_bytes=memory / (1 - self.memory_margin),
             smallest_num_devices=None if self.stage_replicas else self._smallest_num_devices(few),
             smallest_max_pipeline=self._smallest_max_pipeline(),
+            zero_would_do=self.may_divide_updates and self.under_zero().is_feasible(few),
         )
+
+    @property
+    def may_divide_updates(self) -> bool:
+        """Whether updates could be divided over replicas, and are not."""
+        fixed = self.stage_replicas or ((self.replicas,) if self.replicas else (self.cluster.num_devices,))
+        return self.update_groups is None and max(fixed) > 1
+
+    def under_zero(self) -> PlanRequest:
+        """The same with one replica that updates a parameter."""
+        return replace(self, update_groups=1)
+
+    def is_feasible(self, micro_batches: tuple[int, ...] | None = None) -> bool:
+        """Whether there is a plan, with some of these numbers of micro-batches."""
+        return is_feasible(self.problem(self.costs(micro_batches=micro_batches)))
 
     def _smallest_max_pipeline(self) -> int | None:
         """With how many micro-batches, smaller ones than are allowed, a plan would fit on these devices;
@@ -212,7 +227,7 @@ class PlanRequest:
         most = self.most_micro_batches
 
         def fits(number: int) -> bool:
-            return is_feasible(self.problem(self.costs(micro_batches=(min(number, most),))))
+            return self.is_feasible((min(number, most),))
 
         return smallest_count(fits, self.micro_batches[-1], most) if self.micro_batches[-1] < most else None
 

@@ -26,6 +26,7 @@ ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
     "twice the bandwidth of all links",
 )
 MORE_DEVICES = "twice the devices"
+DIVIDED_STATE = "optimizer state divided over replicas (zero_stage 1)"
 # What binds where a change gains most, and the change in a few words.
 _BINDING = {
     ONE_MORE_DEVICE: ("the number of devices", "one more device"),
@@ -51,14 +52,31 @@ def what_if(
         best = None if other is None else _planned_again(request, other, chosen, shortly)
         if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
             best = chosen  # it fits as well with more of anything
-        record = WhatIf(
-            change=change,
-            predicted_step_seconds=best.step_seconds,
-            num_stages=best.num_stages,
-            stage_replicas=best.replicas,
-        )
-        result.append(record)
+        result.append(_record(change, best))
+    more_memory = next(record for record in result if record.change == MORE_MEMORY)
+    if request.may_divide_updates and _saves(more_memory, chosen) >= _NOTICEABLE:
+        divided = request.under_zero()
+        problem = divided.problem(divided.costs(), memory_bytes=problem.memory_bytes)
+        best = _planned_again(divided, problem, chosen, shortly)
+        if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
+            best = chosen
+        result.append(_record(DIVIDED_STATE, best))
     return tuple(result)
+
+
+def _record(change: str, best: Solution) -> WhatIf:
+    return WhatIf(
+        change=change,
+        predicted_step_seconds=best.step_seconds,
+        num_stages=best.num_stages,
+        stage_replicas=best.replicas,
+    )
+
+
+def _saves(item: WhatIf, plan: Solution) -> float:
+    """Share of the step."""
+    step = item.predicted_step_seconds
+    return 0.0 if step is None or plan.step_seconds <= 0 else 1 - step / plan.step_seconds
 
 
 def _cases(request: PlanRequest, problem: SearchProblem) -> Iterator[tuple[str, SearchProblem | None]]:
@@ -141,9 +159,8 @@ def _gains(plan: Solution, changes: Sequence[WhatIf]) -> dict[str, float]:
     """By change the share of the step that it saves."""
     gains = {}
     for item in changes:
-        step = item.predicted_step_seconds
-        if step is not None and plan.step_seconds > 0:
-            gain = 1 - step / plan.step_seconds
+        if item.predicted_step_seconds is not None and plan.step_seconds > 0:
+            gain = _saves(item, plan)
             gains[item.change] = gain if gain >= SAME else 0.0
     return gains
 

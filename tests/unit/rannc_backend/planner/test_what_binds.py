@@ -10,6 +10,7 @@ from rannc_backend.errors import BYTES_PER_GB
 from rannc_backend.ir.plan import Plan
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.what_binds import (
+    DIVIDED_STATE,
     FASTER_LINKS,
     MORE_DEVICES,
     MORE_MEMORY,
@@ -60,10 +61,14 @@ def test_each_gain_is_that_of_a_plan_made_for_the_changed_devices(
     slow = replace(cluster.intra_node, bytes_per_second=2e7)
     cluster = replace(cluster, devices_per_node=num_devices, intra_node=slow, inter_node=slow)
     plan = make_plan("gpt2", num_devices, cluster=cluster, **options)
-    assert list(steps(plan)) == [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS, MORE_DEVICES]
-    for change, step in steps(plan).items():
-        other = changed(cluster, change)
-        again = make_plan("gpt2", other.num_devices, cluster=other, **options)
+    found = steps(plan)
+    memory_binds = found[MORE_MEMORY] < 0.99 * plan.predicted_step_seconds
+    divided = [DIVIDED_STATE] if memory_binds and num_devices > 1 and options.get("replica_num") != 1 else []
+    assert list(found) == [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS, MORE_DEVICES, *divided]
+    for change, step in found.items():
+        more = {"zero_stage": 1} if change == DIVIDED_STATE else {}
+        other = cluster if more else changed(cluster, change)
+        again = make_plan("gpt2", other.num_devices, cluster=other, **options, **more)
         # With the number of stages given, the planner prefers even ones, so its plan may be slower: the one
         # there is stays good.
         assert step == pytest.approx(
@@ -82,6 +87,21 @@ def test_memory_binds_where_it_forces_recomputing_and_the_options_leave_no_use_f
     assert tight.binding.startswith(f"memory: twice the memory would shorten the step by {saved:.0f} %, ")
     assert "one more device by nothing" in tight.binding and "; slowest: compute of stage" in tight.binding
     assert "twice the memory by nothing" in roomy.binding
+
+
+def test_divided_state_is_offered_where_memory_binds_replicas() -> None:
+    """Two replicas whose optimizer state leaves no room for the activations of all micro-batches."""
+    asked = {"replica_num": 2, "pipeline_num": 8, "schedule": "fill_drain", "opt_param_factor": 4.0}
+    roomy = make_plan("gpt2", 2, rows=64, **asked)
+    need = roomy.stages[0].predicted.peak_bytes / BYTES_PER_GB
+    tight = make_plan("gpt2", 2, rows=64, mem_limit_gb=0.95 * need / 0.9, **asked)
+    assert tight.predicted_step_seconds > roomy.predicted_step_seconds
+    divided = make_plan("gpt2", 2, rows=64, mem_limit_gb=0.95 * need / 0.9, zero_stage=1, **asked)
+    assert divided.zero_stage == 1 and divided.predicted_step_seconds < tight.predicted_step_seconds
+    assert steps(tight)[DIVIDED_STATE] == pytest.approx(divided.predicted_step_seconds)
+    assert DIVIDED_STATE not in steps(divided) and DIVIDED_STATE not in steps(roomy)
+    state = tight.stages[0].predicted.optimizer_bytes
+    assert state / 2 <= divided.stages[0].predicted.optimizer_bytes < 0.7 * state
 
 
 def gains(device: float, memory: float, links: float, devices: float) -> dict[str, float]:
