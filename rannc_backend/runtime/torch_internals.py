@@ -193,6 +193,16 @@ class GradientNote:
         self._note(gradient)
 
 
+def be_first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> None:
+    """Let a hook of ``register_step_post_hook`` be the first that an optimizer calls after its step, before those of all
+    optimizers too.
+    """
+    registered = optimizer._optimizer_step_post_hooks
+    ordered = sorted(registered.items(), key=lambda item: item[1] is not hook)
+    registered.clear()
+    registered.update(ordered)
+
+
 def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The ``step`` of an optimizer's class without the wrapper that calls hooks of optimizer steps."""
     step = cls.step

@@ -1,12 +1,9 @@
 """Everything that this package replaces or registers outside of itself: the table of it, and the only
 functions that do it.
 
-In: what a room wants called, or put in a place of torch, Python or the process. Out: a `Hook` in force, and
-what ends it. Rooms hold what a hook does; that it is there is known here: each names its entry of `HOOKS`,
-which says why it is needed, and when it comes and goes. Nothing is put in place by an import, but for that of
-`rannc_backend.backend`, which does all of it in one call of `install`.
-
-With the standard library only: helper processes of a job use it, too.
+In: what is to be called, or put in a place of torch, Python or the process. Out: a `Hook` in force, and what ends it.
+Each has its entry in `HOOKS`. Nothing is put in place by an import, but for that of `rannc_backend.backend`, which
+does all of it in one call of `install`. With the standard library only: helper processes of a job use it, too.
 """
 
 from __future__ import annotations
@@ -212,11 +209,20 @@ HOOKS = (
     ),
     Hook(
         name="optimizer steps",
-        what="torch's hooks around steps of optimizers",
+        what="torch's hook before steps of optimizers",
         by="runtime.gradients.optimizer_watch",
         when=AT_MODEL,
         until=_ENDS_BY_CALL,
-        why="what one process would not have is refused; new values go to replicas that do not update",
+        why="gradients and optimizers that are not what one process would have are refused",
+    ),
+    Hook(
+        name="new values",
+        what="`register_step_post_hook` of optimizers",
+        by="runtime.gradients.optimizer_watch",
+        when="first step of an optimizer under ZeRO",
+        until=_WITH_MODEL,
+        why="replicas that do not update get new values, before other hooks read them",
+        per_object=True,
     ),
     Hook(
         name="plain gradients",
@@ -449,7 +455,7 @@ def replace_item(name: str, mapping: MutableMapping[str, Any], key: str, value: 
 def register(name: str, registering: Callable[[Any], Any], function: object) -> Undo:
     """Call one of torch's ``register_..._hook``, or alike, which may give a handle to remove it by."""
     handle = registering(function)
-    return Undo(name, getattr(handle, "remove", handle if callable(handle) else _nothing))
+    return Undo(name, getattr(handle, "remove", handle if callable(handle) else lambda: None))
 
 
 def at_exit(name: str, function: Callable[..., object], *args: object) -> Undo:
@@ -461,7 +467,7 @@ def at_exit(name: str, function: Callable[..., object], *args: object) -> Undo:
 def after_fork(name: str, function: Callable[[], object]) -> Undo:
     """Call a function in forked children, for good."""
     os.register_at_fork(after_in_child=function)
-    return Undo(name, _nothing)
+    return Undo(name, lambda: None)
 
 
 def handle_signal(name: str, number: int, handler: Any) -> Undo:
@@ -471,9 +477,7 @@ def handle_signal(name: str, number: int, handler: Any) -> Undo:
 
 
 def wake_on_signals(name: str, descriptor: int) -> Undo | None:
-    """Let every signal write to a descriptor; None where somebody's is written to already. From the main
-    thread, as undoing it.
-    """
+    """Let signals write to a descriptor; None where they write to another. From the main thread, as undoing it."""
     before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
@@ -494,7 +498,3 @@ def _held(holder: Any, attribute: str) -> Any:
     # As it lies there: of a class, a static method and not its function.
     own = getattr(holder, "__dict__", {})
     return own[attribute] if attribute in own else getattr(holder, attribute)
-
-
-def _nothing() -> None:
-    return None

@@ -86,6 +86,14 @@ def test_gpt2_is_equal_with_fewer_layers_too(templates, layers):
     assert verified.result.steps[0].loss is not None
 
 
+def test_parameters_that_one_replica_updates_are_equal_on_all(templates):
+    verified = run("gpt2", templates, {**REPLICAS, "RANNC_ZERO_STAGE": "1"}, layers={"transformer.h": 2})
+    assert is_equal(verified, tolerance=1e-6)
+    # The gradient of each is on one rank, its value on both.
+    first = verified.result.steps[0].num_compared
+    assert first["parameter"] == 2 * first["gradient"]
+
+
 @pytest.mark.parametrize("options", [PIPELINE, pytest.param(REPLICAS, marks=pytest.mark.full)])
 def test_a_wrong_gradient_of_one_rank_is_named(templates, options):
     verified = run("wrong_gradient", templates, options)

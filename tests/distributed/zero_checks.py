@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import rannc_backend
 from rannc_backend.backend import REGISTRY
@@ -178,12 +179,28 @@ def zero_optimizers(context: Context) -> None:
 
 
 def zero_between(context: Context) -> None:
-    """What a loop reads and writes between a step and the next call: an average, a clamp, states."""
+    """What a loop reads and writes between a step and the next call: hooks, an average, a clamp, states."""
     pair = Pair(context, OPTIMIZERS["adamw"])
+    seen: list[dict[str, Tensor]] = []
+
+    def note(stepped: Any, args: Any, kwargs: Any) -> None:
+        if stepped is pair.optimizers[0]:
+            held = [(name, p) for name, p in pair.model.named_parameters() if rannc_backend.is_held(p)]
+            seen.append({name: p.detach().clone() for name, p in held})
+
+    everywhere = register_optimizer_step_post_hook(note)
+    pair.optimizers[0].register_step_post_hook(note)
     averages: list[dict[str, Tensor]] = [{}, {}]
     for step in range(3):
         pair.backward(step)
         pair.step()
+        if step == 1:
+            pair.optimizers[0].register_step_post_hook(note)
+        context.findings.that(len(seen) == 2 + (step == 2), f"{len(seen)} hooks were called")
+        for values in seen:
+            expected = dict(pair.alone.named_parameters())
+            _compare(context, "seen by a hook", values, {name: expected[name] for name in values})
+        seen.clear()
         for average, module in zip(averages, (pair.model, pair.alone), strict=True):
             for name, parameter in module.named_parameters():
                 if rannc_backend.is_held(parameter):
@@ -208,6 +225,7 @@ def zero_between(context: Context) -> None:
     pair.backward(3)
     pair.step()
     pair.compare("loaded")
+    everywhere.remove()
 
 
 def _compare(context: Context, what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

@@ -61,6 +61,13 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             _zero("optimizers-sgd-2-level1"),
         ),
         (
+            "hooks-after-a-step-see-old-values",
+            _WATCH,
+            "        be_first_after_step(optimizer, self._sending[optimizer])\n",
+            "",
+            _zero("between-2-level2"),
+        ),
+        (
             "sums-go-to-the-first-owner",
             "runtime/gradients/buckets.py",
             "takers = (bucket.updaters,) if bucket.updaters else ()",

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rannc_backend.errors import (
     CoupledOptimizerError,
@@ -29,7 +29,7 @@ from rannc_backend.runtime.gradients.new_values import send_new_values
 from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
-from rannc_backend.runtime.torch_internals import replace_zero_grad
+from rannc_backend.runtime.torch_internals import be_first_after_step, replace_zero_grad
 from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
 
@@ -72,6 +72,7 @@ class OptimizerWatch:
         self._checks = checks
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._is_trying = False
+        self._sending: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
         self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def install(self) -> Callable[[], None]:
@@ -80,7 +81,6 @@ class OptimizerWatch:
         self._world.counts.updaters_of = partial(self._owners_of, updaters=True)
         return hooks.together(
             hooks.register("optimizer steps", register_optimizer_step_pre_hook, self._before_step),
-            hooks.register("optimizer steps", register_optimizer_step_post_hook, self._after_step),
             replace_zero_grad(self._before_clear),
         )
 
@@ -99,7 +99,9 @@ class OptimizerWatch:
             raise UnsynchronizedGradientError(name, loose)
         self._try(optimizer, known)
         self._take_plain_gradients(known)
-        self._leave_to_others(optimizer, known)
+        if any(table.updates for table in known.tables):
+            self._leave_to_others(optimizer, known)
+            self._send_first(optimizer)
         counts = self._world.counts.of_parameters(known.keys)
         counts.num_updates += 1
         rates = [_plain(group.get("lr")) for group in optimizer.param_groups]
@@ -107,12 +109,25 @@ class OptimizerWatch:
 
     def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""
-        if any(table.updates for table in known.tables):
-            for parameter in parameters_of(optimizer):
-                if parameter.grad is not None and any(table.lacks(parameter) for table in known.tables):
-                    parameter.grad = None
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None and any(table.lacks(parameter) for table in known.tables):
+                parameter.grad = None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _send_first(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let new values be there before any other hook (an average's) reads them after the step."""
+        if optimizer not in self._sending:
+            # Kept by the optimizer, which it must not keep.
+            watch = weakref.ref(self)
+
+            def send(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                if (alive := watch()) is not None:
+                    alive._after_step(stepped)
+
+            hooks.register("new values", optimizer.register_step_post_hook, send)
+            self._sending[optimizer] = send
+        be_first_after_step(optimizer, self._sending[optimizer])
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let all owners have what their updaters have made. Collective where those differ."""
         for table in self._of(optimizer).tables:
             if not table.updates or table.is_in_backward:

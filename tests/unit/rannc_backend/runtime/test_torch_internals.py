@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rannc_backend.runtime.torch_internals import (
     ClipGradNorm,
@@ -21,6 +22,7 @@ from rannc_backend.runtime.torch_internals import (
     UnscaleGrads,
     accumulation_hooks,
     backward_keeps_graph,
+    be_first_after_step,
     gradient_hooks,
     num_storage_users,
     replace_clip_grad_norm,
@@ -161,6 +163,28 @@ def test_hooks_of_a_parameter_are_found_in_their_order() -> None:
     assert gradient_hooks(p) == [first, second] and accumulation_hooks(p) == [third]
     handle.remove()
     assert gradient_hooks(p) == [second]
+
+
+def test_a_hook_can_be_the_first_after_a_step() -> None:
+    parameter, called = torch.nn.Parameter(torch.ones(2)), []
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    everywhere = register_optimizer_step_post_hook(lambda *given: called.append("everywhere"))
+    optimizer.register_step_post_hook(lambda *given: called.append("before"))
+
+    def first(*given: Any) -> None:
+        called.append("first")
+
+    handle = optimizer.register_step_post_hook(first)
+    for _ in range(2):  # it stays so, whatever comes
+        be_first_after_step(optimizer, first)
+        optimizer.register_step_post_hook(lambda *given: called.append("after"))
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert called == ["first", "before", "after", "after", "everywhere"]
+    everywhere.remove()
+    handle.remove()
+    optimizer.step()
+    assert called[5:] == ["before", "after", "after"]
 
 
 def test_anomaly_detection_is_off_in_between_alone() -> None:
