@@ -50,12 +50,10 @@ _SHARED = (
 )
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _AUTOCAST = 'with torch.autocast("cuda", dtype=torch.bfloat16): loss = model(x)'
-_NO_EFFECT = {
-    "enable_zero": "every rank keeps gradients and optimizer state of its own stages only; more stages "
-    "(partition_num) divide them further",
-    "offload_params": "every rank keeps the parameters of its own stages only; more stages (partition_num) "
-    "divide them further, and recompute and mem_limit_gb bound the rest",
-}
+_NO_OFFLOAD = (
+    "offload_params=True has no effect: every rank keeps the parameters of its own stages only; more stages "
+    "(partition_num) divide them further, and recompute and mem_limit_gb bound the rest"
+)
 
 
 class RaNNCModule(nn.Module):
@@ -74,7 +72,8 @@ class RaNNCModule(nn.Module):
         enable_apex_amp, allreduce_amp_master_params, use_amp_master_params, allreduce_amp_master_param: Apex
         is
             not supported; True is refused.
-        enable_zero, offload_params: Accepted with a warning that names what takes their place.
+        enable_zero: The optimizer state of a parameter is on one replica of its stage alone (option zero_stage=1).
+        offload_params: Accepted with a warning that names what takes its place.
         check_unused_values: Accepted without effect; values that nothing uses are left out.
         options: Further options of ``torch.compile(model, backend="rannc", options=...)``.
 
@@ -117,6 +116,8 @@ class RaNNCModule(nn.Module):
         chosen = dict(options or {})
         if not gather_inputs:
             chosen["gather_inputs"] = False
+        if enable_zero:
+            chosen.setdefault("zero_stage", 1)
         self.__dict__["_options"] = chosen
         self.__dict__["_compiled"] = None
         if load_deployment is not None:
@@ -129,9 +130,8 @@ class RaNNCModule(nn.Module):
                 "remove_dist_param on each.",
             )
         world = bootstrap.start()
-        for argument, given in (("enable_zero", enable_zero), ("offload_params", offload_params)):
-            if given and world.rank == 0:
-                logger.warning("%s=True has no effect: %s", argument, _NO_EFFECT[argument])
+        if offload_params and world.rank == 0:
+            logger.warning("%s", _NO_OFFLOAD)
         if any(parameter.device != world.device for parameter in model.parameters()) and not self.ready:
             materialize_by_stage(model)
         if optimizer is not None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import rannc_backend as pyrannc
+from rannc_backend.backend import REGISTRY
 from tests.distributed.contract_checks import Alone
 from tests.distributed.harness.compare import floor_of
 from tests.distributed.harness.context import Context
@@ -147,9 +148,13 @@ def conformance(context: Context) -> None:
     """The common procedure of RaNNC's tests: train and compare everything, then save, load and go on."""
     accumulate = context.case.parameters["accumulate"]
     with environment(context):
-        pair = Pair(context, gather_inputs=context.case.options.get("gather_inputs", True))
+        arguments = {"enable_zero": True} if context.case.parameters.get("enable_zero") else {}
+        pair = Pair(context, gather_inputs=context.case.options.get("gather_inputs", True), **arguments)
         pair.compare_parameters("before training")
         pair.train(NUM_UPDATES, accumulate)
+        plan = REGISTRY.plan_of(pair.model)
+        asked = int("enable_zero" in arguments)
+        context.findings.that(plan is not None and plan.zero_stage == asked, f"enable_zero: {asked}")
         if pair.trains:
             pair.train(1, accumulate, first=NUM_UPDATES, explicitly=True)
             _saved_and_loaded(pair)

@@ -9,6 +9,7 @@ loaded models, optimizers and deployments. A thin part runs by default.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,9 @@ def others() -> list[Case]:
         for model in ("basic", "tied_embedding", "norm_running"):
             if world == 2 or model != "norm_running":
                 cases.append(_case(f"evaluation-{model}", model, world, 2, check="conformance_evaluation"))
+        for model in ("basic", "tied_embedding"):
+            divided = _case(f"enable_zero-{model}", model, world, world // 2, 2)
+            cases.append(replace(divided, parameters={**divided.parameters, "enable_zero": True}))
         cases.append(_case("switches", "batch_norm", world, world, check="conformance_switches"))
         for model in ("basic", "tied_embedding"):
             cases.append(_case(f"deployment-{model}", model, world, 2, check="conformance_deployment"))
@@ -115,6 +119,7 @@ def chosen() -> list[Case]:
         "custom_operator-r2-p2-a2",
         "rank_0-shared_param-r2-p2-a2",
         "bfloat16-r2-p2-a2",
+        "enable_zero-tied_embedding-r2-p1-a2",
     ]
     names += ["clipping-tied_embedding-r2-p2-a1", "switches-r2-p2-a1"]
     return [by_name[f"conformance-{name}"] for name in names]
