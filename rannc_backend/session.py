@@ -180,7 +180,7 @@ class Session:
             every = self.config.outputs == "all"
             cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=every)
         buffers_moved = self._place_buffers(cut, captured)
-        moved = self._take_ownership(self.plan, changed=fresh or buffers_moved)
+        moved = self._take_ownership(self.plan, fresh=fresh) if fresh or buffers_moved else False
         runtime = self._deployer().deploy(_without_model(analysis), cut, label=f"graph {len(self.runtimes)}")
         if not any(other.meter for other in self.runtimes.values()) and any(
             output.differentiable for output in runtime.outputs
@@ -351,12 +351,10 @@ class Session:
             self.changing_buffers.add(name)
         return before != {name: self.buffer_stages[name] for name in self.changing_buffers}
 
-    def _take_ownership(self, plan: Plan, *, changed: bool) -> bool:
-        """Bring parameters and buffers to the ranks that the plan, and the graphs so far, want them on;
-        whether any moved.
+    def _take_ownership(self, plan: Plan, *, fresh: bool) -> bool:
+        """Bring parameters and buffers to the ranks that the plan (a ``fresh`` one, or that of before), and the graphs so
+        far, want them on; whether any moved.
         """
-        if not changed:
-            return False
         root = self.root()
         assert root is not None, "the model is gone"
         owners: dict[str, set[int]] = {}
@@ -366,7 +364,7 @@ class Session:
         for name in self.changing_buffers:
             owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
-        updates = self._updates(plan, root, ranks_of)
+        updates = self._updates(plan, root, ranks_of) if fresh or self.table is None else self.table.updates
         self.world.monitor.phase("giving parameters to their owners")
         if self.table is not None:
             before: Mapping[str, tuple[int, ...]] | None = self.table.all_updaters
@@ -391,8 +389,6 @@ class Session:
         """Who updates which parameter, where not all owners do. Collective."""
         if not plan.zero_stage or max(map(len, owners.values()), default=1) < 2:
             return {}
-        if self.table is not None and all(self.table.owners[name] == ranks for name, ranks in owners.items()):
-            return self.table.updates
         trained = {name: p for name, p in root.named_parameters() if p.requires_grad and name in owners}
         return choose_updates(
             self.world, trained, owners, plan.zero_ngroups, tries_optimizers=self.config.check_optimizers

@@ -16,6 +16,8 @@ from tests.distributed.zero_checks import OPTIMIZERS
 def _case(check: str, replicas: str, level: int, num_groups: int = 1, **members: Any) -> Case:
     parameters, more = members.get("parameters", {}), members.pop("options", {})
     options = {"zero_stage": level, "zero_ngroups": num_groups} | more
+    if "," in replicas:
+        options["stage_starts"] = "second"  # so that both stages have parameters, and share some
     words = (
         check,
         *parameters.values(),
@@ -62,8 +64,9 @@ CASES = (
     _case("delayed", "4", 2, 2),
     _case("by_hand", "2", 1),
     _case("coupled", "2", 1),
-    _case("replanned", "2,2", 1, parameters={"without": False}),
-    _case("replanned", "2,2", 2, parameters={"without": True}),
+    _case("replanned", "2,2", 1, parameters={"then": 1}),
+    _case("replanned", "2,2", 2, parameters={"then": 0}),
+    _case("replanned", "2", 0, parameters={"then": 2}),
 )
 FULL = [_optimizers(name, *plan) for name in OPTIMIZERS for plan in PLANS]
 

@@ -6,7 +6,6 @@ In: a context. Out: findings. Every function is collective.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -365,8 +364,8 @@ def zero_coupled(context: Context) -> None:
 
 
 def zero_replanned(context: Context) -> None:
-    """Other owners after `undeploy`, with gradients, state and another level of ZeRO."""
-    pair = Pair(context, OPTIMIZERS["adamw"])
+    """Planned anew after `undeploy`, with state and maybe another level of ZeRO."""
+    pair, then = Pair(context, OPTIMIZERS["adamw"]), context.case.parameters["then"]
     for step in range(4):
         pair.backward(step)
         pair.step()
@@ -374,6 +373,7 @@ def zero_replanned(context: Context) -> None:
         if step == 1:
             rannc_backend.undeploy(pair.model)
             torch._dynamo.reset()
-            options = {"zero_stage": 0} if context.case.parameters["without"] else {}
-            pair.compiled = context.compile(pair.model, **options)
-    copy.deepcopy(pair.optimizers[1])  # the reference's state is untouched by all this
+            pair.compiled = context.compile(pair.model, zero_stage=then)
+    context.findings.that(pair.has_others == (then > 0), f"level {then}: divided {pair.has_others}")
+    kept = [name for name, p in pair.model.named_parameters() if pair.optimizers[0].state.get(p)]
+    context.findings.that(all(pair.updated[name] for name in kept), f"state of {kept}")
