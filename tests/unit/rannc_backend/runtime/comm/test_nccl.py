@@ -159,13 +159,18 @@ def test_memory_dropped_too_early_is_found() -> None:
     assert any("memory was dropped while send to 1" in race for race in first.device.races)
 
 
-def test_reductions_run_beside_compute() -> None:
+@pytest.mark.parametrize(
+    ("takers", "queued"), [((), "all-reduce"), ((0, 1), "all-reduce"), ((0,), "reduce on")]
+)
+def test_reductions_run_beside_compute(takers: tuple[int, ...], queued: str) -> None:
+    """Sums for all, and for the one rank that needs them."""
     first, _ = make_ranks(2, [], [(0, 1)])
     device, transport = first.device, first.transport
     with OnDevice(device):
         bucket = torch.ones(16)
         other = torch.ones(16)
-        work = transport.allreduce(bucket, (0, 1))
+        work = transport.allreduce(bucket, (0, 1), takers)
+        assert queued in device.log[-1]
         other.mul_(3)  # the rest of the backward
         link = transport._reductions[0, 1].stream
         assert link is not None
@@ -175,9 +180,9 @@ def test_reductions_run_beside_compute() -> None:
         total = bucket + other
     assert total.tolist() == [5.0] * 16 and not device.races
     with OnDevice(device):
-        transport.allreduce(bucket, (0, 1))
+        transport.allreduce(bucket, (0, 1), takers)
         bucket.add_(1)
-    assert any("add_" in race and "all-reduce" in race for race in device.races)
+    assert any("add_" in race and queued in race for race in device.races)
 
 
 def test_links_are_shared_and_made_in_one_order_everywhere() -> None:
