@@ -22,7 +22,6 @@ from rannc_backend.backend import REGISTRY
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.runtime.step.executor import Executor
 from tests.distributed.harness.context import Context
-from tests.odd_models import worst_error
 
 WIDTH = 6
 LARGE = 2.0**24  # the next float32 is two further on
@@ -53,7 +52,7 @@ def _compiled(
     return model, context.compile(model, **options), alone
 
 
-def _rows(context: Context, seed: int) -> tuple[Tensor, Tensor]:
+def rows_of(context: Context, seed: int) -> tuple[Tensor, Tensor]:
     """This rank's rows, and all."""
     x = torch.randn(
         sum(context.case.local_rows),
@@ -114,7 +113,7 @@ def random_rows(context: Context) -> None:
     of their own.
     """
     _, compiled, _ = _compiled(context, Dropped)
-    x, _ = _rows(context, 3)
+    x, _ = rows_of(context, 3)
     seen = []
     for others in (100, 200):
         torch.manual_seed(7 if context.rank == 0 else others + context.rank)
@@ -150,7 +149,7 @@ def rerun(context: Context) -> None:
         torch._dynamo.reset()
         model, compiled, alone = _compiled(context, Normed)
         for number in range(2):
-            x, whole = _rows(context, number)
+            x, whole = rows_of(context, number)
             model.zero_grad()
             alone.zero_grad()
             loss, rows = compiled(x)
@@ -208,7 +207,7 @@ def rerun_reads_buffers(context: Context) -> None:
     """
     model, compiled, alone = _compiled(context, Scheduled)
     for number in range(3):
-        x, whole = _rows(context, number)
+        x, whole = rows_of(context, number)
         model.zero_grad()
         alone.zero_grad()
         loss, rows = compiled(x)
@@ -236,7 +235,7 @@ def seeds(context: Context) -> None:
     step's seed.
     """
     _, compiled, _ = _compiled(context, Squared)
-    x, _ = _rows(context, 1)
+    x, _ = rows_of(context, 1)
     run = Executor.run
     for dtype, scale in ((torch.float16, 1024.0), (None, 3.0)):
         with mock.patch.object(Executor, "run", autospec=True, side_effect=run) as runs:
@@ -267,7 +266,7 @@ class Twice(Chain):
 def one_value_twice(context: Context) -> None:
     """An output that comes back under two names gets the sum of both gradients."""
     model, compiled, alone = _compiled(context, Twice)
-    x, whole = _rows(context, 2)
+    x, whole = rows_of(context, 2)
 
     def loss(outputs: dict[str, Any]) -> Tensor:
         weights = torch.arange(1, WIDTH + 1, dtype=context.dtype)
@@ -320,7 +319,7 @@ def replicated_outputs(context: Context) -> None:
     table = torch.eye(WIDTH, dtype=context.dtype) * 0.5
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     for number in range(3):
-        x, whole = _rows(context, number)
+        x, whole = rows_of(context, number)
         outputs, expected = compiled(x, table), alone(whole, table)
         for place, (actual, value) in enumerate(zip(outputs, expected, strict=True)):
             if value.is_floating_point():
@@ -342,7 +341,7 @@ def replicated_inputs(context: Context) -> None:
     input; equal ones go on.
     """
     _, compiled, _ = _compiled(context, WithTable)
-    x, _ = _rows(context, 4)
+    x, _ = rows_of(context, 4)
     table = torch.eye(WIDTH, dtype=context.dtype)
     compiled(x, table)
     other = table.clone()
@@ -350,51 +349,6 @@ def replicated_inputs(context: Context) -> None:
         other[3, 2] += 1e-9
     error = context.findings.raises("tables", ("RanksDifferError",), lambda: compiled(x, other))
     context.findings.that("table" in str(error), f"not named: {error}")
-    for capture in ("auto", "nonstrict"):
-        _through_a_set(context, capture)
-
-
-def _through_a_set(context: Context, capture: str) -> None:
-    """Each rank has the same nodes in an order of its own, in two graphs; then rank 1 has others."""
-    names = ("sin", "cos", "tanh", "sigmoid") if context.rank == 0 else ("tanh", "sigmoid", "cos", "sin")
-
-    def model_of(names: tuple[str, ...]) -> nn.Module:
-        return _InTheOrderOfASet(names).to(context.dtype)
-
-    model, alone, compiled, optimizers = context.pair(lambda: model_of(names), capture=capture)
-    for step in range(4):
-        own, every = _rows(context, step)
-        for each in (model, alone):
-            each.train(step < 2)
-        losses = [compiled(own), alone(every)]
-        for loss in losses:
-            loss.backward()
-        error = max(float((losses[0] - losses[1]).detach().abs()), worst_error(model, alone))
-        context.findings.that(error <= context.tolerance, f"order of a set, step {step}: off by {error}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    _, _, compiled, _ = context.pair(lambda: model_of(names[:3]), capture=capture)
-    context.findings.raises("other nodes", ("RanksDifferError",), lambda: compiled(own))
-
-
-class _InTheOrderOfASet(nn.Module):
-    """What a forward does that goes through a set of strings, with a constant for each."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.names = names
-        self.First, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scales = {
-            name: torch.tensor([float(len(name)), 2.0 * len(name)], dtype=x.dtype) for name in self.names
-        }
-        hidden = self.second(self.First(x))
-        if self.training:
-            hidden = hidden * 0.5
-        values = {name: getattr(torch, name)(hidden) * scales[name].sum() for name in self.names}
-        return sum((values[name] for name in sorted(values)), hidden).mean()
 
 
 class Resumed(Chain):

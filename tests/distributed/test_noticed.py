@@ -26,6 +26,7 @@ CASES = (
     _case("one_value_twice", "1,1", "one_value_twice", num_micro_batches=3),
     _case("replicated_outputs", "1,1", "replicated_outputs", num_micro_batches=2),
     _case("replicated_inputs", "1,1", "replicated_inputs"),
+    _case("order_of_sets", "1,1", "order_of_sets"),
     _case("resumed", "1,1", "resumed", rows=(4, 4)),
 )
 

@@ -325,7 +325,7 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             "capture/node_order.py",
             "_from_outputs(source.graph)",
             "source.graph.nodes",
-            unit("capture/graph"),
+            unit("capture/node_order"),
         ),
         (
             "equal-values-of-two-outputs-are-one",

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend.capture.node_order import in_order_of_arguments
 from tests.choice import mostly
 from tests.unit.rannc_backend.capture.capture_harness import (
     Recorder,
@@ -427,33 +426,6 @@ def test_fingerprint_does_not_depend_on_the_process(name):
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
     )
     assert other.stdout.split()[-1] == recorder.graph.fingerprint
-
-
-class Named(nn.Module):
-    """Goes through names as a model does through a set of strings: in another order in each process."""
-
-    def __init__(self, names):
-        super().__init__()
-        self.names = names
-        self.First, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        values = {name: getattr(torch, name)(x) * torch.tensor([len(name), 1.0]).sum() for name in self.names}
-        return self.First(values[min(values)]) + self.second(values[max(values)])
-
-
-def test_nodes_are_ordered_by_their_arguments_alone():
-    graphs = []
-    for names in (("sin", "cos"), ("cos", "sin"), ("tan", "cos")):
-        torch._dynamo.reset()
-        recorder, _ = capture_call(Named(names), torch.randn(4, 3))
-        graphs.append(recorder.graph)
-    assert len({graph.fingerprint for graph in graphs}) == 3
-    first, turned, other = (in_order_of_arguments(graph) for graph in graphs)
-    assert first.fingerprint == turned.fingerprint != other.fingerprint
-    assert str(first.graph_module.graph) == str(turned.graph_module.graph)
-    assert [item.name for item in first.inputs] == [item.name for item in turned.inputs]
-    assert in_order_of_arguments(first).fingerprint == first.fingerprint
 
 
 def test_fingerprint_tells_models_apart():
