@@ -39,10 +39,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def peak_mb() -> float:
-    """Peak resident memory of this process since `forget_peak`."""
+def status_mb(name: str) -> float:
+    """A figure of this process in MB: VmRSS, what is resident; VmHWM, its peak since `forget_peak`."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
 
 
 def forget_peak() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
             {
                 "compiler": flags.compiler,
                 "parameter_mb": round(parameter_bytes / 2**20, 1),
-                "peak_mb": round(peak_mb(), 1),
+                "peak_mb": round(status_mb("VmHWM"), 1),
                 "fastest_seconds": round(min(seconds), 4),
                 "median_seconds": round(statistics.median(seconds), 4),
                 "last_loss": losses[-1],

@@ -42,16 +42,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def status_mb(name: str) -> float:
-    """A figure of this process, in MB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
-
-
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     """Train some steps on this rank."""
     import torch
     from gpt_model import Gpt, Sizes
+    from step_memory import forget_peak, status_mb
 
     import rannc_backend
     from rannc_backend.backend import REGISTRY
@@ -77,7 +72,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     seconds, loss = [], None
     for number in range(STEPS + WARM_UP):
         if number == WARM_UP:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            forget_peak()
         began = time.perf_counter()
         loss = call(tokens)
         loss.backward()
