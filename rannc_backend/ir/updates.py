@@ -10,8 +10,7 @@ Method: longest processing time first (Graham 1969): the largest parameter goes 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 Ranks = tuple[int, ...]
@@ -52,29 +51,6 @@ def divide(
             loads[rank] = loads.get(rank, 0) + num_bytes[name]
         found[name] = Update(groups=groups, updaters=tuple(updaters))
     return found
-
-
-def largest_share(num_bytes: Sequence[int], num_ranks: int) -> int:
-    """Bytes of the rank that updates most, where parameters of these sizes are divided over so many ranks."""
-    if num_ranks <= 1:
-        return sum(num_bytes)
-    loads = [0] * num_ranks
-    for size in sorted(num_bytes, reverse=True):
-        heapq.heapreplace(loads, loads[0] + size)
-    return max(loads)
-
-
-def share_bound(descending: Sequence[int], total: int, num_ranks: int) -> float:
-    """A number of bytes that `largest_share` does not pass, in constant time.
-
-    The rank with most has one parameter alone, of the largest size at most; or else the last that it was given was no
-    larger than the one after the first ``num_ranks``, and went to it since it had the least: no more than the mean of
-    the others.
-    """
-    if num_ranks <= 1 or not descending:
-        return float(total)
-    later = descending[num_ranks] if len(descending) > num_ranks else 0
-    return max(float(descending[0]), total / num_ranks + later * (1 - 1 / num_ranks))
 
 
 def ranks_of_updates(updates: Iterable[Update]) -> set[Ranks]:

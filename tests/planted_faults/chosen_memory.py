@@ -56,7 +56,7 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "updaters-keep-new-values",
             _WATCH,
-            "            send_new_values(table, names)\n",
+            "            send_new_values(table, [name for name in names if name is not None])\n",
             "            continue\n",
             _zero("optimizers-sgd-2-level1"),
         ),
@@ -70,8 +70,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "sums-go-to-the-first-owner",
             "runtime/gradients/buckets.py",
-            "takers = (bucket.updaters,) if bucket.updaters else ()",
-            "takers = (bucket.ranks[:1],) if bucket.updaters else ()",
+            "self.memory[index].flat, bucket.ranks, bucket.updaters",
+            "self.memory[index].flat, bucket.ranks, bucket.updaters and bucket.ranks[:1]",
             _zero("optimizers-sgd-2-level1"),
         ),
         (
@@ -112,7 +112,7 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "updates-by-hand-are-not-noticed",
             "runtime/gradients/new_values.py",
-            "    raise StaleParameterError(names)\n",
+            "    raise StaleParameterError(sorted(set().union(*changed)))\n",
             "    return\n",
             _zero("by_hand-2-level1"),
         ),
@@ -139,10 +139,10 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         ),
         (
             "the-largest-parameter-is-divided",
-            "ir/updates.py",
-            "return max(float(descending[0]), total / num_ranks + later * (1 - 1 / num_ranks))",
-            "return total / num_ranks + later * (1 - 1 / num_ranks)",
-            unit("ir/updates"),
+            "planner/cost/update_shares.py",
+            "np.maximum(padded[0], total / divisors",
+            "np.maximum(0.0, total / divisors",
+            unit("planner/cost/update_shares"),
         ),
         (
             "sums-in-shared-memory-for-the-first-alone",

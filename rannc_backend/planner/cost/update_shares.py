@@ -1,7 +1,7 @@
 """How many bytes of parameters a replica of a stage updates, where each parameter is updated by one of them.
 
 In: the trainable parameters of each block, and the numbers of replicas among which a stage may divide its updates.
-Out: for every interval of blocks a number that the replica with most bytes does not pass (`ir.updates.share_bound`).
+Out: for every interval of blocks a number that the replica with most bytes does not pass (`_bounds`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,16 @@ def update_shares(
 
 
 def _bounds(descending: Floats, total: int, divisors: npt.NDArray[np.int64]) -> Floats:
-    """`share_bound` for each divisor."""
+    """Bytes that the fullest of so many ranks does not pass under `ir.updates.divide`, for each divisor.
+
+    The rank with most has one parameter alone, of the largest size at most; or else the last that it was given was no
+    larger than the one after the first ``divisor``, and went to it since it had the least: no more than the mean of the
+    others.
+
+    Args:
+        descending: sizes, at least one more than the largest divisor if there are so many.
+        total: of all sizes.
+    """
     padded = np.concatenate([descending, np.zeros(int(divisors.max(initial=1)) + 1)])
     divided = np.maximum(padded[0], total / divisors + padded[divisors] * (1 - 1 / divisors))
     return np.where(divisors > 1, divided, float(total))

@@ -92,13 +92,11 @@ class IntervalCosts:
     _floors: dict[int, WorkFloor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {count for number in self.micro_batches for count in self.counts(number).tolist()}
-        self._divisors = np.unique([1, *self._divisor(np.array(sorted(counts), dtype=np.int64))])
+        counts = {number: self.counts(number) for number in self.micro_batches}
+        self._divisors = np.unique(np.concatenate([[1], *map(self._divisor, counts.values())]))
         self._size_parameters()
         rows = {
-            self.replica_rows(number, count)
-            for number in self.micro_batches
-            for count in self.counts(number).tolist()
+            self.replica_rows(number, count) for number, each in counts.items() for count in each.tolist()
         }
         self._rows = np.array(sorted(rows), dtype=np.int64)
         self._price_blocks()

@@ -267,7 +267,7 @@ class NcclTransport:
             return DoneWork()
         link = self._reductions[ranks]
         if len(takers) != 1:
-            return self._start(link, tensor, "all-reduce")
+            return self._sum(link, tensor)
         root = takers[0]
         return self._start(
             link, tensor, f"sum for rank {root}", lambda: self._calls.reduce(tensor, root, link.group)
@@ -361,14 +361,15 @@ class NcclTransport:
         work.posted = link.latest = posted
         self._watch.add(lambda: is_finished(posted), (work.peer,), work.what)
 
-    def _start(
-        self, link: _Link, tensor: torch.Tensor, what: str, queue: Callable[[], Posted] | None = None
-    ) -> EventWork:
-        """Queue a collective, a sum for all if nothing else is given, behind what is computed now."""
+    def _sum(self, link: _Link, tensor: torch.Tensor) -> EventWork:
+        return self._start(link, tensor, "all-reduce", lambda: self._calls.all_reduce(tensor, link.group))
+
+    def _start(self, link: _Link, tensor: torch.Tensor, what: str, queue: Callable[[], Posted]) -> EventWork:
+        """Queue a collective behind what is computed now."""
         assert link.stream is not None, f"rank {self.rank} is not in {link.ranks}"
         link.stream.wait_event(self._layer.compute().record_event())
         with self._layer.on(link.stream):
-            posted = self._calls.all_reduce(tensor, link.group) if queue is None else queue()
+            posted = queue()
             done = link.stream.record_event()
         link.latest = posted
         peers = tuple(rank for rank in link.ranks if rank != self.rank)
@@ -384,7 +385,7 @@ class NcclTransport:
         if self.rank not in ranks:
             return link
         if name.startswith("reductions"):
-            self._start(link, self._layer.empty(4).zero_(), "all-reduce").wait()
+            self._sum(link, self._layer.empty(4).zero_()).wait()
         else:
             place = ranks.index(self.rank)
             self._set_up(link, [(ranks[(place + 1) % len(ranks)], True), (ranks[place - 1], False)])

@@ -236,8 +236,9 @@ class PendingGradients:
             elif bucket.ranks not in blocked and (self.ended or not bucket.is_shared):
                 self._started[index] = True
                 if len(bucket.ranks) > 1:
-                    takers = (bucket.updaters,) if bucket.updaters else ()
-                    self._works[index] = self.start_reduce(self.memory[index].flat, bucket.ranks, *takers)
+                    self._works[index] = self.start_reduce(
+                        self.memory[index].flat, bucket.ranks, bucket.updaters
+                    )
 
 
 @dataclass(frozen=True, slots=True)

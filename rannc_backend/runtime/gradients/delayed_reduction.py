@@ -115,8 +115,7 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
                 .set_(buffer, slot.offset, slot.shape, slot.stride)  # type: ignore[call-overload]
                 .copy_(parameters[name].grad)
             )
-        takers = (bucket.updaters,) if bucket.updaters else ()
-        start_reduce(buffer, bucket.ranks, *takers).wait()
+        start_reduce(buffer, bucket.ranks, bucket.updaters).wait()
         for name, view in zip(bucket.names, views, strict=True):
             parameters[name].grad = view if bucket.is_updated_here else None
     table.gradients_are_local = False

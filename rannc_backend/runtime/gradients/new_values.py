@@ -52,8 +52,7 @@ def send_new_values(table: ParameterTable, names: Sequence[str]) -> None:
     world, tensors = table.world, table.tensors
     mine = sorted(
         (group, updater, str(tensors[name].dtype), name)
-        for name in names
-        if name in table.updates and table.owns(name)
+        for name in _divided_here(table, names)
         for updater, group in [table.updates[name].of(world.rank)]
         if len(group) > 1
     )
@@ -104,9 +103,8 @@ def _start(table: ParameterTable, batch: Sequence[torch.Tensor], updater: int, g
 
 def note_values(table: ParameterTable, names: Iterable[str]) -> None:
     """These parameters have the same values on all owners now."""
-    for name in names:
-        if name in table.updates and table.owns(name):
-            table.versions[name] = table.tensors[name]._version
+    for name in _divided_here(table, names):
+        table.versions[name] = table.tensors[name]._version
 
 
 def outside_changes(table: ParameterTable, number: int) -> list[int] | None:
@@ -117,8 +115,9 @@ def outside_changes(table: ParameterTable, number: int) -> list[int] | None:
     """
     if not table.updates:
         return None
-    mine = sorted(name for name in table.updates if table.owns(name))
-    found = [zlib.crc32(" ".join(_changed(table, mine)).encode())]
+    # In the order of the division, which is the same on all owners.
+    mine = _divided_here(table, table.updates)
+    found = [zlib.crc32(" ".join(_changed(table)).encode())]
     if mine and (number <= _FIRST_COMPARED or number % _COMPARED_EVERY == 0):
         found.append(_sample(table.tensors[mine[number % len(mine)]]))
     return found
@@ -130,15 +129,22 @@ def check_outside_changes(
     """Raises StaleParameterError where ranks of a stage differ. Collective then."""
     if all(len({str(found_by_rank[rank]) for rank in ranks}) == 1 for ranks in stage_ranks):
         return
-    mine = sorted(name for name in table.updates if table.owns(name))
-    changed = agree(table.world, "parameters that were changed", _changed(table, mine))
-    names = sorted(set().union(*map(set, changed)))
-    raise StaleParameterError(names)
+    changed = agree(table.world, "parameters that were changed", _changed(table))
+    raise StaleParameterError(sorted(set().union(*changed)))
 
 
-def _changed(table: ParameterTable, names: Iterable[str]) -> list[str]:
+def _divided_here(table: ParameterTable, names: Iterable[str]) -> list[str]:
+    """The parameters among these that not all owners update, and that this rank has, in their order."""
+    return [name for name in names if name in table.updates and table.owns(name)]
+
+
+def _changed(table: ParameterTable) -> list[str]:
     tensors, versions = table.tensors, table.versions
-    return [name for name in names if tensors[name]._version != versions.get(name, 0)]
+    return [
+        name
+        for name in _divided_here(table, table.updates)
+        if tensors[name]._version != versions.get(name, 0)
+    ]
 
 
 def _sample(tensor: torch.Tensor) -> int:

@@ -132,10 +132,9 @@ class OptimizerWatch:
         for table in self._of(optimizer).tables:
             if not table.updates or table.is_in_backward:
                 continue
-            found = (table.name_of(parameter) for parameter in parameters_of(optimizer))
-            names = [name for name in found if name in table.updates]
-            agree(self._world, f"a step of {type(optimizer).__name__}", len(names))
-            send_new_values(table, names)
+            agree(self._world, f"a step of {type(optimizer).__name__}")
+            names = map(table.name_of, parameters_of(optimizer))
+            send_new_values(table, [name for name in names if name is not None])
 
     def _before_clear(self, optimizer: torch.optim.Optimizer) -> None:
         known = self._of(optimizer)

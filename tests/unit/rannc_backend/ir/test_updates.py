@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rannc_backend.ir.updates import Update, divide, groups_of, largest_share, ranks_of_updates, share_bound
+from rannc_backend.ir.updates import Update, divide, groups_of, ranks_of_updates
 
 SIZES = st.lists(st.integers(0, 1000), max_size=30)
+
+
+def largest_share(num_bytes: Sequence[int], num_ranks: int) -> int:
+    """Bytes of the rank that updates most, where parameters of these sizes are divided over so many ranks."""
+    if num_ranks <= 1:
+        return sum(num_bytes)
+    loads = [0] * num_ranks
+    for size in sorted(num_bytes, reverse=True):
+        heapq.heapreplace(loads, loads[0] + size)
+    return max(loads)
+
+
+def share_bound(descending: Sequence[int], total: int, num_ranks: int) -> float:
+    """As `planner.cost.update_shares` has it, of one number of ranks."""
+    if num_ranks <= 1 or not descending:
+        return float(total)
+    later = descending[num_ranks] if len(descending) > num_ranks else 0
+    return max(float(descending[0]), total / num_ranks + later * (1 - 1 / num_ranks))
 
 
 @given(ranks=st.sets(st.integers(0, 20), min_size=1), num_groups=st.integers(1, 25))

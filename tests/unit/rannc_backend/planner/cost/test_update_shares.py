@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rannc_backend.ir.updates import largest_share, share_bound
 from rannc_backend.planner.cost.update_shares import update_shares
+from tests.unit.rannc_backend.ir.test_updates import largest_share, share_bound
 
 BLOCKS = st.lists(
     st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), max_size=4), min_size=1, max_size=6
