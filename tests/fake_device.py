@@ -271,6 +271,13 @@ class FakePosted:
     def is_completed(self) -> bool:
         return self.event.passed or self.failure is not None
 
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """As NCCL's watchdog and `is_completed` set it: 2, a communication error."""
+        result: torch.futures.Future[int] = torch.futures.Future()
+        if self.is_completed():
+            result.set_result(0 if self.failure is None else 2)
+        return result
+
     def exception(self) -> BaseException | None:
         return self.failure
 

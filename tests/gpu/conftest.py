@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def missing_packages(requirements: str) -> list[str]:
-    """Names in a requirements file that are not installed."""
+    """Names in a requirements file that this Python needs and that are not installed."""
     lines = [line.split("#")[0].strip() for line in requirements.splitlines()]
-    names = [match[0] for line in lines if (match := re.match(r"[A-Za-z0-9._-]+", line))]
     missing = []
-    for name in names:
+    for requirement in (Requirement(line) for line in lines if line):
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue  # for another Python
         try:
-            importlib.metadata.version(name)
+            importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+            missing.append(requirement.name)
     return missing
 
 

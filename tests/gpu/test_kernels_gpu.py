@@ -15,9 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from rannc_backend.kernels import boundary_pack
 from rannc_backend.kernels.boundary_pack import Wire, pack, plan_message, unpack
 from rannc_backend.kernels.gradient_views import GradientTables
+from rannc_backend.kernels.pack_reference import FLOAT8_CAPABILITY
 from rannc_backend.kernels.record_table import CopyReport, KernelError, RecordTables
 from rannc_backend.kernels.triton_support import HAS_TRITON
 
@@ -95,7 +95,7 @@ def test_views_of_several_buckets_take_one_launch() -> None:
 def test_float8_is_refused_where_the_gpu_has_none() -> None:
     values = torch.randn(256, device=DEVICE)
     layout = plan_message([values.shape], [values.dtype], [Wire.FLOAT8])
-    if torch.cuda.get_device_capability() < boundary_pack.FLOAT8_CAPABILITY and torch.version.hip is None:
+    if torch.cuda.get_device_capability() < FLOAT8_CAPABILITY and torch.version.hip is None:
         with pytest.raises(KernelError, match="need 8.9"):
             pack([values], layout)
     else:

@@ -183,6 +183,8 @@ def test_missing_packages_are_named() -> None:
     assert missing_packages("# comment\nsympy>=1.13\nno-such-package-at-all>=3  # why\n\nnumpy\n") == [
         "no-such-package-at-all"
     ]
+    # For a Python that is not this one.
+    assert missing_packages('no-such-package-at-all>=3; python_version < "3"\n') == []
 
 
 def test_shares_of_a_step() -> None:

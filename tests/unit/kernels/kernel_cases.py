@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import torch
 
-from rannc_backend.kernels import boundary_pack, gradient_views, record_table
+from rannc_backend.kernels import boundary_pack, gradient_views, pack_reference, record_table
 from rannc_backend.kernels.boundary_pack import Wire, plan_message
 from rannc_backend.kernels.gradient_views import GradientTables
 from rannc_backend.kernels.message_layout import choose_wires
@@ -207,7 +207,7 @@ def message_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable
         )
     yield check("only empty tensors", lambda: [torch.empty(0, device=device)] * 3)
     formats = {Wire.BFLOAT16: (torch.float32, torch.float64), Wire.FLOAT8: FLOATS[:3]}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < boundary_pack.FLOAT8_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < pack_reference.FLOAT8_CAPABILITY:
         del formats[Wire.FLOAT8]  # refused there
     for wire, dtypes in formats.items():
         for shift, special in ((0, False), (0, True), (3, True)):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from rannc_backend.runtime.torch_internals import (
     backward_keeps_graph,
     be_first_after_step,
     gradient_hooks,
+    is_finished,
     num_storage_users,
+    on_busy_device,
     replace_clip_grad_norm,
     replace_unscale_grads,
     storage_key,
@@ -45,6 +48,32 @@ def test_storage_users_are_counted_without_the_question() -> None:
     assert num_storage_users(base) == 2
     del alias
     assert num_storage_users(base) == 1
+
+
+def test_a_run_is_timed_while_the_device_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is played: it does one thing after the other, and none before the host has queued it."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.place = len(done)
+            done.append("event")
+
+        def synchronize(self) -> None:
+            done.append("waited")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000.0 * (end.place - self.place)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(f"sleep {cycles}"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    busy = on_busy_device(lambda: done.append("run") or 7, torch.device("cuda"), 0.5)
+    assert done == ["sleep 1000000000", "event", "run", "event", "waited"]
+    assert busy.result == 7 and busy.device_seconds == 2.0 and 0 <= busy.host_seconds < 1
 
 
 def test_backward_knows_whether_its_graph_is_kept() -> None:
@@ -225,6 +254,65 @@ def test_truncated_normals_go_through_the_function_that_is_replaced() -> None:
     assert [args for _, args in noted] == [(1.0, 2.0, -1.0, 3.0)]
     filled = noted[0][0](torch.empty(300), 1.0, 2.0, -1.0, 3.0)
     assert -1.0 <= filled.min() and filled.max() <= 3.0
+
+
+class PlayedWork:
+    """Answers as NCCL's work does (a future result, on 2.11 no exception that Python could read) or gloo's."""
+
+    def __init__(
+        self, *, completed: bool, nccl_result: int | None = None, failed: bool = False, readable: bool = True
+    ) -> None:
+        self.completed, self.nccl_result, self.failed, self.readable = (
+            completed,
+            nccl_result,
+            failed,
+            readable,
+        )
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        if self.nccl_result is None:
+            raise RuntimeError("Work::getFutureResult not implemented.")
+        future: torch.futures.Future[int] = torch.futures.Future()
+        if self.nccl_result >= 0:
+            future.set_result(self.nccl_result)
+        return future
+
+    def exception(self) -> RuntimeError | None:
+        if not self.readable:
+            raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
+        return RuntimeError("peer is gone\nand more") if self.failed or self.nccl_result else None
+
+    def is_success(self) -> bool:
+        assert self.nccl_result is None, "deprecated: raises with NCCL"
+        return self.completed and not self.failed
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (PlayedWork(completed=False, nccl_result=-1), False),
+        (PlayedWork(completed=True, nccl_result=-1), True),
+        (PlayedWork(completed=True, nccl_result=0), True),
+        (PlayedWork(completed=True, nccl_result=2), "peer is gone$"),
+        (PlayedWork(completed=True, nccl_result=2, readable=False), "result is 2, communication error"),
+        (PlayedWork(completed=False, nccl_result=1, readable=False), "time-out"),
+        (PlayedWork(completed=False), False),
+        (PlayedWork(completed=True), True),
+        (PlayedWork(completed=True, failed=True), "peer is gone$"),
+        (PlayedWork(completed=False, readable=False), False),
+        (PlayedWork(completed=True, readable=False), True),
+        (PlayedWork(completed=True, failed=True, readable=False), "is broken"),
+    ],
+)
+def test_work_of_either_kind_says_whether_it_failed(work: PlayedWork, expected: bool | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(RuntimeError, match=expected):
+            is_finished(work)
+    else:
+        assert is_finished(work) is expected
 
 
 @pytest.mark.full
