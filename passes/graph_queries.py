@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+aten = torch.ops.aten
+
 _UNSET_MEMORY = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 )
@@ -42,6 +44,15 @@ def overload_of(node: fx.Node) -> OpOverload:
     """The operator that a node calls, with its schema."""
     assert isinstance(node.target, OpOverload), f"{node} calls no operator of torch's dispatcher"
     return node.target
+
+
+def is_zeros(node: Any) -> bool:
+    """Whether a value is a new tensor of zeros."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target in (aten.new_zeros.default, aten.zeros.default):
+        return True
+    return node.target in (aten.full.default, aten.new_full.default) and bool(arguments_of(node)[-1] == 0)
 
 
 def is_random(node: fx.Node) -> bool:
