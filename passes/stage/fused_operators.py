@@ -58,3 +58,15 @@ def is_fused(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     return node.target in _FUSED or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a call takes no time of its own beside what makes its operands: a view, a number, an element of a
+    tuple, or what Inductor computes in the kernel of another.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return False
+    if not isinstance(value, torch.Tensor) or node.target in _VIEWS:
+        return True
+    return getattr(node.target, "__name__", "") == "getitem" or is_fused(node)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from rannc_backend.kernels.gradient_writes import FIRST, LATER
-from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.graph_queries import arguments_of, is_zeros
 from rannc_backend.passes.pipeline import Pass
 from rannc_backend.passes.stage.fused_operators import is_fused
 
@@ -47,7 +47,6 @@ _SAME_ELEMENTS = frozenset(
 )
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 _SCATTERS = frozenset({aten.index_put.default, aten._unsafe_index_put.default})
-_ZEROS = frozenset({aten.full.default, aten.new_zeros.default, aten.zeros.default, aten.new_full.default})
 # Their gradients are sums of many small numbers per row, which narrower types would round one by one.
 _ROW_DTYPES = frozenset({torch.float32, torch.float64})
 
@@ -441,15 +440,9 @@ def _scatter_of(node: fx.Node) -> _Scatter | None:
         mask = None
     else:
         return None
-    if not _is_zeros(table) or len(indices) != 1 or not isinstance(indices[0], fx.Node):
+    if not is_zeros(table) or len(indices) != 1 or not isinstance(indices[0], fx.Node):
         return None
     return _Scatter(index=indices[0], rows=rows, mask=mask)
-
-
-def _is_zeros(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or node.target not in _ZEROS:
-        return False
-    return node.target in (aten.new_zeros.default, aten.zeros.default) or bool(arguments_of(node)[-1] == 0)
 
 
 def _bytes(slot: Tensor) -> int:

@@ -11,7 +11,7 @@ so does a saved output.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import sympy
 import torch
@@ -25,16 +25,20 @@ def saved_bytes(forward: fx.GraphModule, num_outputs: int, kept_anyway: Collecti
     constants).
     """
     placeholders = forward.graph.find_nodes(op="placeholder")
-    kept = [node.meta["val"] for node in placeholders if node.name in kept_anyway]
-    free = {_storage(value) for value in kept if isinstance(value, torch.Tensor)}
+    kept = [node for node in placeholders if node.name in kept_anyway]
     (output,) = forward.graph.find_nodes(op="output")
+    return bytes_beside(output.args[0][num_outputs:], kept)
+
+
+def bytes_beside(nodes: Iterable[fx.Node], free: Iterable[fx.Node]) -> sympy.Expr:
+    """Bytes of the distinct storages of `nodes` that are no storage of a node of `free`; numbers count nothing."""
+    seen = {_storage(node.meta["val"]) for node in free if isinstance(node.meta["val"], torch.Tensor)}
     total: sympy.Expr = sympy.Integer(0)
-    for node in output.args[0][num_outputs:]:
+    for node in nodes:
         value = node.meta["val"]
-        if not isinstance(value, torch.Tensor) or _storage(value) in free:
-            continue
-        free.add(_storage(value))
-        total = total + _expression(value.untyped_storage().nbytes())
+        if isinstance(value, torch.Tensor) and _storage(value) not in seen:
+            seen.add(_storage(value))
+            total = total + _expression(value.untyped_storage().nbytes())
     return sympy.expand(total)
 
 
