@@ -2,7 +2,7 @@
 
 Terms. A *size* is a number of FLOPs or bytes as an expression in the rows that one replica computes in one
 micro-batch: a sympy expression where it comes from a graph, a `cost.formula.Formula` where it was read from a
-file. `cost.expressions.evaluate` gives the values of both.
+file, or an int. `cost.expressions.evaluate` gives the values of all.
 """
 
 from __future__ import annotations

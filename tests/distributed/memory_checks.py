@@ -172,6 +172,61 @@ def load_before_first_step(context: Context) -> None:
     context.findings.raises("a wrong name", ("RuntimeError",), lambda: model.load_state_dict(wrong))
 
 
+def memory_is_reported(context: Context) -> dict[str, Any]:
+    """`memory_report` counts what this rank really holds, and what the first steps needed."""
+    import rannc_backend
+    from rannc_backend.errors import UserInputError
+
+    model, findings = context.model(), context.findings
+    compiled = context.compile(model, report_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    try:
+        rannc_backend.memory_report(model)
+        findings.that(False, "a report of a model that was not called")
+    except UserInputError as error:
+        findings.that("not planned yet" in str(error), f"of a model that was not called: {error}")
+    local = context.local(context.batch())
+    early = None
+    for step in range(6):
+        optimizer.zero_grad()
+        context.entry.loss_of(context.entry.call(compiled, local), local).backward()
+        optimizer.step()
+        if step == 0:
+            early = rannc_backend.memory_report(model)
+    report = rannc_backend.memory_report(model, optimizer)
+    assert early is not None, "there was a first step"
+    for stage in early.stages:
+        unknown = (stage.measured.optimizer, stage.measured.step, stage.measured.peak)
+        findings.that(unknown == (None, None, None), f"known after one step, without an optimizer: {unknown}")
+    findings.that("not known" in str(early), "unknown bytes look known")
+    (own,) = (stage for stage in report.stages if context.rank in stage.ranks)
+    held = {p.untyped_storage().data_ptr(): p for p in model.parameters() if p.grad is not None}
+    weights = sum(p.numel() * p.element_size() for p in held.values())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    # What is elsewhere is one element.
+    cells = 16 * len(list(model.parameters()))
+    state = sum(
+        value.numel() * value.element_size()
+        for values in optimizer.state.values()
+        for value in values.values()
+    )
+    measured = own.measured
+    findings.that(
+        weights <= measured.parameters <= weights + buffers + cells, f"{measured}, {weights} of weights"
+    )
+    findings.that(measured.optimizer == state, f"{measured}, {state} of optimizer state")
+    findings.that(
+        weights <= measured.gradients <= 1.5 * weights + 4096, f"{measured}, {weights} of gradients"
+    )
+    known = measured.step is not None and measured.peak is not None
+    findings.that(known, f"not known after six steps: {measured}")
+    if measured.step is not None and measured.peak is not None:
+        findings.that(measured.step > 0, "a step without activations")
+        findings.that(measured.peak >= measured.step + weights, f"a peak below its parts: {measured}")
+    findings.that(own.predicted.parameters >= weights, f"predicted {own.predicted}")
+    return report.model_dump(mode="json")
+
+
 def clipping(context: Context) -> None:
     """clip_grad_norm_ returns and does over all stages what torch's does in one process; tied parameters
     count once.

@@ -64,6 +64,21 @@ TOUCHED = (
 )
 
 
+REPORTED = tuple(
+    _case(f"report-{model}-{replicas}", model, replicas, "memory_is_reported")
+    for model, replicas in (("mlp_loss", "1,1"), ("tied_embedding", "1,2,1"), ("mlp_loss", "1"))
+)
+
+
+@pytest.mark.parametrize("case", cases(REPORTED, "memory"))
+def test_the_report_counts_what_there_is(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome = outcome_of(case)
+    outcome.raise_if_failed()
+    first, *others = (result["stages"] for result in outcome.results)
+    assert all(other == first for other in others), "the ranks were told different things"
+    assert [stage["stage"] for stage in first] == list(range(case.num_stages))
+
+
 @pytest.mark.parametrize("case", cases(LARGE, "memory", ("large-1,1,1,1",)))
 def test_memory_of_the_process_falls(case: Case, outcome_of: OutcomeOf) -> None:
     outcome = outcome_of(case)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,17 @@ class AllocationTracker:
         self._references[key] = weakref.ref(storage, gone)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def optimizer_tensors(
+    optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """The state that optimizers keep for these parameters."""
+    own = set(map(id, parameters))
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in own:
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -34,6 +34,8 @@ TRACKS = ("step", "compute", "send", "receive", "reduction")
 _TRACK_OF = {
     ActionKind.FORWARD: "compute",
     ActionKind.BACKWARD: "compute",
+    ActionKind.BACKWARD_INPUT: "compute",
+    ActionKind.BACKWARD_WEIGHT: "compute",
     ActionKind.SEND_FORWARD: "send",
     ActionKind.SEND_GRADIENT: "send",
     ActionKind.DONE_FORWARD: "send",

@@ -17,7 +17,7 @@ import contextlib
 import statistics
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rannc_backend.ir.action import ActionKind, Program
-from rannc_backend.runtime.trace.allocations import AllocationTracker, unique_bytes
+from rannc_backend.runtime.trace.allocations import AllocationTracker, optimizer_tensors, unique_bytes
 from rannc_backend.settings import hooks
 
 NUM_WARM_UP_STEPS = 2
@@ -34,6 +34,8 @@ NUM_WARM_UP_STEPS = 2
 _KINDS: Mapping[ActionKind, str] = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward",
+    ActionKind.BACKWARD_WEIGHT: "backward",
     ActionKind.WAIT_FORWARD: "waiting",
     ActionKind.WAIT_GRADIENT: "waiting",
     ActionKind.DONE_FORWARD: "waiting",
@@ -219,13 +221,18 @@ class StepMeter:
         by_step: dict[str, list[float]] = {kind: [] for kind in (*_PER_STEP, "step")}
         for record in timed:
             sums = dict.fromkeys(_PER_STEP, 0.0)
+            computes: defaultdict[tuple[str, int], float] = defaultdict(
+                float
+            )  # a backward may have two parts
             for program, marks in record.programs:
                 for action, begin, end in zip(program, marks, marks[1:], strict=False):
                     kind = _KINDS.get(action.kind)
                     if kind in sums:
                         sums[kind] += self._clock.seconds(begin, end)
                     elif kind is not None:
-                        by_micro_batch[kind].append(self._clock.seconds(begin, end))
+                        computes[kind, action.micro_batch] += self._clock.seconds(begin, end)
+            for (kind, _), seconds in computes.items():
+                by_micro_batch[kind].append(seconds)
             for kind, seconds in sums.items():
                 by_step[kind].append(seconds)
             by_step["step"].append(sum(self._clock.seconds(*span) for span in record.spans if len(span) > 1))
@@ -246,15 +253,7 @@ class StepMeter:
             return {"peak_bytes": torch.cuda.max_memory_allocated(self.device)}
         weights = unique_bytes(self.model_tensors)
         gradients = unique_bytes(self.gradient_tensors())
-        states = [
-            state
-            for optimizer in self._optimizers
-            for p, state in optimizer.state.items()
-            if self._is_ours(p)
-        ]
-        optimizer = unique_bytes(
-            leaf for state in states for leaf in state.values() if isinstance(leaf, torch.Tensor)
-        )
+        optimizer = unique_bytes(optimizer_tensors(self._optimizers, self.model_tensors))
         memory = self._memory
         followed = 0 if memory is None or memory.tracker is None else memory.tracker.peak_bytes
         return {
@@ -265,9 +264,6 @@ class StepMeter:
             "step_bytes": followed,
             "peak_bytes": weights + gradients + optimizer + self._message_bytes + followed,
         }
-
-    def _is_ours(self, parameter: torch.Tensor) -> bool:
-        return any(parameter is tensor for tensor in self.model_tensors)
 
 
 def _median(values: Sequence[float]) -> float:
