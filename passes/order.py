@@ -52,10 +52,19 @@ PIPELINE: tuple[Level, ...] = (
         passes=("lift_constants", "any_layout", "secure_outputs"),
     ),
     Level(
-        what="Forward and backward, traced as one graph and then cut in two; `simplify_joint` for Inductor "
-        "alone. A stage that only infers is traced too, and not cut.",
-        where="stages/build.py: StageBuilder.trace, split_safely",
-        passes=("trace_joint", "simplify_joint", "equal_values", "split_joint", "secure_gradients"),
+        what="Forward and backward, traced as one graph and then cut in two; `simplify_joint` and "
+        "`single_scatters` for Inductor alone, `split_backward` for schedules whose backwards have two parts. A "
+        "stage that only infers is traced too, and not cut.",
+        where="stages/build.py: StageBuilder.trace, split_safely, _parts",
+        passes=(
+            "trace_joint",
+            "simplify_joint",
+            "equal_values",
+            "single_scatters",
+            "split_joint",
+            "secure_gradients",
+            "split_backward",
+        ),
     ),
     Level(
         what="Gradients are born in buckets and values in messages. `deliver_early` stands for "

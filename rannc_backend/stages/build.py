@@ -24,6 +24,8 @@ from rannc_backend.passes.stage.gradient_buckets import GROUP_BYTES, How, WriteI
 from rannc_backend.passes.stage.partition_backward import Box
 from rannc_backend.passes.stage.recompute import saved_bytes
 from rannc_backend.passes.stage.send_slices import WriteToDestinations, storable
+from rannc_backend.passes.stage.single_scatters import ChooseInsteadOfScatter
+from rannc_backend.passes.stage.split_backward import SplitBackward
 from rannc_backend.passes.stage.split_stages import StageGraph
 from rannc_backend.passes.stage.stage_boundaries import SecureGradients, SecureOutputs
 from rannc_backend.stages.joint_graph import (
@@ -73,13 +75,16 @@ class StageFunctions:
     `forward` takes [rows, *inputs, *constants, *destinations of `stored_outputs`] and returns the other
     distinct outputs, then saved values. `backward` takes [*saved in `saved_order`, *tangents, accumulate,
     *views of the gradients of `delivered`, *destinations of `stored_gradients`] (accumulate only where
-    something is delivered) and returns the gradients of `returned`, which are positions of inputs.
+    something is delivered) and returns the gradients of `returned`, which are positions of inputs. Where there is a
+    `backward_weights`, `backward` takes neither accumulate nor views and returns besides what is kept; that, accumulate
+    and views are what `backward_weights` takes.
     `output_index[i]` is where output i is found among the distinct outputs, which `stored_outputs` counts
     too; `tangent_of[j]` is the distinct output that tangent j belongs to.
     """
 
     forward: BoxedCallable | None = None
     backward: BoxedCallable | None = None
+    backward_weights: BoxedCallable | None = None
     infer: Inference | None = None
     make_infer: Callable[[], Inference]
     num_outputs: int
@@ -97,6 +102,7 @@ class StageFunctions:
     # Of `returned`: gradients that are views of memory that the caller or `saved` owns, and are copied.
     borrowed: frozenset[int] = frozenset()
     saved_bytes: sympy.Expr = sympy.Integer(0)
+    kept_bytes: sympy.Expr = sympy.Integer(0)  # between the two parts of a backward
     # What compilation assumed of the sizes, as a function so that it covers what was compiled last.
     size_conditions: Callable[[], tuple[sympy.Basic, ...]]
     symbols: tuple[sympy.Symbol, ...]
@@ -139,7 +145,10 @@ class StageBuilder:
         compiler: str,
         activation_budget: float,
         stored: Stored = Stored(),
+        *,
+        splits_backward: bool = False,
     ) -> None:
+        self.splits_backward = splits_backward
         self.signature = signature
         self.fake_mode = fake_mode
         self.inductor = compiler == "inductor"
@@ -202,6 +211,8 @@ class StageBuilder:
             simplify_joint(traced.joint, self.fake_mode)
         if traced.tangent_of:
             run_pass(ShareEqualValues(), traced.joint)
+        if self.inductor and traced.tangent_of:
+            run_pass(ChooseInsteadOfScatter(), traced.joint)
         return traced
 
     def _conditions(self) -> tuple[sympy.Basic, ...]:
@@ -270,21 +281,34 @@ class StageBuilder:
         functions.borrowed = gradients.borrowed
         functions.stored_outputs = storable(split.forward, self._may_store)
         forward = _writing_outputs(split.forward, functions.stored_outputs)
-        backward = self._writing(functions, split.backward, gradients)
-        if not self.inductor:
-            functions.forward, functions.backward = (
-                run_pass(Box(), graph).forward for graph in (forward, backward)
-            )
-            return
-        from rannc_backend.stages.inductor import compile_pair
+        if self.splits_backward and gradients.parameters:
+            graphs: list[fx.GraphModule] = [forward, *self._parts(functions, split, gradients)]
+        else:
+            backward = self._writing(functions, split.backward, gradients)
+            graphs = [forward, self._returning(functions, backward, gradients)]
+        if self.inductor:
+            from rannc_backend.stages.inductor import compile_chain
 
-        functions.forward, functions.backward = compile_pair(
-            forward,
-            backward,
-            num_outputs=self.num_outputs - len(functions.stored_outputs),
-            saved_order=split.saved_order,
-            fake_mode=self.fake_mode,
-        )
+            orders = [split.saved_order, range(len(graphs[-1].graph.find_nodes(op="placeholder")))]
+            num_visible = [self.num_outputs - len(functions.stored_outputs), len(functions.returned)]
+            compiled = compile_chain(
+                graphs, num_visible=[*num_visible, 0], orders=orders, fake_mode=self.fake_mode
+            )
+        else:
+            compiled = [run_pass(Box(), graph).forward for graph in graphs]
+        functions.forward, functions.backward, *others = compiled
+        functions.backward_weights = others[0] if others else None
+
+    def _parts(
+        self, functions: StageFunctions, split: SplitStage, gradients: Gradients
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The two graphs of a backward: of the gradients of inputs, which returns besides what the other takes."""
+        parts = run_pass(SplitBackward(tuple(gradients.parameters)), split.backward)
+        functions.kept_bytes = parts.kept_bytes(self.kept_anyway(split.forward))
+        first = self._returning(functions, parts.first, gradients)
+        positions = dict(enumerate(gradients.parameters.values()))
+        second = Gradients(parameters=positions, returned={}, borrowed=frozenset())
+        return first, self._writing(functions, parts.second, second)
 
     def _accumulate(self) -> Any:
         """Whether gradients are added to what is in their buckets, as a graph takes it."""
@@ -295,9 +319,7 @@ class StageBuilder:
     def _writing(
         self, functions: StageFunctions, backward: fx.GraphModule, gradients: Gradients
     ) -> fx.GraphModule:
-        """The backward graph that writes gradients of parameters into buckets, and of inputs into messages
-        where that is free.
-        """
+        """The backward graph that writes gradients of parameters into buckets."""
         if gradients.parameters:
             with self.fake_mode:
                 slots = {
@@ -322,6 +344,14 @@ class StageBuilder:
                 written.how,
                 written.num_calls,
             )
+        return backward
+
+    def _returning(
+        self, functions: StageFunctions, backward: fx.GraphModule, gradients: Gradients
+    ) -> fx.GraphModule:
+        """The backward graph, which returns gradients of inputs first, that writes them into messages where that is
+        free. What is kept besides stays apart from a message, as Inductor copies into its memory.
+        """
         candidates = [
             i
             for i, p in enumerate(functions.returned)

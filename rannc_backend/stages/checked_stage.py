@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rannc_backend.stages.compiled_stage import NOTHING, CompiledStage, Saved
-from rannc_backend.stages.gradient_sink import GradientSink
+from rannc_backend.stages.gradient_sink import GradientSink, ScratchGradients
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,16 @@ class DisplayedStage:
     ) -> list[Tensor]:
         """As `CompiledStage.backward`."""
         return self._stage.backward(saved, grads, sink, destinations)
+
+    def backward_inputs(
+        self, saved: Saved, grads: Sequence[Tensor | None], destinations: Mapping[int, Tensor] = NOTHING
+    ) -> tuple[list[Tensor], list[Any]]:
+        """As `CompiledStage.backward_inputs`."""
+        return self._stage.backward_inputs(saved, grads, destinations)
+
+    def backward_weights(self, kept: list[Any], sink: GradientSink) -> None:
+        """As `CompiledStage.backward_weights`."""
+        self._stage.backward_weights(kept, sink)
 
     def infer(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> list[Tensor]:
         """As `CompiledStage.infer`."""
@@ -102,21 +112,43 @@ class VerifiedStage:
         destinations: Mapping[int, Tensor] = NOTHING,
     ) -> list[Tensor]:
         """As `CompiledStage.backward`."""
-        number = saved[0]
-        own, twins = saved[1 : 1 + number], saved[1 + number :]
-        if isinstance(saved, list):
-            saved.clear()
+        own, twins = _halves(saved)
         expected, made = self._twin.scratch_gradients(), self._stage.scratch_gradients()
         expected_inputs = self._twin.backward(twins, grads, expected)
         results = self._stage.backward(own, grads, made, destinations)
+        self._deliver(made, expected, sink)
+        self._compare_inputs(results, expected_inputs)
+        return results
+
+    def backward_inputs(
+        self, saved: Saved, grads: Sequence[Tensor | None], destinations: Mapping[int, Tensor] = NOTHING
+    ) -> tuple[list[Tensor], list[Any]]:
+        """As `CompiledStage.backward_inputs`. What is kept: the gradients of the twin, and what the stage keeps."""
+        own, twins = _halves(saved)
+        expected = self._twin.scratch_gradients()
+        expected_inputs = self._twin.backward(twins, grads, expected)
+        results, kept = self._stage.backward_inputs(own, grads, destinations)
+        self._compare_inputs(results, expected_inputs)
+        return results, [expected, kept]
+
+    def backward_weights(self, kept: list[Any], sink: GradientSink) -> None:
+        """As `CompiledStage.backward_weights`."""
+        expected, own = kept
+        kept.clear()
+        made = self._stage.scratch_gradients()
+        self._stage.backward_weights(own, made)
+        self._deliver(made, expected, sink)
+
+    def _deliver(self, made: ScratchGradients, expected: ScratchGradients, sink: GradientSink) -> None:
         for position, gradient in made.gradients.items():
             self._compare(f"parameter {self.inputs[position].name}", gradient, expected.gradients[position])
             total, holds = sink.target(position)
             total.copy_(total + gradient if holds else gradient)
             sink.made(position)
-        for position, gradient, other in zip(self.grad_inputs, results, expected_inputs, strict=True):
+
+    def _compare_inputs(self, gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+        for position, gradient, other in zip(self.grad_inputs, gradients, expected, strict=True):
             self._compare(f"input {self.inputs[position].name}", gradient, other)
-        return results
 
     def infer(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> list[Tensor]:
         """As `CompiledStage.infer`."""
@@ -136,6 +168,15 @@ class VerifiedStage:
                 str(expected.dtype).removeprefix("torch."),
                 precision,
             )
+
+
+def _halves(saved: Saved) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What `VerifiedStage.forward` has saved: the stage's, and its twin's. A list is emptied."""
+    number = saved[0]
+    own, twins = saved[1 : 1 + number], saved[1 + number :]
+    if isinstance(saved, list):
+        saved.clear()
+    return own, twins
 
 
 def relative_difference(tensor: Tensor, expected: Tensor) -> float:

@@ -11,6 +11,8 @@ their compiled functions through a `CompileCache` that the caller owns.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +30,11 @@ from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.passes.pipeline import with_dump_of_now
 from rannc_backend.passes.stage.split_stages import StageGraph, StageInput, StageOutput
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.rare_collections import rare_collections
 from rannc_backend.stages.build import StageBuilder, StageFunctions, Stored
 from rannc_backend.stages.gradient_sink import GradientSink, ScratchGradients, open_targets
+from rannc_backend.stages.joint_graph import segments_of
 from rannc_backend.stages.signature import Sizes, StageSignature, signature_of, structural_hash
 from rannc_backend.stages.variants import Variants, with_hints
 
@@ -48,9 +52,9 @@ def minds_rows(compiler: str, activation_budget: float) -> bool:
     """Whether what is compiled depends on how many rows are expected.
 
     Inductor tunes its kernels to them. With a part of the activations' budget it depends on them what is best
-    saved; all or nothing needs no choice, and operators that run one by one do not care.
+    saved; all, nothing or segments need no choice, and operators that run one by one do not care.
     """
-    return compiler == "inductor" or 0.0 < activation_budget < 1.0
+    return compiler == "inductor" or activation_budget not in (0.0, SEGMENTS_BUDGET, 1.0)
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class CompiledStage:
     gradient_tables: what the kernel needs that copies gradients on a GPU, made in the first backwards and
     then found again.
     saved_bytes: bytes of what one forward saves, as an expression in the batch size; see `passes.recompute`.
+    splits_backward: whether `backward_inputs` and `backward_weights` may be called.
+    kept_bytes: the same of what the first part of a backward keeps for the second.
 
     Outputs are contiguous and share no memory with inputs, but may share it with saved values and with each
     other: they must not be changed in place. Gradients that `backward` returns are contiguous and share no
@@ -89,14 +95,17 @@ class CompiledStage:
         stage: StageGraph,
         signature: StageSignature,
         variants: Variants[StageFunctions],
+        *,
+        splits_backward: bool = False,
     ) -> None:
+        self.splits_backward = splits_backward
         self.inputs: tuple[StageInput, ...] = stage.inputs
         self.outputs: tuple[StageOutput, ...] = stage.outputs
         self.grad_outputs = signature.grad_outputs
         self.grad_inputs = signature.grad_inputs
         functions = variants.built[0]
         self.grad_parameters = functions.delivered
-        self.saved_bytes = functions.saved_bytes
+        self.saved_bytes, self.kept_bytes = functions.saved_bytes, functions.kept_bytes
         stored = (
             functions.stored_outputs
             if functions.forward is not None or functions.infer is None
@@ -155,7 +164,46 @@ class CompiledStage:
 
         Returns the gradients by `grad_inputs`; zeros where none flows.
         """
+        gradients, kept = self._backward(saved, grads, sink, destinations)
+        self.backward_weights(kept, sink)
+        return gradients
+
+    def backward_inputs(
+        self,
+        saved: Saved,
+        grads: Sequence[Tensor | None],
+        destinations: Mapping[int, Tensor] = NOTHING,
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The first part of `backward`, of a stage that was compiled for two: the gradients by `grad_inputs`, and what
+        `backward_weights` needs.
+        """
+        return self._backward(saved, grads, None, destinations)
+
+    def backward_weights(self, kept: list[Any], sink: GradientSink) -> None:
+        """The second part: the gradients of parameters go to the sink. `kept` is emptied."""
+        if not kept:
+            return
+        functions = self._variants.of(kept[0])
+        values = kept[1:]
+        kept.clear()
+        assert functions.backward_weights is not None, "something is kept for what was not compiled"
+        with _RunMode():
+            accumulate, views = open_targets(sink, functions.delivered)
+            values += [accumulate, *views]
+            del views
+            with listening(sink, self.gradient_tables):
+                functions.backward_weights(values)
+
+    def _backward(
+        self,
+        saved: Saved,
+        grads: Sequence[Tensor | None],
+        sink: GradientSink | None,
+        destinations: Mapping[int, Tensor],
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Without a sink, nothing may go to one: the stage has two parts, or nothing in it is trained."""
         sizes = saved[0]
+        kept: list[Any] = []
         functions, signature = self._variants.of(sizes), self._signature
         values = [saved[1 + position] for position in functions.saved_order]
         if isinstance(saved, list):
@@ -164,7 +212,8 @@ class CompiledStage:
         with _RunMode():
             if functions.backward is not None:
                 values.extend(self._tangents(functions, sizes, grads))
-                if functions.delivered:
+                if functions.delivered and functions.backward_weights is None:
+                    assert sink is not None, "the stage was compiled for a backward in one part"
                     accumulate, views = open_targets(sink, functions.delivered)
                     values += [accumulate, *views]
                     del views
@@ -172,8 +221,11 @@ class CompiledStage:
                     memory = destinations.get(position)
                     by_input[position] = signature.empty_input(position, sizes) if memory is None else memory
                     values.append(by_input[position])
-                with listening(sink, self.gradient_tables):
+                with listening(sink, self.gradient_tables) if sink is not None else contextlib.nullcontext():
                     results = functions.backward(values)
+                if functions.backward_weights is not None:
+                    kept += [sizes, *results[len(functions.returned) :]]
+                    results = results[: len(functions.returned)]
                 by_input.update(zip(functions.returned, map(plain_memory, results), strict=True))
                 for position in functions.borrowed:
                     by_input[position] = by_input[position].clone()
@@ -181,7 +233,7 @@ class CompiledStage:
                 if position not in by_input:
                     by_input[position] = signature.zeros_of_input(position, sizes)
                 _move(by_input, position, destinations)
-        return [by_input[position] for position in self.grad_inputs]
+        return [by_input[position] for position in self.grad_inputs], kept
 
     def infer(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> list[Tensor]:
         """Compute the outputs from `args` (by `inputs`), to `destinations` where those are given; nothing is
@@ -312,6 +364,7 @@ def compile_stage(
     length_hints: Mapping[str, int] = {},
     stored: frozenset[str] = frozenset(),
     stored_gradients: frozenset[str] = frozenset(),
+    splits_backward: bool = False,
 ) -> CompiledStage:
     """Compile one stage.
 
@@ -322,7 +375,7 @@ def compile_stage(
         requires_grad_parameters: names of the parameter placeholders that are trained.
         fake_mode: of the stage graph's ``meta["val"]``, whose batch sizes are expressions of `rows_symbol`.
         compiler: "eager" or "inductor".
-        activation_budget: from 0 to 1; see `compile_joint`.
+        activation_budget: from 0 to 1; see `stages.joint_graph`.
         training: False compiles no backward; then only `infer` may be called.
         cache: equal stages compiled with the same cache share their functions.
         rows_hint: the number of rows to expect, used where that matters (`minds_rows`). `length_hints`: the lengths
@@ -332,6 +385,7 @@ def compile_stage(
         stored, stored_gradients: names of outputs, each an output once, and of inputs, whose values and
         gradients travel in messages
             with others; see `CompiledStage`.
+        splits_backward: compile the backward in two parts, for `backward_inputs` and `backward_weights`.
     """
     assert compiler in COMPILERS, f"unknown compiler {compiler!r}"
     assert 0.0 <= activation_budget <= 1.0, f"activation budget {activation_budget} is not in [0, 1]"
@@ -340,25 +394,29 @@ def compile_stage(
         outputs=frozenset(i for i, target in enumerate(stage.outputs) if target.name in stored),
         gradients=frozenset(i for i in signature.grad_inputs if stage.inputs[i].name in stored_gradients),
     )
-    options = (compiler, activation_budget, training, sorted(places.outputs), sorted(places.gradients))
+    segments = segments_of(stage.graph_module) if activation_budget == SEGMENTS_BUDGET else ()
+    options = (
+        compiler, activation_budget, segments, training, sorted(places.outputs), sorted(places.gradients),
+        splits_backward and training,
+    )  # fmt: skip
     key = structural_hash(stage.graph_module, signature, options)
     if cache is not None and key in cache.functions:
         cache.num_hits += 1
         logger.debug("stage %d has the structure of an earlier one", stage.index)
-        return CompiledStage(stage, signature, cache.functions[key])
+        return CompiledStage(stage, signature, cache.functions[key], splits_backward=splits_backward)
 
     @with_dump_of_now
     @rare_collections()
     def build(sizes: Sizes | None) -> StageFunctions:
+        builder = functools.partial(StageBuilder, splits_backward=splits_backward)
         if sizes is None:
-            return StageBuilder(stage, signature, fake_mode, compiler, activation_budget, places).build(
-                training
-            )
+            return builder(stage, signature, fake_mode, compiler, activation_budget, places).build(training)
         hinted, mode, symbols = with_hints(stage, signature.symbols, sizes)
         again = signature_of(hinted, needs_grad, requires_grad_parameters, symbols[0])
-        functions = StageBuilder(hinted, again, mode, compiler, activation_budget, places).build(training)
+        functions = builder(hinted, again, mode, compiler, activation_budget, places).build(training)
         names = dict(zip(symbols, signature.symbols, strict=True))
         functions.saved_bytes = functions.saved_bytes.xreplace(names)
+        functions.kept_bytes = functions.kept_bytes.xreplace(names)
         return functions
 
     # Without a backward nothing is saved, whatever the budget.
@@ -372,4 +430,4 @@ def compile_stage(
     variants = Variants(build, [build(expected)])
     if cache is not None:
         cache.functions[key] = variants
-    return CompiledStage(stage, signature, variants)
+    return CompiledStage(stage, signature, variants, splits_backward=splits_backward)

@@ -15,6 +15,15 @@ from rannc_backend.ir.exchange import Edge
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
 from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.stages.joint_graph import mark_segments
+
+
+@dataclass(frozen=True, slots=True)
+class OutputsLeftOut:
+    """Why row outputs stay where they are made, in steps that have a backward or ``always``; "" if they do not."""
+
+    why: str = ""
+    always: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,12 @@ class StageCut:
 
     graphs: tuple[StageGraph, ...]
     edges: dict[tuple[int, int], Edge]
+    training_edges: dict[tuple[int, int], Edge]
+    left_out: OutputsLeftOut
+
+    def edges_in(self, *, training: bool) -> dict[tuple[int, int], Edge]:
+        """Of a step that has a backward, or of one that has none."""
+        return self.training_edges if training else self.edges
 
     @property
     def buffer_makers(self) -> dict[str, int]:
@@ -43,9 +58,13 @@ class StageCut:
 
 
 def cut_stages(
-    analysis: GraphAnalysis, stage_of: Mapping[str, int], num_stages: int, *, all_outputs: bool
+    analysis: GraphAnalysis,
+    stage_of: Mapping[str, int],
+    num_stages: int,
+    left_out: OutputsLeftOut,
+    segment_of: Mapping[str, int],
 ) -> StageCut:
-    """Cut the row-wise graph; ``all_outputs=False`` leaves row outputs where they are made."""
+    """Cut the row-wise graph. ``segment_of``: by name of a node, where stages compute segments again."""
     split = analysis.split
     try:
         graphs = split_stages(
@@ -59,7 +78,11 @@ def cut_stages(
         )
     except PassError as error:
         raise mixed_batch_error(error) from error
-    return StageCut(graphs=graphs, edges=edges_of(analysis, graphs, all_outputs=all_outputs))
+    for graph in graphs:
+        mark_segments(graph.graph_module, segment_of)
+    edges = edges_of(analysis, graphs, all_outputs=not left_out.always)
+    training_edges = edges_of(analysis, graphs, all_outputs=False) if left_out.why else edges
+    return StageCut(graphs=graphs, edges=edges, training_edges=training_edges, left_out=left_out)
 
 
 def edges_of(

@@ -28,7 +28,9 @@ from torch._inductor.runtime.runtime_utils import default_cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 
+from rannc_backend.passes.graph_queries import output_values
 from rannc_backend.passes.pipeline import GraphPass, run_pass
+from rannc_backend.passes.stage.partition_backward import Box
 from rannc_backend.passes.stage.shared_keys import KeepSharedKeys
 from rannc_backend.stages.cache import remove_broken_library, require_own
 from rannc_backend.stages.compile_ahead import begin_header, kernels_ahead
@@ -74,31 +76,54 @@ def simplify_joint(joint: fx.GraphModule, fake_mode: FakeTensorMode) -> None:
         run_pass(SimplifyJoint(), joint)
 
 
-def compile_pair(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
+def compile_chain(
+    graphs: Sequence[fx.GraphModule],
     *,
-    num_outputs: int,
-    saved_order: Sequence[int],
+    num_visible: Sequence[int],
+    orders: Sequence[Sequence[int]],
     fake_mode: FakeTensorMode,
-) -> tuple[BoxedCallable, BoxedCallable]:
-    """Compile forward and backward, backward for the strides that the saved values really have."""
+) -> list[BoxedCallable]:
+    """Compile a forward and its backward, in one or two parts, each for the strides that the values really have which
+    the one before it keeps.
+
+    Args:
+        graphs: the forward graph first.
+        num_visible: of each graph, how many outputs come before those that are kept for the next one.
+        orders: of each graph but the first, which of those its first inputs are.
+    """
     with _compiling(fake_mode):
         context = TracingContext.get()
         # With this flag the strides are reported as expressions in the batch size, not as their values for
         # the hint.
         context.fakify_first_call = True
-        context.output_strides = []
-        compiled_forward = _compile(forward, num_visible=num_outputs, is_backward=False, is_inference=False)
-        strides = list(context.output_strides)
+        compiled: list[BoxedCallable] = []
+        strides: Sequence[Any] = ()
+        for place, (graph, visible) in enumerate(zip(graphs, num_visible, strict=False)):
+            if place:
+                inputs = graph.graph.find_nodes(op="placeholder")
+                for node, position in zip(inputs, orders[place - 1], strict=False):
+                    stride = strides[position] if position < len(strides) else None
+                    if stride is not None:
+                        _restride(node, stride)
+            if not any(node.op == "call_function" for node in graph.graph.nodes):
+                compiled.append(run_pass(Box(), graph).forward)
+                strides = [_stride(node) for node in output_values(graph.graph)[visible:]]
+                continue
+            is_last = place + 1 == len(graphs)
+            context.output_strides = None if is_last else []
+            compiled.append(
+                _compile(
+                    graph, num_visible=0 if is_last else visible, is_backward=place > 0, is_inference=False
+                )
+            )
+            strides = list(context.output_strides or ())[visible:]
         context.output_strides = None
-        inputs = backward.graph.find_nodes(op="placeholder")
-        for node, position in zip(inputs, saved_order, strict=False):
-            stride = strides[num_outputs + position] if strides else None
-            if stride is not None:
-                _restride(node, stride)
-        compiled_backward = _compile(backward, num_visible=0, is_backward=True, is_inference=False)
-    return compiled_forward, compiled_backward
+    return compiled
+
+
+def _stride(node: fx.Node) -> Sequence[Any] | None:
+    value = node.meta["val"]
+    return value.stride() if isinstance(value, torch.Tensor) else None
 
 
 def compile_forward_only(graph_module: fx.GraphModule, fake_mode: FakeTensorMode) -> BoxedCallable:

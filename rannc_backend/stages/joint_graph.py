@@ -7,13 +7,15 @@ between them). What is private to torch's AOTAutograd is used in this file; seen
 
 Terms. The joint graph's *primals* are the batch size (a number) and the stage's inputs; its *tangents* are
 the gradients of those outputs that require one. The *activation budget* is the part of the default amount of
-saved values that may be saved; 1.0 is the default, less makes backward recompute more.
+saved values that may be saved; 1.0 is the default, less makes backward recompute more. At SEGMENTS_BUDGET what
+goes from one segment of the stage to a later one is saved, and the rest is computed again, segment by segment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import traceback
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,15 +32,18 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.pipeline import Pass
 from rannc_backend.passes.stage.liveness import storages
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 aten = torch.ops.aten
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """One list of inputs, which the call empties."""
 
+_SEGMENT = "ac_graph_id"  # torch's name for a region that is checkpointed: traces pass it on
 # Operators that functionalization has left without a derivative, and the forms that have one but write
 # running statistics.
 _MUTATING_FORMS = {
@@ -341,22 +346,66 @@ def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def mark_segments(stage: fx.GraphModule, segment_of: Mapping[str, int]) -> None:
+    """Say to which segment the values of a stage graph belong, by their names in the row-wise graph. The joint graph
+    of the stage will say it too.
+    """
+    for node in stage.graph.nodes:
+        name = node.meta.get("value_name")
+        if node.op == "call_function" and name in segment_of:
+            node.meta[_SEGMENT] = segment_of[name]
+
+
+def segments_of(stage: fx.GraphModule) -> tuple[int, ...]:
+    """What `mark_segments` has said, by node, from 0 on; -1 of those that belong to none."""
+    marks = [node.meta.get(_SEGMENT, -1) for node in stage.graph.nodes]
+    first = min((mark for mark in marks if mark >= 0), default=0)
+    return tuple(mark - first if mark >= 0 else mark for mark in marks)
+
+
+@contextlib.contextmanager
+def _computed_again_by_segment(joint: fx.GraphModule) -> Iterator[Callable[..., Any]]:
+    """Gives the partitioner that computes again what belongs to a segment, and saves what goes to a later one."""
+    own = [node for node in joint.graph.nodes if _SEGMENT in node.meta]
+    partition = min_cut_rematerialization_partition
+    if own:
+        # The partitioner takes the state of random numbers for what attention reads; graphs have numbers of their own
+        # in place of random ones (passes/batch/randomness.py), and attention is computed without dropout.
+        known = {**partition.__globals__, "has_recomputable_rng_ops": lambda graph_module: False}
+        made = types.FunctionType(
+            partition.__code__, known, partition.__name__, partition.__defaults__, partition.__closure__
+        )
+        made.__kwdefaults__ = partition.__kwdefaults__
+        partition = made
+    for node in own:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    try:
+        yield partition
+    finally:
+        for node in joint.graph.nodes:
+            node.meta.pop("recompute", None)
+
+
 def split_joint(traced: TracedStage, *, activation_budget: float, long_lived: Sequence[int]) -> SplitStage:
     """Split the joint graph into forward and backward by the minimum cut, so that little is saved.
 
     Args:
-        activation_budget: see the module docstring, from 0 to 1.
+        activation_budget: see the module docstring, from 0 to 1, or SEGMENTS_BUDGET.
         long_lived: inputs (the batch size is input 0) that exist until backward anyway, so that saving them
         is free.
     """
     fake_mode = _fake_mode(traced.joint)
+    by_segment = activation_budget == SEGMENTS_BUDGET
     with (
         clean_tracing(fake_mode),
         torch.no_grad(),
         # What is equal is one already (passes/stage/equal_values.py).
-        functorch_config.patch(activation_memory_budget=activation_budget, cse=False),
+        functorch_config.patch(activation_memory_budget=1.0 if by_segment else activation_budget, cse=False),
+        _computed_again_by_segment(traced.joint)
+        if by_segment
+        else contextlib.nullcontext(min_cut_rematerialization_partition) as partition,
     ):
-        forward, backward = min_cut_rematerialization_partition(
+        forward, backward = partition(
             traced.joint,
             None,
             num_fwd_outputs=traced.num_outputs,

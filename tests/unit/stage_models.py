@@ -24,6 +24,7 @@ from rannc_backend.passes.batch.layouts import Constant, Layout, PartialSum, Row
 from rannc_backend.passes.pipeline import with_facts
 from rannc_backend.passes.stage.split_stages import SplitStages, StageGraph, split_stages
 from rannc_backend.stages.compiled_stage import CompiledStage, compile_stage
+from rannc_backend.stages.gradient_sink import ScratchGradients
 
 HINT = 6
 
@@ -228,7 +229,9 @@ def run_pipeline(
     row_gradients: dict[str, Tensor],
     partial_gradients: dict[str, Tensor],
 ) -> Results:
-    """All forwards, then all backwards (last micro-batch first), values and gradients carried by hand."""
+    """All forwards, then all backwards (last micro-batch first), values and gradients carried by hand. Of stages that
+    were compiled for it, the gradients of parameters come after all those of inputs.
+    """
     results = Results(
         partials={}, rows={}, parameter_gradients={}, input_gradients={}, buffers=dict(rowwise.buffers)
     )
@@ -250,6 +253,7 @@ def run_pipeline(
     results.rows = {name: torch.cat(chunks) for name, chunks in collected.items()}
     input_parts: dict[str, dict[int, Tensor]] = {}
     offsets = [sum(sizes[:k]) for k in range(len(sizes))]
+    later: list[tuple[CompiledStage, list[Any]]] = []
     for number in reversed(range(len(sizes))):
         grads: dict[str, Tensor] = {}
         for stage, saved in zip(reversed(stages), reversed(kept[number]), strict=True):
@@ -263,15 +267,22 @@ def run_pipeline(
                 else:
                     chosen.append(grads.get(output.name))
 
-            sink = stage.scratch_gradients()
-            returned = stage.backward(saved, chosen, sink)
-            for position, gradient in sink.gradients.items():
-                _add(results.parameter_gradients, stage.inputs[position].name, gradient)
+            if stage.splits_backward:
+                returned, between = stage.backward_inputs(list(saved), chosen)
+                later.append((stage, between))
+            else:
+                sink = stage.scratch_gradients()
+                returned = stage.backward(saved, chosen, sink)
+                _add_all(results.parameter_gradients, stage, sink)
             for position, gradient in zip(stage.grad_inputs, returned, strict=True):
                 _add(grads, stage.inputs[position].name, gradient)
         for name in rowwise.batch_names:
             if name in grads:
                 input_parts.setdefault(name, {})[number] = grads[name]
+    for stage, between in later:
+        sink = stage.scratch_gradients()
+        stage.backward_weights(between, sink)
+        _add_all(results.parameter_gradients, stage, sink)
     results.input_gradients = {n: torch.cat([p[k] for k in sorted(p)]) for n, p in input_parts.items()}
     return results
 
@@ -295,6 +306,11 @@ def _take_outputs(
             _add(results.partials, output.name, value)
         elif output.kind == "buffer":
             results.buffers[placeholder_of[output.fqn]] = value
+
+
+def _add_all(into: dict[str, Tensor], stage: CompiledStage, sink: ScratchGradients) -> None:
+    for position, gradient in sink.gradients.items():
+        _add(into, stage.inputs[position].name, gradient)
 
 
 def _add(into: dict[str, Tensor], name: str, value: Tensor) -> None:

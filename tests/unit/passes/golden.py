@@ -35,6 +35,8 @@ from rannc_backend.passes.stage.lift_constants import LiftConstants
 from rannc_backend.passes.stage.partition_backward import Box, DeliverEarly
 from rannc_backend.passes.stage.send_slices import WriteToDestinations
 from rannc_backend.passes.stage.shared_keys import KeepSharedKeys
+from rannc_backend.passes.stage.single_scatters import ChooseInsteadOfScatter
+from rannc_backend.passes.stage.split_backward import SplitBackward
 from rannc_backend.passes.stage.split_stages import SplitStages
 from rannc_backend.passes.stage.stage_boundaries import SecureGradients, SecureOutputs
 from rannc_backend.stages.joint_graph import SplitJoint, TracedStage, TraceJoint, clean_tracing
@@ -361,6 +363,13 @@ STAGE_CASES: dict[str, Callable[[], Case]] = {
     "equal_values/twice": lambda: _traced(
         ShareEqualValues(), lambda x: (x.sin().cos() + x.sin().cos() * x.sin(),), X
     ),
+    "single_scatters/of_a_loss": lambda: _traced(
+        ChooseInsteadOfScatter(),
+        lambda x, i, v: (x.gather(1, i), torch.zeros(4, 3).scatter_add(1, i, v)),
+        X,
+        torch.tensor([[0], [2], [1], [1]]),
+        torch.ones(4, 1),
+    ),
     "split_joint/saves": lambda: _partition(1.0),
     "split_joint/recomputes": lambda: _partition(0.0),
     "secure_gradients/turned": lambda: _traced(
@@ -368,6 +377,25 @@ STAGE_CASES: dict[str, Callable[[], Case]] = {
         lambda x: (x.sin().t(), x.view(12), x.cos()),
         X,
         told=lambda result: [f"borrowed: {result.borrowed}"],
+    ),
+    "split_backward/products": lambda: _traced(
+        SplitBackward((0, 1)),
+        lambda x, w, g: (x.t() @ g.sin(), g.sum(0), g.sin() @ w.t()),
+        X,
+        torch.zeros(3, 2),
+        torch.zeros(4, 2),
+    ),
+    "split_backward/a_convolution": lambda: _traced(
+        SplitBackward((1, 2)),
+        lambda x, w, g: aten.convolution_backward(
+            g, x, w, [2], [1], [0], [1], False, [0], 1, [True, True, True]
+        ),
+        torch.zeros(2, 3, 5),
+        torch.zeros(2, 3, 1),
+        torch.zeros(2, 2, 5),
+    ),
+    "split_backward/of_the_first_stage": lambda: _traced(
+        SplitBackward((0, 1)), lambda x, g: (x.t() @ g, g.sum(0)), X, torch.zeros(4, 2)
     ),
     "gradient_buckets/one_by_one": lambda: _buckets(False),
     "gradient_buckets/fused": lambda: _buckets(True),

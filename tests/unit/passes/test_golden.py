@@ -83,6 +83,7 @@ SWAPPED = [
     ("trace_joint", "split_joint"),
     ("simplify_joint", "split_joint"),
     ("equal_values", "split_joint"),
+    ("equal_values", "single_scatters"),
     ("split_joint", "secure_gradients"),
     ("secure_gradients", "gradient_buckets"),
     ("gradient_buckets", "send_slices"),

@@ -40,11 +40,23 @@ def compiled() -> tuple[nn.Module, Rowwise, list[CompiledStage], CompileCache]:
     return model, rowwise, rowwise.compile(rowwise.cut(2), "inductor", cache=cache), cache
 
 
+@pytest.fixture(scope="module")
+def split(compiled: tuple[nn.Module, Rowwise, list[CompiledStage], CompileCache]) -> list[CompiledStage]:
+    """The same stages, whose backwards have two parts."""
+    rowwise = compiled[1]
+    return rowwise.compile(rowwise.cut(2), "inductor", splits_backward=True)
+
+
+@pytest.mark.parametrize("in_two_parts", [False, True])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (7,), (3, 3, 1, 1)])
 def test_inductor_stages_equal_the_uncut_model(
-    compiled: tuple[nn.Module, Rowwise, list[CompiledStage], CompileCache], sizes: tuple[int, ...]
+    compiled: tuple[nn.Module, Rowwise, list[CompiledStage], CompileCache],
+    split: list[CompiledStage],
+    sizes: tuple[int, ...],
+    in_two_parts: bool,
 ) -> None:
     model, rowwise, stages, _ = compiled
+    stages = split if in_two_parts else stages
     torch.manual_seed(1)
     x = torch.randn(sum(sizes), 4, 6, dtype=torch.float64)
     grad = torch.randn_like(x)
@@ -191,3 +203,39 @@ def test_values_and_gradients_are_stored_in_messages() -> None:
         if given:
             assert not message.isnan().any() and not sent_back.isnan().any()
             assert outputs[first.stored_outputs[0]].data_ptr() == message.data_ptr()
+
+
+class _Gate(nn.Module):
+    """The gradient of `x` is what the gradient of the weight is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor, a: Tensor) -> Tensor:
+        return torch.tanh(x + a @ self.weight)
+
+
+def test_a_message_that_is_used_again_leaves_what_is_kept_alone() -> None:
+    model = _Gate()
+    x, a = torch.rand(6, 8, dtype=torch.float64), torch.rand(6, 6, dtype=torch.float64)
+    rowwise = capture(
+        model, lambda model, x, a: (model(x, a), model(x, a).sum()), [x, a], ["rows", "partial"]
+    )
+    name = rowwise.batch_names[0]
+    (stage,) = rowwise.compile(
+        rowwise.cut(1), "inductor", splits_backward=True, stored_gradients=frozenset({name})
+    )
+    given = {**rowwise.parameters, **dict(zip(rowwise.batch_names, (x, a), strict=True))}
+    outputs, saved = stage.forward([given[item.name] for item in stage.inputs])
+    grads = [torch.rand_like(outputs[position]) for position in stage.grad_outputs]
+    message = torch.empty_like(x)
+    position = next(place for place, item in enumerate(stage.inputs) if item.name == name)
+    returned, kept = stage.backward_inputs(list(saved), grads, {position: message})
+    through = dict(zip(stage.grad_inputs, returned, strict=True))[position].clone()
+    assert torch.equal(message, through)
+    message.fill_(float("nan"))
+    sink = stage.scratch_gradients()
+    stage.backward_weights(kept, sink)
+    (gradient,) = sink.gradients.values()
+    assert relative_error(gradient, a.t() @ through) <= 1e-12

@@ -27,7 +27,7 @@ SIZES = (3, 3, 1, 1)
 
 
 @functools.cache
-def _captured(name: str, dtype: torch.dtype = torch.float64) -> tuple[Network, nn.Module, Rowwise]:
+def captured(name: str, dtype: torch.dtype = torch.float64) -> tuple[Network, nn.Module, Rowwise]:
     torch.manual_seed(0)
     network = NETWORKS[name]
     model = network.build().to(dtype)
@@ -91,7 +91,7 @@ def compare(
     name: str, stages: Sequence[CompiledStage], sizes: Sequence[int], *, partial_gradient: float = 0.5
 ) -> float:
     """Run the stages and the uncut model; give the worst error."""
-    network, model, rowwise = _captured(name)
+    network, model, rowwise = captured(name)
     torch.manual_seed(1)
     inputs = network.inputs(sum(sizes))
     grad = torch.randn_like(network.function(model.eval(), *inputs)[0].detach())
@@ -111,14 +111,14 @@ def compare(
     ),
 )
 def test_stages_equal_the_uncut_model(name: str, num_stages: int) -> None:
-    _, _, rowwise = _captured(name)
+    _, _, rowwise = captured(name)
     stages = rowwise.compile(rowwise.cut(num_stages))
     assert compare(name, stages, SIZES) <= EXACT
 
 
 @pytest.mark.parametrize("name", ["skip", "awkward", "convolutions"])
 def test_every_place_can_be_cut(name: str) -> None:
-    _, _, rowwise = _captured(name)
+    _, _, rowwise = captured(name)
     cache = CompileCache()
     step = 1 + len(rowwise.staged_names) // 12
     for place in range(1, len(rowwise.staged_names), step):
@@ -134,13 +134,13 @@ def test_every_place_can_be_cut(name: str) -> None:
     ),
 )
 def test_recompute_changes_no_number(name: str, budget: float) -> None:
-    _, _, rowwise = _captured(name)
+    _, _, rowwise = captured(name)
     stages = rowwise.compile(rowwise.cut(2), activation_budget=budget)
     assert compare(name, stages, SIZES) <= EXACT
 
 
 def test_less_budget_saves_less() -> None:
-    _, _, rowwise = _captured("gpt2")
+    _, _, rowwise = captured("gpt2")
     sizes = []
     for budget in (1.0, 0.5, 0.0):
         (stage,) = rowwise.compile(rowwise.cut(4)[1:2], activation_budget=budget)
@@ -151,7 +151,7 @@ def test_less_budget_saves_less() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", ["gpt2", "awkward", "tied"])
 def test_one_compilation_serves_any_number_of_rows(name: str, rows: int) -> None:
-    _, _, rowwise = _captured(name)
+    _, _, rowwise = captured(name)
     stages = rowwise.compile(rowwise.cut(3), cache=_cache_for(name))
     assert compare(name, stages, (rows,)) <= EXACT
 
@@ -162,12 +162,12 @@ def _cache_for(name: str) -> CompileCache:
 
 
 def test_a_wrong_seed_is_seen() -> None:
-    _, _, rowwise = _captured("perceptron")
+    _, _, rowwise = captured("perceptron")
     assert compare("perceptron", rowwise.compile(rowwise.cut(2)), SIZES, partial_gradient=0.51) > 1e-4
 
 
 def test_swapped_parameter_gradients_are_seen() -> None:
-    _, _, rowwise = _captured("perceptron")
+    _, _, rowwise = captured("perceptron")
     stages = rowwise.compile(rowwise.cut(2))
     weights = [
         p for p in stages[0].grad_parameters if rowwise.parameters[stages[0].inputs[p].name].dim() == 2
@@ -188,7 +188,7 @@ def test_swapped_parameter_gradients_are_seen() -> None:
 
 
 def test_a_dropped_boundary_gradient_is_seen() -> None:
-    _, _, rowwise = _captured("skip")
+    _, _, rowwise = captured("skip")
     stages = rowwise.compile(rowwise.cut(4))
     honest = stages[3].backward
 
@@ -204,10 +204,10 @@ def _forward_args(rowwise: Rowwise, stage: CompiledStage, inputs: Sequence[Tenso
     return [values[source.name] for source in stage.inputs]
 
 
-def _one_stage(
+def one_stage(
     name: str, rows: int = 4, **options: Any
 ) -> tuple[CompiledStage, list[Tensor], list[Tensor], Any]:
-    network, _, rowwise = _captured(name)
+    network, _, rowwise = captured(name)
     (stage,) = rowwise.compile(rowwise.cut(1), **options)
     args = _forward_args(rowwise, stage, network.inputs(rows))
     outputs, saved = stage.forward(args)
@@ -215,7 +215,7 @@ def _one_stage(
 
 
 def test_saved_values_serve_twice_unless_handed_over() -> None:
-    stage, _, outputs, saved = _one_stage("gpt2")
+    stage, _, outputs, saved = one_stage("gpt2")
     grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
     sinks = [stage.scratch_gradients() for _ in range(3)]
     handed_over = list(saved)
@@ -231,7 +231,7 @@ def test_saved_values_serve_twice_unless_handed_over() -> None:
 
 
 def test_gradients_come_early_and_saved_values_go_early() -> None:
-    stage, args, outputs, saved = _one_stage("perceptron")
+    stage, args, outputs, saved = one_stage("perceptron")
     saved = list(saved)
     given = {id(arg) for arg in args} | {id(output) for output in outputs}
     watched = [weakref.ref(v) for v in saved if isinstance(v, Tensor) and id(v) not in given]
@@ -252,7 +252,7 @@ def test_gradients_come_early_and_saved_values_go_early() -> None:
 
 
 def test_nothing_of_autograd_is_recorded_and_inputs_stay() -> None:
-    network, _, rowwise = _captured("convolutions")
+    network, _, rowwise = captured("convolutions")
     (stage,) = rowwise.compile(rowwise.cut(1))
     args = _forward_args(rowwise, stage, network.inputs(4))
     before = [arg.detach().clone() for arg in args]
@@ -266,13 +266,13 @@ def test_nothing_of_autograd_is_recorded_and_inputs_stay() -> None:
 
 def test_infer_gives_the_outputs_of_forward() -> None:
     for name in ("gpt2", "awkward", "convolutions"):
-        stage, args, outputs, _ = _one_stage(name)
+        stage, args, outputs, _ = one_stage(name)
         for actual, expected in zip(stage.infer(args), outputs, strict=True):
             assert torch.allclose(actual.double(), expected.double(), rtol=1e-14, atol=1e-14)
 
 
 def test_compiled_for_inference_only() -> None:
-    network, _, rowwise = _captured("perceptron")
+    network, _, rowwise = captured("perceptron")
     (stage,) = rowwise.compile(rowwise.cut(1), training=False)
     args = _forward_args(rowwise, stage, network.inputs(2))
     assert stage.infer(args)[0].shape == (2, 6)
@@ -282,7 +282,7 @@ def test_compiled_for_inference_only() -> None:
 
 
 def test_equal_stages_compile_once() -> None:
-    _, _, rowwise = _captured("perceptron")
+    _, _, rowwise = captured("perceptron")
     cache = CompileCache()
     names = rowwise.staged_names
     quarter = [i for i, n in enumerate(names) if n.startswith("tanh")]
@@ -384,7 +384,7 @@ def test_outputs_and_gradients_own_their_memory() -> None:
 
 
 def test_inputs_and_gradients_may_be_strided_or_of_another_dtype() -> None:
-    network, _, rowwise = _captured("perceptron")
+    network, _, rowwise = captured("perceptron")
     (stage,) = rowwise.compile(rowwise.cut(1))
     x = network.inputs(4)[0]
     strided = torch.cat([x, x], dim=1)[:, :6]
@@ -427,7 +427,7 @@ def _partition(rowwise: Rowwise, stage_graph: StageGraph) -> StagePartition:
 @pytest.mark.parametrize("name", mostly(NETWORKS, [name for name in NETWORKS if name != "bert"]))
 def test_no_operator_of_the_two_graphs_changes_its_operands(name: str) -> None:
     # Operators are moved and computed twice in the belief that they only give values.
-    _, _, rowwise = _captured(name)
+    _, _, rowwise = captured(name)
     partition = _partition(rowwise, rowwise.cut(1)[0])
     assert partition.backward is not None
     for node in [*partition.forward.graph.nodes, *partition.backward.graph.nodes]:
@@ -436,7 +436,7 @@ def test_no_operator_of_the_two_graphs_changes_its_operands(name: str) -> None:
 
 def test_saved_bytes_are_what_is_saved() -> None:
     # In float64, torch before 2.13 expects attention's sums of exponentials in float32.
-    network, _, rowwise = _captured("gpt2", torch.float32)
+    network, _, rowwise = captured("gpt2", torch.float32)
     for stage_graph in rowwise.cut(2)[:1]:
         (stage,) = rowwise.compile([stage_graph])
         args = _forward_args(rowwise, stage, network.inputs(5))
@@ -460,7 +460,7 @@ def test_saved_bytes_are_what_is_saved() -> None:
 
 @pytest.mark.parametrize("name", mostly(NETWORKS, [name for name in NETWORKS if name != "bert"]))
 def test_no_batch_size_is_assumed(name: str) -> None:
-    _, _, rowwise = _captured(name)
+    _, _, rowwise = captured(name)
     stages = rowwise.compile(rowwise.cut(2))
     assert all(stage._variants.built[0].size_conditions() == () for stage in stages)
 
@@ -491,7 +491,7 @@ def _no_sink(stage: CompiledStage) -> ScratchGradients:
 
 def test_kernel_choice_of_a_convolution_does_not_limit_the_batch() -> None:
     # oneDNN takes batches from 16 samples on; a trace at a larger hint must serve smaller ones too.
-    network, _, rowwise = _captured("convolutions")
+    network, _, rowwise = captured("convolutions")
     (stage,) = rowwise.compile(rowwise.cut(1))
     shape_env = rowwise.fake_mode.shape_env
     assert all("16" not in str(condition) for condition in stage._variants.built[0].size_conditions()), (

@@ -1,4 +1,6 @@
-"""Operators of a joint graph that change an operand give a new value instead, or the graph is traced again."""
+"""Operators of a joint graph that change an operand give a new value instead, or the graph is traced again; what
+belongs to a segment is computed again.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rannc_backend.planner.blocks.partitions import StagePartition, partitions_of
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.stages import joint_graph
-from rannc_backend.stages.joint_graph import write_elsewhere
+from rannc_backend.stages.compiled_stage import CompileCache
+from rannc_backend.stages.joint_graph import mark_segments, segments_of, write_elsewhere
 from tests.unit.passes.golden import _joint
+from tests.unit.rannc_backend.stages.test_compiled_stage import EXACT, SIZES, captured, compare
+from tests.unit.stage_models import Rowwise, StageGraph
 
 X = torch.linspace(-1.0, 2.0, 12, dtype=torch.float64).view(3, 4)
 
@@ -117,3 +124,80 @@ def test_operators_that_run_one_by_one_do_without_the_compiler_of_kernels() -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr[-2000:]
+
+
+def marked(rowwise: Rowwise, num_stages: int, num_segments: int) -> tuple[StageGraph, ...]:
+    """Stages whose values belong to segments of equal length of the whole graph."""
+    stages = rowwise.cut(num_stages)
+    names = rowwise.staged_names
+    for stage in stages:
+        mark_segments(
+            stage.graph_module, {name: num_segments * i // len(names) for i, name in enumerate(names)}
+        )
+    return stages
+
+
+@pytest.mark.parametrize(
+    ("name", "num_segments"), [("gpt2", 6), ("convolutions", 4), ("skip", 5), ("awkward", 6), ("tied", 3)]
+)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_segments_that_are_computed_again_change_no_number(
+    name: str, num_segments: int, num_stages: int
+) -> None:
+    _, _, rowwise = captured(name)
+    stages = marked(rowwise, num_stages, num_segments)
+    compiled = rowwise.compile(stages, activation_budget=SEGMENTS_BUDGET)
+    assert compare(name, compiled, SIZES) <= EXACT
+
+
+def partitions(
+    rowwise: Rowwise, stage: StageGraph, budgets: tuple[float, ...], compiler: str
+) -> tuple[StagePartition, ...]:
+    trained = frozenset(name for name, value in rowwise.parameters.items() if value.requires_grad)
+    return partitions_of(
+        stage,
+        needs_grad=frozenset(node.name for node in rowwise.graph_module.graph.nodes),
+        requires_grad_parameters=trained,
+        rows_symbol=rowwise.rows_symbol,
+        compiler=compiler,
+        budgets=budgets,
+    )
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_stage_saves_what_goes_from_segment_to_segment_alone(compiler: str) -> None:
+    """Seen on torch 2.11 and 2.13: marks of checkpointed regions, and the partitioner's ways with random numbers."""
+    _, _, rowwise = captured("gpt2")
+    (stage,) = rowwise.cut(1)
+    (plain,) = partitions(rowwise, stage, (1.0,), compiler)
+    (unmarked,) = partitions(rowwise, stage, (SEGMENTS_BUDGET,), compiler)
+    sizes = []
+    for number in (2, 4, 8):
+        (stage,) = marked(rowwise, 1, number)
+        found, after = partitions(rowwise, stage, (SEGMENTS_BUDGET, 1.0), compiler)
+        # What was marked for a split is not for the next one of the same trace.
+        assert after.saved_bytes.subs(after.rows_symbol, 8) == plain.saved_bytes.subs(plain.rows_symbol, 8)
+        sizes.append(int(found.saved_bytes.subs(found.rows_symbol, 8)))
+        assert found.backward is not None and plain.backward is not None
+        assert len(found.backward.graph.nodes) > len(plain.backward.graph.nodes)
+        assert not any("rng_state" in node.name for node in found.backward.graph.nodes)
+    whole = int(plain.saved_bytes.subs(plain.rows_symbol, 8))
+    assert sizes == sorted(sizes) and sizes[0] < 0.2 * whole and sizes[-1] < whole
+    assert unmarked.saved_bytes.subs(unmarked.rows_symbol, 8) == whole
+
+
+def test_stages_with_other_segments_are_compiled_apart() -> None:
+    _, _, rowwise = captured("perceptron")
+    cache = CompileCache()
+    for number in (2, 3, 2):
+        rowwise.compile(marked(rowwise, 1, number), cache=cache, activation_budget=SEGMENTS_BUDGET)
+    assert (cache.num_hits, len(cache.functions)) == (1, 2)
+    rowwise.compile(marked(rowwise, 1, 3), cache=cache, activation_budget=1.0)
+    rowwise.compile(marked(rowwise, 1, 2), cache=cache, activation_budget=1.0)
+    assert cache.num_hits == 2, "where nothing is computed again, segments do not matter"
+
+
+def test_segments_of_a_stage_count_from_its_first_one() -> None:
+    _, _, rowwise = captured("perceptron")
+    first, second = marked(rowwise, 2, 4)
+    assert set(segments_of(first.graph_module)) == {-1, 0, 1} == set(segments_of(second.graph_module))
