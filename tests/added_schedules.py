@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from rannc_backend.settings import options
+from rannc_backend.settings import choices
 
 
 @contextmanager
 def added_schedules(**modules: str) -> Iterator[None]:
     """Within this, the list of schedules has these entries too: a name and the module of its description."""
-    with mock.patch.object(options, "SCHEDULES", {**options.SCHEDULES, **modules}):
+    with mock.patch.object(choices, "SCHEDULES", {**choices.SCHEDULES, **modules}):
         yield

@@ -122,6 +122,7 @@ class Executor:
     def _lane(self, lane: int) -> Iterator[bool]:
         """Yields whether it got on since the last time."""
         sent, posted, ready, results = {}, {}, {}, {}
+        kept = set()  # between the two parts of a backward
         armed_after = waited_after = None
         if self.phase == "backward":
             saved = set(range(self.num_micro_batches))
@@ -131,24 +132,31 @@ class Executor:
             kind, m, stage, peer = action.kind.value, action.micro_batch, action.stage, action.peer
             if stage >= 0 and stage != lane:
                 raise BadProgram(f"lane {lane} does {action}")
-            if kind in "IW":
-                raise BadProgram(f"{action}: no schedule splits backwards yet")
-            if kind in "FB":
+            if kind == "W":
+                if m not in kept:
+                    raise BadProgram(f"{action} without its I")
+                kept.remove(m)
+                self.num_done["B", stage] += 1
+            elif kind in "FBI":
+                letter = "F" if kind == "F" else "B"
                 arrived = {}
-                for source in self.sources[stage, kind]:
-                    if (source, stage, kind, m) not in ready:
+                for source in self.sources[stage, letter]:
+                    if (source, stage, letter, m) not in ready:
                         raise BadProgram(f"{action} uses what has not arrived from {source}")
-                    arrived[source] = ready.pop((source, stage, kind, m))
-                if (kind, m) in results:
+                    arrived[source] = ready.pop((source, stage, letter, m))
+                if (letter, m) in results:
                     raise BadProgram(f"{action} twice")
                 if kind == "F" and self.phase in ("train", "forward"):
                     saved.add(m)
-                if kind == "B":
+                if letter == "B":
                     if m not in saved:
                         raise BadProgram(f"{action} has no saved values")
                     saved.remove(m)
-                results[kind, m] = self._value(kind, stage, m, arrived)
-                self.num_done[kind, stage] += 1
+                results[letter, m] = self._value(letter, stage, m, arrived)
+                if kind == "I":
+                    kept.add(m)
+                else:
+                    self.num_done[kind, stage] += 1
             elif kind[0] == "S":
                 if stage >= 0 and (kind[1], m) not in results:
                     raise BadProgram(f"{action} before it is made")
@@ -190,6 +198,8 @@ class Executor:
                     yield moved
                     moved = False
             yield True
+        if kept:
+            raise BadProgram(f"lane {lane} never computes W of {kept}")
         self._check_end(lane, sent, posted, ready, results, saved, armed_after, waited_after)
         self.finished.add(lane)
         yield True

@@ -37,8 +37,8 @@ class ActionKind(str, Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"  # gradients of a stage's inputs only (built by later schedules)
-    BACKWARD_WEIGHT = "W"  # gradients of a stage's parameters only (built by later schedules)
+    BACKWARD_INPUT = "I"  # the first part of a backward: gradients of the stage's inputs
+    BACKWARD_WEIGHT = "W"  # the second part: gradients of its parameters
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     WAIT_FORWARD = "WF"
@@ -243,6 +243,29 @@ def parse_programs(text: str) -> dict[int, Program]:
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
     return {lane: tuple(actions) for lane, actions in programs.items()}
+
+
+def describe(program: Program) -> tuple[str, ...]:
+    """What each action does, in words: "micro-batch 3, forward (2F3)"."""
+    words = {
+        "F": "forward",
+        "B": "backward",
+        "I": "backward to its inputs",
+        "W": "backward to its parameters",
+        "A": "gradient reduction",
+        "G": "waiting for gradient reductions",
+    }
+    verbs = {"S": "sending", "R": "receiving", "W": "waiting for", "D": "finishing the send of"}
+    texts = []
+    for action in program:
+        spelling = action.kind.value
+        if len(spelling) == 1:
+            what = words.get(spelling, spelling)
+        else:
+            what = f"{verbs[spelling[0]]} {'values' if spelling[1] == 'F' else 'gradients'}"
+        where = f"micro-batch {action.micro_batch}, " if action.micro_batch >= 0 else ""
+        texts.append(f"{where}{what} ({action})")
+    return tuple(texts)
 
 
 def _parse_all(words: Iterable[str]) -> list[Action]:

@@ -5,13 +5,13 @@ In: what planner/blocks/cut_blocks.py finds in a row-wise graph. Out: frozen dat
 (ir/size.py): expressions in the number of rows that one replica computes in one micro-batch.
 
 Terms. Operator: one node's cost. Block: a run of consecutive nodes that is never cut. Flow: a value made by
-one block (or a batch input) and read by later ones. Constant nodes belong to no block; their cost is counted
-with the first block that uses them.
+one block (or a batch input) and read by later ones. Output: a value with rows that the user may get back.
+Constant nodes belong to no block; their cost is counted with the first block that uses them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rannc_backend.ir.size import Size
 
@@ -24,7 +24,7 @@ class OperatorCost:
     nothing.
 
     `operator_class`: "matmul", "attention", "convolution" or "elementwise": which of a device's efficiencies
-    holds.
+    holds. `weight_flops`: of the backward, those for gradients of parameters, which need `kept_bytes`.
     """
 
     name: str
@@ -36,15 +36,15 @@ class OperatorCost:
     backward_bytes: Size
     num_forward_launches: int
     num_backward_launches: int
+    weight_flops: Size = 0
+    kept_bytes: Size = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """`saved_bytes` are kept from forward to backward; `output_bytes` are values returned to the user, kept
-    to the step's end;
-    `workspace_bytes`: for each operator what lies in memory while it runs (the largest counts). `structure`:
-    a hash, equal for blocks with the same operators, shapes, dtypes, parameter shapes and wiring; such blocks
-    cost the same at any number of rows."""
+    """`saved_bytes` are kept from forward to backward; `workspace_bytes`: for each operator what lies in memory
+    while it runs (the largest counts). `structure`: a hash, equal for blocks with the same operators, shapes,
+    dtypes, parameter shapes and wiring; such blocks cost the same at any number of rows."""
 
     index: int
     structure: str
@@ -54,7 +54,6 @@ class Block:
     updated_buffers: tuple[str, ...]
     operators: tuple[OperatorCost, ...]
     saved_bytes: Size
-    output_bytes: Size
     workspace_bytes: tuple[Size, ...]
 
 
@@ -74,6 +73,18 @@ class Flow:
         assert self.consumers and all(self.producer < block for block in self.consumers), (
             f"flow {self} runs backwards"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A value with rows, made in `block` by code of `module` ("" where that is not known): kept to the step's end
+    where the user gets it.
+    """
+
+    name: str
+    module: str
+    block: int
+    num_bytes: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +108,18 @@ class StageConstraints:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
     """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by
-    name. `whole_batch`: rows meet, so that a step has one micro-batch and a stage one replica.
+    name. `whole_batch`: rows meet, so that a step has one micro-batch and a stage one replica. `has_loss`: a
+    scalar that needs a gradient comes back beside the outputs.
     """
 
     blocks: tuple[Block, ...]
     flows: tuple[Flow, ...]
     parameters: tuple[ParameterUse, ...]
+    outputs: tuple[Output, ...] = ()
     constraints: StageConstraints = StageConstraints()
     whole_batch: bool = False
+    has_loss: bool = False
+
+    def without_outputs(self) -> BlockGraph:
+        """The same, where the user gets no values with rows."""
+        return replace(self, outputs=())

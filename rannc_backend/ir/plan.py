@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.plan_text import check_shape_of_text, describe_findings, first_repeated
-from rannc_backend.settings.options import check_schedule_name
+from rannc_backend.settings.choices import check_schedule_name
 
 SCHEMA_VERSION: Literal[2] = 2
 SIGNIFICANT_DIGITS = 6
@@ -109,7 +109,8 @@ class BlockPlan(_Record):
     """A run of nodes that is never cut. FLOPs and activation bytes are of the whole batch (`Plan.batch_rows`
     rows).
 
-    `structure`: a hash, equal for blocks that compute the same on parameters of the same shapes.
+    `structure`: a hash, equal for blocks that compute the same on parameters of the same shapes. `segment`: number
+    of the segment that it belongs to, ascending; a stage may compute a segment at a time again.
     """
 
     index: Count
@@ -122,20 +123,24 @@ class BlockPlan(_Record):
     moved_bytes: Count
     activation_bytes: Count
     parameter_bytes: Count
+    segment: Count = 0
 
 
 class StageCost(_Record):
     """Predicted cost of one stage on one of its ranks.
 
-    Seconds of forward, backward and transfer are of one micro-batch; `allreduce_seconds` is once per step.
+    Seconds of forward, backward and transfer are of one micro-batch, and so are `weight_seconds`, of the second part
+    of a backward, which computes gradients of parameters; `allreduce_seconds` is once per step.
     `idle_share`: part of the predicted step in which the rank computes nothing. Bytes are the most that lies
-    in memory at one time: activations of all micro-batches in flight, messages, returned outputs and
-    communicators in `buffer_bytes`, what operators need only while they run in `workspace_bytes`;
+    in memory at one time: activations of all micro-batches in flight and what is kept between the two parts of
+    backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need only while they run
+    in `workspace_bytes`;
     `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
     backward_seconds: Amount
+    weight_seconds: Amount = 0.0  # plans of before it was known say nothing
     transfer_seconds: Amount
     allreduce_seconds: Amount
     parameter_bytes: Count
@@ -150,12 +155,14 @@ class StageCost(_Record):
 
 class RowCost(_Record):
     """What a replica pays for one micro-batch of `rows` of its own rows; `activation_bytes` are kept from
-    forward to backward.
+    forward to backward. `weight_seconds`: of the backward, its second part; `kept_bytes`: from the first part to that.
     """
 
     rows: PositiveCount
     forward_seconds: Amount
     backward_seconds: Amount
+    weight_seconds: Amount = 0.0
+    kept_bytes: Count = 0
     activation_bytes: Count
     workspace_bytes: Count
 
@@ -167,7 +174,8 @@ class StagePlan(_Record):
     first use.
     `parameters`: primary dotted names of the parameters read here. `updated_buffers`: dotted names of buffers
     whose new value is computed here. `recompute`: share of the activations that may be kept (1.0 keeps what
-    the partitioner likes to keep, 0.0 only what the stage receives). `at_rows`: costs at the numbers of rows
+    the partitioner likes to keep, 0.0 only what the stage receives; 0.001, `SEGMENTS_BUDGET`: what each segment
+    receives). `at_rows`: costs at the numbers of rows
     that other numbers of micro-batches would give a replica, ascending. `received_bytes_per_row`,
     `gradient_bytes_per_row`: the message from the stage before, and the gradients that go back to it.
     `num_buckets`: messages in which the gradients are all-reduced.
@@ -190,6 +198,17 @@ class StagePlan(_Record):
     @property
     def num_replicas(self) -> int:
         return len(self.ranks)
+
+
+class OutputPlan(_Record):
+    """A value with rows that the model gives back: the node `name`, of code of `module` ("" where that is not
+    known), made in `stage`. `num_bytes` are of all rows of a step.
+    """
+
+    name: Name
+    module: Text
+    stage: Count
+    num_bytes: Count
 
 
 class Alternative(_Record):
@@ -237,8 +256,10 @@ class Plan(_Record):
     other.
 
     `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was
-    not looked at could be faster; 0 for a proven optimum. `equal_split_seconds`: predicted step of the best
-    plan with equally many blocks and replicas in every stage; None where there is none.
+    not looked at could be faster; 0 for a proven optimum. `proven_for`: schedules that this holds for, if not for all that
+    could be chosen. `equal_split_seconds`: predicted step of the best
+    plan with equally many blocks and replicas in every stage; None where there is none. `outputs_left_out`: why
+    the user does not get `outputs`; "" where every rank gets its rows of them.
     """
 
     schema_version: Literal[2]
@@ -252,12 +273,15 @@ class Plan(_Record):
     stage_compiler: StageCompiler = "inductor"  # plans of before the choice was there say nothing
     zero_stage: Annotated[int, Field(ge=0, le=2)] = 0  # likewise
     zero_ngroups: PositiveCount = 1
+    outputs: tuple[OutputPlan, ...] = ()
+    outputs_left_out: Text = ""
     memory_limit_bytes: Count
     blocks: tuple[BlockPlan, ...]
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     predicted_step_seconds: Amount
     equal_split_seconds: Amount | None
     proven_gap: Share
+    proven_for: tuple[Schedule, ...] = ()
     costs_from: Text
     binding: Text
     alternatives: tuple[Alternative, ...]
@@ -390,6 +414,9 @@ def check_parts_agree(plan: Plan) -> None:
     _check_stages(plan)
     _check_ranks(plan)
     _check_costs(plan)
+    for output in plan.outputs:
+        if output.stage >= plan.num_stages:
+            raise ValueError(f"output {output.name!r} is made in stage {output.stage}, which is not there")
 
 
 def _check_indexes(items: tuple[BlockPlan | StagePlan, ...], what: str) -> None:

@@ -6,13 +6,15 @@ the step. A schedule is a module of this folder with an instance named `SCHEDULE
 that hold for every order, and the levels in which its steps are priced quickly.
 
 Terms. Seconds of a stage: forward f, backward b, c = f + b, messages into it t and u; a: stages after it; P:
-the round trip, sum of f + b + t + u over all stages; m: micro-batches, p: stages. Numbers and arrays of them
+the round trip, sum of f + b + t + u over all stages; m: micro-batches, p: stages. Where backwards have two parts, i and
+w: P has i in the place of b for all stages but the first, of which each W follows its I. Numbers and arrays of them
 are handled alike, elementwise, as the search asks for thousands of stages at once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,14 +44,25 @@ class Level:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """Of stages at one place, arrays of one shape: a forward, a backward, both messages into it, and `late`:
-    how long after its gradients have reached the first stage its reductions end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceSeconds:
+    """Stages with so many before and after them, arrays of one shape: a forward, a backward, and `weight`: of the
+    backward, the second part where it has two.
     """
 
+    num_before: int | NDArray[np.int64]
+    num_after: int | NDArray[np.int64]
     forward: Floats
     backward: Floats
+    weight: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds(PlaceSeconds):
+    """Besides both messages into them, and `late`: how long after its gradients have reached the first stage the
+    reductions of a stage end.
+    """
+
     message: Floats
     gradient: Floats
     late: Floats
@@ -59,11 +72,15 @@ class StageSeconds:
 class Schedule(ABC):
     """`name`: as options and plans spell it. `eager_backward`: backwards run among the forwards, so within
     the call of the model, which needs a loss inside of it that is linear in its sums over rows; else a
-    backward may wait for what the user does with the outputs.
+    backward may wait for what the user does with the outputs. `splits_backward`: a backward has two parts, I and W
+    (see `ActionKind`). `is_made_for_plans`: its order follows from the costs of a plan, so that it is made when the rest
+    of a plan is known.
     """
 
     name: str
     eager_backward: bool
+    splits_backward: bool = False
+    is_made_for_plans: bool = False
 
     @abstractmethod
     def order(self, num_stages: int, num_micro_batches: int) -> Order:
@@ -80,6 +97,34 @@ class Schedule(ABC):
     def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
         """`in_flight` of all stages, the first one first."""
         return tuple(self.in_flight(count, num_micro_batches) for count in range(num_stages, 0, -1))
+
+    def kept(self, num_stages_to_end: Count, num_stages: Count, num_micro_batches: int) -> Count:
+        """Most micro-batches of which a stage keeps what its W needs, at one time."""
+        return 0 * num_stages_to_end
+
+    def kept_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """`kept` of all stages, the first one first."""
+        return tuple(self.kept(count, num_stages, num_micro_batches) for count in range(num_stages, 0, -1))
+
+    def kept_memory(
+        self,
+        num_stages_to_end: Count,
+        num_stages: Count,
+        num_micro_batches: int,
+        kept_bytes: Floats | float,
+        flight_bytes: Floats | float,
+    ) -> Floats:
+        """Bytes of what lies beside the micro-batches in flight. One of those that are kept has just left them.
+
+        Args:
+            kept_bytes: of one micro-batch, what is kept between the two parts of its backward.
+            flight_bytes: of one micro-batch in flight.
+        """
+        if not self.splits_backward:
+            return np.zeros(np.shape(kept_bytes))
+        count = self.kept(num_stages_to_end, num_stages, num_micro_batches)
+        beside = np.maximum(np.subtract(kept_bytes, flight_bytes), 0.0)
+        return np.asarray((count - 1) * np.asarray(kept_bytes) + beside)
 
     def levels(self, num_stages: int, num_micro_batches: int) -> Iterator[Level] | None:
         """The order as levels, for chains in which lane s runs stage s alone; micro-batches are numbered in
@@ -102,9 +147,9 @@ class Schedule(ABC):
         """`weights`, and what `excess` leaves of the longest c at worst."""
         return self.weights(num_stages, num_micro_batches)
 
-    def excess(self, num_micro_batches: int, num_after: Count, forward: Floats, backward: Floats) -> Floats:
-        """What a stage with so many after it adds to P at least; the largest of a plan counts."""
-        return np.zeros_like(forward)
+    def excess(self, num_micro_batches: int, stage: PlaceSeconds) -> Floats:
+        """What a stage adds to P at least; the largest of a plan counts."""
+        return np.zeros_like(stage.forward)
 
     def longest(self, forward: Floats, backward: Floats) -> Floats:
         """The seconds of a stage of which the largest of a plan is `longest` in `bound_of_peaks`."""
@@ -124,28 +169,39 @@ class Schedule(ABC):
         """
         return self._weighted(num_stages, num_micro_batches, path, path + excess, longest, highest)
 
-    def bound_of_stages(self, num_micro_batches: int, forward: Floats, backward: Floats) -> Floats:
+    def bound_of_stages(
+        self, num_micro_batches: int, forward: Floats, backward: Floats, weight: Floats
+    ) -> Floats:
         """[n] of n plans from seconds [stages, n], without messages and reductions; of two micro-batches or
-        more.
+        more. `weight`: of the backwards, what is no part of P.
         """
         num_stages, compute = len(forward), forward + backward
-        after = np.arange(num_stages - 1, -1, -1)[:, None]
+        before = np.arange(num_stages)[:, None]
+        places = PlaceSeconds(
+            num_before=before,
+            num_after=num_stages - 1 - before,
+            forward=forward,
+            backward=backward,
+            weight=np.where(before > 0, weight, 0.0),
+        )
         with np.errstate(invalid="ignore"):
-            path = compute.sum(axis=0)
-            excess = self.excess(num_micro_batches, after, forward, backward).max(axis=0)
+            path = (compute - places.weight).sum(axis=0)
+            excess = self.excess(num_micro_batches, places).max(axis=0)
             result = np.maximum(path, path + excess)
             for alpha, beta in self.weights(num_stages, num_micro_batches):
                 result = np.maximum(result, alpha * path + beta * compute.max(axis=0))
-        return result
+        return np.maximum(result, num_micro_batches * compute.max(axis=0))
 
     def exact_peaks(
-        self, num_micro_batches: int, num_after: int, path: Floats, stage: StageSeconds
+        self, num_micro_batches: int, path: Floats, stage: StageSeconds
     ) -> tuple[Floats, Floats, Floats]:
         """`excess` and `longest` where messages and reductions are known, and the bound that a stage sets
         alone. `path`: P of the stages before it and its messages.
         """
         compute = stage.forward + stage.backward
-        excess = self.excess(num_micro_batches, num_after, stage.forward, stage.backward) + stage.late
+        excess = stage.late + self.excess(num_micro_batches, stage)
+        if self.splits_backward:
+            return excess, compute, num_micro_batches * compute
         return excess, compute, path + num_micro_batches * compute + stage.late
 
     def _weighted(
@@ -172,6 +228,21 @@ class Schedule(ABC):
         return self.name
 
 
+def with_split_backwards(lane: Program, delay: int) -> Program:
+    """The lane with its backwards in two parts, each W so many micro-batches behind its I."""
+    parts: list[Action] = []
+    waiting: deque[Action] = deque()
+    for action in lane:
+        if action.kind is not ActionKind.BACKWARD:
+            parts.append(action)
+            continue
+        parts.append(inputs_of(action.stage, action.micro_batch))
+        waiting.append(weights_of(action.stage, action.micro_batch))
+        if len(waiting) > delay:
+            parts.append(waiting.popleft())
+    return (*parts, *waiting)
+
+
 def forward_of(stage: int, micro_batch: int) -> Action:
     """`2F0`."""
     return Action(stage, ActionKind.FORWARD, micro_batch)
@@ -180,3 +251,13 @@ def forward_of(stage: int, micro_batch: int) -> Action:
 def backward_of(stage: int, micro_batch: int) -> Action:
     """`2B0`."""
     return Action(stage, ActionKind.BACKWARD, micro_batch)
+
+
+def inputs_of(stage: int, micro_batch: int) -> Action:
+    """`2I0`."""
+    return Action(stage, ActionKind.BACKWARD_INPUT, micro_batch)
+
+
+def weights_of(stage: int, micro_batch: int) -> Action:
+    """`2W0`."""
+    return Action(stage, ActionKind.BACKWARD_WEIGHT, micro_batch)

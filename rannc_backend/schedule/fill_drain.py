@@ -16,6 +16,7 @@ from rannc_backend.schedule.description import (
     Floats,
     Level,
     Order,
+    PlaceSeconds,
     Schedule,
     StageSeconds,
     Weights,
@@ -59,9 +60,9 @@ class FillDrain(Schedule):
         """Every micro-batch but one waits for the slowest stage."""
         return [(1.0, num_micro_batches - 1.0)]
 
-    def excess(self, num_micro_batches: int, num_after: Count, forward: Floats, backward: Floats) -> Floats:
+    def excess(self, num_micro_batches: int, stage: PlaceSeconds) -> Floats:
         """Of the backwards; those of the forwards are `longest`."""
-        return (num_micro_batches - 1) * backward
+        return (num_micro_batches - 1) * stage.backward
 
     def longest(self, forward: Floats, backward: Floats) -> Floats:
         """Forwards."""
@@ -82,13 +83,15 @@ class FillDrain(Schedule):
         none = np.zeros_like(longest)
         return self._weighted(num_stages, num_micro_batches, path, result, none, highest)
 
-    def bound_of_stages(self, num_micro_batches: int, forward: Floats, backward: Floats) -> Floats:
+    def bound_of_stages(
+        self, num_micro_batches: int, forward: Floats, backward: Floats, weight: Floats
+    ) -> Floats:
         """See `Schedule`."""
         path = (forward + backward).sum(axis=0)
         return path + (num_micro_batches - 1) * (forward.max(axis=0) + backward.max(axis=0))
 
     def exact_peaks(
-        self, num_micro_batches: int, num_after: int, path: Floats, stage: StageSeconds
+        self, num_micro_batches: int, path: Floats, stage: StageSeconds
     ) -> tuple[Floats, Floats, Floats]:
         """Messages follow each other as computations do."""
         later = num_micro_batches - 1

@@ -225,7 +225,7 @@ def _max_in_flight(compute: Program, stage: int) -> int:
     for action in compute:
         if action.stage == stage and action.kind is ActionKind.FORWARD:
             in_flight += 1
-        elif action.stage == stage and action.kind in _PARAMETER_GRADIENT_KINDS:
+        elif action.stage == stage and action.kind in _MAKERS["B"]:
             in_flight -= 1
         peak = max(peak, in_flight)
     return peak

@@ -21,6 +21,7 @@ from rannc_backend.schedule.description import (
     Floats,
     Level,
     Order,
+    PlaceSeconds,
     Schedule,
     StageSeconds,
     Weights,
@@ -91,19 +92,18 @@ class OneFOneB(Schedule):
             return weights
         return [*weights, (1.0, number - 1 - min(num_stages - 1, number - 1) / 2)]
 
-    def excess(self, num_micro_batches: int, num_after: Count, forward: Floats, backward: Floats) -> Floats:
+    def excess(self, num_micro_batches: int, stage: PlaceSeconds) -> Floats:
         """(m - 1) c - min(a, m - 1) min(f, b)."""
         number = num_micro_batches
-        return (number - 1) * (forward + backward) - np.minimum(num_after, number - 1) * np.minimum(
-            forward, backward
-        )
+        ahead = np.minimum(stage.num_after, number - 1) * np.minimum(stage.forward, stage.backward)
+        return (number - 1) * (stage.forward + stage.backward) - ahead
 
     def exact_peaks(
-        self, num_micro_batches: int, num_after: int, path: Floats, stage: StageSeconds
+        self, num_micro_batches: int, path: Floats, stage: StageSeconds
     ) -> tuple[Floats, Floats, Floats]:
         """Where messages take longer than a micro-batch they set the pace."""
         number, compute = num_micro_batches, stage.forward + stage.backward
-        excess = self.excess(number, num_after, stage.forward, stage.backward) + stage.late
+        excess = stage.late + self.excess(number, stage)
         steady = np.maximum(number * compute, (number - 1) * stage.message + compute) + stage.late
         return excess, compute, path + np.maximum(steady, (number - 1) * stage.gradient + compute)
 

@@ -1,6 +1,6 @@
 """Schedules by name, and their orders: in which sequence each lane runs its forwards and backwards.
 
-In: a name of the list in `settings/options.py`, numbers of stages and micro-batches. Out: the `Schedule`; per
+In: a name of the list in `settings/choices.py`, numbers of stages and micro-batches. Out: the `Schedule`; per
 lane a tuple of compute actions (`2F0`, `2B0`), without any communication; `lowering` adds that. Everything
 after an order reads stages off the actions.
 """
@@ -14,19 +14,19 @@ from functools import cache
 from rannc_backend.ir.action import ActionKind, Program
 from rannc_backend.schedule.description import Order, Schedule
 from rannc_backend.schedule.edges import Phase
-from rannc_backend.settings import options
+from rannc_backend.settings import choices
 
 ScheduleName = str
 
 
 def schedule_names() -> tuple[str, ...]:
     """Of all schedules, those preferred where they are equally fast first."""
-    return tuple(options.SCHEDULES)
+    return tuple(choices.SCHEDULES)
 
 
 def schedule_named(name: str) -> Schedule:
     """The description of a schedule. ValueError for an unknown name."""
-    module = options.SCHEDULES.get(name)
+    module = choices.SCHEDULES.get(name)
     if module is None:
         raise ValueError(f"unknown schedule {name!r}; there are {', '.join(schedule_names())}")
     return _described_in(module)

@@ -7,7 +7,7 @@ interpolated. Out: a
 Terms. Chain: the model of communication that the planner minimises. Each stage waits for one message from the
 stage before it (forward) and one from the stage after it (gradients) per micro-batch, whatever values those
 carry. Span: a forward or backward of one micro-batch on one stage, or what is left of the all-reduce when its
-last backward has ended.
+last backward has ended. Where backwards have two parts, "backward" is the first and "weights" the second.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
+from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.list_scheduled import LaneCosts, ListScheduled
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import ScheduleName, build_order, schedule_named
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
 MAX_SPANS = 1_000_000  # forwards and backwards that are simulated: about a minute
 _MAX_BYTES = 2.0**62
-SpanKind = Literal["forward", "backward", "allreduce"]
+SpanKind = Literal["forward", "backward", "weights", "allreduce"]
+SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 _SPAN_KINDS: dict[ActionKind, SpanKind] = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward",
+    ActionKind.BACKWARD_WEIGHT: "weights",
     ActionKind.WAIT_REDUCTIONS: "allreduce",
 }
 
@@ -99,12 +104,10 @@ def simulate_plan(
     """
     schedule = plan.schedule if schedule is None else schedule
     count = plan.num_micro_batches if num_micro_batches is None else num_micro_batches
-    if 2 * count * plan.num_stages > MAX_SPANS:
-        raise PlanError(
-            f"{count} micro-batches on {plan.num_stages} stages are too many to simulate one by one",
-            cure=f"simulate at most {MAX_SPANS // (2 * plan.num_stages)} micro-batches.",
-        )
-    order = build_order(schedule, plan.num_stages, count)
+    _check_size(plan.num_stages, count)
+    planned = schedule_of(plan)
+    described = planned if schedule == plan.schedule else _described(plan, schedule)
+    order = described.order(plan.num_stages, count)
     costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
     edges, messages = [], {}
     for index in range(1, plan.num_stages):
@@ -114,7 +117,9 @@ def simulate_plan(
     step = simulate(lower(order, edges, "train", count), [cost.seconds for cost in costs], messages)
     spans = _spans(step, plan.num_stages)
     stages = tuple(
-        _stage_simulation(plan, stage, costs[stage.index], schedule, count, step, spans[stage.index])
+        _stage_simulation(
+            plan, planned, stage, costs[stage.index], described, count, step, spans[stage.index]
+        )
         for stage in plan.stages
     )
     num_ranks = sum(plan.stage_replicas)
@@ -131,6 +136,44 @@ def simulate_plan(
         idle_share=sum(stage.idle_share * len(plan.stages[stage.index].ranks) for stage in stages)
         / num_ranks,
         stages=stages,
+    )
+
+
+def _check_size(num_stages: int, num_micro_batches: int) -> None:
+    if num_micro_batches < 1:
+        raise ValueError(f"need at least one micro-batch, got {num_micro_batches}")
+    if 2 * num_micro_batches * num_stages > MAX_SPANS:
+        raise PlanError(
+            f"{num_micro_batches} micro-batches on {num_stages} stages are too many to simulate one by one",
+            cure=f"simulate at most {MAX_SPANS // (2 * num_stages)} micro-batches.",
+        )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule; an order that is made for plans, for this one."""
+    return _described(plan, plan.schedule)
+
+
+def _described(plan: Plan, name: ScheduleName) -> Schedule:
+    described = schedule_named(name)
+    if not isinstance(described, ListScheduled):
+        return described
+    _check_size(plan.num_stages, plan.num_micro_batches)
+    return replace(described, costs=tuple(_lane_costs(plan, stage) for stage in plan.stages))
+
+
+def _lane_costs(plan: Plan, stage: StagePlan) -> LaneCosts:
+    cost = _stage_cost(plan, stage, plan.num_micro_batches)
+    other_bytes = stage.predicted.peak_bytes - stage.predicted.activation_bytes
+    return LaneCosts(
+        forward=cost.seconds.forward,
+        inputs=cost.seconds.backward - cost.seconds.weight,
+        weights=cost.seconds.weight,
+        message=cost.receive_seconds,
+        gradient=cost.gradient_seconds,
+        flight_bytes=cost.seconds.activation_bytes,
+        kept_bytes=cost.seconds.kept_bytes,
+        limit_bytes=plan.memory_limit_bytes - other_bytes,
     )
 
 
@@ -176,6 +219,8 @@ def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
         rows=rows,
         forward_seconds=value("forward_seconds", MAX_AMOUNT),
         backward_seconds=value("backward_seconds", MAX_AMOUNT),
+        weight_seconds=value("weight_seconds", MAX_AMOUNT),
+        kept_bytes=num_bytes("kept_bytes"),
         activation_bytes=num_bytes("activation_bytes"),
         workspace_bytes=num_bytes("workspace_bytes"),
     )
@@ -199,6 +244,7 @@ def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageC
         update = {
             "forward_seconds": stage.predicted.forward_seconds,
             "backward_seconds": stage.predicted.backward_seconds,
+            "weight_seconds": stage.predicted.weight_seconds,
         }
         cost = cost.model_copy(update=update)
     receive, gradient = _message_seconds(plan, stage, rows)
@@ -209,9 +255,11 @@ def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageC
         seconds=StageSeconds(
             forward=cost.forward_seconds,
             backward=cost.backward_seconds,
+            weight=min(cost.weight_seconds, cost.backward_seconds),
             allreduce=stage.predicted.allreduce_seconds,
             num_buckets=stage.num_buckets,
             activation_bytes=cost.activation_bytes,
+            kept_bytes=cost.kept_bytes,
         ),
         at_rows=cost,
         is_listed=is_listed,
@@ -259,9 +307,10 @@ def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
 
 def _stage_simulation(
     plan: Plan,
+    own_schedule: Schedule,
     stage: StagePlan,
     cost: _StageCost,
-    schedule: ScheduleName,
+    schedule: Schedule,
     num_micro_batches: int,
     step: SimulatedStep,
     spans: list[Span],
@@ -279,26 +328,33 @@ def _stage_simulation(
         allreduce_seconds=cost.seconds.allreduce,
         busy_seconds=busy,
         idle_share=max(0.0, 1.0 - busy / step.makespan_seconds) if step.makespan_seconds else 0.0,
-        peak_bytes=_peak_bytes(plan, stage, cost.at_rows, in_flight),
+        peak_bytes=_peak_bytes(plan, own_schedule, stage, cost.at_rows, schedule, num_micro_batches),
         is_listed=cost.is_listed,
         spans=tuple(spans),
     )
 
 
-def _num_in_flight(plan: Plan, stage: StagePlan, schedule: ScheduleName, num_micro_batches: int) -> int:
-    return schedule_named(schedule).in_flight(plan.num_stages - stage.index, num_micro_batches)
+def _num_in_flight(plan: Plan, stage: StagePlan, schedule: Schedule, num_micro_batches: int) -> int:
+    return schedule.in_flight(plan.num_stages - stage.index, num_micro_batches)
 
 
-def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, in_flight: int) -> int:
+def _peak_bytes(
+    plan: Plan,
+    own_schedule: Schedule,
+    stage: StagePlan,
+    cost: RowCost,
+    schedule: Schedule,
+    num_micro_batches: int,
+) -> int:
     """As predicted where rows and micro-batches in flight are the plan's own; what moves with them moves in
     proportion.
     """
     planned = stage.predicted
-    own_in_flight = _num_in_flight(plan, stage, plan.schedule, plan.num_micro_batches)
     own = cost_at(stage, replica_rows(plan, stage.num_replicas, plan.num_micro_batches))[0]
-    if (cost.rows, in_flight) == (own.rows, own_in_flight):
+    own_activations = _activation_bytes(plan, stage, own, own_schedule, plan.num_micro_batches)
+    activations = _activation_bytes(plan, stage, cost, schedule, num_micro_batches)
+    if (cost.rows, activations) == (own.rows, own_activations):
         return planned.peak_bytes
-    own_activations = own_in_flight * own.activation_bytes
     correction = planned.activation_bytes / own_activations if own_activations else 1.0
     # Messages grow with the rows; outputs that are kept to the end of the step are those of the whole batch
     # in any case.
@@ -312,5 +368,24 @@ def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, in_flight: int) -> 
         + planned.optimizer_bytes
         + buffers
         + cost.workspace_bytes
-        + correction * in_flight * cost.activation_bytes
+        + correction * activations
     )
+
+
+def _activation_bytes(
+    plan: Plan, stage: StagePlan, cost: RowCost, schedule: Schedule, num_micro_batches: int
+) -> float:
+    """What micro-batches in flight save, and what is kept between the two parts of backwards."""
+    if isinstance(schedule, ListScheduled):
+        return schedule.held_bytes(
+            stage.index, num_micro_batches, flight_bytes=cost.activation_bytes, kept_bytes=cost.kept_bytes
+        )
+    in_flight = _num_in_flight(plan, stage, schedule, num_micro_batches)
+    kept = schedule.kept_memory(
+        plan.num_stages - stage.index,
+        plan.num_stages,
+        num_micro_batches,
+        cost.kept_bytes,
+        cost.activation_bytes,
+    )
+    return in_flight * cost.activation_bytes + float(kept)

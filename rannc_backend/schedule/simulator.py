@@ -25,12 +25,15 @@ class StageSeconds:
 
     forward: float
     backward: float = 0.0
+    weight: float = 0.0  # of the backward, what a schedule may run later
     allreduce: float = 0.0  # of all gradients of the stage, once per step
     num_buckets: int = 1
     activation_bytes: float = 0.0
+    kept_bytes: float = 0.0  # from I to W
 
     def __post_init__(self) -> None:
-        if min(self.forward, self.backward, self.allreduce) < 0 or self.num_buckets < 1:
+        amounts = (self.forward, self.backward, self.weight, self.backward - self.weight, self.allreduce)
+        if min(amounts) < 0 or self.num_buckets < 1:
             raise ValueError(f"seconds must be >= 0 and num_buckets >= 1: {self}")
 
 
@@ -94,8 +97,9 @@ class _Costs:
         stage = self.stages[action.stage]
         if action.kind is ActionKind.FORWARD:
             return stage.forward
-        # Backward split in two: half the work each, until there are measured parts.
-        return stage.backward if action.kind is ActionKind.BACKWARD else stage.backward / 2
+        if action.kind is ActionKind.BACKWARD:
+            return stage.backward
+        return stage.weight if action.kind is ActionKind.BACKWARD_WEIGHT else stage.backward - stage.weight
 
     def message_seconds(self, channel: Channel) -> float:
         return self.messages.get(channel, 0.0)
@@ -109,27 +113,29 @@ class _Costs:
 def _peak_activation_bytes(
     programs: Mapping[int, Program], stages: Sequence[StageSeconds], phase: Phase
 ) -> tuple[float, ...]:
-    in_flight = [0] * len(stages)
+    held = [0.0] * len(stages)
     if phase == "infer":
         return (0.0,) * len(stages)
     if phase == "backward":
         for program in programs.values():
             for action in program:
-                if action.kind is ActionKind.BACKWARD:
-                    in_flight[action.stage] += 1
-    peaks = list(in_flight)
+                if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+                    held[action.stage] += stages[action.stage].activation_bytes
+    peaks = list(held)
     for program in programs.values():
         for action in program:
             if action.is_compute:
-                # Saved values live until the weight gradients are there.
-                in_flight[action.stage] += _SAVED_CHANGE[action.kind]
-                peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
-    return tuple(peak * stage.activation_bytes for peak, stage in zip(peaks, stages, strict=True))
+                stage = stages[action.stage]
+                saved, kept = _SAVED_CHANGE[action.kind]
+                held[action.stage] += saved * stage.activation_bytes + kept * stage.kept_bytes
+                peaks[action.stage] = max(peaks[action.stage], held[action.stage])
+    return tuple(peaks)
 
 
+# Of what forwards save, and of what the first parts of backwards keep.
 _SAVED_CHANGE = {
-    ActionKind.FORWARD: 1,
-    ActionKind.BACKWARD: -1,
-    ActionKind.BACKWARD_INPUT: 0,
-    ActionKind.BACKWARD_WEIGHT: -1,
+    ActionKind.FORWARD: (1, 0),
+    ActionKind.BACKWARD: (-1, 0),
+    ActionKind.BACKWARD_INPUT: (-1, 1),
+    ActionKind.BACKWARD_WEIGHT: (0, -1),
 }

@@ -15,19 +15,21 @@ What is checked:
   the stated bounds exist at a time.
 
 A receive buffer is taken by R and freed by the compute action that uses it (or given to the caller, at an
-endpoint); a send buffer is taken by S and freed by D; saved values are taken by F and freed by B.
+endpoint); a send buffer is taken by S and freed by D; saved values are taken by F and freed by B. Where an order
+splits backwards, I is in the place of B; what it keeps is freed by W, which stands behind it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import (
     DONE_KINDS,
     FORWARD_VALUES,
+    GRADIENTS,
     RECEIVE_KINDS,
     SEND_KINDS,
     Action,
@@ -38,9 +40,6 @@ from rannc_backend.ir.action import (
 from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
 from rannc_backend.schedule.progress import run_to_end
 
-# Which action uses a message that arrives at a stage, and which one makes a message that leaves it.
-_COMPUTE_OF_DIRECTION = {"F": ActionKind.FORWARD, "B": ActionKind.BACKWARD}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePeaks:
@@ -49,6 +48,7 @@ class StagePeaks:
     """
 
     num_in_flight: int
+    num_kept: int  # micro-batches between their I and their W
     num_receive_buffers: int
     num_send_buffers: int
     receive_bytes_per_row: float
@@ -65,6 +65,7 @@ class _Rules:
     num_micro_batches: int
     phase: Phase
     max_in_flight: Sequence[int]
+    max_kept: Sequence[int]
     max_receive_buffers: int
     bytes_per_row: dict[Channel, float]
 
@@ -76,6 +77,7 @@ def verify(
     phase: Phase,
     *,
     max_in_flight: Sequence[int] | None = None,
+    max_kept: Sequence[int] | None = None,
     window: int = 1,
 ) -> dict[int, StagePeaks]:
     """Check the programs of one call; lane s runs stage s.
@@ -87,6 +89,7 @@ def verify(
         phase: what the call does.
         max_in_flight: per stage the bound of the schedule (`orders.in_flight_bounds`); default: all
         micro-batches.
+        max_kept: the same of micro-batches between the two parts of their backwards.
         window: how many micro-batches ahead receives may be posted.
 
     Returns:
@@ -99,11 +102,18 @@ def verify(
     edges = tuple(edges)
     if sorted(programs) != list(range(len(programs))):
         raise ScheduleError(f"lanes must be numbered 0 to {len(programs) - 1}, got {sorted(programs)}")
+    split = {
+        action.stage
+        for program in programs.values()
+        for action in program
+        if action.kind is ActionKind.BACKWARD_INPUT
+    }
     rules = _Rules(
-        expected=_expected_actions(len(programs), edges, num_micro_batches, phase),
+        expected=_expected_actions(len(programs), edges, num_micro_batches, phase, split),
         num_micro_batches=num_micro_batches,
         phase=phase,
         max_in_flight=max_in_flight or [num_micro_batches] * len(programs),
+        max_kept=max_kept or [num_micro_batches] * len(programs),
         max_receive_buffers=max(window, len(programs)) + 1,
         bytes_per_row=_bytes_per_row(edges),
     )
@@ -114,9 +124,21 @@ def verify(
 
 
 def _expected_actions(
-    num_stages: int, edges: Sequence[EdgeSpec], num_micro_batches: int, phase: Phase
+    num_stages: int,
+    edges: Sequence[EdgeSpec],
+    num_micro_batches: int,
+    phase: Phase,
+    split: Collection[int],
 ) -> dict[int, dict[Action, tuple[Action, ...]]]:
-    """lane -> every action it must contain -> the actions that must come before it."""
+    """lane -> every action it must contain -> the actions that must come before it. `split`: stages whose backwards
+    have two parts.
+    """
+
+    def maker(stage: int, direction: str) -> ActionKind:
+        if direction == FORWARD_VALUES:
+            return ActionKind.FORWARD
+        return ActionKind.BACKWARD_INPUT if stage in split else ActionKind.BACKWARD
+
     expected: dict[int, dict[Action, tuple[Action, ...]]] = {lane: {} for lane in range(num_stages)}
     incoming: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for channel in active_channels(edges, phase):
@@ -131,7 +153,7 @@ def _expected_actions(
         for m in range(num_micro_batches):
             send = Action(source, kinds[0], m, destination)
             receive = Action(destination, kinds[1], m, source)
-            made_by = (Action(source, _COMPUTE_OF_DIRECTION[direction], m),) if source >= 0 else ()
+            made_by = (Action(source, maker(source, direction), m),) if source >= 0 else ()
             for lane in [source] if source >= 0 else expected:
                 expected[lane][send] = made_by
                 expected[lane][Action(source, kinds[3], m, destination)] = (send,)
@@ -149,10 +171,10 @@ def _expected_actions(
                 waits = [
                     Action(stage, ActionKind.WAIT_GRADIENT, m, source) for source in incoming[stage, "B"]
                 ]
-                actions[Action(stage, ActionKind.BACKWARD, m)] = (
-                    *waits,
-                    *([forward] if phase == "train" else []),
-                )
+                backward = Action(stage, maker(stage, GRADIENTS), m)
+                actions[backward] = (*waits, *([forward] if phase == "train" else []))
+                if stage in split:
+                    actions[Action(stage, ActionKind.BACKWARD_WEIGHT, m)] = (backward,)
         if is_training(phase):
             begin_last_micro_batch = Action(stage, ActionKind.ARM_REDUCTIONS)
             actions[begin_last_micro_batch] = ()
@@ -174,7 +196,7 @@ def _check_lane(lane: int, program: Program, rules: _Rules) -> StagePeaks:
         for needed in before:
             if needed not in seen:
                 raise _error(lane, index, action, f"comes before {needed}")
-        if action.kind is ActionKind.BACKWARD:
+        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             num_backwards += 1
         elif action.kind is ActionKind.ARM_REDUCTIONS and num_backwards != rules.num_micro_batches - 1:
             raise _error(
@@ -197,11 +219,12 @@ class _Buffers:
     def __init__(self, lane: int, rules: _Rules) -> None:
         self.rules = rules
         self.in_flight = self.peak_in_flight = rules.num_micro_batches if rules.phase == "backward" else 0
+        self.kept = self.peak_kept = 0
         self.receiving: Counter[Channel] = Counter()
         self.sending: Counter[Channel] = Counter()
         self.peak_buffers = {"receive": 0, "send": 0}
         self.peak_bytes = {"receive": 0.0, "send": 0.0}
-        self.max_in_flight = rules.max_in_flight[lane]
+        self.max_in_flight, self.max_kept = rules.max_in_flight[lane], rules.max_kept[lane]
         # In "train" send buffers fall with the saved values; elsewhere a message may span all lanes.
         self.max_sends = self.max_in_flight + 1 if rules.phase == "train" else max(2, len(rules.expected) + 1)
         self.arrivals = {a.channel for a in rules.expected[lane] if a.kind in RECEIVE_KINDS and a.stage >= 0}
@@ -222,6 +245,14 @@ class _Buffers:
 
     def _compute(self, action: Action) -> str:
         is_forward = action.kind is ActionKind.FORWARD
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            self.kept -= 1
+            return ""
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            self.kept += 1
+            self.peak_kept = max(self.peak_kept, self.kept)
+            if self.kept > self.max_kept:
+                return f"keeps {self.kept} micro-batches for their second part, the bound is {self.max_kept}"
         for channel in self.arrivals:
             if (channel.direction == FORWARD_VALUES) == is_forward:
                 self.receiving[channel] -= 1
@@ -249,7 +280,8 @@ class _Buffers:
         buffers = [
             f"{n} of {channel}" for held in (self.receiving, self.sending) for channel, n in held.items() if n
         ]
-        return buffers + ([] if self.in_flight == kept else [f"{self.in_flight} saved micro-batches"])
+        saved = [] if self.in_flight == kept else [f"{self.in_flight} saved micro-batches"]
+        return buffers + saved + ([f"{self.kept} without their W"] if self.kept else [])
 
 
 def _check_buffers(lane: int, program: Program, rules: _Rules) -> StagePeaks:
@@ -263,6 +295,7 @@ def _check_buffers(lane: int, program: Program, rules: _Rules) -> StagePeaks:
     assert not leaks, f"lane {lane} is complete and in order, yet ends with {leaks}"
     return StagePeaks(
         num_in_flight=buffers.peak_in_flight,
+        num_kept=buffers.peak_kept,
         num_receive_buffers=buffers.peak_buffers["receive"],
         num_send_buffers=buffers.peak_buffers["send"],
         receive_bytes_per_row=buffers.peak_bytes["receive"],

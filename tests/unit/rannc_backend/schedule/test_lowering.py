@@ -67,12 +67,16 @@ def random_order(draw, num_stages: int, num_micro_batches: int) -> tuple:
     return tuple(order)
 
 
+# What is made for a plan is checked over the plan's own edges (tests/unit/rannc_backend/planner/test_own_orders.py).
+FIXED = [name for name in schedule_names() if not schedule_named(name).is_made_for_plans]
+
+
 @settings(max_examples=300)
 @given(data=st.data())
 def test_any_lowered_program_is_valid_and_runs(data):
     num_stages, num_micro_batches = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 16))
     schedule, phase, window = (
-        data.draw(st.sampled_from(schedule_names())),
+        data.draw(st.sampled_from(FIXED)),
         data.draw(st.sampled_from(PHASES)),
         data.draw(st.integers(0, 4)),
     )

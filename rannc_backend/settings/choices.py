@@ -1,0 +1,44 @@
+"""What some options choose from: names of schedules, and how much of the activations is kept.
+
+In: text of an option. Out: the name or number that the package works with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pydantic_core import PydanticCustomError
+
+# All schedules: the name, and the module with the description of it (see schedule/description.py). Where two
+# are equally fast, the first of them is preferred.
+SCHEDULES: Mapping[str, str] = MappingProxyType(
+    {
+        "1f1b": "rannc_backend.schedule.one_f_one_b",
+        "fill_drain": "rannc_backend.schedule.fill_drain",
+        "zb_h1": "rannc_backend.schedule.zb_h1",
+        "list_scheduled": "rannc_backend.schedule.list_scheduled",
+    }
+)
+SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})
+
+#: The activation budget of a stage that keeps what goes from one segment to the next, and computes one segment at a
+#: time again. Not a share of anything: less than any budget that is, more than keeping nothing.
+SEGMENTS_BUDGET = 0.001
+SEGMENTS = "segments"  # that budget, as option recompute says it
+
+
+def check_schedule_name(name: str) -> str:
+    """The name, if there is such a schedule. As pydantic says it of a Literal if there is none."""
+    if name not in SCHEDULES:
+        *others, last = map(repr, SCHEDULES)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name
+
+
+def activation_budget(recompute: str) -> float | None:
+    """The activation budget that option recompute asks for; None for "auto"."""
+    if recompute == "auto":
+        return None
+    return SEGMENTS_BUDGET if recompute == SEGMENTS else float(recompute)
