@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rannc_backend.ir.action import INPUT, OUTPUT
+from rannc_backend.ir.action import INPUT, OUTPUT, describe
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.device_watch import DeviceWatch
@@ -23,7 +23,7 @@ from rannc_backend.runtime.comm.nccl import NcclTransport
 from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
 from rannc_backend.runtime.gradients.buckets import PendingGradients
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.step.executor import Executor, describe
+from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.queue_turns import queue_turns, routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs

@@ -232,7 +232,7 @@ class Reference:
         for index, (path, whole) in enumerate(zip(paths, call.outputs, strict=True)):
             parts = [event.tensors.get(f"output.{index}") for event in call.events]
             if any(part is None for part in parts):
-                self.notes.add("outputs that the script asked not to get (outputs='loss') were not compared")
+                self.notes.add("outputs that did not come back (option outputs) were not compared")
                 continue
             found = [part for part in parts if part is not None]
             layout = call.layouts[index] = layout_of(found, whole)

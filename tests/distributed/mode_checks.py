@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from rannc_backend.session_registry import REGISTRY
 from tests.distributed.contract_checks import _agree, _loss, _start, released
 from tests.distributed.harness.context import Context
 
@@ -131,3 +133,75 @@ def loss_only(context: Context) -> None:
             findings.that(
                 error is None or "outputs" in str(error), f"the error does not name the option: {error}"
             )
+
+
+class WideHead(nn.Module):
+    """A loss and logits that are larger than the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16).double(), nn.Linear(16, 2048).double()
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        return {"loss": nn.functional.cross_entropy(logits, target), "logits": logits}
+
+
+def outputs_by_room(context: Context) -> None:
+    """By default logits beside a loss come back where the plan leaves room for them. Where it does not, the loss and
+    gradients are exact, reading the logits raises an error that names the option, and without a gradient they come.
+    """
+    findings = context.findings
+    generator = torch.Generator().manual_seed(3)
+    rows = sum(context.case.local_rows)
+    batch = {
+        "x": torch.randn(rows, 8, generator=generator, dtype=torch.float64),
+        "target": torch.randint(2048, (rows,), generator=generator),
+    }
+    own = slice(*context.interval)
+    local = {name: value[own] for name, value in batch.items()}
+
+    def step(what: str, **options: Any) -> tuple[nn.Module, Any, Any, dict[str, Tensor]]:
+        model, alone, compiled, _ = context.pair(WideHead, **options)
+        found, wanted = compiled(**local), alone(**batch)
+        found["loss"].backward()
+        wanted["loss"].backward()
+        findings.close("loss", what, found["loss"], wanted["loss"], context.tolerance)
+        gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        context.compare_gradients(model, gradients, kind=f"gradient, {what}")
+        return model, compiled, found, wanted
+
+    model, _, found, _ = step("loss", outputs="loss")
+    plan = REGISTRY.plan_of(model)
+    assert plan is not None
+    fullest = max(stage.predicted.peak_bytes for stage in plan.stages)
+    findings.that("'loss'" in plan.outputs_left_out, "the plan does not say that no outputs were asked for")
+
+    _, _, found, wanted = step("with room")
+    findings.close("logits", "with room", found["logits"], wanted["logits"][own], context.tolerance)
+
+    limit_gb = (fullest + 2**20) / (1 - 0.1) / 2**30
+    model, compiled, found, wanted = step("without room", mem_limit_gb=limit_gb, mem_margin=0.1)
+    plan = REGISTRY.plan_of(model)
+    assert plan is not None
+    findings.that("leaves" in plan.outputs_left_out, f"not left out: {plan.outputs_left_out!r}")
+    touches: dict[str, Callable[[Any], Any]] = {
+        "+": lambda value: value + 1,
+        "shape": lambda value: value.shape,
+        "in a list": lambda value: torch.cat([value, value]),
+        "by keyword": lambda value: torch.sum(input=value),
+        "float": lambda value: float(value),
+        "numpy": lambda value: value.numpy(),
+    }
+    for what, touch in touches.items():
+        error = findings.raises(
+            f"touching by {what}", ("OutputNotAvailableError",), partial(touch, found["logits"])
+        )
+        findings.that(
+            error is None or ("leaves" in str(error) and '"outputs": "all"' in str(error)),
+            f"the error does not name the reason and the option: {error}",
+        )
+    findings.that("leaves" in repr(found["logits"]), "its text does not say why")
+    with torch.no_grad():
+        found = compiled(**local)
+    findings.close("logits", "no gradient", found["logits"], wanted["logits"][own], context.tolerance)

@@ -85,7 +85,7 @@ def autocast_structure(context: Context) -> dict[str, Any]:
         context.compare_gradients(model, gradients, factor=NARROW / context.tolerance)
     session = REGISTRY.sessions[model]
     (runtime,) = session.runtimes.values()
-    edges = runtime.shapes_at(()).edges
+    edges = runtime.shapes_at((), True).edges
     between = {
         value.dtype for (src, dst), edge in edges.items() if src >= 0 and dst >= 0 for value in edge.forward
     }

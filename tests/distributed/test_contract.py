@@ -71,6 +71,28 @@ EQUAL = (
     _case("small_buckets", "mlp_loss", "2", 3, options={"bucket_mb": 0.0001}),
     _case("small_buckets_four", "mlp_loss", "2,2", 3, options={"bucket_mb": 0.0001}),
     _case("rows_not_kept", "mlp_loss", "1,2,1", 3, options={"outputs": "loss"}),
+    _case("segments", "gpt2", "1,1", 3, options={"recompute": "segments"}),
+    _case("segments_tied", "tied_embedding", "2,1", 2, options={"recompute": "segments"}),
+    _case(
+        "segments_inductor", "gpt2", "1,1", 2, options={"recompute": "segments"}, stage_compiler="inductor"
+    ),
+    *(
+        _case(f"{schedule}_{model}", model, replicas, number, options={"schedule": schedule})
+        for schedule, model, replicas, number in (
+            ("zb_h1", "mlp_loss", "1,1,1,1", 5),
+            ("zb_h1", "tied_embedding", "2,1", 4),
+            ("zb_h1", "long_skip_loss", "1,2,1", 3),
+            ("zb_h1", "auxiliary_loss", "2,2", 3),
+            ("zb_h1", "root_loss", "1,1", 3),
+            ("list_scheduled", "mlp_loss", "1,1,1,1", 8),
+            ("list_scheduled", "gpt2", "1,1", 4),
+            ("list_scheduled", "long_skip_loss", "1,1,1,1", 6),
+            ("list_scheduled", "lora", "1,1,1", 2),
+            ("list_scheduled", "batch_norm", "2,2", 2),
+        )
+    ),
+    _case("zb_h1_inductor", "gpt2", "1,1", 3, options={"schedule": "zb_h1"}, stage_compiler="inductor"),
+    _case("zb_h1_segments", "gpt2", "1,1", 3, options={"schedule": "zb_h1", "recompute": "segments"}),
     _case("planner_decides", "mlp_loss", "1,1,1,1", 0, options={"costs": "analytic"}),
     # Two values cross the cut in one message, which Inductor's kernels write; what is copied is counted by
     # all ranks.
@@ -138,6 +160,25 @@ OTHER = (
     _case("rows_differentiated_padded", "padded", "1,2,1", 3, check="rows_differentiated"),
     _case("rows_differentiated_several", "several_outputs", "1,1,1,1", 2, check="rows_differentiated"),
     _case("only_rows_differentiated", "padded", "1,1", 2, check="only_rows_differentiated"),
+    *(
+        _case(
+            f"{check}_{schedule}",
+            "mlp_loss",
+            "1,1",
+            3,
+            check=check,
+            options={"schedule": schedule},
+            parameters=_SIZES if check == "sizes_change" else {},
+        )
+        for schedule, check in (
+            ("zb_h1", "accumulate"),
+            ("zb_h1", "retain_graph"),
+            ("zb_h1", "rows_differentiated"),
+            ("zb_h1", "input_gradients"),
+            ("list_scheduled", "sizes_change"),
+            ("list_scheduled", "incoming_gradient"),
+        )
+    ),
     _case("input_gradients", "mlp_loss", "1,1", 3, check="input_gradients"),
     _case("input_gradients_replicas", "long_skip_loss", "2,1", 2, check="input_gradients"),
     _case("input_gradients_replicas_four", "long_skip_loss", "2,1,1", 2, check="input_gradients"),
@@ -145,6 +186,7 @@ OTHER = (
     _case("gradient_through_the_input_four", "mlp_loss", "1,1,1,1", 2, check="gradient_through_the_input"),
     _case("modes", "mlp_loss", "1,1", 3, check="modes"),
     _case("modes_outside", "mlp", "1,1,2", 2, check="modes"),
+    _case("modes_of_segments", "gpt2", "1,1", 2, check="modes", options={"recompute": "segments"}),
     _case("modes_tied", "tied_embedding", "1,2,1", 2, check="modes"),
     _case("eval_batch_norm", "batch_norm", "1,1", 2, check="eval_differentiated"),
     _case("eval_batch_norm_four", "batch_norm", "1,1,1,1", 2, check="eval_differentiated"),
@@ -153,6 +195,8 @@ OTHER = (
     _case("eval_first", "mlp_loss", "1,1", 3, check="eval_first"),
     _case("eval_first_outside", "mlp", "1,2,1", 2, check="eval_first"),
     _case("loss_only", "mlp_loss", "1,1", 3, check="loss_only", options={"outputs": "loss"}),
+    _case("outputs_by_room", "mlp_loss", "1,1", 3, check="outputs_by_room", rows=(40, 24)),
+    _case("outputs_by_room_replicas", "mlp_loss", "1,2", 2, check="outputs_by_room", rows=(24, 8, 32)),
     _case("loss_only_padded", "padded", "1,2,1", 2, check="loss_only", options={"outputs": "loss"}),
     _case("rank_0_feeds", "mlp_loss", "1,1", 2, check="rank_0_feeds", options={"gather_inputs": False}),
     # What is counted before the step is counted on rank 0's rows alone.
@@ -200,6 +244,14 @@ RANDOM = (
         replicas="1,1",
         rows=(5, 3),
         options={"recompute": 0},
+        **_RANDOM,
+    ),
+    _case(
+        "random-1-1-segments",
+        num_micro_batches=2,
+        replicas="1,1",
+        rows=(5, 3),
+        options={"recompute": "segments"},
         **_RANDOM,
     ),
     _case("random-1-2-1-m4", num_micro_batches=4, replicas="1,2,1", rows=(2, 2, 2, 2), **_RANDOM),

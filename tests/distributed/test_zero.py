@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,13 @@ EQUAL = [
     for replicas in ("2", "2,2")
     for schedule in ("1f1b", "fill_drain")
 ]
+SPLIT = [
+    replace(case, name=f"{case.name}-split", options={**case.options, "schedule": "zb_h1"})
+    for case in EQUAL
+    if case.replicas == "2,2"
+    and case.options["schedule"] == "1f1b"
+    and case.model in ("basic", "tied_embedding")
+]
 # Half of them, so that every pair of choices occurs.
 SOME = [
     case
@@ -111,7 +119,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("case", _parameters(SOME))
+@pytest.mark.parametrize("case", _parameters([*SOME, *SPLIT]))
 def test_models(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 

@@ -72,6 +72,14 @@ class Stage(Protocol):
     ) -> list[torch.Tensor]:
         """Gradients of `grad_inputs`; those of `grad_parameters` go to the sink."""
 
+    def backward_inputs(
+        self, saved: Any, grads: Sequence[torch.Tensor | None], destinations: Destinations
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """The first part of `backward`: gradients of `grad_inputs`, and what the second needs."""
+
+    def backward_weights(self, kept: list[Any], sink: StageGradients) -> None:
+        """The second part."""
+
     def infer(self, args: Sequence[torch.Tensor], destinations: Destinations) -> list[torch.Tensor]:
         """Outputs only."""
 
@@ -116,6 +124,8 @@ class Executor:
         self._handlers = {
             kind.FORWARD: self._forward,
             kind.BACKWARD: self._backward,
+            kind.BACKWARD_INPUT: self._backward_inputs,
+            kind.BACKWARD_WEIGHT: self._backward_weights,
             kind.SEND_FORWARD: self._send,
             kind.SEND_GRADIENT: self._send,
             kind.RECEIVE_FORWARD: self._post_receive,
@@ -236,21 +246,48 @@ class Executor:
                 state.replicated_outputs[slot.name] = tensor
 
     def _backward(self, action: Action, state: StepState) -> None:
-        m = action.micro_batch
-        assert self.stage is not None, "no stage here"
-        stage = self.stage
-        # A list is emptied by the stage, so that each saved value is freed after its last use.
-        saved = state.saved[m] if state.keep_saved else list(state.saved.pop(m))
-        grads = [state.output_gradient(stage.outputs[position], m) for position in stage.grad_outputs]
-        assert state.pending is not None, "backward without gradient buffers"
-        sink = StageGradients(state.pending, self._gradient_names(stage))
-        results = stage.backward(saved, grads, sink, self._destinations("B", m, state))
-        if state.copies is not None:
-            state.copies.add(BUCKETS, m, stage.gradient_copies)
-        for position, gradient in zip(stage.grad_inputs, results, strict=True):
-            slot = stage.inputs[position]
-            state.input_gradients[slot.name, m] = gradient
+        stage, m = self._own_stage(), action.micro_batch
+        saved, grads = self._saved(m, state), self._output_gradients(m, state)
+        results = stage.backward(saved, grads, self._sink(state), self._destinations("B", m, state))
         del saved, grads
+        self._end_backward(m, state, results)
+
+    def _backward_inputs(self, action: Action, state: StepState) -> None:
+        stage, m = self._own_stage(), action.micro_batch
+        saved, grads = self._saved(m, state), self._output_gradients(m, state)
+        results, state.kept[m] = stage.backward_inputs(saved, grads, self._destinations("B", m, state))
+        del saved, grads
+        self._end_backward(m, state, results)
+
+    def _backward_weights(self, action: Action, state: StepState) -> None:
+        self._own_stage().backward_weights(state.kept.pop(action.micro_batch), self._sink(state))
+        self.world.transport.after_compute()
+
+    def _own_stage(self) -> Stage:
+        assert self.stage is not None, "no stage here"
+        return self.stage
+
+    def _saved(self, micro_batch: int, state: StepState) -> Any:
+        # A list is emptied by the stage, so that each saved value is freed after its last use.
+        return state.saved[micro_batch] if state.keep_saved else list(state.saved.pop(micro_batch))
+
+    def _output_gradients(self, micro_batch: int, state: StepState) -> list[torch.Tensor | None]:
+        stage = self._own_stage()
+        return [
+            state.output_gradient(stage.outputs[position], micro_batch) for position in stage.grad_outputs
+        ]
+
+    def _sink(self, state: StepState) -> StageGradients:
+        assert state.pending is not None, "backward without gradient buffers"
+        return StageGradients(state.pending, self._gradient_names(self._own_stage()))
+
+    def _end_backward(self, micro_batch: int, state: StepState, gradients: Sequence[torch.Tensor]) -> None:
+        """Note what a backward, or its first part, has made."""
+        stage = self._own_stage()
+        if state.copies is not None:
+            state.copies.add(BUCKETS, micro_batch, stage.gradient_copies)
+        for position, gradient in zip(stage.grad_inputs, gradients, strict=True):
+            state.input_gradients[stage.inputs[position].name, micro_batch] = gradient
         self.world.transport.after_compute()
 
     def _gradient_names(self, stage: Stage) -> Mapping[int, str]:
@@ -436,27 +473,6 @@ class Executor:
     def _finish_reductions(self, action: Action, state: StepState) -> None:
         assert state.pending is not None, "reductions without gradient buckets"
         state.pending.finish()
-
-
-def describe(program: Program) -> tuple[str, ...]:
-    """What each action does, in words: "micro-batch 3, forward (2F3)"."""
-    words = {
-        "F": "forward",
-        "B": "backward",
-        "A": "gradient reduction",
-        "G": "waiting for gradient reductions",
-    }
-    verbs = {"S": "sending", "R": "receiving", "W": "waiting for", "D": "finishing the send of"}
-    texts = []
-    for action in program:
-        spelling = action.kind.value
-        if len(spelling) == 1:
-            what = words.get(spelling, spelling)
-        else:
-            what = f"{verbs[spelling[0]]} {'values' if spelling[1] == 'F' else 'gradients'}"
-        where = f"micro-batch {action.micro_batch}, " if action.micro_batch >= 0 else ""
-        texts.append(f"{where}{what} ({action})")
-    return tuple(texts)
 
 
 def _accumulate(target: dict[_Key, torch.Tensor], key: _Key, tensor: torch.Tensor) -> None:

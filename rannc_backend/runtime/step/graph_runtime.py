@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rannc_backend.errors import BatchSizeTestError, TooFewSamplesError, UserInputError
-from rannc_backend.ir.action import OUTPUT, Program, Turn
+from rannc_backend.ir.action import OUTPUT, Program, Turn, describe
 from rannc_backend.ir.size_test import first_broken
 from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.agreement import agree, exchanging
@@ -36,7 +36,7 @@ from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.compile_watch import CompileWatch
 from rannc_backend.runtime.step.digests import Digests
-from rannc_backend.runtime.step.executor import Executor, describe
+from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_settings import (
     RuntimeInput,
     RuntimeSettings,
@@ -69,7 +69,7 @@ _MAX_TURNS = 32  # of steps with other rows; those of a training are few
 @dataclass(slots=True, kw_only=True)
 class GraphRuntime:
     """See the module docstring. ``make_executor(kind, rows, lengths)`` compiles for "loss" (only scalars are
-    differentiated), "all" or "infer"; ``shapes_at(lengths)`` gives what depends on lengths.
+    differentiated), "all" or "infer"; ``shapes_at(lengths, training)`` gives what depends on lengths.
     """
 
     label: str
@@ -82,7 +82,7 @@ class GraphRuntime:
     buckets: GradientBuckets
     shared_buffers: SharedBuffers
     make_executor: Callable[[str, RowTable, tuple[int, ...]], Executor]
-    shapes_at: Callable[[tuple[int, ...]], StepShapes]
+    shapes_at: Callable[[tuple[int, ...], bool], StepShapes]
     make_program: Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]
     loss_index: int | None
     is_random: bool
@@ -143,7 +143,8 @@ class GraphRuntime:
         self.buckets.check_outside_changes(self.settings.stage_ranks, [answer[4] for answer in answers])
         rows_by_rank = tuple(answer[0] for answer in answers)
         rows = self._row_table(rows_by_rank)
-        shapes = self.shapes_at(agreed_lengths(self.settings, rows, [answer[3] for answer in answers]))
+        agreed = agreed_lengths(self.settings, rows, [answer[3] for answer in answers])
+        shapes = self.shapes_at(agreed, training)
         record = None
         if training and self.meter is not None:
             record = self.meter.begin(rows.global_rows, rows.num_micro_batches, tensors.values())

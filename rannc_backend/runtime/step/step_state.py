@@ -32,8 +32,8 @@ MessageKey = tuple[Channel, int]
 class RuntimeOutput:
     """One flat user output.
 
-    kind "rows": ``value`` says name, dtype and layout; None when the user asked not to get it
-    (outputs="loss"). kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
+    kind "rows": ``value`` says name, dtype and layout; None where the user does not get it, and ``constant`` says
+    why. kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
     ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself. kind
     "unavailable": ``constant`` says why it cannot be had.
     """
@@ -99,6 +99,9 @@ class StepState:
     readers: dict[ValueKey, int] = field(default_factory=dict)
     inbox: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # received, not yet used
     saved: dict[int, Any] = field(default_factory=dict)  # by micro-batch
+    kept: dict[int, list[Any]] = field(
+        default_factory=dict
+    )  # between the two parts of a backward, by micro-batch
     output_gradients: dict[tuple[str, str, int], torch.Tensor] = field(
         default_factory=dict
     )  # (kind, name, m)

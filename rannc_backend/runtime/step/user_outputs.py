@@ -17,6 +17,7 @@ from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.step.graph_settings import RuntimeInput
 from rannc_backend.runtime.step.step_state import RuntimeOutput, StepState
+from rannc_backend.runtime.torch_internals import leaves_of
 from rannc_backend.runtime.world import World
 
 
@@ -44,32 +45,33 @@ def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequen
 
 
 class UnavailableOutput(torch.Tensor):
-    """Stands where an output would be that the user asked not to get, or that no rank can have; any use of it
-    raises OutputNotAvailableError.
+    """Stands where an output would be that is left out, or that no rank can have; any use of it raises
+    OutputNotAvailableError.
     """
 
     why: str
+    is_left_out: bool
 
     @staticmethod
-    def because(why: str = "") -> UnavailableOutput:
-        """One with a reason of its own; "" if the user asked for it."""
+    def because(why: str, *, is_left_out: bool = False) -> UnavailableOutput:
+        """One with its reason. ``is_left_out``: outputs="all" would bring it."""
         made = torch.empty(0).as_subclass(UnavailableOutput)
-        made.__dict__["why"] = why
+        made.__dict__.update(why=why, is_left_out=is_left_out)
         return made
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = [item for item in args if isinstance(item, UnavailableOutput)]
+        leaves = leaves_of((args, kwargs))
+        told = (leaf.__dict__ for leaf in leaves if isinstance(leaf, UnavailableOutput))
+        found: dict[str, Any] = next(told, {"why": "", "is_left_out": False})
         raise OutputNotAvailableError(
-            "an output beside the loss", why=found[0].__dict__["why"] if found else ""
+            "an output beside the loss", why=found["why"], is_left_out=found["is_left_out"]
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        if self.__dict__["why"]:
-            return f"<output not available: {self.__dict__['why']}>"
-        return "<output not available: options={'outputs': 'loss'}>"
+        return f"<output not available: {self.__dict__['why']}>"
 
 
 def collect_outputs(
@@ -96,7 +98,7 @@ def collect_outputs(
 def _rows(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor:
     value = output.value
     if value is None:
-        return UnavailableOutput.because()
+        return UnavailableOutput.because(str(output.constant), is_left_out=True)
     parts = [
         state.row_outputs[value.name, m]
         for m in range(state.rows.num_micro_batches)
