@@ -28,7 +28,7 @@ from rannc_backend.settings import user_files
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.user_files import UserFile
 
-FORMAT = "rannc blocks 1"
+FORMAT = "rannc blocks 3"
 _BEGINNING = b'{"format":"rannc blocks'
 _MAX_CHARACTERS = 400_000_000
 #: Options that decide which blocks there are.
@@ -39,7 +39,6 @@ _BLOCK_OPTIONS = (
     "stage_starts",
     "keep_together",
     "stage_pins",
-    "outputs",
     "stage_compiler",
     "recompute",
     "checkpointing",
@@ -200,6 +199,8 @@ def _check(model: PlannableModel) -> None:
         raise _invalid("partition_of has not one row per block and one number per budget")
     if any(not -1 <= index < len(model.partitions) for row in model.partition_of for index in row):
         raise _invalid("partition_of names a partition that is not there")
+    if any(not 0 <= output.block < len(blocks) for output in model.graph.outputs):
+        raise _invalid("an output names a block that is not there")
     if any(not -1 <= flow.producer or flow.consumers[-1] >= len(blocks) for flow in model.graph.flows):
         raise _invalid("a flow names a block that is not there")
     known = {use.name for use in model.graph.parameters}
@@ -246,8 +247,8 @@ class _Writer:
 
 
 def _text_of(size: Any) -> str:
-    if isinstance(size, Formula):
-        return size.text
+    if isinstance(size, Formula | int):
+        return str(size) if isinstance(size, int) else size.text
     # Sympy takes longer to import than a plan from a file takes to make.
     from rannc_backend.planner.cost.expression_text import expression_text
 

@@ -7,7 +7,6 @@ In: blocks and their partitions, options, cluster, and a profiler if there are r
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_file import write_text
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.measured_pricing import MeasuredPricer
-from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, Partitions
+from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, Partitions, replica_rows
 from rannc_backend.planner.cost.profile import BlockProfile, Job, Point, Profile, Setting, StageProfile
 from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.report.run_report import RunReport
@@ -153,7 +152,7 @@ class Pricing:
         }
         for stage in plan.stages:
             begin, end = (min(stage.blocks), max(stage.blocks) + 1) if stage.blocks else (0, 0)
-            rows = math.ceil(math.ceil(plan.batch_rows / plan.num_micro_batches) / len(stage.ranks))
+            rows = replica_rows(plan.batch_rows, plan.num_micro_batches, len(stage.ranks))
             budget = stage.recompute if stage.recompute in self._pricer.budgets else 1.0
             key = (tuple(block.structure for block in blocks[begin:end]), budget, rows)
             if stage.blocks and key not in known:
@@ -244,7 +243,7 @@ def rows_to_measure(batch_rows: int, config: Config, num_devices: int) -> tuple[
     ratio.
     """
     fewest_micro_batches = config.pipeline_num or config.min_pipeline
-    most_micro_batches = config.pipeline_num or config.max_pipeline
+    most_micro_batches = config.pipeline_num or config.max_pipeline or batch_rows
     most = max(1, batch_rows // fewest_micro_batches)
     fewest = min(most, max(1, batch_rows // (most_micro_batches * num_devices)))
     ratio = (most / fewest) ** (1 / (NUM_POINTS - 1))

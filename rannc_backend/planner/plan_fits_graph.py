@@ -14,14 +14,18 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
+from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import BYTES_PER_GB, PlanError
 from rannc_backend.ir.plan import Plan, StagePlan, check_against
 from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.planner.blocks.cut_blocks import has_loss
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
-from rannc_backend.planner.projection import stage_of_plan
+from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
+from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
 from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
+from rannc_backend.stages.cut_stages import OutputsLeftOut, StageCut, cut_stages
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,11 @@ def check_options(
             "stage_compiler",
             "" if config.stage_compiler == "auto" else config.stage_compiler,
             plan.stage_compiler,
+        ),
+        (
+            "outputs",
+            "all" if config.outputs == "all" else "",
+            "none beside the loss" if plan.outputs_left_out else "all",
         ),
         ("zero_stage", config.zero_stage, plan.zero_stage),
         ("zero_ngroups", config.zero_ngroups if config.zero_stage else 0, plan.zero_ngroups),
@@ -242,8 +251,55 @@ def exact_schedules(split: BatchSplit, needs_grad: Collection[str]) -> tuple[Sch
     """Schedules that give exact results: those with backwards in the forward call where a loss inside of the
     model is linear in its sums over rows.
     """
-    is_linear = _has_loss(split, needs_grad) and split.linear
+    is_linear = has_loss(split, needs_grad) and split.linear
     return tuple(name for name in schedule_names() if is_linear or not schedule_named(name).eager_backward)
+
+
+def outputs_left_out(
+    plan: Plan,
+    analysis: GraphAnalysis,
+    stage_of: Mapping[str, int],
+    planned_lengths: Sequence[Sequence[int]],
+    config: Config,
+) -> OutputsLeftOut:
+    """Why the outputs of a graph that have rows are not delivered in training, or always.
+
+    What the plan says of its own graph holds for all that have a loss. A plan of a graph without outputs is asked
+    whether it has room for them. The answer is the same on all ranks.
+
+    Args:
+        planned_lengths: by rank, those that memory is planned for.
+    """
+    if config.outputs == "loss":
+        return OutputsLeftOut(ASKED, always=True)
+    if config.outputs == "all" or not has_loss(analysis.split, analysis.needs_grad):
+        return OutputsLeftOut()
+    if plan.outputs:
+        told = "the plan was made with outputs='loss'" if plan.outputs_left_out == ASKED else ""
+        return OutputsLeftOut(told or plan.outputs_left_out)
+    names = {output.name for output in analysis.split.user_outputs if output.kind == "rows"} - {None}
+    longest = tuple(map(max, zip(*planned_lengths, strict=True)))
+    sizes = {name: int(analysis.value(name, longest).bytes_per_row) for name in names if name is not None}
+    own_bytes = -(-plan.batch_rows // plan.world_size) * sum(sizes.values())
+    needed = [
+        own_bytes
+        + -(-plan.batch_rows // stage.num_replicas)
+        * sum(size for name, size in sizes.items() if stage_of.get(name, 0) == stage.index)
+        for stage in plan.stages
+    ]
+    return OutputsLeftOut(why_left_out(plan.stages, needed, plan.memory_limit_bytes))
+
+
+def cut_by_plan(
+    plan: Plan,
+    analysis: GraphAnalysis,
+    stage_of: Mapping[str, int],
+    planned_lengths: Sequence[Sequence[int]],
+    config: Config,
+) -> StageCut:
+    """The stages of a graph, and what they hand on. ``planned_lengths``: see `outputs_left_out`."""
+    left_out = outputs_left_out(plan, analysis, stage_of, planned_lengths, config)
+    return cut_stages(analysis, stage_of, plan.num_stages, left_out, segment_of_nodes(plan, analysis))
 
 
 def choose_schedule(split: BatchSplit, needs_grad: Collection[str], config: Config) -> ScheduleName:
@@ -254,12 +310,8 @@ def choose_schedule(split: BatchSplit, needs_grad: Collection[str], config: Conf
     if config.schedule in schedule_names():
         why = (
             "the loss is not a linear function of sums over samples"
-            if _has_loss(split, needs_grad)
+            if has_loss(split, needs_grad)
             else "the model returns no loss"
         )
         logger.warning("schedule %s is not possible (%s); %s is used", config.schedule, why, possible[0])
     return possible[0]
-
-
-def _has_loss(split: BatchSplit, needs_grad: Collection[str]) -> bool:
-    return any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)

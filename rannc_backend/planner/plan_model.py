@@ -35,6 +35,7 @@ from rannc_backend.planner.blocks.traced_stages import MAX_NODES, TracedStages
 from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BUDGETS, NoPartitions, Partitions, priced_budgets
+from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.cost.small_models import SMALL_MEMORY_SHARE, quick, settled, stage_compiler
 from rannc_backend.planner.plan_blocks import PlanningQuestion, plan_prepared
 from rannc_backend.planner.plan_fits_graph import exact_schedules
@@ -146,6 +147,7 @@ def _plan_analysis(
             analysis=analysis,
             graph=model.graph,
             compiler=stage_compiler(config),
+            segments=Segments(model.graph, fused=stage_compiler(config) == "inductor"),
             most_nodes=math.inf if config.stage_memory == "traced" else MAX_NODES,
         )
     return plan_prepared(model, question, profiler=profiler, whole_stages=traced, timed=timed)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from rannc_backend.ir.plan import BlockPlan, RowCost, StageCost, StagePlan
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import Interval, StageMemory, WholeStages
 from rannc_backend.planner.search.bounds import Cell
+from rannc_backend.planner.search.feasibility import Cut
 from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.moves import make_solution
 from rannc_backend.planner.search.problem import (
@@ -25,7 +28,14 @@ from rannc_backend.planner.search.problem import (
     plans_step_seconds,
     plans_terms,
 )
+from rannc_backend.report.words import size_text
+from rannc_backend.schedule.chain import chains_step_seconds
+from rannc_backend.schedule.description import Schedule
+from rannc_backend.schedule.list_scheduled import LaneCosts, ListScheduled
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
+
+_WORTH_NAMING = 0.01  # share of a stage's memory
+_MOST_NAMED = 3  # stages
 
 
 def solution_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
@@ -68,6 +78,43 @@ def priced(
     return make_solution(pricer, cell, cuts, options, places, step_seconds=seconds)
 
 
+def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
+    """The schedule that is made for a solution, within the memory that its stages leave."""
+    pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
+    tables, costs = pricer.tables, []
+    for index, terms in enumerate(solution_terms(problem, solution)):
+        option = int(np.searchsorted(tables.replicas, solution.replicas[index]))
+        begin, end = solution.bounds[index], solution.bounds[index + 1]
+        place = (begin, end - begin - 1, option)
+        budget = problem.budgets.index(solution.budgets[index])
+        forward, backward, message, gradient, _, _, weight = (float(column[0]) for column in terms.columns())
+        costs.append(
+            LaneCosts(
+                forward=forward,
+                inputs=backward - weight,
+                weights=weight,
+                message=message,
+                gradient=gradient,
+                flight_bytes=float(tables.flight_bytes[(budget, *place)]),
+                kept_bytes=float(tables.kept_bytes[place]),
+                limit_bytes=problem.memory_bytes - float(tables.fixed_bytes[(budget, *place)]),
+            )
+        )
+    described = schedule_named(problem.own_order)
+    assert isinstance(described, ListScheduled), f"{described} is made for no plan"
+    return replace(described, costs=tuple(costs))
+
+
+def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) -> float:
+    """Simulated seconds of a step of a solution in another schedule, whatever that needs in memory."""
+    columns = zip(*(terms.columns() for terms in solution_terms(problem, solution)), strict=True)
+    *kept, weight = (np.stack(column, axis=1) for column in columns)
+    number = solution.num_micro_batches
+    chain = chains_step_seconds(*kept, num_micro_batches=number, schedule=schedule, weight=weight)
+    work = (np.array(solution.replicas) * (kept[0] + kept[1])).sum()
+    return float(max(chain[0], number * work / problem.num_cores))
+
+
 def stage_plans(
     graph: BlockGraph,
     costs: IntervalCosts,
@@ -100,9 +147,10 @@ def _stage(
 ) -> StagePlan:
     begin, end = solution.bounds[index], solution.bounds[index + 1]
     number, replicas, budget = solution.num_micro_batches, solution.replicas[index], solution.budgets[index]
-    flights = schedule_named(solution.schedule).in_flight(solution.num_stages - index, number)
+    schedule, to_end = schedule_named(solution.schedule), solution.num_stages - index
+    flights = schedule.in_flight(to_end, number)
     memory = costs.memory(begin, end, budget, number, replicas, num_in_flight=flights, traced=traced)
-    forward, backward, message, gradient, allreduce, buckets = (
+    forward, backward, message, gradient, allreduce, buckets, weight = (
         float(column[0]) for column in terms.columns()
     )
     busy = number * (forward + backward)
@@ -110,7 +158,8 @@ def _stage(
         "parameter_bytes": memory.parameters,
         "gradient_bytes": memory.gradients,
         "optimizer_bytes": memory.optimizer,
-        "activation_bytes": flights * memory.activations,
+        "activation_bytes": flights * memory.activations
+        + float(schedule.kept_memory(to_end, solution.num_stages, number, memory.kept, memory.activations)),
         "buffer_bytes": memory.buffers,
         "workspace_bytes": memory.workspace,
     }
@@ -118,6 +167,7 @@ def _stage(
     predicted = StageCost(
         forward_seconds=forward,
         backward_seconds=backward,
+        weight_seconds=min(weight, backward),
         transfer_seconds=message + gradient,
         allreduce_seconds=allreduce,
         **whole,
@@ -140,6 +190,44 @@ def _stage(
     )
 
 
+def fullest_stages(costs: IntervalCosts, cut: Cut, limit_bytes: float) -> str:
+    """In words: the stages that need most, of those that need more than there is, by kind of memory."""
+    num_stages = len(cut.replicas)
+    found = []
+    for index, (begin, end) in enumerate(pairwise(cut.bounds)):
+        flights = schedule_named(cut.schedule).in_flight(num_stages - index, cut.num_micro_batches)
+        kinds = min(
+            (_memory_by_kind(costs, cut, index, budget, flights) for budget in costs.budgets),
+            key=lambda kinds: sum(kinds.values()),
+        )
+        total = sum(kinds.values())
+        if total > limit_bytes:
+            ordered = sorted(kinds.items(), key=lambda item: -item[1])
+            parts = [f"{kind} {size_text(size)}" for kind, size in ordered if size > _WORTH_NAMING * total]
+            modules = [path for block in costs.graph.blocks[begin:end] for path in block.modules]
+            place = f" ({' ... '.join(dict.fromkeys((modules[0], modules[-1])))})" if modules else ""
+            found.append((total, f"stage {index} of {num_stages}{place}: {', '.join(parts)}"))
+    found.sort(key=lambda item: -item[0])
+    return "; ".join(text for _, text in found[:_MOST_NAMED])
+
+
+def _memory_by_kind(
+    costs: IntervalCosts, cut: Cut, index: int, budget: float, num_in_flight: int
+) -> dict[str, float]:
+    begin, end, number = cut.bounds[index], cut.bounds[index + 1], cut.num_micro_batches
+    replicas = cut.replicas[index]
+    memory = costs.memory(begin, end, budget, number, replicas, num_in_flight=num_in_flight)
+    return {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations": num_in_flight * memory.activations,
+        "outputs": memory.outputs,
+        "messages": memory.messages,
+        "workspace": memory.workspace,
+    }
+
+
 def _at_rows(
     costs: IntervalCosts, begin: int, end: int, replicas: int, budget: float, traced: StageMemory | None
 ) -> tuple[RowCost, ...]:
@@ -160,6 +248,8 @@ def _at_rows(
                     rows=count,
                     forward_seconds=float(prices.forward_seconds[place]),
                     backward_seconds=float(prices.backward_seconds[place]),
+                    weight_seconds=float(min(prices.weight_seconds[place], prices.backward_seconds[place])),
+                    kept_bytes=math.ceil(prices.kept_bytes[place]),
                     activation_bytes=math.ceil(prices.saved_bytes[place] + received[place]),
                     workspace_bytes=math.ceil(prices.workspace_bytes[place]),
                 )
@@ -198,7 +288,7 @@ def describe_stage(
     )
 
 
-def block_plans(graph: BlockGraph, batch_rows: int) -> tuple[BlockPlan, ...]:
+def block_plans(graph: BlockGraph, segments: Sequence[int], batch_rows: int) -> tuple[BlockPlan, ...]:
     """All blocks, with amounts of the whole batch."""
     sizes = {use.name: use.num_bytes for use in graph.parameters}
     plans = []
@@ -219,6 +309,7 @@ def block_plans(graph: BlockGraph, batch_rows: int) -> tuple[BlockPlan, ...]:
                 moved_bytes=moved,
                 activation_bytes=saved,
                 parameter_bytes=sum(sizes[name] for name in block.parameters),
+                segment=segments[block.index],
             )
         )
     return tuple(plans)

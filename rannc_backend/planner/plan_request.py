@@ -8,16 +8,23 @@ cannot meet are lowered with a warning; those that the number of ranks or the me
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
-from rannc_backend.planner.search.feasibility import is_feasible, smallest_count, smallest_memory
+from rannc_backend.planner.plan_parts import fullest_stages
+from rannc_backend.planner.search.feasibility import (
+    cut_that_fits,
+    is_feasible,
+    smallest_count,
+    smallest_memory,
+)
 from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.problem import SearchProblem, useful_micro_batches
-from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
@@ -36,6 +43,8 @@ class PlanRequest:
     `update_groups`: see `IntervalCosts`.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
+    `without`: the same request without each option that restricts the plan, by the option as it was set.
+    `without_all`: without all of them but the limit of memory.
     """
 
     graph: BlockGraph
@@ -54,6 +63,8 @@ class PlanRequest:
     stage_replicas: tuple[int, ...] | None
     recompute: float | None = None
     most_micro_batches: int = 1
+    without: tuple[tuple[str, PlanRequest], ...] = ()
+    without_all: PlanRequest | None = None
 
     @classmethod
     def of(
@@ -65,8 +76,11 @@ class PlanRequest:
         batch_rows: int,
         schedules: tuple[ScheduleName, ...],
         stage_replicas: tuple[int, ...] | None,
+        *,
+        alone: bool = False,
     ) -> PlanRequest:
-        """Check the forced numbers against ranks, blocks and rows."""
+        """Check the forced numbers against ranks, blocks and rows. `alone`: as what another request is `without`."""
+        tell = logger.debug if alone else logger.warning  # once
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
             config, fixed = _of_whole_batch(config, fixed), None
@@ -84,7 +98,7 @@ class PlanRequest:
                     f"stage_replicas asks for {num_stages} stages, and the model can be cut into "
                     f"{num_blocks} at most"
                 )
-            logger.warning(
+            tell(
                 "partition_num %d is too much: the model can be cut into %d stages at most",
                 num_stages,
                 num_blocks,
@@ -93,10 +107,10 @@ class PlanRequest:
         smallest, largest = (
             (config.pipeline_num, config.pipeline_num)
             if config.pipeline_num
-            else (config.min_pipeline, config.max_pipeline)
+            else (config.min_pipeline, config.max_pipeline or batch_rows)
         )
         if smallest > batch_rows:
-            logger.warning(
+            tell(
                 "%d micro-batches are too many for a batch of %d rows; %d are used",
                 smallest,
                 batch_rows,
@@ -106,7 +120,7 @@ class PlanRequest:
         # this one.
         most = max(1, batch_rows // max(fixed or (config.replica_num, 1)))
         limit = config.mem_limit_gb * BYTES_PER_GB or cluster.device.memory_bytes
-        return cls(
+        made = cls(
             graph=graph,
             cluster=cluster,
             pricer=pricer,
@@ -123,6 +137,34 @@ class PlanRequest:
             stage_replicas=fixed,
             recompute=config.fixed_recompute,
             most_micro_batches=most if not config.pipeline_num else 1,
+        )
+        is_free = alone or graph.whole_batch or stage_replicas is not None
+        return made if is_free else made._with_freed(config)
+
+    def _with_freed(self, config: Config) -> PlanRequest:
+        """This request, which the options made, beside those without each of them that restricts it."""
+
+        def freed(*names: str) -> PlanRequest:
+            other = config.model_copy(update={name: Config.model_fields[name].default for name in names})
+            return PlanRequest.of(
+                self.graph,
+                other,
+                self.cluster,
+                self.pricer,
+                self.batch_rows,
+                self.schedules,
+                None,
+                alone=True,
+            )
+
+        limits = list(_limits(config, self.cluster))
+        others = [(text, freed(name)) for name, text in limits]
+        # An option may restrict nothing that there is.
+        same = [replace(other, most_micro_batches=self.most_micro_batches) == self for _, other in others]
+        return replace(
+            self,
+            without=tuple(item for item, is_same in zip(others, same) if not is_same),
+            without_all=freed(*(name for name, _ in limits if name != "mem_limit_gb")),
         )
 
     def costs(
@@ -153,7 +195,9 @@ class PlanRequest:
         return SearchProblem(
             num_blocks=len(self.graph.blocks),
             cluster=costs.cluster,
-            schedules=self.schedules,
+            schedules=self.searched_schedules,
+            own_order=next((name for name in self.schedules if name not in self.searched_schedules), ""),
+            only_own_order=not set(self.schedules) & set(self.searched_schedules),
             micro_batches=costs.micro_batches,
             budgets=costs.budgets,
             tables=costs.tables,
@@ -168,6 +212,14 @@ class PlanRequest:
             stage_of=self.graph.constraints.stage_of,
             work_floor=costs.work_floor,
         )
+
+    @property
+    def searched_schedules(self) -> tuple[ScheduleName, ...]:
+        """Those that are known before the plan is; where only an order that is made for it is asked for, those with the
+        same results.
+        """
+        known = tuple(name for name in self.schedules if not schedule_named(name).is_made_for_plans)
+        return known or tuple(name for name in schedule_names() if not schedule_named(name).is_made_for_plans)
 
     def searched(self, cluster: Cluster) -> Cluster:
         """A cluster as the search sees it.
@@ -185,10 +237,9 @@ class PlanRequest:
 
     def infeasible(self) -> InfeasiblePlanError:
         """Why nothing fits, and what would do."""
-        few = self.micro_batches
-        if len(self.graph.blocks) * self.cluster.num_devices > 1000:
-            few = tuple(sorted({few[0], *few[-_MAX_NUMBERS_TRIED:]}))
-        memory = smallest_memory(self.problem(self.costs(micro_batches=few, all_stages=True)))
+        few = self._tried
+        costs = self.costs(micro_batches=few, all_stages=True)
+        memory = smallest_memory(self.problem(costs))
         wishes = self.graph.constraints
         asked = " and the options stage_starts and stage_pins" if wishes.starts or wishes.stage_of else ""
         if memory is None:
@@ -197,14 +248,43 @@ class PlanRequest:
                 f"for{asked}: the batch has {self.batch_rows} rows in {self.micro_batches[0]} micro-batches "
                 "or more"
             )
+        cut = cut_that_fits(self.problem(costs, memory_bytes=memory))
+        stages = fullest_stages(costs, cut, self.memory_bytes) if cut is not None else ""
         return InfeasiblePlanError(
             f"the smallest cut needs {size_text(memory)} on one device, and plans may use "
-            f"{size_text(self.memory_bytes)}",
+            f"{size_text(self.memory_bytes)}{stages and '; '}{stages}",
             smallest_bytes=memory / (1 - self.memory_margin),
             smallest_num_devices=None if self.stage_replicas else self._smallest_num_devices(few),
             smallest_max_pipeline=self._smallest_max_pipeline(),
-            zero_would_do=self.may_divide_updates and self.under_zero().is_feasible(few),
+            options_that_would_do=self._options_that_free(),
         )
+
+    def _options_that_free(self) -> tuple[str, ...]:
+        """Options with which there is a plan, each by itself; all together where none is enough."""
+        # How much memory would do is said by itself.
+        others = [
+            (f"without {text}", freed) for text, freed in self.without if not text.startswith("mem_limit_gb")
+        ]
+        together = self.without_all or self
+        if self.graph.outputs and self.graph.has_loss:
+            bare = self.graph.without_outputs()
+            others.append(("outputs=auto", replace(self, graph=bare)))
+            together = replace(together, graph=bare)
+        if self.may_divide_updates:
+            others.append(("zero_stage=1", self.under_zero()))
+            together = together.under_zero()
+        found = tuple(text for text, other in others if other.is_feasible(other._tried))
+        if found or len(others) < 2:
+            return found
+        return (" and ".join(text for text, _ in others),) if together.is_feasible(together._tried) else ()
+
+    @property
+    def _tried(self) -> tuple[int, ...]:
+        """Numbers of micro-batches that are tried where all would take long."""
+        few = self.micro_batches
+        if len(self.graph.blocks) * self.cluster.num_devices > 1000:
+            few = tuple(sorted({few[0], *few[-_MAX_NUMBERS_TRIED:]}))
+        return few
 
     @property
     def may_divide_updates(self) -> bool:
@@ -260,6 +340,25 @@ def _of_whole_batch(config: Config, fixed: tuple[int, ...] | None) -> Config:
             "partition_num": len(fixed) if fixed else config.partition_num,
         }
     )
+
+
+def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Options that keep the search from plans, and how they are set."""
+    for name in (
+        "pipeline_num",
+        "min_pipeline",
+        "max_pipeline",
+        "partition_num",
+        "replica_num",
+        "stage_replicas",
+    ):
+        value = getattr(config, name)
+        if value != Config.model_fields[name].default:
+            yield name, f"{name}={value}"
+    if config.fixed_recompute is not None and not config.checkpointing:
+        yield "recompute", f"recompute={config.recompute}"
+    if 0 < config.mem_limit_gb * BYTES_PER_GB < cluster.device.memory_bytes:
+        yield "mem_limit_gb", f"mem_limit_gb={config.mem_limit_gb:g}"
 
 
 def _forced_text(fixed: tuple[int, ...] | None, config: Config) -> str:

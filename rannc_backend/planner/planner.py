@@ -27,6 +27,14 @@ from rannc_backend.ir.plan import (
 )
 from rannc_backend.log.progress import Progress
 from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.output_bytes import (
+    ASKED,
+    OutputBytes,
+    needed_by_stage,
+    output_plans,
+    why_left_out,
+    with_outputs,
+)
 from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
 from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.planner.explanations import alternatives
@@ -34,7 +42,7 @@ from rannc_backend.planner.plan_parts import block_plans, describe_stage, priced
 from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
-from rannc_backend.planner.settling import settle
+from rannc_backend.planner.settling import is_safe, settle, with_own_order
 from rannc_backend.planner.what_binds import binding, what_if
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.settings.options import Config
@@ -74,18 +82,21 @@ def plan_blocks(
     Raises `InfeasiblePlanError` with the smallest memory or number of devices that would do.
     """
     pricer = AnalyticPricer(device=cluster.device) if pricer is None else pricer
+    outputs = OutputBytes(graph=graph, batch_rows=batch_rows, num_devices=cluster.num_devices)
+    graph = graph.without_outputs() if _may_lack_outputs(graph, config) else graph
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
     choice = _choose(request, progress, whole_stages, always=config.stage_memory == "traced")
     chosen, equal = choice.solution, choice.equal
+    stages, left_out = _with_outputs(choice, outputs, config, request.memory_bytes)
     _warn_of_idle_ranks(request, chosen)
     others: tuple[Alternative, ...] = ()
     changes: tuple[WhatIf, ...] = ()
     if progress is None or not progress.cancelled():
         others = alternatives(request, choice.search, choice.problem, chosen, equal)
         changes = what_if(request, choice.problem, chosen, choice.result)
-    return Plan(
+    plan = Plan(
         schema_version=SCHEMA_VERSION,
         fingerprint=fingerprint,
         model_name=model_name,
@@ -97,17 +108,25 @@ def plan_blocks(
         stage_compiler=stage_compiler(config),
         zero_stage=config.zero_stage,
         zero_ngroups=config.zero_ngroups,
+        outputs=output_plans(outputs, stages),
+        outputs_left_out=left_out,
         memory_limit_bytes=int(request.memory_bytes),
-        blocks=block_plans(graph, batch_rows),
-        stages=choice.stages,
+        blocks=block_plans(graph, choice.segments, batch_rows),
+        stages=stages,
         predicted_step_seconds=chosen.step_seconds,
         equal_split_seconds=None if equal is None else equal.step_seconds,
         proven_gap=choice.result.proven_gap,
+        proven_for=choice.problem.schedules if choice.problem.own_order else (),
         costs_from=pricer.source,
-        binding=binding(chosen, choice.stages, changes, ended=choice.result.ended),
+        binding=binding(chosen, stages, changes, ended=choice.result.ended),
         alternatives=others,
         what_if=changes,
     )
+    if not chosen.own_order:
+        return plan
+    base = priced(choice.problem, chosen)
+    base_seconds = chosen.step_seconds if base is None else base.step_seconds
+    return with_own_order(plan, chosen.own_order, base_seconds, only=choice.problem.only_own_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +139,7 @@ class _Choice:
     equal: Solution | None
     solution: Solution
     stages: tuple[StagePlan, ...]
+    segments: tuple[int, ...]
 
 
 def _choose(
@@ -140,6 +160,12 @@ def _choose(
             break
         equal = None if search.equal is None else priced(problem, search.equal)
         solution = settle(problem, result.solution, equal)
+        if solution.own_order and not is_safe(problem, solution, request.graph):
+            told = logger.warning if problem.only_own_order else logger.info
+            told(
+                "an order made for the plan would get stuck over values that skip stages; it keeps its schedule"
+            )
+            solution = settle(replace(problem, own_order="", only_own_order=False), result.solution, equal)
         stages = stage_plans(request.graph, costs, problem, solution)
         ended = progress is not None and progress.cancelled()
         if (
@@ -151,7 +177,13 @@ def _choose(
         needed = _fullest(stages)
         if whole_stages is None or needed <= request.memory_bytes * _ROUNDED_UP or ended:
             return _Choice(
-                problem=problem, search=search, result=result, equal=equal, solution=solution, stages=stages
+                problem=problem,
+                search=search,
+                result=result,
+                equal=equal,
+                solution=solution,
+                stages=stages,
+                segments=costs.segments.of_block,
             )
         logger.info(
             "a stage needs %s as a whole, and plans may use %s",
@@ -167,6 +199,24 @@ def _choose(
         f"{size_text(request.memory_bytes)}",
         smallest_bytes=least / (1 - request.memory_margin),
     )
+
+
+def _may_lack_outputs(graph: BlockGraph, config: Config) -> bool:
+    return config.outputs == "loss" or (config.outputs == "auto" and graph.has_loss)
+
+
+def _with_outputs(
+    choice: _Choice, outputs: OutputBytes, config: Config, limit_bytes: float
+) -> tuple[tuple[StagePlan, ...], str]:
+    """The stages, with the outputs that were not planned for where there is room, and why there is none."""
+    stages = choice.stages
+    if not outputs.graph.outputs or not _may_lack_outputs(outputs.graph, config):
+        return stages, ""
+    if config.outputs == "loss":
+        return stages, ASKED
+    needed = needed_by_stage(outputs, stages, choice.solution.num_micro_batches)
+    left_out = why_left_out(stages, needed, limit_bytes)
+    return (stages, left_out) if left_out else (with_outputs(stages, needed), "")
 
 
 def _fullest(stages: Sequence[StagePlan]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
+from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import PlanError, UnsupportedModelError, user_location
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.batch_split import BatchSplit
@@ -24,6 +25,7 @@ from rannc_backend.planner.blocks.staged_nodes import (
     output_nodes,
     placeholders_behind,
 )
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 _CURE = "correct the plan, or let the planner write it again."
 
@@ -127,6 +129,36 @@ def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict
             from_inputs.update(atom)
     _move_to_readers(staged, stages, from_inputs)
     return {node.name: stage for node, stage in stages.items()}
+
+
+def segment_of_nodes(plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
+    """The segment of every staged node, where a stage of the plan computes one segment at a time again; else none.
+
+    A node of another graph than the planned one goes to the first segment, not before those of its inputs, that reads
+    one of its parameters. Which one it is decides about memory alone.
+    """
+    if all(stage.recompute != SEGMENTS_BUDGET for stage in plan.stages):
+        return {}
+    split, inputs = analysis.split, analysis.captured.inputs
+    staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
+    planned = {name: block.segment for block in plan.blocks for name in block.nodes}
+    if all(node.name in planned for node in staged.nodes):
+        return planned
+    fqns = {item.name: item.fqn for item in inputs if item.kind == "parameter"}
+    readers: dict[str, list[int]] = {}
+    for block in plan.blocks:
+        for name in block.parameters:
+            readers.setdefault(name, []).append(block.segment)
+    found: dict[str, int] = {}
+    for node in staged.nodes:
+        number = max(
+            (found[argument.name] for argument in node.all_input_nodes if argument.name in found), default=0
+        )
+        for item in staged.reads[node]:
+            later = [place for place in readers.get(fqns.get(item.name) or "", ()) if place >= number]
+            number = min(later, default=number)
+        found[node.name] = number
+    return found
 
 
 def _owners(plan: Plan, inputs: Sequence[Input]) -> dict[str, tuple[str, frozenset[int]]]:

@@ -1,18 +1,33 @@
 """Which plan to take of what a search found.
 
-In: a search problem, the plan that was found in it, the best equal split. Out: the plan, priced with latency.
+In: a search problem, the plan that was found in it, the best equal split. Out: the plan, priced with latency; and the
+plan with an order of its own, where that is faster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from rannc_backend.planner.plan_parts import longest_compute, priced
+import numpy as np
+
+from rannc_backend.errors import ScheduleError
+from rannc_backend.ir.action import INPUT
+from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.ir.plan import Alternative, Plan, StagePlan
+from rannc_backend.planner.plan_parts import longest_compute, own_order_of, priced, priced_in
 from rannc_backend.planner.search.equal_split import even_shares
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
 from rannc_backend.planner.search.search import TOLERANCE
+from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.schedule.plan_simulation import simulate_plan
+from rannc_backend.schedule.verify import verify
 
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
+_FASTER = 5e-3  # relative: by less, a schedule that people know is preferred to an order of the plan's own
+_NEAR, _MOST_TRIED = 0.05, 6  # plans that may be the fastest in an order of their own: relative, and how many
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
@@ -28,24 +43,121 @@ def settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> S
     without_latency = problem.num_stages is not None or problem.stage_replicas is not None
     numbers = problem.micro_batches if without_latency else (found.num_micro_batches,)
     best: Solution | None = None
+    others: list[Solution] = []
     for schedule in problem.schedules:
         for number in numbers:
             other = priced(problem, replace(found, num_micro_batches=number), schedule=schedule)
-            if other is not None and (
-                best is None or other.step_seconds < best.step_seconds * (1 - TOLERANCE)
-            ):
-                best = other
+            if other is not None:
+                others.append(other)
+                if best is None or other.step_seconds < best.step_seconds * (1 - TOLERANCE):
+                    best = other
     assert best is not None, "latency does not change what fits"
     if equal is not None and equal.step_seconds < best.step_seconds * (1 - TOLERANCE):
         best = equal
     if not without_latency or best.num_stages == 1:
-        return best
+        return _in_best_order(problem, best, others)
     even = even_shares(Pricer(problem, best.num_micro_batches, best.schedule), best)
     if even is None:
-        return best
+        return _in_best_order(problem, best, others)
     # With one micro-batch every cut takes equally long: then the even one, which also shares out the memory.
     as_fast = even.step_seconds <= best.step_seconds * (1 + _AS_FAST)
     unevenness = longest_compute(problem, best) / max(longest_compute(problem, even), 1e-30)
-    if unevenness <= (1 if as_fast else _UNEVEN):
+    if unevenness > (1 if as_fast else _UNEVEN):
+        return in_own_order(
+            problem, even if equal is None or even.step_seconds <= equal.step_seconds else equal
+        )
+    return _in_best_order(problem, best, others)
+
+
+def _in_best_order(problem: SearchProblem, best: Solution, others: Sequence[Solution]) -> Solution:
+    """`best` in an order of its own, or one of the others that is faster so; those that are nearly as fast are tried."""
+    if not problem.own_order:
         return best
-    return even if equal is None or even.step_seconds <= equal.step_seconds else equal
+    near = [each for each in others if each.step_seconds <= best.step_seconds * (1 + _NEAR)]
+    near.sort(key=lambda each: each.step_seconds)
+    tried = [in_own_order(problem, each) for each in dict.fromkeys([best, *near[:_MOST_TRIED]])]
+    return min(tried, key=lambda each: each.step_seconds)
+
+
+def in_own_order(problem: SearchProblem, solution: Solution) -> Solution:
+    """The same in an order that is made for it, if the problem has one, and it is faster or nothing else is asked for."""
+    own = own_order_of(problem, solution) if problem.own_order else None
+    if own is None or (solution.num_stages == 1 and not problem.only_own_order):
+        return solution
+    seconds = priced_in(problem, solution, own)
+    if problem.only_own_order or seconds < solution.step_seconds * (1 - _FASTER):
+        return replace(solution, step_seconds=seconds, own_order=problem.own_order)
+    return solution
+
+
+def with_own_order(plan: Plan, name: ScheduleName, base_seconds: float, *, only: bool) -> Plan:
+    """The plan in the order that is made for it, beside it with its base schedule, which takes `base_seconds`; or that,
+    where the memory of the whole plan leaves no gain. `only`: nothing but the own order is asked for.
+    """
+    ordered = _reordered(plan, name)
+    simulated = simulate_plan(ordered)
+    if not only and simulated.step_seconds >= base_seconds * (1 - _FASTER):
+        return _rounded(plan.model_copy(update={"predicted_step_seconds": base_seconds}))
+    longer = base_seconds / simulated.step_seconds if simulated.step_seconds else 1.0
+    told = Alternative(
+        num_stages=plan.num_stages,
+        stage_replicas=plan.stage_replicas,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        recompute=tuple(stage.recompute for stage in plan.stages),
+        predicted_step_seconds=base_seconds,
+        reason=f"schedule {plan.schedule}: the step takes {longer:.4g} times as long",
+    )
+    update = {
+        "stages": tuple(
+            _with_idle_share(stage, found.idle_share)
+            for stage, found in zip(ordered.stages, simulated.stages, strict=True)
+        ),
+        "alternatives": (told, *plan.alternatives),
+        "predicted_step_seconds": simulated.step_seconds,
+    }
+    return _rounded(ordered.model_copy(update=update))
+
+
+def _rounded(plan: Plan) -> Plan:
+    """With numbers as plans have them."""
+    return Plan.from_json(plan.to_json())
+
+
+def _reordered(plan: Plan, name: ScheduleName) -> Plan:
+    """With the memory of the order of that name."""
+    simulated = simulate_plan(plan, name)
+    stages = []
+    for stage, found in zip(plan.stages, simulated.stages, strict=True):
+        activations = found.peak_bytes - stage.predicted.peak_bytes + stage.predicted.activation_bytes
+        update = {"activation_bytes": activations, "peak_bytes": found.peak_bytes}
+        stages.append(stage.model_copy(update={"predicted": stage.predicted.model_copy(update=update)}))
+    return plan.model_copy(update={"schedule": name, "stages": tuple(stages)})
+
+
+def _with_idle_share(stage: StagePlan, idle_share: float) -> StagePlan:
+    predicted = stage.predicted.model_copy(update={"idle_share": idle_share})
+    return stage.model_copy(update={"predicted": predicted})
+
+
+def is_safe(problem: SearchProblem, solution: Solution, graph: BlockGraph) -> bool:
+    """Whether the programs of an own order come to their end with all messages of the stages, also those that skip some."""
+    stage_of = np.searchsorted(solution.bounds[1:], np.arange(len(graph.blocks)), side="right").tolist()
+    pairs: dict[tuple[int, int], bool] = {}
+    for flow in graph.flows:
+        source = stage_of[flow.producer] if flow.producer >= 0 else INPUT
+        for reader in {stage_of[block] for block in flow.consumers} - {source}:
+            pairs[source, reader] = pairs.get((source, reader), False) or flow.needs_grad
+    edges = [
+        EdgeSpec(
+            src=source, dst=reader, num_forward_values=1, num_gradient_values=int(needs and source != INPUT)
+        )
+        for (source, reader), needs in pairs.items()
+    ]
+    number = solution.num_micro_batches
+    order = own_order_of(problem, solution).order(solution.num_stages, number)
+    try:
+        verify(lower(order, edges, "train", number), edges, number, "train")
+    except ScheduleError:
+        return False
+    return True

@@ -26,6 +26,7 @@ ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
     "twice the bandwidth of all links",
 )
 MORE_DEVICES = "twice the devices"
+WITHOUT = "without "  # and an option as it was set
 DIVIDED_STATE = "optimizer state divided over replicas (zero_stage 1)"
 # What binds where a change gains most, and the change in a few words.
 _BINDING = {
@@ -34,6 +35,7 @@ _BINDING = {
     FASTER_LINKS: ("links", "twice the link speed"),
 }
 _SMALL = 500  # blocks x devices: searched in some tenths of a second, so for each change again
+_SMALL_WITH_NUMBERS = 5000  # blocks x devices x numbers of micro-batches: the same where these change
 _NOTICEABLE = 0.01  # share of the step: what gains less binds nothing
 
 
@@ -53,6 +55,7 @@ def what_if(
         if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
             best = chosen  # it fits as well with more of anything
         result.append(_record(change, best))
+    result += _without_options(request, problem, chosen, now)
     more_memory = next(record for record in result if record.change == MORE_MEMORY)
     if request.may_divide_updates and _saves(more_memory, chosen) >= _NOTICEABLE:
         divided = request.under_zero()
@@ -62,6 +65,20 @@ def what_if(
             best = chosen
         result.append(_record(DIVIDED_STATE, best))
     return tuple(result)
+
+
+def _without_options(
+    request: PlanRequest, problem: SearchProblem, chosen: Solution, now: Solution
+) -> Iterator[WhatIf]:
+    """What leaving an option out would gain, for each that keeps the search from a noticeably faster plan."""
+    for text, freed in request.without:
+        # Stages as a whole may have been found to need more than their blocks do.
+        memory_bytes = freed.memory_bytes - (request.memory_bytes - problem.memory_bytes)
+        other = freed.problem(freed.costs(), memory_bytes=memory_bytes)
+        size = other.num_blocks * other.num_devices * len(other.micro_batches)
+        best = _planned_again(freed, other, chosen, size > _SMALL_WITH_NUMBERS)
+        if best is not None and best.step_seconds < now.step_seconds * (1 - _NOTICEABLE):
+            yield _record(f"{WITHOUT}{text}", best)
 
 
 def _record(change: str, best: Solution) -> WhatIf:
@@ -139,11 +156,19 @@ def binding(plan: Solution, stages: Sequence[StagePlan], changes: Sequence[WhatI
 
 def gains_text(gains: Mapping[str, float]) -> str:
     """What binds, and why: `gains` has the share of the step that each change saves."""
+    options = sorted(
+        (change for change in gains if change.startswith(WITHOUT)), key=lambda change: -gains[change]
+    )
     ordered = sorted((change for change in _BINDING if change in gains), key=lambda change: -gains[change])
     parts = [
         f"{_BINDING[change][1]} by {percent_text(gains[change]) if gains[change] else 'nothing'}"
         for change in ordered
     ]
+    by_options = [f"{change} by {percent_text(gains[change])}" for change in options]
+    if options and gains[options[0]] > gains[ordered[0]]:
+        saved = percent_text(gains[options[0]])
+        told = f"option {options[0].removeprefix(WITHOUT)}: leaving it out would shorten the step by {saved}"
+        return ", ".join([told, *by_options[1:], *parts])
     name = _BINDING[ordered[0]][0]
     twice = gains.get(MORE_DEVICES, 0.0)
     if gains[ordered[0]] < _NOTICEABLE:
@@ -151,7 +176,7 @@ def gains_text(gains: Mapping[str, float]) -> str:
         is_devices = twice >= _NOTICEABLE
         name = _BINDING[ONE_MORE_DEVICE][0] if is_devices else "none of devices, memory and links"
         parts = [f"twice the devices by {percent_text(twice)}"] * is_devices + parts
-    first, *others = parts
+    first, *others = [*parts, *by_options]
     return f"{name}: {first.replace(' by ', ' would shorten the step by ')}, {', '.join(others)}"
 
 

@@ -9,14 +9,14 @@ from typing import Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rannc_backend.settings import options
+from rannc_backend.settings import choices as possible
 from rannc_backend.settings.options import Config
 
 
 def choices(item: str) -> tuple[object, ...]:
     """The values of an item that accepts no others than some names; () for every other item."""
     if item == "schedule":
-        return ("auto", *options.SCHEDULES)
+        return ("auto", *possible.SCHEDULES)
     annotation = Config.model_fields[item].annotation
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 

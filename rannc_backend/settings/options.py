@@ -9,7 +9,6 @@ planner decides" for every number of things. One GB is 1024**3 bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -17,6 +16,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from rannc_backend.errors import RanksDifferError
+from rannc_backend.settings.choices import SCHEDULE_ALIASES, activation_budget, check_schedule_name
 
 ENVIRONMENT_PREFIX = "RANNC_"
 ITEMS_DISAGREE = "items_disagree"
@@ -28,16 +28,6 @@ _LONGEST_SECONDS = 1e8
 _OWN: JsonDict = {"own": True}
 _OWN_PATH: JsonDict = {"accepts": "a path, at least 1 character", **_OWN}
 
-
-# All schedules: the name, and the module with the description of it (see schedule/description.py). Where two
-# are equally fast, the first of them is preferred.
-SCHEDULES: Mapping[str, str] = MappingProxyType(
-    {
-        "1f1b": "rannc_backend.schedule.one_f_one_b",
-        "fill_drain": "rannc_backend.schedule.fill_drain",
-    }
-)
-SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})
 
 # More is no number of ranks, and a number of thousands of digits is none for int().
 _COUNT = r"[1-9][0-9]{0,8}"
@@ -114,7 +104,9 @@ class Config(BaseModel):
         1, ge=1, description="Smallest number of micro-batches that the planner may choose."
     )
     max_pipeline: int = Field(
-        32, ge=1, description="Largest number of micro-batches that the planner may choose."
+        0,
+        ge=0,
+        description="Largest number of micro-batches that the planner may choose; 0: as many as the batch has rows.",
     )
     mem_limit_gb: float = Field(
         0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
@@ -140,10 +132,10 @@ class Config(BaseModel):
     )
     recompute: str = Field(
         "auto",
-        pattern=r"^(auto|0(\.[0-9]+)?|1(\.0+)?)$",
-        json_schema_extra={"accepts": '"auto", or a number from 0 to 1'},
-        description="Activation budget of every stage: 1 recomputes nothing, 0 all; auto: as much as memory "
-        "asks for, per stage.",
+        pattern=r"^(auto|segments|0(\.[0-9]+)?|1(\.0+)?)$",
+        json_schema_extra={"accepts": '"auto", "segments", or a number from 0 to 1'},
+        description="Activation budget of every stage: 1 recomputes nothing, 0 all; segments: all, but a part of "
+        "the stage (about a layer) at a time, whose input is kept; auto: as much as memory asks for, per stage.",
     )
     checkpointing: bool = Field(False, description="True: every stage recomputes all it can, as recompute=0.")
     verify_recomp: bool = Field(
@@ -230,12 +222,13 @@ class Config(BaseModel):
     )
     schedule: str = Field(
         "auto",
-        description="Order of forwards and backwards; auto: 1f1b wherever it gives exact results. gpipe is "
-        "another name of fill_drain.",
+        description="Order of forwards and backwards; auto: the fastest that gives exact results. zb_h1: backwards in "
+        "two parts; list_scheduled: likewise, in an order made for the plan. gpipe is another name of fill_drain.",
     )
-    outputs: Literal["all", "loss"] = Field(
-        "all",
-        description="all: outputs with rows come back as this rank's rows; loss: only scalars come back.",
+    outputs: Literal["auto", "all", "loss"] = Field(
+        "auto",
+        description="all: outputs with rows come back, each rank's own; loss: only scalars do; auto: all, but beside "
+        "a loss only where they fit into half of the memory that the plan leaves.",
     )
     gather_inputs: bool = Field(
         True,
@@ -380,7 +373,7 @@ class Config(BaseModel):
         """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
         if self.checkpointing:
             return 0.0
-        return None if self.recompute == "auto" else float(self.recompute)
+        return activation_budget(self.recompute)
 
     @property
     def prices_by_rules(self) -> bool:
@@ -438,7 +431,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _check_items_agree(self) -> Config:
         counts = self.stage_replica_counts
-        if self.min_pipeline > self.max_pipeline:
+        if 0 < self.max_pipeline < self.min_pipeline:
             raise _disagreement("min_pipeline", "an integer from 1 to", "max_pipeline")
         if counts and self.partition_num not in (0, len(counts)):
             raise _disagreement("stage_replicas", "as many numbers as", "partition_num")
@@ -446,7 +439,7 @@ class Config(BaseModel):
             raise _disagreement("stage_replicas", "no other number than", "replica_num")
         if self.run_file and not self.num_measured_steps:
             raise _disagreement("run_file", "empty without", "report_steps")
-        if self.checkpointing and self.recompute != "auto" and float(self.recompute) != 0:
+        if self.checkpointing and activation_budget(self.recompute):
             raise _disagreement("checkpointing", "False with", "recompute")
         return self
 
@@ -455,15 +448,6 @@ def _number(text: str) -> float:
     if text in ("True", "False"):
         return text == "True"
     return int(text) if text.lstrip("-").isdigit() else float(text)
-
-
-def check_schedule_name(name: str) -> str:
-    """The name, if there is such a schedule. As pydantic says it of a Literal if there is none."""
-    if name not in SCHEDULES:
-        *others, last = map(repr, SCHEDULES)
-        expected = f"{', '.join(others)} or {last}" if others else last
-        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
-    return name
 
 
 def environment_name(item: str) -> str:

@@ -48,10 +48,13 @@ _EXTERN_OPERATORS = MATRIX_OPERATORS | ATTENTION_OPERATORS | ATTENTION_BACKWARD_
 class GraphCosts:
     """What the graphs of a block or stage cost at one budget. `inner_bytes`: saved, and neither input nor
     output; `saved_inputs`,
-    `saved_outputs`: positions; workspace: live bytes at each operator, less what is saved."""
+    `saved_outputs`: positions; workspace: live bytes at each operator, less what is saved. `weights`: of a backward, the
+    second part, for which `kept_bytes` are kept."""
 
     forward: tuple[OperatorCost, ...]
     backward: tuple[OperatorCost, ...]
+    weights: tuple[OperatorCost, ...]
+    kept_bytes: sympy.Expr
     inner_bytes: sympy.Expr
     saved_inputs: frozenset[int]
     saved_outputs: frozenset[int]
@@ -99,6 +102,8 @@ class BlockPartitions:
         return BlockPartition(
             forward=parts.forward,
             backward=parts.backward,
+            weights=parts.weights,
+            kept_bytes=parts.kept_bytes,
             saved_bytes=self._saved_bytes(block, budget),
             workspace_bytes=self._workspace_bytes(block, budget),
         )
@@ -297,6 +302,8 @@ def graph_costs(
     return GraphCosts(
         forward=_costs(stage.forward, virtual[0], fused, translate),
         backward=_costs(stage.backward, virtual[1], fused, translate),
+        weights=_costs(stage.second, _virtual(stage.second) if fused else frozenset(), fused, translate),
+        kept_bytes=stage.kept_bytes.xreplace(translate),
         inner_bytes=inner.xreplace(translate),
         saved_inputs=frozenset(saved_inputs),
         saved_outputs=frozenset(i for i, place in enumerate(stage.output_index) if place in distinct_outputs),

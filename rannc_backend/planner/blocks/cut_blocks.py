@@ -25,6 +25,7 @@ from rannc_backend.ir.block_graph import (
     BlockGraph,
     Flow,
     OperatorCost,
+    Output,
     ParameterUse,
     StageConstraints,
 )
@@ -47,7 +48,7 @@ from rannc_backend.planner.cluster.cluster import Cluster, Device
 from rannc_backend.planner.cost.compute import operator_cost
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.memory import saved_values
-from rannc_backend.planner.cost.roofline import operator_seconds
+from rannc_backend.planner.cost.pricing import operator_seconds
 from rannc_backend.planner.cost.tensor_sizes import value_bytes
 from rannc_backend.settings.options import Config
 
@@ -99,14 +100,18 @@ def block_graph(
         num_clusters=config.min_partition_num or None,
         by_time=config.coarsen_by_time,
         pins=StagePins.from_config(config),
-        keep_rows_outputs=config.outputs == "all",
         like=like,
     )
     if rows_symbol is not None:
         # Sizes that come from a graph are expressions.
         free = set().union(*(cast("sympy.Expr", flow.num_bytes).free_symbols for flow in graph.flows), set())
         assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
-    return replace(graph, whole_batch=whole_batch)
+    return replace(graph, whole_batch=whole_batch, has_loss=has_loss(split, needs_grad))
+
+
+def has_loss(split: BatchSplit, needs_grad: Collection[str]) -> bool:
+    """Whether the model gives a scalar, of sums over rows, that needs a gradient."""
+    return any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)
 
 
 def build_block_graph(
@@ -119,7 +124,6 @@ def build_block_graph(
     rows: int,
     max_blocks: int = DEFAULT_MAX_BLOCKS,
     pins: StagePins | None = None,
-    keep_rows_outputs: bool = True,
     num_clusters: int | None = None,
     by_time: bool = True,
     like: BlockGraph | None = None,
@@ -130,7 +134,6 @@ def build_block_graph(
     Args:
         device, rows: on which, and at how many rows, operators are priced to balance the blocks.
         pins: what the user asked of the stages; more of them than `max_blocks` allows give more blocks.
-        keep_rows_outputs: whether outputs with rows are returned to the user.
         num_clusters: as `choose_blocks`.
         by_time: make blocks alike in time; False: in the bytes that they keep for backward.
         like: as `block_graph`.
@@ -140,7 +143,7 @@ def build_block_graph(
     assert staged.atoms, "a graph without a node that depends on the batch has no blocks"
     kinds = Kinds(needs_grad)
     costs = _atom_costs(staged, kinds, needs_grad)
-    builder = _Builder(staged, inputs, outputs, needs_grad, keep_rows_outputs, kinds)
+    builder = _Builder(staged, inputs, outputs, needs_grad, kinds)
     if like is not None:
         return builder.build(_line_of(like, staged), costs)
     atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
@@ -287,7 +290,6 @@ class _Builder:
     inputs: Sequence[Input]
     outputs: Sequence[OutputOfRowwise]
     needs_grad: Collection[str]
-    keep_rows_outputs: bool
     kinds: Kinds
     _workspaces: dict[tuple[object, ...], sympy.Expr] = field(default_factory=dict)
 
@@ -298,26 +300,22 @@ class _Builder:
         for value, reader in saved_values(self._nodes_with_rows(), self.needs_grad):
             saved[block_of[value if value in block_of else reader]].append(value_bytes(value.meta.get("val")))
         parameters = self._parameters(groups, block_of)
-        returned, buffers = self._returned(block_of, len(groups))
+        outputs, buffers = self._returned(block_of, len(groups))
         input_kind = {item.name: item.kind for item in self.inputs}
         blocks = []
         for index, nodes in enumerate(groups):
             operators = tuple(cost for atom in line.atoms[index] for cost in costs[atom])
             saved_bytes = sympy.Add(*saved[index])
-            output_bytes = sympy.Add(*(value_bytes(node.meta.get("val")) for node in returned[index]))
             blocks.append(
                 Block(
                     index=index,
-                    structure=self._structure(
-                        nodes, block_of, input_kind, (len(operators), saved_bytes, output_bytes)
-                    ),
+                    structure=self._structure(nodes, block_of, input_kind, (len(operators), saved_bytes)),
                     nodes=tuple(node.name for node in nodes),
                     modules=tuple(dict.fromkeys(path for node in nodes if (path := _module_path(node)))),
                     parameters=tuple(sorted(parameters[index])),
                     updated_buffers=tuple(sorted(buffers[index])),
                     operators=operators,
                     saved_bytes=saved_bytes,
-                    output_bytes=output_bytes,
                     workspace_bytes=tuple(dict.fromkeys(self._workspace(node) for node in nodes)),
                 )
             )
@@ -325,6 +323,7 @@ class _Builder:
             blocks=tuple(blocks),
             flows=self._flows(block_of),
             parameters=self._parameter_uses(parameters),
+            outputs=outputs,
             constraints=line.constraints,
         )
 
@@ -396,19 +395,23 @@ class _Builder:
 
     def _returned(
         self, block_of: dict[fx.Node, int], num_blocks: int
-    ) -> tuple[list[set[fx.Node]], list[set[str]]]:
-        """Per block: the nodes returned as outputs with rows, and the names of the buffers whose new value is
-        returned.
-        """
+    ) -> tuple[tuple[Output, ...], list[set[str]]]:
+        """The outputs with rows, and per block the names of the buffers whose new value is returned."""
         nodes = {node.name: node for node in output_nodes(self.staged.rowwise)}
-        rows: list[set[fx.Node]] = [set() for _ in range(num_blocks)]
+        rows: dict[str, Output] = {}
         buffers: list[set[str]] = [set() for _ in range(num_blocks)]
         for item in self.outputs:
             if item.kind == "buffer" and item.fqn is not None:
                 buffers[self._home(nodes[item.name], block_of)].add(item.fqn)
-            elif item.kind == "rows" and self.keep_rows_outputs:
-                rows[self._home(nodes[item.name], block_of)].add(nodes[item.name])
-        return rows, buffers
+            elif item.kind == "rows":
+                node = nodes[item.name]
+                rows[item.name] = Output(
+                    name=item.name,
+                    module=_module_path(node),
+                    block=self._home(node, block_of),
+                    num_bytes=value_bytes(node.meta.get("val")),
+                )
+        return tuple(rows.values()), buffers
 
     def _workspace(self, node: fx.Node) -> sympy.Expr:
         values = [node, *(argument for argument in node.all_input_nodes if argument in self.staged.reads)]

@@ -13,13 +13,14 @@ has no seconds, and more rows are not tried.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from rannc_backend.planner.blocks.block_partitions import needs_grad_in_training
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.profile import Job, Point, Setting
 from rannc_backend.planner.cost.small_models import stage_compiler
+from rannc_backend.runtime.torch_internals import on_busy_device
 from rannc_backend.runtime.trace.allocations import AllocationTracker
 from rannc_backend.runtime.world import World
 from rannc_backend.settings.options import Config
@@ -39,10 +41,14 @@ from rannc_backend.stages.gradient_sink import ScratchGradients
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 POINT_SECONDS = (
     2.0  # a number of rows is not repeated for longer, nor tried at all when the one before took so long
 )
 _MEMORY_SHARE = 0.8  # of a device's memory that a measurement may take
+# For which a device is kept busy while the host queues a run.
+_FIRST_HOST_SECONDS, _MOST_HOST_SECONDS = 2e-3, 50e-3
 _MAX_CACHE_BYTES = 40 * 2**20  # a little more than the caches of most CPUs
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
 
@@ -62,6 +68,7 @@ class Bench:
     clock: Callable[[], float] = time.perf_counter
     core_clock: Callable[[], float] = time.process_time
     _others: torch.Tensor | None = field(init=False, default=None)
+    _host_seconds: float = field(init=False, default=_FIRST_HOST_SECONDS)
 
     def measure(self, blocks: Sequence[Sequence[str]], job: Job) -> list[Point]:
         """The points of one job; `blocks` are the node names of all blocks."""
@@ -115,16 +122,15 @@ class Bench:
         began = self.clock()
         while len(forwards) < self.num_repeats and (not forwards or self.clock() - began < POINT_SECONDS):
             self._use_caches()
-            start = self._now()
-            outputs, saved = stage.forward(args)
-            forwards.append(self._now() - start)
+            (outputs, saved), seconds = self._timed_run(functools.partial(stage.forward, args))
+            forwards.append(seconds)
             grads = [torch.ones_like(outputs[position]) for position in stage.grad_outputs]
             del outputs
             self._use_caches()
-            start = self._now()
-            stage.backward(list(saved), grads, gradients)
-            backwards.append(self._now() - start)
-            del saved, grads
+            kept = list(saved)
+            _, seconds = self._timed_run(functools.partial(stage.backward, kept, grads, gradients))
+            backwards.append(seconds)
+            del saved, kept, grads
         return Point(
             rows=rows,
             forward_seconds=max(statistics.median(forwards), 0.0),
@@ -167,17 +173,21 @@ class Bench:
             self._others = torch.zeros(min(others, _MAX_CACHE_BYTES) // 4)
         self._others.add_(1.0)
 
-    def _now(self) -> float:
-        """Seconds; on a CPU with one thread, those for which this rank had a core.
+    def _timed_run(self, run: Callable[[], R]) -> tuple[R, float]:
+        """What ``run`` gives, and its seconds; on a CPU with one thread, those for which this rank had a core.
 
         Ranks that share cores run at full speed while others wait: the planner counts the cores
-        (`Device.core_share`).
+        (`Device.core_share`). On a device, its own seconds: in a step the host is ahead of it, and here it is so by as
+        much as the slowest run so far needed and half of that.
         """
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif torch.get_num_threads() == 1:
-            return self.core_clock()
-        return self.clock()
+            busy = on_busy_device(run, self.device, self._host_seconds)
+            self._host_seconds = min(max(self._host_seconds, 1.5 * busy.host_seconds), _MOST_HOST_SECONDS)
+            return busy.result, busy.device_seconds
+        now = self.core_clock if torch.get_num_threads() == 1 else self.clock
+        start = now()
+        result = run()
+        return result, now() - start
 
 
 def measures(config: Config, world: World | None) -> bool:

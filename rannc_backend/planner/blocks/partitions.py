@@ -19,6 +19,7 @@ from rannc_backend.passes.pipeline import run_pass
 from rannc_backend.passes.stage.gradient_buckets import WriteIntoBuckets
 from rannc_backend.passes.stage.partition_backward import DeliverEarly
 from rannc_backend.passes.stage.recompute import saved_bytes
+from rannc_backend.passes.stage.split_backward import SplitBackward
 from rannc_backend.passes.stage.split_stages import StageGraph
 from rannc_backend.stages.build import Gradients
 from rannc_backend.stages.compiled_stage import StageBuilder
@@ -35,7 +36,8 @@ class StagePartition:
     forward: (batch size, *inputs, *constants) to (*`num_outputs` outputs, *saved). backward: (sink, *saved,
     *tangents) to the gradients of inputs; parameter gradients go to the sink as they are made, unless
     `gradients_at_end`: then it takes no sink and returns them too. `kept_anyway` are the names of forward's
-    placeholders that live as long as the stage. All sizes are over `rows_symbol`; `saved_bytes`: see
+    placeholders that live as long as the stage. `second`: the part of a backward that computes gradients of parameters, and
+    `kept_bytes` what it needs of the first, if a schedule splits backwards. All sizes are over `rows_symbol`; `saved_bytes`: see
     `passes.recompute`. `output_index[i]` is where output i of the stage is found among the outputs.
     """
 
@@ -52,6 +54,8 @@ class StagePartition:
     ]  # values of the backward graph that are computed in the memory of a gradient bucket
     gradients_at_end: bool
     saved_bytes: sympy.Expr
+    second: fx.GraphModule | None = None
+    kept_bytes: sympy.Expr = sympy.Integer(0)
     rows_symbol: sympy.Symbol
 
 
@@ -84,11 +88,15 @@ def partitions_of(
 
 def _partition(builder: StageBuilder, traced: TracedStage) -> StagePartition:
     forward, backward, saved, in_place = traced.joint, None, sympy.Integer(0), frozenset[str]()
+    second, kept = None, sympy.Integer(0)
     if traced.tangent_of:
         split, gradients = builder.split_safely(traced)
         forward, backward = split.forward, split.backward
         saved = saved_bytes(forward, traced.num_outputs, builder.kept_anyway(forward))
         in_place = _written_in_place(builder, backward, gradients)
+        if gradients.parameters:
+            parts = run_pass(SplitBackward(tuple(gradients.parameters)), backward)
+            second, kept = parts.second, parts.kept_bytes(builder.kept_anyway(forward))
         if not builder.inductor:
             backward = run_pass(DeliverEarly(gradients.parameters, gradients.num_gradients), backward)
     return StagePartition(
@@ -103,6 +111,8 @@ def _partition(builder: StageBuilder, traced: TracedStage) -> StagePartition:
         written_in_place=in_place,
         gradients_at_end=builder.inductor,
         saved_bytes=saved,
+        second=second,
+        kept_bytes=kept,
         rows_symbol=builder.signature.rows_symbol,
     )
 

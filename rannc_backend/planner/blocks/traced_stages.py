@@ -26,7 +26,10 @@ from rannc_backend.planner.blocks.block_partitions import graph_costs, stage_nee
 from rannc_backend.planner.blocks.measure import interval_stage
 from rannc_backend.planner.blocks.partitions import partitions_of
 from rannc_backend.planner.cost.pricing import Interval, StageMemory
+from rannc_backend.planner.cost.segments import Segments
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.stages.compiled_stage import minds_rows
+from rannc_backend.stages.joint_graph import mark_segments
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class TracedStages:
     analysis: GraphAnalysis
     graph: BlockGraph
     compiler: str
+    segments: Segments
     most_nodes: float = MAX_NODES
     _known: dict[object, StageMemory | None] = field(init=False, default_factory=dict)
 
@@ -66,7 +70,9 @@ class TracedStages:
     def _key(self, stage: Interval) -> object:
         """Equal for stages of equal blocks between equal neighbours, which decide what a stage hands on."""
         names = ["", *(block.structure for block in self.graph.blocks), ""]
-        return self._rows_hint(stage), stage.budget, tuple(names[stage.begin : stage.end + 2])
+        inside = self.segments.of_block[stage.begin : stage.end] if stage.budget == SEGMENTS_BUDGET else ()
+        numbers = tuple(number - inside[0] for number in inside)
+        return self._rows_hint(stage), stage.budget, numbers, tuple(names[stage.begin : stage.end + 2])
 
     def _rows_hint(self, stage: Interval) -> int:
         """As the stage will be compiled."""
@@ -75,6 +81,8 @@ class TracedStages:
     def _trace(self, stage: Interval) -> StageMemory | None:
         analysis = self.analysis
         graph = interval_stage(analysis, [block.nodes for block in self.graph.blocks], stage.begin, stage.end)
+        if stage.budget == SEGMENTS_BUDGET:
+            mark_segments(graph.graph_module, self.segments.of_node)
         try:
             (partition,) = partitions_of(
                 graph,
@@ -97,4 +105,5 @@ class TracedStages:
         return StageMemory(
             saved_bytes=sympy.expand(costs.inner_bytes + kept),
             workspace_bytes=(*costs.forward_workspace, *costs.backward_workspace),
+            kept_bytes=costs.kept_bytes,
         )

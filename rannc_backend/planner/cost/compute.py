@@ -1,7 +1,7 @@
 """What each operator of a graph costs: FLOPs and moved bytes as expressions in the rows.
 
 In: fx nodes with fake tensors in meta["val"], and the names of the values that need a gradient. Out:
-`OperatorCost`s, whose seconds are those of planner/cost/roofline.py. Matrix products, convolutions and
+`OperatorCost`s, whose seconds are those of planner/cost/pricing.py. Matrix products, convolutions and
 attention are counted in FLOPs; everything else is as long as its bytes take.
 """
 
@@ -112,6 +112,9 @@ def operator_cost(
     if name in LOOKUP_OPERATORS and operands:
         # The gradient of a table is dense: all of it is written, not only the rows that were read.
         backward_bytes = forward_bytes + value_bytes(operands[0].meta.get("val"))
+    has_weights = backward and flops != 0 and name not in ATTENTION_OPERATORS
+    factors = _matrix_operands(name, operands, node) if has_weights else []
+    weights = [factor for factor in factors if not _has_rows(factor)]
     return OperatorCost(
         name=node.name,
         dtype=_dtype_name(value),
@@ -122,7 +125,21 @@ def operator_cost(
         backward_bytes=backward_bytes if backward else zero,
         num_forward_launches=0 if free else 1,
         num_backward_launches=(2 if flops != 0 else 1) if backward else 0,
+        weight_flops=flops * len(weights),
+        # The other factor of the product, and the gradient of its result.
+        kept_bytes=sympy.Add(
+            value_bytes(value),
+            *(value_bytes(each.meta.get("val")) for each in node.all_input_nodes if _has_rows(each)),
+        )
+        if weights
+        else zero,
     )
+
+
+def _has_rows(node: fx.Node) -> bool:
+    """Whether a value's size depends on the batch: those of parameters do not."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(size.free_symbols for size in shape_of(value))
 
 
 def _getitem_names(node: fx.Node) -> set[str]:

@@ -27,7 +27,7 @@ def evaluate(sizes: Sequence[Size], rows: Sequence[int]) -> NDArray[np.float64]:
     points = np.asarray(rows, dtype=np.float64)
     numbers: dict[Size, int] = {}
     places = [numbers.setdefault(size, len(numbers)) for size in sizes]
-    expressions = [size for size in numbers if not isinstance(size, Formula)]
+    expressions = [size for size in numbers if not isinstance(size, Formula | int)]
     symbol = rows_symbol(expressions)
     known = np.empty((len(numbers), len(points)))
     polynomials: dict[int, tuple[float, ...]] = {}
@@ -65,9 +65,9 @@ def rows_symbol(expressions: Iterable[sympy.Expr]) -> sympy.Symbol | None:
 
 
 def _evaluate_one(
-    expression: sympy.Expr, symbol: sympy.Symbol | None, points: NDArray[np.float64]
+    expression: sympy.Expr | int, symbol: sympy.Symbol | None, points: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    if symbol is None or expression.is_number:
+    if symbol is None or isinstance(expression, int) or expression.is_number:
         return np.full(len(points), float(expression))
     if expression.is_polynomial(symbol):
         # Nearly all sizes are a * rows + b; this is a hundred times faster than substituting.

@@ -90,6 +90,9 @@ class MeasuredPricer:
             if budget != measured_budget
             else 1.0
         )
+        measured_backward = share * _between(
+            rows, points, backward, here.backward_seconds, at_points.backward_seconds
+        )
         workspace = np.maximum(np.interp(rows, points, peaks - at_points.saved_bytes), 0.0)
         workspace[np.asarray(rows) > points[-1]] = 0.0
         return _scaled(
@@ -97,12 +100,15 @@ class MeasuredPricer:
                 forward_seconds=_between(
                     rows, points, forward, here.forward_seconds, at_points.forward_seconds
                 ),
-                backward_seconds=share
-                * _between(rows, points, backward, here.backward_seconds, at_points.backward_seconds),
+                backward_seconds=measured_backward,
                 saved_bytes=analytic.saved_bytes,
                 workspace_bytes=np.maximum(
                     analytic.workspace_bytes, workspace if budget == measured_budget else 0.0
                 ),
+                # Its part in the backward, as the analytic prices say.
+                weight_seconds=measured_backward
+                * (analytic.weight_seconds / np.maximum(analytic.backward_seconds, 1e-30)),
+                kept_bytes=analytic.kept_bytes,
             ),
             correction,
             too_many,
@@ -179,4 +185,6 @@ def _scaled(prices: BlockPrices, correction: Correction, too_many: NDArray[Any] 
         backward_seconds=np.where(impossible, np.inf, prices.backward_seconds * correction.backward),
         saved_bytes=prices.saved_bytes,
         workspace_bytes=prices.workspace_bytes,
+        weight_seconds=prices.weight_seconds * correction.backward,
+        kept_bytes=prices.kept_bytes,
     )

@@ -8,11 +8,12 @@ backward fastest, less makes backward compute the rest again. A block's *saved b
 in it that are kept from forward to backward, be it by its own backward or by that of a later block; what a
 stage receives from others is not among them. *Workspace* is what lies in memory beside that, and beside
 parameters, while the block runs forward or backward. Backward seconds do not contain adding parameter
-gradients up over micro-batches.
+gradients up over micro-batches. An operator's seconds are a *roofline*: the longer of computing and moving, plus its launch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -24,18 +25,25 @@ from rannc_backend.ir.block_graph import Block, OperatorCost
 from rannc_backend.ir.size import Size
 from rannc_backend.planner.cluster.cluster import Device
 from rannc_backend.planner.cost.expressions import evaluate
-from rannc_backend.planner.cost.roofline import operator_seconds
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 Floats = NDArray[np.float64]
 
 ANALYTIC = "analytic"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
-"""The activation budgets at which blocks are partitioned; 0.0 is priced for whole stages."""
+"""The activation budgets at which blocks are partitioned; 0.0 and SEGMENTS_BUDGET are priced for whole stages."""
 
 
 def priced_budgets(fixed: float | None, choices: tuple[float, ...] = BUDGETS) -> tuple[float, ...]:
     """The budgets to price where the plan's is `fixed`, or (None) one of `choices`."""
-    return choices if fixed is None else tuple(dict.fromkeys((1.0, fixed or 1.0)))
+    if fixed is None:
+        return choices
+    return (1.0,) if fixed in (0.0, SEGMENTS_BUDGET, 1.0) else (1.0, fixed)
+
+
+def replica_rows(batch_rows: int, num_micro_batches: int, replicas: int) -> int:
+    """Rows that the replica with most rows computes of the largest micro-batch."""
+    return math.ceil(math.ceil(batch_rows / num_micro_batches) / replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +56,8 @@ class BlockPrices:
     backward_seconds: Floats
     saved_bytes: Floats
     workspace_bytes: Floats
+    weight_seconds: Floats  # of the backward, the second part
+    kept_bytes: Floats  # that the second part needs of the first
 
 
 class BlockPricer(Protocol):
@@ -79,11 +89,14 @@ class BlockPartition:
     """A block's forward and backward graphs at one activation budget, as far as they cost something.
 
     `forward` and `backward` are the graphs' operators, what backward computes again among them; their
-    `forward_...` members hold. `saved_bytes` as above; `workspace_bytes`: its largest element counts.
+    `forward_...` members hold. `saved_bytes` as above; `workspace_bytes`: its largest element counts. `weights`: of the
+    backward, the second part, for which `kept_bytes` are kept.
     """
 
     forward: tuple[OperatorCost, ...]
     backward: tuple[OperatorCost, ...]
+    weights: tuple[OperatorCost, ...] = ()
+    kept_bytes: Size = 0
     saved_bytes: Size
     workspace_bytes: tuple[Size, ...]
 
@@ -103,11 +116,33 @@ class Interval:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """What a stage keeps of one micro-batch, without what it receives, and what it needs beside that; the
-    largest workspace counts.
+    largest workspace counts. `kept_bytes`: between the two parts of its backward.
     """
 
     saved_bytes: Size
     workspace_bytes: tuple[Size, ...]
+    kept_bytes: Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryParts:
+    """Bytes of one interval on one replica; `activations` of one micro-batch, and what is `kept` of one between the two
+    parts of its backward.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    messages: float  # and communicators
+    outputs: float
+    workspace: float
+    kept: float
+
+    @property
+    def buffers(self) -> float:
+        """Messages, communicators and outputs."""
+        return self.messages + self.outputs
 
 
 class WholeStages(Protocol):
@@ -140,6 +175,40 @@ class NoPartitions:
     def partition(self, block: Block, budget: float) -> BlockPartition | None:
         """None."""
         return None
+
+
+def operator_seconds(
+    operators: Sequence[OperatorCost], device: Device, rows: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Forward and backward seconds of each operator for each number of rows: two arrays [operators, rows]."""
+    kinds = [(operator.dtype, operator.operator_class) for operator in operators]
+    rate_of = {kind: device.rate(*kind) for kind in set(kinds)}
+    moving_rate_of = {kind: device.memory_rate(kind[1]) for kind in set(kinds)}
+    rates = np.array([rate_of[kind] for kind in kinds]).reshape(-1, 1)
+    moving_rates = np.array([moving_rate_of[kind] for kind in kinds]).reshape(-1, 1)
+    results = []
+    for flops, moved, launches in (
+        ("forward_flops", "forward_bytes", "num_forward_launches"),
+        ("backward_flops", "backward_bytes", "num_backward_launches"),
+    ):
+        compute = evaluate([getattr(operator, flops) for operator in operators], rows) / rates
+        memory = evaluate([getattr(operator, moved) for operator in operators], rows) / moving_rates
+        counts = np.array(
+            [[getattr(operator, launches)] for operator in operators], dtype=np.float64
+        ).reshape(-1, 1)
+        results.append(np.maximum(compute, memory) + counts * device.launch_seconds)
+    return results[0], results[1]
+
+
+def weight_seconds(operators: Sequence[OperatorCost], device: Device, rows: Sequence[int]) -> Floats:
+    """[operators, rows]: of the backward, what gradients of parameters take; the other half of its bytes is moved for
+    those of inputs.
+    """
+    rates = np.array([device.rate(each.dtype, each.operator_class) for each in operators]).reshape(-1, 1)
+    moving = np.array([device.memory_rate(each.operator_class) for each in operators]).reshape(-1, 1)
+    flops = evaluate([each.weight_flops for each in operators], rows)
+    moved = evaluate([each.backward_bytes for each in operators], rows) / 2
+    return np.where(flops > 0, np.maximum(flops / rates, moved / moving) + device.launch_seconds, 0.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -179,16 +248,23 @@ class AnalyticPricer:
             backward_seconds=backward.sum(axis=0),
             saved_bytes=evaluate([block.saved_bytes], rows)[0],
             workspace_bytes=evaluate(block.workspace_bytes, rows).max(axis=0, initial=0.0),
+            weight_seconds=np.minimum(weight_seconds(block.operators, self.device, rows), backward).sum(
+                axis=0
+            ),
+            kept_bytes=evaluate([operator.kept_bytes for operator in block.operators], rows).sum(axis=0),
         )
 
     def _by_partition(self, partition: BlockPartition, rows: Sequence[int]) -> BlockPrices:
         forward, _ = operator_seconds(partition.forward, self.device, rows)
         backward, _ = operator_seconds(partition.backward, self.device, rows)
+        weights, _ = operator_seconds(partition.weights, self.device, rows)
         return BlockPrices(
             forward_seconds=forward.sum(axis=0),
             backward_seconds=backward.sum(axis=0),
             saved_bytes=evaluate([partition.saved_bytes], rows)[0],
             workspace_bytes=evaluate(partition.workspace_bytes, rows).max(axis=0, initial=0.0),
+            weight_seconds=np.minimum(weights.sum(axis=0), backward.sum(axis=0)),
+            kept_bytes=evaluate([partition.kept_bytes], rows)[0],
         )
 
 
@@ -221,4 +297,9 @@ class PricerOfTwo:
         """See `BlockPricer`."""
         timed = self.seconds.prices(self.timed[block.index], rows, budget)
         kept = self.kept.prices(block, rows, budget)
-        return replace(timed, saved_bytes=kept.saved_bytes, workspace_bytes=kept.workspace_bytes)
+        return replace(
+            timed,
+            saved_bytes=kept.saved_bytes,
+            workspace_bytes=kept.workspace_bytes,
+            kept_bytes=kept.kept_bytes,
+        )

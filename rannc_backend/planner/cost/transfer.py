@@ -1,6 +1,7 @@
-"""Seconds that communication takes: one message, and an all-reduce over ranks that may lie on several nodes.
+"""What communication takes: seconds of one message and of an all-reduce over ranks that may lie on several nodes;
+memory of messages and communicators.
 
-In: a `Link` or `Cluster`, bytes, ranks (numbers or numpy arrays). Out: seconds. Terms: the *terms* of an
+In: a `Link` or `Cluster`, bytes, ranks (numbers or numpy arrays). Out: seconds, bytes. Terms: the *terms* of an
 all-reduce are its latency and its seconds per byte, which depend on where its ranks are and not on what is
 reduced.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from rannc_backend.planner.cluster.cluster import Cluster, Link
 
 Numbers = float | NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 def message_seconds(link: Link, num_bytes: Numbers) -> Numbers:
@@ -69,3 +72,27 @@ def shared_allreduce_terms(cluster: Cluster, ranks: Sequence[int]) -> tuple[floa
     """
     is_near = len({rank // cluster.devices_per_node for rank in ranks}) <= 1
     return ring_terms(cluster.intra_node if is_near else cluster.inter_node, 2 * len(ranks))
+
+
+def message_memory(
+    cluster: Cluster, num_micro_batches: int, sent: Any, awaited: Any, ahead: Any, returned: Any
+) -> Any:
+    """Bytes of messages on their way: the end of a send is waited for when the next but one begins.
+
+    Receives are posted one micro-batch ahead: one of values (`ahead`), beside those in flight, and one of
+    gradients (`awaited`).
+    """
+    if cluster.num_devices == 1:
+        return 0.0 * sent
+    return 2 * (sent + returned) + awaited + ahead if num_micro_batches > 1 else sent + returned
+
+
+def communicator_memory(cluster: Cluster, num_blocks: int, begins: Ints, ends: Ints, replicas: Ints) -> Any:
+    """Bytes of communicators: two of all ranks (rows and parameters, sums), one for the stage on each
+    side, one for replicas.
+
+    Stages that a value skips to are not known here; each would be one more.
+    """
+    has_group = (replicas > 1) & (replicas < cluster.num_devices)
+    number = 2.0 + (begins > 0) + (ends < num_blocks) + has_group
+    return cluster.device.communicator_bytes * number * (cluster.num_devices > 1)

@@ -177,11 +177,23 @@ class Beam:
         cell = self.bounds.cell
         forward, backward, message, gradient = terms.forward, terms.backward, terms.message, terms.gradient
         compute = forward + backward
+        # What nobody waits for is no part of the round trip.
+        stage = cell.num_stages - left - 1
+        later = terms.weight if cell.described.splits_backward and stage else np.zeros_like(backward)
         path = level.path[states] + message + gradient
         drain = level.drain[states] + gradient
         late = np.maximum(reduction_seconds(backward, terms.allreduce, terms.num_buckets) - drain, 0.0)
-        seconds = StageSeconds(forward, backward, message, gradient, late)
-        excess, longest, own = cell.described.exact_peaks(cell.num_micro_batches, left, path, seconds)
+        seconds = StageSeconds(
+            num_before=stage,
+            num_after=left,
+            forward=forward,
+            backward=backward,
+            weight=later,
+            message=message,
+            gradient=gradient,
+            late=late,
+        )
+        excess, longest, own = cell.described.exact_peaks(cell.num_micro_batches, path, seconds)
         replicas = choices.replicas[chosen]
         used = level.used[states] + replicas.astype(np.int64)
         if cell.placement == "stage_major":
@@ -192,8 +204,8 @@ class Beam:
             options=choices.options[chosen],
             places=places,
             used=used,
-            path=path + compute,
-            drain=drain + backward,
+            path=path + compute - later,
+            drain=drain + backward - later,
             own=np.maximum(level.own[states], own),
             excess=np.maximum(level.excess[states], excess),
             longest=np.maximum(level.longest[states], longest),

@@ -183,7 +183,8 @@ class Shapes:
         self.pricer, self.limit = pricer, limit
         self._choices: dict[tuple[object, ...], Choices] = {}
         self._messages: dict[str, Floats] = {}
-        self._backward: dict[int, Floats] = {}
+        self._backward: dict[tuple[int, int], Floats] = {}
+        self._distinct: dict[bytes, Floats] = {}
         self._allowed = self._everywhere()
 
     def _everywhere(self) -> NDArray[np.bool_]:
@@ -238,22 +239,31 @@ class Shapes:
         backward, fixed, flight = (part[index] for part in parts)
         return tables.forward[self._useful], backward, fixed, flight
 
-    def _backward_of_useful(self, num_stages_to_end: int) -> Floats:
+    def _backward_of_useful(self, num_stages_to_end: int, num_stages: int) -> Floats:
         """[n]; the same array for places at which the same budgets fit."""
-        number = self.pricer.described.in_flight(num_stages_to_end, self.pricer.num_micro_batches)
-        if number not in self._backward:
-            seconds = self.pricer.backward_of(number, *self._memory_of_useful)[0]
-            known = (other for other in self._backward.values() if np.array_equal(other, seconds))
-            self._backward[number] = next(known, seconds)
-        return self._backward[number]
+        described, micro_batches = self.pricer.described, self.pricer.num_micro_batches
+        number = described.in_flight(num_stages_to_end, micro_batches)
+        kept = described.kept(num_stages_to_end, num_stages, micro_batches)
+        if (number, kept) not in self._backward:
+            forward, backward, fixed, flight = self._memory_of_useful
+            fixed = fixed + described.kept_memory(
+                num_stages_to_end,
+                num_stages,
+                micro_batches,
+                self.pricer.tables.kept_bytes[self._useful],
+                flight,
+            )
+            seconds = self.pricer.backward_of(number, forward, backward, fixed, flight)[0]
+            self._backward[number, kept] = self._distinct.setdefault(seconds.tobytes(), seconds)
+        return self._backward[number, kept]
 
-    def choices(self, cell: Cell, num_stages_to_end: int) -> Choices:
-        """Stages that the place may have in memory and by the user's wishes."""
+    def choices(self, cell: Cell, num_stages_to_end: int, least_stages: int | None = None) -> Choices:
+        """Stages that the place may have in memory and by the user's wishes; in plans of `least_stages` or more."""
         problem, tables = self.pricer.problem, self.pricer.tables
         stage = cell.num_stages - num_stages_to_end
         forced = None if problem.stage_replicas is None else problem.stage_replicas[stage]
         wishes = tuple((block, wanted == stage) for block, wanted in problem.stage_of)
-        backward = self._backward_of_useful(num_stages_to_end)
+        backward = self._backward_of_useful(num_stages_to_end, least_stages or cell.num_stages)
         key = (id(backward), forced, wishes, cell.placement, cell.option)
         if key not in self._choices:
             begins, lengths, options = self._useful
@@ -287,7 +297,12 @@ class Shapes:
 
     def bounds(self, cell: Cell, path_seconds: float, least_path: float = 0.0) -> CellBounds:
         """See `CellBounds`."""
-        choices = [self.choices(cell, k) for k in range(1, cell.num_stages + 1)]
+        choices: list[Choices] = []
+        for k in range(1, cell.num_stages + 1):
+            choices.append(self.choices(cell, k))
+            if not len(choices[-1]):
+                choices += choices[-1:] * (cell.num_stages - k)  # nothing fits here, so no plan does
+                break
         return CellBounds(self.pricer, cell, choices, path_seconds, self.limit, least_path)
 
     def first_bounds(self, stage_counts: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -350,7 +365,7 @@ class Shapes:
         steps = [max(step for step in _IN_FLIGHT_STEPS if step <= k) for k in range(1, most + 1)]
         capped: dict[int, Choices] = {}
         for step in dict.fromkeys(steps):
-            options = self.choices(cells[most], step)
+            options = self.choices(cells[most], step, max(step, min(cells)))
             capped[step] = options if upper == np.inf else options.keep(options.compute <= upper)
         unit = self.unit / problem.num_devices
         rows = [Row(bounds="devices", price=1.0), Row(bounds="path", path=1.0)]
@@ -373,8 +388,11 @@ class Shapes:
         return result
 
     def option_paths(self) -> Floats:
-        """[options]: the least c in all of plans whose stages all have that replica count."""
-        seconds = np.where(self._allowed, self.pricer.tables.forward + self.pricer.least_backward, np.inf)
+        """[options]: the least round trip of plans whose stages all have that replica count."""
+        pricer = self.pricer
+        seconds = np.where(
+            self._allowed, pricer.tables.forward + pricer.least_backward - pricer.later_part, np.inf
+        )
         return _shortest(seconds)
 
     @cached_property

@@ -99,6 +99,8 @@ def _bounds_without_tables(problem: SearchProblem, candidate: Candidate) -> dict
         cell = Cell(
             schedule=candidate.schedule, num_micro_batches=candidate.num_micro_batches, num_stages=count
         )
+        if cell.described.splits_backward:
+            path = 0.0  # the work holds for whole backwards
         weighted = [alpha * path + beta * longest for alpha, beta in cell.quick_weights()]
         bounds[count] = max(bound, ROUNDED_DOWN * max(path, candidate.num_micro_batches * longest, *weighted))
     return bounds
@@ -124,22 +126,24 @@ def _with_bounds(pricer: Pricer, counts: Sequence[int]) -> Iterator[tuple[float,
     cuts = [equal_cuts(num_blocks, count) for count in counts]
     index = np.concatenate([cut[:-1] for cut in cuts]), np.concatenate([np.diff(cut) for cut in cuts]) - 1
     to_end = np.concatenate([np.arange(count, 0, -1) for count in counts])
-    forward, backward = tables.forward[index], pricer.backward(to_end[:, None], index)[0]
+    of = np.repeat(counts, counts)
+    forward, backward = tables.forward[index], pricer.backward(to_end[:, None], index, of[:, None])[0]
+    weight = pricer.later_part[index]
     begins = np.cumsum([0, *counts])
     for place, count in enumerate(counts):
         cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=count)
         stages = slice(begins[place], begins[place + 1])
-        bounds = _bounds(cell, forward[stages], backward[stages])
+        bounds = _bounds(cell, forward[stages], backward[stages], weight[stages])
         possible = np.isfinite(bounds) & (tables.replicas * count <= pricer.problem.num_devices)
         for option in np.flatnonzero(possible).tolist():
             yield float(bounds[option]), cell, cuts[place], option
 
 
-def _bounds(cell: Cell, forward: Floats, backward: Floats) -> Floats:
+def _bounds(cell: Cell, forward: Floats, backward: Floats, weight: Floats) -> Floats:
     """[options] from seconds [stages, options], without messages and reductions."""
-    if cell.num_micro_batches == 1:
+    if cell.num_micro_batches == 1 and not cell.described.splits_backward:
         return (forward + backward).sum(axis=0)
-    return cell.described.bound_of_stages(cell.num_micro_batches, forward, backward)
+    return cell.described.bound_of_stages(cell.num_micro_batches, forward, backward, weight)
 
 
 def even_shares(pricer: Pricer, plan: Solution) -> Solution | None:

@@ -7,40 +7,77 @@ shortest path.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rannc_backend.planner.search.bounds import Cell, Row, Shapes, Sums
+from rannc_backend.planner.search.bounds import Cell, Choices, Row, Shapes, Sums
 from rannc_backend.planner.search.problem import Pricer, SearchProblem
-from rannc_backend.schedule.orders import schedule_named
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
 _PRECISION = 1e-6  # of the smallest memory, relative
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Stages that fit: stage i has the blocks from ``bounds[i]`` to ``bounds[i + 1]``."""
+
+    schedule: ScheduleName
+    num_micro_batches: int
+    bounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+
 def is_feasible(problem: SearchProblem) -> bool:
     """Whether any plan fits."""
+    return cut_that_fits(problem) is not None
+
+
+def cut_that_fits(problem: SearchProblem) -> Cut | None:
+    """Stages of some plan that fits, whatever it takes; None if there is none."""
     order = sorted(problem.micro_batches, reverse=True)  # many small micro-batches fit most easily
-    return any(
-        _fits(Shapes(Pricer(problem, number, schedule))) for schedule in problem.schedules for number in order
+    cuts = (
+        _cut_of(Shapes(Pricer(problem, number, schedule)))
+        for schedule in problem.schedules
+        for number in order
     )
+    return next((cut for cut in cuts if cut is not None), None)
 
 
-def _fits(shapes: Shapes) -> bool:
+def _cut_of(shapes: Shapes) -> Cut | None:
     problem, pricer = shapes.pricer.problem, shapes.pricer
     counts = list(problem.stage_counts)
     if not counts:
-        return False
+        return None
     depends = problem.stage_replicas is not None or bool(problem.stage_of)
     for most in counts if depends else counts[-1:]:
         cell = Cell(schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=most)
         choices = [shapes.choices(cell, k) for k in range(1, most + 1)]
         sums = Sums(choices, [Row(bounds="devices", price=1.0)], problem.num_blocks, problem.num_devices)
         possible = [most] if depends else counts
-        if (sums.tables[0, possible, 0] <= problem.num_devices).any():
-            return True
-    return False
+        fitting = [count for count in possible if sums.tables[0, count, 0] <= problem.num_devices]
+        if fitting:
+            return _path_of(pricer, choices, sums, fitting[0])
+    return None
+
+
+def _path_of(pricer: Pricer, choices: Sequence[Choices], sums: Sums, num_stages: int) -> Cut:
+    """The stages with the fewest devices."""
+    bounds, replicas = [0], []
+    for left in range(num_stages, 0, -1):
+        options = choices[left - 1]
+        here = np.flatnonzero(options.begins == bounds[-1])
+        devices = options.replicas[here] + sums.tables[0, left - 1, options.ends[here]]
+        best = here[np.argmin(devices)]
+        bounds.append(int(options.ends[best]))
+        replicas.append(int(options.replicas[best]))
+    return Cut(
+        schedule=pricer.schedule,
+        num_micro_batches=pricer.num_micro_batches,
+        bounds=tuple(bounds),
+        replicas=tuple(replicas),
+    )
 
 
 def smallest_memory(problem: SearchProblem) -> int | None:

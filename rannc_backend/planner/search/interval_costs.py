@@ -12,44 +12,41 @@ buffers, communicators; and for each micro-batch in flight what the blocks save 
 Workspace is what the fullest moment needs beyond the rest: while a block runs, the blocks behind it have not
 saved yet or have let go of it again, but may hold their parameters' gradients
 (`BlockPricer.holds_gradients`). At the activation budget 0.0 a stage saves nothing of its own, runs its
-forward again before backward and then holds what budget 1.0 saves of one micro-batch.
+forward again before backward and then holds what budget 1.0 saves of one micro-batch; at SEGMENTS_BUDGET it does
+so segment by segment (planner/cost/segments.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.expressions import evaluate
-from rannc_backend.planner.cost.pricing import ANALYTIC, BlockPricer, BlockPrices, StageMemory
-from rannc_backend.planner.cost.transfer import allreduce_terms
+from rannc_backend.planner.cost.output_bytes import OutputBytes
+from rannc_backend.planner.cost.pricing import (
+    ANALYTIC,
+    BlockPricer,
+    BlockPrices,
+    MemoryParts,
+    StageMemory,
+    replica_rows,
+)
+from rannc_backend.planner.cost.segments import Segments
+from rannc_backend.planner.cost.transfer import allreduce_terms, communicator_memory, message_memory
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import first_at_or_after, largest_over, over, seconds_over
 from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
 # of weights, their states and saved values: scalars, counters, and what an allocator rounds up (half of it
 # was seen)
 _SMALL_THINGS = 0.01
 NO_BUDGET = 0.0  # everything is recomputed but what the stage receives
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryParts:
-    """Bytes of one interval on one replica; `activations` of one micro-batch."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float
-    workspace: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,6 +69,8 @@ class IntervalCosts:
     update_groups: int | None = None
     replica_counts: tuple[int, ...] = ()
     only_budget: float | None = None
+    outputs: OutputBytes = field(init=False)
+    segments: Segments = field(init=False)
     max_length: int = field(init=False)
     parameter_bytes: Floats = field(init=False)  # [L, N]
     trainable_bytes: Floats = field(init=False)
@@ -92,6 +91,10 @@ class IntervalCosts:
     _floors: dict[int, WorkFloor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.outputs = OutputBytes(
+            graph=self.graph, batch_rows=self.batch_rows, num_devices=self.cluster.num_devices
+        )
+        self.segments = Segments(self.graph, fused=self.pricer.holds_gradients)
         counts = {number: self.counts(number) for number in self.micro_batches}
         self._divisors = np.unique(np.concatenate([[1], *map(self._divisor, counts.values())]))
         self._size_parameters()
@@ -107,7 +110,7 @@ class IntervalCosts:
         """Activation budgets in the order of the tables."""
         if self.only_budget is not None:
             return (self.only_budget,)
-        return tuple(dict.fromkeys((*self.pricer.budgets, NO_BUDGET)))
+        return tuple(dict.fromkeys((*self.pricer.budgets, SEGMENTS_BUDGET, NO_BUDGET)))
 
     def traced_budget(self, budget: float) -> float:
         """The activation budget at which a stage's graph is made: one that recomputes everything runs its
@@ -117,13 +120,13 @@ class IntervalCosts:
 
     def _priced_as(self, budget: float) -> float | None:
         """The pricer's budget that stands for `budget`; None where the stage recomputes everything."""
-        if budget == NO_BUDGET:
-            return None
+        if budget in (NO_BUDGET, SEGMENTS_BUDGET):
+            return budget or None
         return min(known for known in self.pricer.budgets if known >= budget)
 
     def replica_rows(self, num_micro_batches: int, replicas: int) -> int:
         """Rows that the replica with most rows computes of the largest micro-batch."""
-        return math.ceil(math.ceil(self.batch_rows / num_micro_batches) / replicas)
+        return replica_rows(self.batch_rows, num_micro_batches, replicas)
 
     def counts(self, num_micro_batches: int) -> Ints:
         """Replica counts worth trying: of those whose replicas get equally many rows the fewest, and the
@@ -202,8 +205,12 @@ class IntervalCosts:
             self.pricer.prices(self._alike[block.index], rows, first)
             for block in self.graph.blocks[begin:end]
         ]
-        parts, priced_as = whole, self._priced_as(budget)
-        if priced_as not in (first, None):
+        parts, priced_as, leaving = whole, self._priced_as(budget), np.zeros(len(rows))
+        if priced_as == SEGMENTS_BUDGET:
+            everything = [self.pricer.prices(block, rows, first) for block in self._alike]
+            parts = self.segments.prices(everything, rows)[begin:end]
+            leaving = self.segments.leaving(begin, end, rows)
+        elif priced_as not in (first, None):
             parts = [
                 self.pricer.prices(self._alike[block.index], rows, priced_as)
                 for block in self.graph.blocks[begin:end]
@@ -212,13 +219,14 @@ class IntervalCosts:
         backward = (
             np.sum([part.backward_seconds for part in parts], axis=0) + self._accumulation[begin:end].sum()
         )
-        saved = np.sum([part.saved_bytes for part in parts], axis=0)
+        saved = np.sum([part.saved_bytes for part in parts], axis=0) - leaving
         let_go = np.cumsum(
             [part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0
         )
         workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
+        kept = np.sum([part.kept_bytes for part in whole], axis=0)
         if traced is not None:
-            saved = evaluate([traced.saved_bytes], rows)[0]
+            saved, kept = evaluate([traced.saved_bytes, traced.kept_bytes], rows)
             needed = evaluate(traced.workspace_bytes, rows).max(axis=0, initial=0.0)
             # What was measured may hold what no graph shows: memory of a library's own.
             workspace = needed if self.pricer.source == ANALYTIC else np.maximum(needed, workspace)
@@ -226,7 +234,13 @@ class IntervalCosts:
         if priced_as is None:
             backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
         return BlockPrices(
-            forward_seconds=forward, backward_seconds=backward, saved_bytes=saved, workspace_bytes=workspace
+            forward_seconds=forward,
+            backward_seconds=backward,
+            saved_bytes=saved,
+            workspace_bytes=workspace,
+            weight_seconds=np.sum([part.weight_seconds for part in whole], axis=0)
+            + self._accumulation[begin:end].sum(),
+            kept_bytes=kept,
         )
 
     def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
@@ -265,11 +279,11 @@ class IntervalCosts:
         awaited = evaluate([flow.num_bytes for flow in sent if flow.needs_grad], rows).sum()
         # Where all micro-batches are in flight there is none to receive ahead.
         ahead = received[0] if num_micro_batches > num_in_flight else 0.0
-        messages = self._message_memory(num_micro_batches, values, awaited, ahead, gradients[0])
-        messages += float(self._communicator_memory(np.array(begin), np.array(end), np.array(replicas)))
-        returned = (
-            num_micro_batches
-            * evaluate([block.output_bytes for block in self.graph.blocks[begin:end]], rows).sum()
+        messages = message_memory(self.cluster, num_micro_batches, values, awaited, ahead, gradients[0])
+        messages += float(
+            communicator_memory(
+                self.cluster, len(self.graph.blocks), np.array(begin), np.array(end), np.array(replicas)
+            )
         )
         place = (begin, end - begin - 1)
         trainable = self.trainable_bytes[place]
@@ -278,32 +292,11 @@ class IntervalCosts:
             gradients=float(trainable),
             optimizer=float(self.optimizer_factor * self._updated_bytes(np.array([replicas]))[place][0]),
             activations=float(prices.saved_bytes[0] + received[0]),
-            buffers=float(messages + returned),
+            kept=float(prices.kept_bytes[0]),
+            messages=float(messages),
+            outputs=self.outputs.of_stage(range(begin, end), num_micro_batches, replicas),
             workspace=float(prices.workspace_bytes[0]),
         )
-
-    def _message_memory(
-        self, num_micro_batches: int, sent: Any, awaited: Any, ahead: Any, returned: Any
-    ) -> Any:
-        """Bytes of messages on their way: the end of a send is waited for when the next but one begins.
-
-        Receives are posted one micro-batch ahead: one of values (`ahead`), beside those in flight, and one of
-        gradients (`awaited`).
-        """
-        if self.cluster.num_devices == 1:
-            return 0.0 * sent
-        return 2 * (sent + returned) + awaited + ahead if num_micro_batches > 1 else sent + returned
-
-    def _communicator_memory(self, begins: Ints, ends: Ints, replicas: Ints) -> Any:
-        """Bytes of communicators: two of all ranks (rows and parameters, sums), one for the stage on each
-        side, one for replicas.
-
-        Stages that a value skips to are not known here; each would be one more.
-        """
-        num_devices = self.cluster.num_devices
-        has_group = (replicas > 1) & (replicas < num_devices)
-        number = 2.0 + (begins > 0) + (ends < len(self.graph.blocks)) + has_group
-        return self.cluster.device.communicator_bytes * number * (num_devices > 1)
 
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
@@ -365,10 +358,12 @@ class IntervalCosts:
         self._alike = tuple(first[key] for key in keys)
         self._prices = {}
         budgets = {self.pricer.budgets[0], *(self._priced_as(budget) for budget in self.budgets)}
-        for budget in (budget for budget in budgets if budget is not None):
+        for budget in (x for x in budgets if x is not None and x != SEGMENTS_BUDGET):
             known = {key: self.pricer.prices(block, rows, budget) for key, block in first.items()}
             self._prices[budget] = [known[key] for key in keys]
-        self._returned = evaluate([block.output_bytes for block in self.graph.blocks], rows)
+        if SEGMENTS_BUDGET in budgets:
+            self._prices[SEGMENTS_BUDGET] = self.segments.prices(self._prices[self.pricer.budgets[0]], rows)
+        self._returned = self.outputs.by_block(rows)
 
     def _place_flows(self) -> None:
         """Where in [begin, length] each flow begins (or ceases, with a minus) to count, for intervals of
@@ -380,13 +375,18 @@ class IntervalCosts:
             "gradients": [],
             "sent": [],
             "awaited": [],
+            "leaving": [],
         }
+        between = {flow.name for flow in self.segments.kept} if SEGMENTS_BUDGET in self.budgets else set()
         for index, flow in enumerate(flows):
             begins, ends = first_at_or_after(flow.consumers, flow.producer + 1)
             entries["received"].append((begins, ends - begins, index, 1.0))
             if flow.needs_grad:
                 entries["gradients"].append((begins, ends - begins, index, 1.0))
             before = np.arange(flow.producer + 1)
+            if flow.name in between:
+                entries["leaving"].append((before, flow.producer - before, index, 1.0))
+                entries["leaving"].append((before, flow.consumers[0] - before, index, -1.0))
             for kind in ("sent", "awaited") if flow.needs_grad else ("sent",):
                 entries[kind].append((before, flow.producer - before, index, 1.0))
                 entries[kind].append((before, flow.consumers[-1] - before, index, -1.0))
@@ -427,10 +427,14 @@ class IntervalCosts:
         updated = self._updated_bytes(counts)[:, :max_length]
         fixed = state[:, :max_length, None] + self.optimizer_factor * updated
         fixed = fixed + num_micro_batches * over(self._returned[:, columns], ends)
-        fixed += self._message_memory(num_micro_batches, sent, awaited, received, gradients)
-        fixed += self._communicator_memory(np.arange(len(ends))[:, None, None], ends[:, :, None], counts)
+        fixed += self.outputs.of_any(num_micro_batches)
+        fixed += message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
+        fixed += communicator_memory(
+            self.cluster, len(ends), np.arange(len(ends))[:, None, None], ends[:, :, None], counts
+        )
         whole = self._prices[self.pricer.budgets[0]]
         forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
+        weight = np.stack([price.weight_seconds[columns] for price in whole]) + self._accumulation[:, None]
         # Filled in place: stacking parts of this size takes as long as computing them.
         backwards, fixed_bytes, flight_bytes = (
             np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
@@ -444,6 +448,8 @@ class IntervalCosts:
             )
             own = np.stack([price.saved_bytes[columns] for price in prices])
             saved = over(own, ends)
+            if priced_as == SEGMENTS_BUDGET:
+                saved = np.maximum(saved - self._sum_flows("leaving", columns, max_length), 0.0)
             let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
             workspace = (
                 largest_over(
@@ -461,6 +467,8 @@ class IntervalCosts:
             replicas=counts,
             rows=rows,
             forward=forward,
+            weight=over(weight, ends),
+            kept_bytes=over(np.stack([price.kept_bytes[columns] for price in whole]), ends),
             backward=backwards,
             fixed_bytes=fixed_bytes,
             flight_bytes=flight_bytes,

@@ -67,7 +67,9 @@ def make_solution(
     budgets = []
     for stage in range(cell.num_stages):
         index = (cuts[stage], cuts[stage + 1] - cuts[stage] - 1, options[stage])
-        budgets.append(pricer.problem.budgets[int(pricer.backward(cell.num_stages - stage, index)[1])])
+        budgets.append(
+            pricer.problem.budgets[int(pricer.backward(cell.num_stages - stage, index, cell.num_stages)[1])]
+        )
     return Solution(
         schedule=cell.schedule,
         num_micro_batches=cell.num_micro_batches,

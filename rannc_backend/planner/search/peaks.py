@@ -8,6 +8,7 @@ import numpy as np
 
 from rannc_backend.planner.search.problem import Floats
 from rannc_backend.planner.search.sums import Cell, Choices
+from rannc_backend.schedule.description import PlaceSeconds
 
 
 class Peaks:
@@ -44,7 +45,9 @@ class Peaks:
                 highest, options.begins_at, axis=1
             )
             own = cell.num_micro_batches * options.compute
+            # With a second part of backwards after it, the path does not go back from there.
             reach = np.maximum(own, options.path + self.reach[k - 1, options.ends])
+            reach = np.zeros_like(reach) if cell.described.splits_backward else reach
             reach = np.minimum.reduceat(reach, options.pairs)
             self.reach[k, options.distinct_begins] = np.minimum.reduceat(reach, options.begins_at)
 
@@ -83,7 +86,14 @@ class Peaks:
 
     def _excess(self, options: Choices, k: int) -> Floats:
         cell = self.cell
-        return cell.described.excess(cell.num_micro_batches, k - 1, options.forward, options.backward)
+        place = PlaceSeconds(
+            num_before=cell.num_stages - k,
+            num_after=k - 1,
+            forward=options.forward,
+            backward=options.backward,
+            weight=options.weight,
+        )
+        return cell.described.excess(cell.num_micro_batches, place)
 
     def bound(self, path: Floats, excess: Floats, longest: Floats) -> Floats:
         """Of the step, from bounds of the round trip and of the two kinds."""

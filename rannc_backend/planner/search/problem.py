@@ -35,7 +35,7 @@ Ints = NDArray[np.int64]
 Budgets = NDArray[np.int8]  # which of the budgets
 Placement = Literal["stage_major", "replica_major"]
 INFINITY = float("inf")
-_ROUNDED_UP = 1 + 1e-9
+_ROUNDED_UP, _ROUNDED_DOWN = 1 + 1e-9, 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,13 +45,16 @@ class MicroBatchTables:
 
     `forward`, `backward`: seconds of one micro-batch, inf where an interval ends after the last block or a
     replica would have no rows. `fixed_bytes`: memory whatever is in flight; `flight_bytes`: memory of each
-    micro-batch in flight. `message_bytes`, `gradient_bytes`: what one replica receives from the stage before,
+    micro-batch in flight. `weight`: of a backward, the seconds of its second part, which needs `kept_bytes` of the first.
+    `message_bytes`, `gradient_bytes`: what one replica receives from the stage before,
     and gets back to it.
     """
 
     replicas: Ints  # [R], ascending
     rows: Ints  # [R], rows of a replica
     forward: Floats  # [L, N, R]
+    weight: Floats  # [L, N, R]
+    kept_bytes: Floats  # [L, N, R]
     backward: Floats  # [budgets, L, N, R]
     fixed_bytes: Floats  # [budgets, L, N, R]
     flight_bytes: Floats  # [budgets, L, N, R]
@@ -116,7 +119,8 @@ class SearchProblem:
     read too. `num_stages`, `replicas`: fixed numbers of stages, of replicas of each stage; None where they
     are free. `stage_replicas` fixes both. `starts`: blocks that must be the first of a stage; `stage_of`:
     (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
-    sums over its blocks; None: nothing is known of them but the tables.
+    sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
+    made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be.
     """
 
     num_blocks: int
@@ -135,6 +139,8 @@ class SearchProblem:
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
     work_floor: Callable[[int], WorkFloor] | None = None
+    own_order: ScheduleName = ""
+    only_own_order: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
@@ -172,7 +178,9 @@ class SearchProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Stage s has blocks [bounds[s], bounds[s + 1]) on replicas[s] ranks, from rank places[s] on."""
+    """Stage s has blocks [bounds[s], bounds[s + 1]) on replicas[s] ranks, from rank places[s] on. `own_order`: name of the
+    schedule whose order is made for it, in place of `schedule`, which says what fits; "" for none.
+    """
 
     schedule: ScheduleName
     num_micro_batches: int
@@ -182,6 +190,7 @@ class Solution:
     places: tuple[int, ...]
     budgets: tuple[float, ...]
     step_seconds: float
+    own_order: ScheduleName = ""
 
     @property
     def num_stages(self) -> int:
@@ -210,9 +219,10 @@ class StageTerms:
     gradient: Floats
     allreduce: Floats
     num_buckets: Floats
+    weight: Floats
 
     def columns(self) -> tuple[Floats, ...]:
-        return (self.forward, self.backward, self.message, self.gradient, self.allreduce, self.num_buckets)
+        return tuple(getattr(self, name) for name in self.__slots__)
 
 
 class Pricer:
@@ -234,14 +244,27 @@ class Pricer:
         )
         self.max_length = self.tables.forward.shape[1]
 
-    def backward(self, num_stages_to_end: Count, index: tuple[Any, ...]) -> tuple[Floats, Budgets]:
+    def backward(
+        self, num_stages_to_end: Count, index: tuple[Any, ...], num_stages: Count | None = None
+    ) -> tuple[Floats, Budgets]:
         """Backward seconds at an index of [L, N, R] with the best budget that fits (inf: none does), and
-        which budget that is.
+        which budget that is. `num_stages`: None leaves out what is kept between the two parts of backwards.
         """
         number = self.described.in_flight(num_stages_to_end, self.num_micro_batches)
         tables, everywhere = self.tables, (slice(None), *index)
-        parts = (tables.backward, tables.fixed_bytes, tables.flight_bytes)
-        return self.backward_of(number, tables.forward[index], *(part[everywhere] for part in parts))
+        backward, fixed, flight = (
+            part[everywhere] for part in (tables.backward, tables.fixed_bytes, tables.flight_bytes)
+        )
+        if num_stages is not None and self.described.splits_backward:
+            fixed = fixed + self.described.kept_memory(
+                num_stages_to_end, num_stages, self.num_micro_batches, tables.kept_bytes[index], flight
+            )
+        return self.backward_of(number, tables.forward[index], backward, fixed, flight)
+
+    @cached_property
+    def later_part(self) -> Floats:
+        """[L, N, R]: seconds of a backward that nobody waits for."""
+        return self.tables.weight if self.described.splits_backward else np.zeros_like(self.tables.weight)
 
     def backward_of(
         self, num_in_flight: int | Ints, forward: Floats, backward: Floats, fixed: Floats, flight: Floats
@@ -272,7 +295,7 @@ class Pricer:
         before_options: Ints | None,
         before_places: Ints | None,
         placement: Placement = "stage_major",
-        num_stages: int = 1,
+        num_stages: int,
     ) -> StageTerms:
         """Terms of stages, arrays of one shape [n]; `before_...` are of the stages before them, None for
         first stages.
@@ -300,13 +323,14 @@ class Pricer:
             gradient = self.links(near, tables.gradient_bytes[index] * share)
         return StageTerms(
             forward=tables.forward[index],
-            backward=self.backward(stages_to_end, index)[0],
+            backward=self.backward(stages_to_end, index, num_stages)[0],
             message=message,
             gradient=gradient,
             allreduce=self.allreduce(
                 begins, lengths, replicas, places, num_stages if placement == "replica_major" else 1
             ),
             num_buckets=problem.num_buckets(begins, lengths),
+            weight=tables.weight[index],
         )
 
     def allreduce(self, begins: Ints, lengths: Ints, replicas: Ints, places: Ints, stride: int) -> Floats:
@@ -374,14 +398,27 @@ def plans_step_seconds(
     fits = np.isfinite(columns[0]).all(axis=1) & np.isfinite(columns[1]).all(axis=1)
     seconds = np.full(len(bounds), np.inf)
     if fits.any():
-        kept = [column[fits] for column in columns]
+        *kept, weight = (column[fits] for column in columns)
         chains = chains_step_seconds(
-            *kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule
+            *kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule, weight=weight
         )
         # Where devices share cores the cores have all of the work to do, whoever waits.
         work = (pricer.tables.replicas[options[fits]] * (kept[0] + kept[1])).sum(axis=1)
         seconds[fits] = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
     return seconds
+
+
+def plans_lower_bounds(pricer: Pricer, bounds: Ints, options: Ints, places: Ints) -> Floats:
+    """[n]: what the steps of stage-major plans take at least, inf where one does not fit; see `plans_step_seconds`."""
+    terms = plans_terms(pricer, bounds, options, places)
+    forward, backward, weight = (
+        np.stack([getattr(stage, name) for stage in terms]) for name in ("forward", "backward", "weight")
+    )
+    weight = weight if pricer.described.splits_backward else np.zeros_like(weight)
+    if pricer.num_micro_batches == 1:
+        return np.asarray((forward + backward - weight).sum(axis=0) * _ROUNDED_DOWN)
+    found = pricer.described.bound_of_stages(pricer.num_micro_batches, forward, backward, weight)
+    return np.where(np.isfinite(forward + backward).all(axis=0), found * _ROUNDED_DOWN, np.inf)
 
 
 def plans_terms(

@@ -24,7 +24,7 @@ import numpy as np
 
 from rannc_backend.planner.search.problem import SearchProblem
 from rannc_backend.planner.search.sums import Cell
-from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
 _NUM_INTERVALS = 96  # of max c; between two ends the weaker end counts
 _WIDEST = 4.0  # max c beyond so many times W / D is one interval
@@ -53,6 +53,8 @@ def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batch
     with np.errstate(invalid="ignore"):
         path = np.where(stages >= devices, work, work - (devices - stages) * high)
     path = np.maximum(path, max(work / (share * devices), least))
+    if schedule_named(schedule).splits_backward:
+        path = np.zeros_like(path)  # the sums hold for whole backwards
     bounds = np.maximum(number * low[None, :], path)
     cell = Cell(schedule=schedule, num_micro_batches=number, num_stages=1)
     for row, count in enumerate(counts.tolist()):

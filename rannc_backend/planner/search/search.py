@@ -37,6 +37,7 @@ from rannc_backend.planner.search.problem import (
     Pricer,
     SearchProblem,
     Solution,
+    plans_lower_bounds,
     plans_step_seconds,
 )
 from rannc_backend.planner.search.quick_bounds import quick_bounds
@@ -409,6 +410,9 @@ class StageSearch:
             cuts, options, places = neighbours(pricer, best)
             self.num_candidates += len(cuts)
             if len(cuts):
-                self._simulate(pricer, cell, cuts, options, places, np.zeros(len(cuts)))
+                lower = plans_lower_bounds(pricer, cuts, options, places)
+                order = np.argsort(lower, kind="stable")
+                order = order[lower[order] < self.limit]
+                self._simulate(pricer, cell, cuts[order], options[order], places[order], lower[order])
             if self.best is best:
                 return

@@ -62,6 +62,7 @@ class Choices:
     options: Ints
     forward: Floats
     backward: Floats
+    weight: Floats  # of the backward, what is no part of w
     path: Floats  # w at the least
     replicas: Floats
     pairs: Ints
@@ -77,13 +78,15 @@ class Choices:
         """Those at an ascending index of the pricer's tables [L, N, R]."""
         begins, lengths, options = index
         forward = pricer.tables.forward[index]
-        path = forward + backward + np.where(begins > 0, least_messages, 0.0)
+        weight = np.where(begins > 0, pricer.later_part[index], 0.0)
+        path = forward + backward - weight + np.where(begins > 0, least_messages, 0.0)
         columns = (
             begins,
             begins + lengths + 1,
             options,
             forward,
             backward,
+            weight,
             path,
             pricer.tables.replicas[options].astype(float),
         )
@@ -101,7 +104,7 @@ class Choices:
         """Only the chosen ones."""
         if kept.all():
             return self
-        names = ("begins", "ends", "options", "forward", "backward", "path", "replicas")
+        names = ("begins", "ends", "options", "forward", "backward", "weight", "path", "replicas")
         return self._sorted(*(getattr(self, name)[kept] for name in names))
 
     @property

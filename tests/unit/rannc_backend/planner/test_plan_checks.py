@@ -335,7 +335,7 @@ def test_options_that_ask_for_something_else_are_told(options: dict[str, object]
     accept(
         good(),
         partition_num=3,
-        schedule="1f1b",
+        schedule=good()["schedule"],
         stage_replicas=",".join(str(len(s["ranks"])) for s in good()["stages"]),
     )
 

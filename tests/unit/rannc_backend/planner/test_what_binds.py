@@ -15,8 +15,10 @@ from rannc_backend.planner.what_binds import (
     MORE_DEVICES,
     MORE_MEMORY,
     ONE_MORE_DEVICE,
+    WITHOUT,
     gains_text,
 )
+from rannc_backend.report.words import percent_text
 from tests.choice import mostly
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planner.test_planner import make_plan
@@ -81,7 +83,8 @@ def test_memory_binds_where_it_forces_recomputing_and_the_options_leave_no_use_f
     roomy = make_plan("gpt2", 2, rows=64, **asked)
     need = max(stage.predicted.peak_bytes for stage in roomy.stages) / BYTES_PER_GB
     tight = make_plan("gpt2", 2, rows=64, mem_limit_gb=0.6 * need / 0.9, **asked)
-    assert list(steps(tight)) == [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS]
+    changes = [change for change in steps(tight) if not change.startswith(WITHOUT)]
+    assert changes == [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS]
     assert steps(tight)[ONE_MORE_DEVICE] == tight.predicted_step_seconds
     saved = 100 * (1 - roomy.predicted_step_seconds / tight.predicted_step_seconds)
     assert tight.binding.startswith(f"memory: twice the memory would shorten the step by {saved:.0f} %, ")
@@ -138,3 +141,68 @@ def test_what_gains_most_binds_and_less_than_a_hundredth_binds_nothing(
     found: dict[str, float], text: str
 ) -> None:
     assert gains_text(found) == text
+
+
+@pytest.mark.parametrize(
+    ("kept", "name", "value"),
+    [
+        ({"partition_num": 4}, "max_pipeline", 2),
+        ({"partition_num": 4}, "pipeline_num", 2),
+        ({}, "min_pipeline", 32),
+        ({}, "partition_num", 4),
+        ({}, "stage_replicas", "1,3"),
+        ({"partition_num": 4}, "recompute", "0.0"),
+    ],
+)
+def test_an_option_that_binds_is_told_with_what_it_costs(
+    kept: dict[str, object], name: str, value: object
+) -> None:
+    free = make_plan("gpt2", 4, rows=64, **kept)
+    plan = make_plan("gpt2", 4, rows=64, **kept, **{name: value})
+    change = f"{WITHOUT}{name}={value}"
+    # Of large problems by a short search.
+    assert steps(plan)[change] == pytest.approx(free.predicted_step_seconds, rel=0.01)
+    saved = 1 - free.predicted_step_seconds / plan.predicted_step_seconds
+    assert saved >= 0.01
+    told = 1 - steps(plan)[change] / plan.predicted_step_seconds
+    text = f"option {name}={value}: leaving it out would shorten the step by {percent_text(told)}"
+    most = max(1 - step / plan.predicted_step_seconds for step in steps(plan).values())
+    assert (text in plan.binding) == (told == most)
+
+
+def test_options_that_bind_nothing_are_not_told() -> None:
+    free = make_plan("gpt2", 4, rows=64)
+    same = {"max_pipeline": free.num_micro_batches, "mem_limit_gb": 1e3, "recompute": "1.0"}
+    plan = make_plan("gpt2", 4, rows=64, **same)
+    assert not any(change.startswith(WITHOUT) for change in steps(plan))
+    assert "option" not in plan.binding
+
+
+def test_a_memory_limit_that_binds_is_told() -> None:
+    free = make_plan("gpt2", 2, rows=64, replica_num=2, pipeline_num=8, schedule="fill_drain")
+    need = free.stages[0].predicted.peak_bytes / BYTES_PER_GB
+    limit = round(0.95 * need / 0.9, 6)
+    plan = make_plan(
+        "gpt2", 2, rows=64, replica_num=2, pipeline_num=8, schedule="fill_drain", mem_limit_gb=limit
+    )
+    change = f"{WITHOUT}mem_limit_gb={limit:g}"
+    assert steps(plan)[change] == pytest.approx(free.predicted_step_seconds, rel=1e-3)
+
+
+def test_no_number_of_micro_batches_is_too_many_by_default() -> None:
+    """RaNNC allowed 32."""
+    plan = make_plan("gpt2", 4, rows=1024, partition_num=4, min_pipeline=33)
+    assert plan.num_micro_batches > 32
+
+
+def test_a_setting_that_is_lowered_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where other options are left out to see what they cost."""
+    make_plan("chain", 2, rows=4, pipeline_num=8, recompute="1.0", replica_num=1)
+    assert (
+        sum(
+            "are too many" in record.getMessage()
+            for record in caplog.records
+            if record.levelname == "WARNING"
+        )
+        == 1
+    )

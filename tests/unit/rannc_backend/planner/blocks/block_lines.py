@@ -43,7 +43,7 @@ def _block(index: int, kind: int, work: int, values: int, weights: int, workspac
     )  # fmt: skip
     return Block(
         index=index, structure=f"kind{kind}", nodes=(f"n{index}", f"m{index}"), modules=(f"layers.{index}",), parameters=(f"p{index}",),
-        updated_buffers=(), operators=(operator,), saved_bytes=values * 10**6 * ROWS, output_bytes=sympy.Integer(0),
+        updated_buffers=(), operators=(operator,), saved_bytes=values * 10**6 * ROWS,
         workspace_bytes=(workspace * 10**6 * ROWS,),
     )  # fmt: skip
 

@@ -12,12 +12,14 @@ from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.blocks.block_partitions import needs_grad_in_training, stage_needs_grad
 from rannc_backend.planner.blocks.cut_blocks import block_graph
 from rannc_backend.planner.blocks.measure import example_inputs, interval_stage
+from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.plan_model import analyze_model
 from rannc_backend.runtime.trace.allocations import AllocationTracker
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.compiled_stage import compile_stage
+from rannc_backend.stages.joint_graph import mark_segments
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
-from tests.unit.rannc_backend.planner.planning_graphs import Chain, Filters, gpt2
+from tests.unit.rannc_backend.planner.planning_graphs import Chain, Filters, gpt2, llama
 
 CPU = torch.device("cpu")
 CLUSTER = local_cpu(2)
@@ -26,8 +28,8 @@ CLUSTER = local_cpu(2)
 @functools.lru_cache
 def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
     torch.manual_seed(0)
-    if name == "gpt2":
-        module, batch = gpt2(num_layers=2)
+    if name in ("gpt2", "llama"):
+        module, batch = gpt2(num_layers=2) if name == "gpt2" else llama(num_layers=4)
         args, kwargs = (), batch
     else:
         module = Chain(width=32, activation=nn.functional.gelu) if name == "chain" else Filters()
@@ -54,6 +56,7 @@ def measured_peak(
     """
     analysis, graph = analysed(name)
     stage_graph = interval_stage(analysis, [block.nodes for block in graph.blocks], begin, end)
+    mark_segments(stage_graph.graph_module, Segments(graph, fused=False).of_node)
     stage = compile_stage(
         stage_graph,
         needs_grad=stage_needs_grad(analysis, stage_graph)

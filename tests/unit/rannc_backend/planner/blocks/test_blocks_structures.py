@@ -23,7 +23,7 @@ from rannc_backend.planner.blocks.line_cuts import crossing_bytes
 from rannc_backend.planner.blocks.repeats import Repeat, find_repeats
 from rannc_backend.planner.blocks.staged_nodes import find_staged_nodes
 from rannc_backend.planner.cost.expressions import evaluate
-from rannc_backend.planner.cost.roofline import operator_seconds
+from rannc_backend.planner.cost.pricing import operator_seconds
 from tests.choice import mostly
 from tests.unit.rannc_backend.planner.blocks.atom_graphs import graph_of, line_cuts, slowest_stage
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
@@ -79,7 +79,7 @@ def costs(block: Block, graph: BlockGraph) -> list[float]:
     seconds = [array.sum(axis=0) for array in operator_seconds(block.operators, DEVICE, rows)]
     names = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
     sums = [evaluate([getattr(item, name) for item in block.operators], rows).sum(axis=0) for name in names]
-    amounts = np.concatenate([evaluate([block.saved_bytes, block.output_bytes], rows), sums])
+    amounts = np.concatenate([evaluate([block.saved_bytes], rows), sums])
     workspace = evaluate(block.workspace_bytes, rows).max(axis=0, initial=0.0)
     parameters = sorted(sizes[name] for name in block.parameters)
     return [

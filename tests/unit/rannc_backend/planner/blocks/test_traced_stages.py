@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from rannc_backend.planner.blocks.partitions import partitions_of
 from rannc_backend.planner.blocks.traced_stages import TracedStages
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import BUDGETS, AnalyticPricer, Interval, StageMemory
+from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.planner import plan_blocks
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.options import Config
 from tests.choice import mostly
 from tests.unit.rannc_backend.planner.blocks.block_peaks import CLUSTER, analysed, measured_peak
@@ -27,7 +30,9 @@ ROWS = 16
 
 def tracer(name: str) -> TracedStages:
     analysis, graph = analysed(name)
-    return TracedStages(analysis=analysis, graph=graph, compiler="eager")
+    return TracedStages(
+        analysis=analysis, graph=graph, compiler="eager", segments=Segments(graph, fused=False)
+    )
 
 
 def peak_of(memory: StageMemory | None, rows: int) -> float:
@@ -39,12 +44,25 @@ def peak_of(memory: StageMemory | None, rows: int) -> float:
 
 # Thirds of two or four layers begin and end inside of them.
 CASES = [
-    (name, parts, budget) for name in ("gpt2", "chain", "filters") for parts in (2, 3) for budget in BUDGETS
+    (name, parts, budget)
+    for name in ("gpt2", "llama", "chain", "filters")
+    for parts in (1, 2, 3)
+    for budget in (*BUDGETS, SEGMENTS_BUDGET)
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "budget"), mostly(CASES, [("gpt2", 3, 1.0), ("chain", 2, 0.5), ("filters", 3, 1.0)])
+    ("name", "parts", "budget"),
+    mostly(
+        CASES,
+        [
+            ("gpt2", 3, 1.0),
+            ("chain", 2, 0.5),
+            ("filters", 3, 1.0),
+            ("llama", 1, SEGMENTS_BUDGET),
+            ("llama", 3, SEGMENTS_BUDGET),
+        ],
+    ),
 )
 def test_memory_of_a_stage_is_what_it_takes(name: str, parts: int, budget: float) -> None:
     num_blocks = len(analysed(name)[1].blocks)
@@ -85,11 +103,10 @@ class Larger:
         self.asked += 1
         known = tracer("chain").memory(stages)
         return [
-            None if item is None else StageMemory(
-                saved_bytes=item.saved_bytes, workspace_bytes=tuple(size + self.added_bytes for size in item.workspace_bytes)
-            )
+            item
+            and replace(item, workspace_bytes=tuple(size + self.added_bytes for size in item.workspace_bytes))
             for item in known
-        ]  # fmt: skip
+        ]
 
 
 def plan_with(added_bytes: float, limit_bytes: float | None = None, **options: Any) -> tuple[Plan, int]:

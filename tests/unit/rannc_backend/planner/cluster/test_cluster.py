@@ -10,7 +10,7 @@ import sympy
 from rannc_backend.ir.block_graph import OperatorCost
 from rannc_backend.planner.cluster.cluster import OPERATOR_CLASSES, Device, Link
 from rannc_backend.planner.cost.compute import operator_class
-from rannc_backend.planner.cost.roofline import operator_seconds
+from rannc_backend.planner.cost.pricing import operator_seconds
 from rannc_backend.planner.cost.transfer import allreduce_seconds, message_seconds
 
 DEVICE = Device(

@@ -17,7 +17,7 @@ from rannc_backend.planner.cluster.cluster import Cluster, Device, Link
 from rannc_backend.planner.cost.compute import operator_cost, operator_name
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.memory import saved_values
-from rannc_backend.planner.cost.roofline import operator_seconds
+from rannc_backend.planner.cost.pricing import operator_seconds
 from rannc_backend.planner.cost.tensor_sizes import value_bytes
 from rannc_backend.planner.cost.transfer import (
     allreduce_seconds,

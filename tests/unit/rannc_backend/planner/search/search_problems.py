@@ -104,6 +104,8 @@ def random_problem(
             if style == "anything"
             else np.maximum(-(-12 // (number * replicas)), 1),
             forward=forward,
+            weight=np.where(inside, np.minimum(backward, steps[0]) / 2, 0.0),
+            kept_bytes=np.broadcast_to(table(2, shared=True), shape) / number,
             backward=np.stack([np.where(inside, step + cost, np.inf) for step in steps]),
             fixed_bytes=np.stack([fixed] * len(budgets)),
             flight_bytes=np.stack([flight * budget for budget in budgets]),
@@ -154,7 +156,17 @@ def problems(draw: st.DrawFn, max_blocks: int = 10, max_devices: int = 6) -> Sea
         micro_batches=tuple(
             sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=2)))
         ),
-        schedules=draw(st.sampled_from([("1f1b",), ("fill_drain",), ("1f1b", "fill_drain")])),
+        schedules=draw(
+            st.sampled_from(
+                [
+                    ("1f1b",),
+                    ("fill_drain",),
+                    ("zb_h1",),
+                    ("1f1b", "fill_drain"),
+                    ("1f1b", "fill_drain", "zb_h1"),
+                ]
+            )
+        ),
         style=draw(st.sampled_from(["anything", "layers", "equal"])),
         memory_bytes=draw(st.sampled_from([4.0, 8.0, 15.0, 1e9])),
         message_scale=draw(st.sampled_from([0.0, 0.1, 1.0])),
