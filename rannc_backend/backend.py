@@ -115,6 +115,8 @@ def _compile(
         with own_errors_only():
             return _compile_or_refuse(graph_module, example_inputs, options, mode)
     except RanncError as error:
+        # Parameters may have moved before it: the guards' own error would take its place.
+        capture.run_without_check_of_guards()
         return _raising(error)
 
 
@@ -166,14 +168,17 @@ def _deployed(
 
     captured, values = captured_now(True)
     session = _session_for(captured.root_module, resolution, fixed_shapes(captured))
+    runtime = None
     try:
-        return session, captured, *session.runtime_for(captured, *_sizes_of_call(captured, values))
+        runtime = session.runtime_for(captured, *_sizes_of_call(captured, values))
     except ModelError as error:
         if not captured.lengths:
             raise
         logger.debug("the model is captured for the sizes of this call alone: %s", error)
-    captured, values = captured_now(False)
-    return session, captured, *session.runtime_for(captured, *_sizes_of_call(captured, values))
+    if runtime is None:
+        captured, values = captured_now(False)
+        runtime = session.runtime_for(captured, *_sizes_of_call(captured, values))
+    return session, captured, runtime, session.take_moved()
 
 
 def _started(config: Config, model: str) -> World:
@@ -399,7 +404,7 @@ def _bind(
         current = session.runtimes.get(key)
         if current is None:
             again = replace(session.captured[key], root_module=model)
-            current, _ = session.runtime_for(again, *_sizes_of_call(again, flat_args))
+            current = session.runtime_for(again, *_sizes_of_call(again, flat_args))
         tensors = [flat_args[position] for position in order]
         if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
             results = call_training(current, tensors)

@@ -18,7 +18,7 @@ import torch
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
-from rannc_backend.ir.action import Program, Turn
+from rannc_backend.ir.action import OUTPUT, Program, Turn
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
@@ -50,6 +50,7 @@ from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import schedule_named
+from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
@@ -117,11 +118,12 @@ class Deployer:
                 lambda: own.graph_module.print_readable(print_output=False),
             )
         shapes_at = self._shapes_at(analysis, cut)
-        shapes = shapes_at(tuple(length.hint for length in analysis.captured.lengths))
+        shapes = shapes_at(tuple(length.hint for length in analysis.captured.lengths), True)
         outputs = shapes.outputs
         losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
         # Of this graph, not of the plan: the planned graph may have been one without a loss.
-        schedule = schedule_named(choose_schedule(analysis.split, analysis.needs_grad, self.config))
+        name = choose_schedule(analysis.split, analysis.needs_grad, self.config)
+        schedule = schedule_of(self.plan) if name == self.plan.schedule else schedule_named(name)
         return GraphRuntime(
             label=label,
             world=self.world,
@@ -138,7 +140,7 @@ class Deployer:
                 tensors=self.tensors,
                 limit_seconds=self.config.step_timeout_seconds,
             ),
-            make_executor=self._executor_factory(analysis, cut),
+            make_executor=self._executor_factory(analysis, cut, schedule),
             make_program=self._program_factory(cut, schedule),
             loss_index=losses[0] if losses else None,
             copies=CopyLog(
@@ -149,15 +151,16 @@ class Deployer:
             switches=self.switches,
         )
 
-    def _shapes_at(self, analysis: GraphAnalysis, cut: StageCut) -> Callable[[tuple[int, ...]], StepShapes]:
+    def _shapes_at(
+        self, analysis: GraphAnalysis, cut: StageCut
+    ) -> Callable[[tuple[int, ...], bool], StepShapes]:
         @functools.lru_cache(maxsize=4096)
-        def at(lengths: tuple[int, ...]) -> StepShapes:
+        def at(lengths: tuple[int, ...], training: bool) -> StepShapes:
+            delivers = any(destination == OUTPUT for _, destination in cut.edges_in(training=training))
             return StepShapes(
                 lengths=lengths,
-                edges=edges_of(
-                    analysis, cut.graphs, all_outputs=self.config.outputs == "all", lengths=lengths
-                ),
-                outputs=self._outputs(analysis, cut, lengths),
+                edges=edges_of(analysis, cut.graphs, all_outputs=delivers, lengths=lengths),
+                outputs=self._outputs(analysis, cut, lengths, delivers=delivers),
                 scalars=_scalar_graphs(analysis, lengths),
             )
 
@@ -206,9 +209,8 @@ class Deployer:
         )
 
     def _outputs(
-        self, analysis: GraphAnalysis, cut: StageCut, lengths: tuple[int, ...]
+        self, analysis: GraphAnalysis, cut: StageCut, lengths: tuple[int, ...], *, delivers: bool
     ) -> tuple[RuntimeOutput, ...]:
-        wanted = self.config.outputs == "all"
         scalars = analysis.differentiable_scalars
         maker = {
             slot.name: graph.index
@@ -220,9 +222,16 @@ class Deployer:
         for output in analysis.split.user_outputs:
             if output.kind == "rows":
                 assert output.name is not None, "outputs of this kind have a name"
-                value = analysis.value(output.name, lengths) if wanted else None
-                differentiable = wanted and output.name in analysis.needs_grad
-                results.append(RuntimeOutput(kind="rows", value=value, differentiable=differentiable))
+                value = analysis.value(output.name, lengths) if delivers else None
+                differentiable = delivers and output.name in analysis.needs_grad
+                results.append(
+                    RuntimeOutput(
+                        kind="rows",
+                        value=value,
+                        differentiable=differentiable,
+                        constant=cut.left_out.why,
+                    )
+                )
             elif output.kind == "scalar":
                 assert output.index is not None, "outputs of this kind have an index"
                 differentiable = output.index in scalars
@@ -306,11 +315,11 @@ class Deployer:
         )
 
     def _executor_factory(
-        self, analysis: GraphAnalysis, cut: StageCut
+        self, analysis: GraphAnalysis, cut: StageCut, schedule: Schedule
     ) -> Callable[[str, RowTable, tuple[int, ...]], Executor]:
         index = self.stage_index
         if index is None:
-            return lambda kind, rows, lengths: self._idle_executor(cut)
+            return lambda kind, rows, lengths: self._idle_executor(cut, kind)
         graph = cut.graphs[index]
         specs = {spec.name: spec for spec in analysis.captured.inputs}
         own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
@@ -323,13 +332,16 @@ class Deployer:
             config = self.config
             dump = pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
             with own_errors_only(), dumping(dump):
-                stage = self._watched(analysis, cut, kind, stop - start, lengths)
+                compiled = functools.partial(
+                    self._compile, analysis, cut, kind, stop - start, lengths, schedule.splits_backward
+                )
+                stage = self._watched(compiled, kind)
             return Executor(
                 world=self.world,
                 stage_index=index,
                 stage=stage,
                 send_buffers=send_buffers,
-                edges=cut.edges,
+                edges=cut.edges_in(training=kind != "infer"),
                 tensors=tensors,
                 buffers={fqn: self.tensors[fqn] for fqn in made_here if fqn is not None},
                 parameter_names={
@@ -341,13 +353,13 @@ class Deployer:
 
         return make
 
-    def _idle_executor(self, cut: StageCut) -> Executor:
+    def _idle_executor(self, cut: StageCut, kind: str) -> Executor:
         return Executor(
             world=self.world,
             stage_index=None,
             stage=None,
             send_buffers=SendBuffers(self.world.device),
-            edges=cut.edges,
+            edges=cut.edges_in(training=kind != "infer"),
             tensors={},
             buffers={},
             parameter_names={},
@@ -355,14 +367,11 @@ class Deployer:
             limit_seconds=self.config.step_timeout_seconds,
         )
 
-    def _watched(
-        self, analysis: GraphAnalysis, cut: StageCut, kind: str, num_rows: int, lengths: tuple[int, ...]
-    ) -> Stage:
+    def _watched(self, compile_with: Callable[[float], CompiledStage], kind: str) -> Stage:
         """The compiled stage, looked at while it runs if the options ask for it."""
         index = self.stage_index
         assert index is not None, "no stage here"
         budget = self.plan.stages[index].recompute
-        compile_with = functools.partial(self._compile, analysis, cut, kind, num_rows, lengths)
         compiled = compile_with(budget)
         stage: CompiledStage | VerifiedStage = compiled
         if self.config.verify_recomp and kind != "infer" and budget < 1.0:
@@ -376,11 +385,13 @@ class Deployer:
         kind: str,
         num_rows: int,
         lengths: tuple[int, ...],
+        splits_backward: bool,
         budget: float,
     ) -> CompiledStage:
         assert self.stage_index is not None, "no stage here"
         graph = cut.graphs[self.stage_index]
-        stored, stored_gradients = stored_names(cut.edges, graph.index, [slot.name for slot in graph.outputs])
+        edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
+        stored, stored_gradients = stored_names(edges, graph.index, names)
         needs_grad = analysis.needs_grad - (
             graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
         )
@@ -401,6 +412,7 @@ class Deployer:
                 length_hints=analysis.named_lengths(lengths),
                 stored=stored,
                 stored_gradients=stored_gradients,
+                splits_backward=splits_backward,
             )
 
     def _program_factory(
@@ -409,12 +421,13 @@ class Deployer:
         @own_errors_only()
         def make(kind: str, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
             num_stages = len(cut.graphs)
-            specs = edge_specs(cut.edges)
+            specs = edge_specs(cut.edges_in(training=kind != "infer"))
             order = schedule.order(num_stages, num_micro_batches)
             programs = lower(order, specs, phase, num_micro_batches)
             # Without their backwards, or before them, all micro-batches are kept.
             bounds = schedule.in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
-            verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds)
+            kept = schedule.kept_bounds(num_stages, num_micro_batches) if schedule.splits_backward else None
+            verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds, max_kept=kept)
             index = self.stage_index
             # Ranks without a stage: only the roles that every rank has, owner of input rows and of output
             # rows.

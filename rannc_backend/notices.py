@@ -20,6 +20,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.batch_axis import is_statistic
 from rannc_backend.passes.batch.operator_call import ADVICE
 from rannc_backend.settings.options import Config
+from rannc_backend.stages.cut_stages import OutputsLeftOut
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +66,25 @@ class Notices:
                 logger.info("%s", text)
 
 
-def say_outputs(analysis: GraphAnalysis, rows: Sequence[int], config: Config) -> None:
-    """What outputs beside a loss cost in each step. ``rows``: of each rank."""
+def say_outputs(analysis: GraphAnalysis, rows: Sequence[int], left_out: OutputsLeftOut) -> None:
+    """What outputs beside a loss cost in each step, or why they do not come back. ``rows``: of each rank."""
     names = [
         output.name
         for output in analysis.split.user_outputs
         if output.kind == "rows" and output.name is not None
     ]
     scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
-    if len(rows) > 1 and scalars and names and config.outputs == "all":
-        bytes_per_row: int = sum(analysis.value(name).bytes_per_row for name in names)
+    bytes_per_row: int = sum(analysis.value(name).bytes_per_row for name in names)
+    if names and left_out.why and not left_out.always:
+        logger.info(
+            "%s beside the loss (%.1f MB per step) %s not come back in training: %s; reading one raises an error, "
+            "and options={'outputs': 'all'} plans room for them",
+            "an output" if len(names) == 1 else f"{len(names)} outputs",
+            bytes_per_row * sum(rows) / 2**20,
+            "does" if len(names) == 1 else "do",
+            left_out.why,
+        )
+    elif len(rows) > 1 and scalars and names and not left_out.why:
         logger.info(
             "%d outputs beside the loss come back as each rank's rows, which moves %.1f MB per step; "
             "options={'outputs': 'loss'} leaves them out",

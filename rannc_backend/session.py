@@ -42,7 +42,7 @@ from rannc_backend.passes.pipeline import GraphDump, dumping
 from rannc_backend.planner.blocks.measure import answer_leader, make_bench, measures
 from rannc_backend.planner.cluster.this_machine import choose_cluster, device_memory_bytes
 from rannc_backend.planner.cost.small_models import why_eager
-from rannc_backend.planner.plan_fits_graph import check_options, check_plan, exact_schedules
+from rannc_backend.planner.plan_fits_graph import check_options, check_plan, cut_by_plan, exact_schedules
 from rannc_backend.planner.plan_model import num_elements, settled_for
 from rannc_backend.planner.plan_on_ranks import GraphToPlan, plan_job
 from rannc_backend.planner.projection import project_plan
@@ -67,7 +67,7 @@ from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import Ranks, World
 from rannc_backend.settings.options import Config, check_same_options
 from rannc_backend.stages.compiled_stage import CompileCache
-from rannc_backend.stages.cut_stages import StageCut, cut_stages
+from rannc_backend.stages.cut_stages import StageCut
 from rannc_backend.stages.graph_dump import pass_dump
 
 logger = logging.getLogger(__name__)
@@ -115,20 +115,21 @@ class Session:
         default_factory=weakref.WeakSet
     )  # what Dynamo calls for this model
     shapes: set[tuple[str, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
+    measured: Mapping[str, Any] = field(default_factory=dict)  # of the first steps, on this rank
+    has_moved: bool = False  # parameters, since `take_moved`
     follows_choices: bool = True  # or what a mask chooses runs on the whole batch
 
     @without_anomaly_detection
     def runtime_for(
         self, captured: CapturedGraph, local_rows: int, lengths: tuple[int, ...] = ()
-    ) -> tuple[GraphRuntime, bool]:
-        """The runtime of a graph, and whether parameters have been moved for it just now (the trace is then
-        stale). ``local_rows`` and ``lengths`` are those of the call.
+    ) -> GraphRuntime:
+        """The runtime of a graph. ``local_rows`` and ``lengths`` are those of the call.
 
         Collective for a graph that is new.
         """
         key = captured.fingerprint
         if key in self.runtimes:
-            return self.runtimes[key], False
+            return self.runtimes[key]
         if self.table is not None:
             self.table.take_all_replaced()
         self.world.monitor.phase("planning")
@@ -152,10 +153,10 @@ class Session:
         say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
         analysis = self._analysis(captured)
-        moved, fresh = False, self.plan is None
+        fresh = self.plan is None
+        # Timed at this step's lengths, the longest of all ranks, with memory for the longest that were announced.
+        lengths_of = [[answer[name] for answer in answers] for name in ("lengths", "planned")]
         if self.plan is None:
-            # Timed at this step's lengths, the longest of all ranks, with memory for the longest that were announced.
-            lengths_of = [[answer[name] for answer in answers] for name in ("lengths", "planned")]
             graph = GraphToPlan.of(analysis, *lengths_of)
             if self.config.partitioning_dry_run_np:
                 self._dry_run(graph, rows)
@@ -177,10 +178,10 @@ class Session:
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
         with dumping(self._dump):
-            every = self.config.outputs == "all"
-            cut = cut_stages(analysis, stage_of, len(self.plan.stages), all_outputs=every)
+            cut = cut_by_plan(self.plan, analysis, stage_of, lengths_of[1], self.config)
         buffers_moved = self._place_buffers(cut, captured)
-        moved = self._take_ownership(self.plan, fresh=fresh) if fresh or buffers_moved else False
+        if fresh or buffers_moved:
+            self._take_ownership(self.plan, fresh=fresh)
         runtime = self._deployer().deploy(_without_model(analysis), cut, label=f"graph {len(self.runtimes)}")
         if not any(other.meter for other in self.runtimes.values()) and any(
             output.differentiable for output in runtime.outputs
@@ -191,11 +192,18 @@ class Session:
             runtime.trace = self.trace
         self.runtimes[key] = runtime
         if self.world.rank == 0:
-            say_outputs(analysis, rows, self.config)
+            say_outputs(analysis, rows, cut.left_out)
             self.notices.say(
                 Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config)
             )
-        return self.runtimes[key], moved
+        return self.runtimes[key]
+
+    def take_moved(self) -> bool:
+        """Whether parameters have moved since this was last asked, also for a graph that was then not deployed: a
+        trace of them is stale.
+        """
+        moved, self.has_moved = self.has_moved, False
+        return moved
 
     def _in_one_order(self, captured: CapturedGraph, fingerprints: list[str]) -> CapturedGraph:
         """A graph as all ranks have it, also where each has captured its nodes in an order of its own, since the
@@ -351,9 +359,9 @@ class Session:
             self.changing_buffers.add(name)
         return before != {name: self.buffer_stages[name] for name in self.changing_buffers}
 
-    def _take_ownership(self, plan: Plan, *, fresh: bool) -> bool:
+    def _take_ownership(self, plan: Plan, *, fresh: bool) -> None:
         """Bring parameters and buffers to the ranks that the plan (a ``fresh`` one, or that of before), and the graphs so
-        far, want them on; whether any moved.
+        far, want them on.
         """
         root = self.root()
         assert root is not None, "the model is gone"
@@ -383,7 +391,7 @@ class Session:
         for follower in (*self.followers, *([self.states] if self.states is not None else [])):
             follower.parameters_moved(self.table, before)
         logger.debug("rank %d gave back %.1f MB of parameters", self.world.rank, moved.freed_bytes / 2**20)
-        return moved.changed
+        self.has_moved |= moved.changed
 
     def _updates(self, plan: Plan, root: nn.Module, owners: Mapping[str, Ranks]) -> dict[str, Update]:
         """Who updates which parameter, where not all owners do. Collective."""
@@ -450,6 +458,7 @@ class Session:
 
     def _report_measured(self, records: list[dict[str, Any]]) -> None:
         assert self.plan is not None, "measured before planned"
+        self.measured = records[self.world.rank]
         report = report_of(self.plan, records) if self.world.rank == 0 else None
         if report is None:
             return

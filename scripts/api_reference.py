@@ -24,7 +24,7 @@ SECTIONS = {
     "Training": ("rannc_backend.api.functions", "rannc_backend.api.synchronized_modules"),
     "Checkpoints": ("rannc_backend.api.checkpoints", "rannc_backend.checkpoint.reader"),
     "Deferred initialization": ("rannc_backend.api.materialize", "rannc_backend.api.record_model"),
-    "Tracing": ("rannc_backend.api.trace",),
+    "Tracing and memory": ("rannc_backend.api.trace", "rannc_backend.api.memory"),
     "Custom operators": ("rannc_backend.passes.batch.row_wise",),
     "Options and errors": ("rannc_backend.settings.options", "rannc_backend.errors.base"),
     "RaNNC": ("rannc_backend.pyrannc.rannc_module", "rannc_backend.pyrannc.tensor_coll"),

@@ -44,6 +44,7 @@ from rannc_backend.capture.dynamo import (
     module_path,
     previous_restart,
     restart_trace,
+    run_without_check_of_guards,
     skip_library_loggers,
 )
 from rannc_backend.capture.dynamo_sizes import fix_symbols, holds_from_two, require
@@ -67,6 +68,7 @@ __all__ = [
     "capture",
     "capture_or_restart",
     "renew_guards",
+    "run_without_check_of_guards",
     "skip_library_loggers",
 ]
 

@@ -29,7 +29,7 @@ from rannc_backend.ir.plan_file import read_plan
 from rannc_backend.runtime.job.disabled_compile import disabling_variables
 from rannc_backend.schedule.edges import EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order
+from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.settings.options import environment_name
 from rannc_backend.settings.rare_collections import rare_collections
 
@@ -111,7 +111,7 @@ def program(
     if stage is None:
         typer.echo(f"# rank {rank} has no stage in this plan")
         return
-    order = build_order(loaded.schedule, loaded.num_stages, loaded.num_micro_batches)
+    order = schedule_of(loaded).order(loaded.num_stages, loaded.num_micro_batches)
     programs = lower(order, _chain(loaded.num_stages), phase, loaded.num_micro_batches)
     typer.echo(
         f"# rank {rank}, stage {stage}, phase {phase}. Assumed: each stage feeds the next, and no other."

@@ -19,7 +19,7 @@ from rannc_backend.errors import OptionValueError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_file import read_plan, write_text
 from rannc_backend.schedule.orders import ScheduleName, schedule_names
-from rannc_backend.settings.options import SCHEDULE_ALIASES
+from rannc_backend.settings.choices import SCHEDULE_ALIASES
 
 PlanPath = Annotated[
     Path, typer.Argument(help="Plan as JSON, as the option save_deployment writes it.", show_default=False)

@@ -162,12 +162,17 @@ class WrappedModelError(UserInputError):
 
 
 class OutputNotAvailableError(RanncError):
-    """An output was touched that `outputs="loss"` neither moves nor keeps, or that mixes the samples of all
-    ranks.
+    """An output was touched that is neither moved nor kept: with `outputs="loss"`, or with `outputs="auto"` where
+    the plan has no room for it; or one that mixes the samples of all ranks.
+
+    Args:
+        output: which.
+        why: it is not there.
+        is_left_out: option outputs would bring it.
     """
 
-    def __init__(self, output: str, *, why: str = "") -> None:
-        if why:
+    def __init__(self, output: str, *, why: str, is_left_out: bool) -> None:
+        if not is_left_out:
             super().__init__(
                 f"output {output!r} is not available: {why}",
                 cure="leave it unused, return it one row per sample, or compute what you need of it within the "
@@ -175,9 +180,9 @@ class OutputNotAvailableError(RanncError):
             )
             return
         super().__init__(
-            f'output {output!r} was not kept, because the model is compiled with options={{"outputs": '
-            f'"loss"}}',
-            cure='compile with options={"outputs": "all"} (the default) to get it back on every rank.',
+            f"output {output!r} was not kept: {why}",
+            cure='compile with options={"outputs": "all"} to get it back on every rank; plans then have room for '
+            "it. Or compute what you need of it within the model and return that.",
         )
 
 

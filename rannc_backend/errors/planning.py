@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rannc_backend.errors.base import RanncError, UserInputError, clip
 
 BYTES_PER_GB = 1024**3
@@ -55,7 +57,7 @@ class InfeasiblePlanError(UserInputError):
         smallest_num_devices: smallest number of devices with which a plan exists; None if unknown.
         smallest_max_pipeline: a larger number of micro-batches with which a plan exists; None if there is
         none.
-        zero_would_do: a plan exists with optimizer state divided over replicas.
+        options_that_would_do: each text names options, as set, with which a plan exists.
     """
 
     default_cure = "give more devices or more memory (RANNC_MEM_LIMIT_GB), smaller batches, or fewer wishes (stage_starts, replica_num)."
@@ -67,12 +69,12 @@ class InfeasiblePlanError(UserInputError):
         smallest_bytes: float | None = None,
         smallest_num_devices: int | None = None,
         smallest_max_pipeline: int | None = None,
-        zero_would_do: bool = False,
+        options_that_would_do: Sequence[str] = (),
     ) -> None:
         self.smallest_bytes = smallest_bytes
         self.smallest_num_devices = smallest_num_devices
         self.smallest_max_pipeline = smallest_max_pipeline
-        self.zero_would_do = zero_would_do
+        self.options_that_would_do = tuple(options_that_would_do)
         cures = []
         if smallest_bytes is not None:
             # Rounded up: the printed number itself must be enough.
@@ -84,9 +86,9 @@ class InfeasiblePlanError(UserInputError):
         if smallest_max_pipeline is not None:
             other = "Otherwise" if cures else "What would do:"
             cure = f"{cure} {other} smaller micro-batches: max_pipeline={smallest_max_pipeline} (RANNC_MAX_PIPELINE).".strip()
-        if zero_would_do:
+        if options_that_would_do:
             other = "Or" if cure else "What would do:"
-            cure = f"{cure} {other} optimizer state divided over replicas: zero_stage=1 (RANNC_ZERO_STAGE).".strip()
+            cure = f"{cure} {other} other options: {', or '.join(options_that_would_do)}.".strip()
         super().__init__(f"no plan satisfies the limits: {reason}", cure=cure)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rannc_backend.report.words import seconds_text
-from rannc_backend.schedule.plan_simulation import PlanSimulation, Span, StageSimulation
+from rannc_backend.schedule.plan_simulation import SPAN_KINDS, PlanSimulation, Span, StageSimulation
 
 WIDTH = 1000.0
 LABEL_WIDTH = 98.0
@@ -51,6 +51,7 @@ class Row:
     y: float
     forward: str = ""
     backward: str = ""
+    weights: str = ""
     allreduce: str = ""
     numbers: tuple[Number, ...] = ()
 
@@ -145,7 +146,7 @@ def _row(stage: StageSimulation, y: float, start: float, end: float, number_widt
         boxes = _columns(spans, start, end)
     paths = {
         kind: _path(((left, right) for of_kind, left, right in boxes if of_kind == kind), y)
-        for kind in ("forward", "backward", "allreduce")
+        for kind in SPAN_KINDS
     }
     return Row(stage=stage.index, label=f"stage {stage.index}", y=y, numbers=numbers, **paths)
 
@@ -154,7 +155,7 @@ def _columns(spans: Sequence[Span], start: float, end: float) -> list[tuple[str,
     """Runs of columns in which the same kind fills most; columns that are mostly idle are left out."""
     num_columns = int(_PLOT_WIDTH)
     seconds = (end - start) / num_columns
-    filled = [dict.fromkeys(("forward", "backward", "allreduce"), 0.0) for _ in range(num_columns)]
+    filled = [dict.fromkeys(SPAN_KINDS, 0.0) for _ in range(num_columns)]
     for span in spans:
         first = max(int((span.start - start) / seconds), 0)
         last = min(math.ceil((span.end - start) / seconds), num_columns)

@@ -20,6 +20,7 @@ from rannc_backend.report.modules import ModuleNode, children_in_runs, module_tr
 from rannc_backend.report.tables import (
     alternative_text,
     memory_text,
+    outputs_text,
     proof_text,
     shape_text,
     sorted_alternatives,
@@ -38,6 +39,7 @@ from rannc_backend.report.words import (
     stages_text,
     zero_text,
 )
+from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.plan_simulation import MAX_SPANS, PlanSimulation, simulate_plan
 
 SHOWN_STAGES = 16  # the others are folded away
@@ -118,6 +120,7 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
         "tiles": _tiles(plan),
         **dict(zip(("binding", "gains", "slowest"), _binding(plan), strict=True)),
         "drawings": () if simulation is None else timeline_drawings(simulation),
+        "splits_backward": schedule_named(plan.schedule).splits_backward,
         "hues": [hue(stage.index) for stage in plan.stages],
         "ranks": [_ranks_label(stage) for stage in plan.stages],
         "width": WIDTH,
@@ -126,6 +129,7 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
         "shown_stages": SHOWN_STAGES,
         "memory_names": list(zip(_MEMORY_PARTS, _MEMORY_NAMES, strict=True)),
         "memory": memory_text(plan),
+        "outputs": outputs_text(plan) if plan.outputs else "",
         "limit_percent": round(100 * limit / _memory_scale(most, limit), 2)
         if limit <= _memory_scale(most, limit)
         else None,

@@ -13,7 +13,7 @@ from rannc_backend.report.modules import module_tree, stage_modules
 
 _OF_PLAN = (
     "model_name", "fingerprint", "world_size", "batch_rows", "num_micro_batches", "schedule", "memory_limit_bytes",
-    "predicted_step_seconds", "equal_split_seconds", "proven_gap", "costs_from", "binding",
+    "predicted_step_seconds", "equal_split_seconds", "proven_gap", "proven_for", "costs_from", "binding",
 )  # fmt: skip
 
 
@@ -35,6 +35,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             }
             for stage in plan.stages
         ],
+        "outputs": [output.model_dump(mode="json") for output in plan.outputs],
+        "outputs_left_out": plan.outputs_left_out,
         "alternatives": [other.model_dump(mode="json") for other in plan.alternatives],
         "what_if": [item.model_dump(mode="json") for item in plan.what_if],
         "cluster": plan.cluster.model_dump(mode="json"),

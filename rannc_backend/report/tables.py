@@ -32,6 +32,7 @@ from rannc_backend.report.words import (
 )
 
 _BAR_CELLS = 12
+_MOST_OUTPUTS = 3  # that are named
 _PARTS = " ▏▎▍▌▋▊▉█"
 
 
@@ -74,6 +75,7 @@ def headline(plan: Plan) -> RenderableType:
     lines += [
         _fact("bound by", Text(printable(plan.binding))),
         _fact("memory", Text(memory_text(plan))),
+        *([_fact("outputs", Text(outputs_text(plan)))] if plan.outputs else []),
         _fact("cluster", Text(cluster_text(plan))),
     ]
     return Group(*lines)
@@ -98,7 +100,9 @@ def proof_text(plan: Plan) -> str:
         if plan.proven_gap == 0
         else f"at most {percent_text(plan.proven_gap)} from the best"
     )
-    return f"{proven} for {printable(plan.costs_from)} costs"
+    *others, last = plan.proven_for or ("",)
+    schedules = f" with {', '.join(others)} or {last}," if others else f" with {last}," if last else ""
+    return f"{proven}{schedules} for {printable(plan.costs_from)} costs"
 
 
 def equal_split_text(plan: Plan) -> str:
@@ -115,6 +119,21 @@ def memory_text(plan: Plan) -> str:
     limit = plan.memory_limit_bytes
     share = f" ({percent_text(worst.predicted.peak_bytes / limit)})" if limit else ""
     return f"at most {size_text(worst.predicted.peak_bytes)}, on stage {worst.index}, of {size_text(limit)} per device{share}"
+
+
+def outputs_text(plan: Plan) -> str:
+    """What comes back beside scalars, its bytes of all rows of a step, or why it does not; the largest first."""
+    named = [
+        f"{printable(output.name)}{f' of {printable(output.module)}' if output.module else ''} "
+        f"({size_text(output.num_bytes)}, stage {output.stage})"
+        for output in sorted(plan.outputs, key=lambda output: -output.num_bytes)[:_MOST_OUTPUTS]
+    ]
+    more = len(plan.outputs) - len(named)
+    whole = f"{', '.join(named)}{f' and {more} more' if more else ''}"
+    total = size_text(sum(output.num_bytes for output in plan.outputs))
+    if not plan.outputs_left_out:
+        return f"{whole}: every rank gets its rows, {total} per step in all"
+    return f"not delivered: {whole}; {printable(plan.outputs_left_out)}; outputs=all plans room for them"
 
 
 def cluster_text(plan: Plan) -> str:

@@ -13,7 +13,7 @@ _OF_PAGE = {
     "stages": "sets of nodes that one group of ranks computes each; together they are the model",
     "micro-batches": "intervals of the rows of the global batch; what one forward of a stage works on",
     "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards "
-    "first",
+    "first; zb_h1 and list_scheduled run weight gradients by themselves, where a rank would be idle",
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",
@@ -23,19 +23,21 @@ _OF_PAGE = {
     "against equal stages": "how many times as fast as the best plan with equally many blocks and replicas "
     "in every stage",
     "proof": "the search proves how much faster a plan that it did not look at could be, for these blocks, "
-    "costs and settings",
+    "costs and settings; not for orders that are made for a plan",
     "bound by": "what gains most of one more device, twice the memory and twice the link speed, each planned "
     "again",
     "timeline": "the simulated step: what each stage computes when; its ranks do the same at the same time",
     "forward": "computing the outputs of a stage; seconds are those of one micro-batch on one rank",
     "backward": "computing the gradients of a stage, with what is computed again; seconds are those of one "
     "micro-batch on one rank",
+    "weight gradients": "the part of a backward that no other stage waits for, where the schedule runs it by itself",
     "all-reduce": "adding up the gradients over the replicas of a stage, once per step, most of it beside "
     "the last backward",
     "idle": "the stage computes nothing: it waits for a message, or has nothing left to do",
     "transfer": "the message from the stage before, and the gradients back, for one micro-batch; runs beside "
     "computing",
-    "kept": "share of the activations that are kept for backward; the others are computed again",
+    "kept": "share of the activations that are kept for backward; the others are computed again; segments: "
+    "what goes from segment to segment is kept",
     "memory": "what one rank of each stage needs at its fullest moment",
     "weights": "the parameters and buffers of a stage's modules",
     "gradients": "one for each element of a trained parameter",
@@ -46,7 +48,7 @@ _OF_PAGE = {
     "limit": "bytes that a plan may use per device: its memory, or the option mem_limit_gb, less the margin",
     "where the model is cut": "the tree of modules; a module with several stages is cut",
     "alternatives": "the best plans of other kinds that were found, and why they lost",
-    "what if": "the best plan after one change of the machines; the share is that of the step",
+    "what if": "the best plan after one change of the machines, or without one option; the share is that of the step",
     "cluster assumed": "the machines that the plan was made for, described or measured",
     "cluster": "the name of the description: one that is shipped, a file, or local, which is measured",
     "devices": "what one rank computes on: a GPU, or a process's share of a CPU",

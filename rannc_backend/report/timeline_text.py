@@ -20,8 +20,12 @@ from rannc_backend.schedule.plan_simulation import PlanSimulation, Span, StageSi
 IDLE, REDUCTION = ".", "="
 LEGEND = "0-9 forward (last digit of micro-batch), a-j backward, = all-reduce, . idle"
 COARSE_LEGEND = "F mostly forward, B mostly backward, = all-reduce, . idle"
+SPLIT_LEGEND = "0-9 forward, a-j backward, k-t weight gradients, = all-reduce, . idle"
+COARSE_SPLIT_LEGEND = "mostly: F forward, B backward, W weight gradients, = all-reduce, . idle"
+_DIGITS = {"forward": "0123456789", "backward": "abcdefghij", "weights": "klmnopqrst"}
+_COARSE = {"forward": "F", "backward": "B", "weights": "W"}
 _SHOWN_STAGES = 32
-_STYLES = {"forward": "cyan", "backward": "magenta", "allreduce": "yellow"}
+_STYLES = {"forward": "cyan", "backward": "magenta", "weights": "green", "allreduce": "yellow"}
 
 
 def simulation_table(plan: Plan, simulations: Sequence[PlanSimulation]) -> Table:
@@ -86,7 +90,9 @@ def timeline(simulation: PlanSimulation, width: int) -> list[Text]:
             lines.append(label + _cells(stage, simulation.step_seconds, num_cells, is_coarse))
     end = seconds_text(simulation.step_seconds)
     lines.append(Text(" " * (label_width + 1) + "0" + end.rjust(num_cells - 1), style="dim"))
-    lines.append(Text(COARSE_LEGEND if is_coarse else LEGEND, style="dim"))
+    is_split = any(span.kind == "weights" for stage in stages for span in stage.spans)
+    legends = (SPLIT_LEGEND, COARSE_SPLIT_LEGEND) if is_split else (LEGEND, COARSE_LEGEND)
+    lines.append(Text(legends[is_coarse], style="dim"))
     return lines
 
 
@@ -122,6 +128,5 @@ def _cell(spans: Sequence[Span], begin: int, start: float, end: float, is_coarse
     if kind == "allreduce":
         return REDUCTION, _STYLES[kind]
     if is_coarse:
-        return "F" if kind == "forward" else "B", _STYLES[kind]
-    digit = span.micro_batch % 10
-    return (str(digit) if span.kind == "forward" else "abcdefghij"[digit]), _STYLES.get(span.kind, "dim")
+        return _COARSE[kind], _STYLES[kind]
+    return _DIGITS[span.kind][span.micro_batch % 10], _STYLES.get(span.kind, "dim")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rannc_backend.errors import BYTES_PER_GB
+from rannc_backend.settings.choices import SEGMENTS, SEGMENTS_BUDGET
 
 BYTES_PER_MB = 1024**2
 
@@ -99,11 +100,12 @@ def stages_text(replicas: Sequence[int]) -> str:
 
 
 def kept_text(recompute: Sequence[float]) -> str:
-    """Shares of the activations that are kept: "all", "50 %", "none"; from-to where stages differ."""
+    """Shares of the activations that are kept: "all", "50 %", "segments", "none"; from-to where stages differ."""
     low, high = min(recompute), max(recompute)
-    if low == high:
-        return "all" if low == 1 else "none" if low == 0 else percent_text(low)
-    return f"{percent_text(low)} to {percent_text(high)}"
+    if low == high and low in (0, 1):
+        return "all" if low else "none"
+    ends = [SEGMENTS if share == SEGMENTS_BUDGET else percent_text(share) for share in (low, high)]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def zero_text(zero_stage: int, num_groups: int) -> str:

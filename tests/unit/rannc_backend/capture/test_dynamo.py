@@ -20,7 +20,7 @@ from rannc_backend.capture import dynamo as capture_dynamo
 from rannc_backend.capture import dynamo_sizes
 from rannc_backend.capture import graph as capture
 from rannc_backend.capture.aten_trace import rows_hint
-from rannc_backend.capture.graph import renew_guards, trace_again
+from rannc_backend.capture.graph import renew_guards, run_without_check_of_guards, trace_again
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo, trace_settings
 
 
@@ -317,6 +317,29 @@ def test_guards_as_the_parameters_are(renewed):
         for rows in (4, 7, 2):
             assert torch.equal(compiled(torch.randn(rows, 3)), model.bias.expand(rows, 3))
     assert len(recorder.graphs) == 1
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_error_of_the_backend_is_not_replaced_by_that_of_the_guards(told):
+    """Where parameters had moved before it."""
+
+    class Refusing(Recorder):
+        def __call__(self, graph_module, example_inputs):
+            super().__call__(graph_module, example_inputs)
+            model.weight.data = torch.zeros(()).expand(3, 3)
+            if told:
+                run_without_check_of_guards()
+
+            def call(*args):
+                raise ValueError("the cause")
+
+            return call
+
+    model = nn.Linear(3, 3)
+    compiled = torch.compile(model, backend=Refusing())
+    kind, text = (ValueError, "the cause") if told else (AssertionError, "stride mismatch")
+    with pytest.raises(kind, match=text):
+        compiled(torch.randn(4, 3))
 
 
 def test_another_device_takes_another_trace():

@@ -251,7 +251,7 @@ def _fails_in_itself(*args: Any, **kwargs: Any) -> Any:
     [
         ("rannc_backend.passes.canonicalize.inline", True),
         ("rannc_backend.capture.analysis.values_needing_grad", False),
-        ("rannc_backend.session.cut_stages", False),
+        ("rannc_backend.session.cut_by_plan", False),
         ("rannc_backend.stages.joint_graph.split_joint", False),
         ("rannc_backend.deployment.lower", False),
     ],

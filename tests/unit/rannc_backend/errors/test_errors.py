@@ -150,6 +150,10 @@ EXAMPLES = [
         InfeasiblePlanError("memory", smallest_bytes=3 * 2**30, smallest_num_devices=8),
         ["memory", "3.000 GB", "8 devices"],
     ),
+    (
+        InfeasiblePlanError("memory", options_that_would_do=["zero_stage=1", "without partition_num=2"]),
+        ["What would do: other options: zero_stage=1, or without partition_num=2."],
+    ),
     (ScheduleError("nobody receives it", action="2SF0>3", rank=2), ["rank 2", "2SF0>3", "nobody"]),
     (LaunchError("no launcher found", cure="use mpirun"), ["no launcher", "mpirun"]),
     (
@@ -164,7 +168,14 @@ EXAMPLES = [
         RankFailedError(rank=0, stage=0, micro_batch=0, cause="killed by signal 9"),
         ["rank 0 failed: killed by signal 9", "at rank 0, stage 0, micro-batch 0"],
     ),
-    (OutputNotAvailableError("logits"), ["'logits'", '"outputs": "all"']),
+    (
+        OutputNotAvailableError("logits", why="they need 32 GB", is_left_out=True),
+        ["'logits'", "they need 32 GB", '"outputs": "all"'],
+    ),
+    (
+        OutputNotAvailableError("logits", why="its rows are mixed", is_left_out=False),
+        ["'logits'", "its rows are mixed", "within the model"],
+    ),
     (
         ReleasedParameterError("wte.weight", owners=(0, 3), use="norm"),
         ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict"],

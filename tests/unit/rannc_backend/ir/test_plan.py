@@ -331,7 +331,14 @@ def test_texts_that_are_no_plans(text: str, message: str) -> None:
 
 def test_missing_parts_are_named() -> None:
     data = json.loads(make_plan().to_json())
-    later = {"stage_compiler", "zero_stage", "zero_ngroups"}  # which plans of before do not have
+    later = {
+        "stage_compiler",
+        "zero_stage",
+        "zero_ngroups",
+        "outputs",
+        "outputs_left_out",
+        "proven_for",
+    }  # which plans of before do not have
     for key in data.keys() - later:
         less = copy.copy(data)
         del less[key]
@@ -341,10 +348,11 @@ def test_missing_parts_are_named() -> None:
 
 def test_plans_of_before_do_without_what_came_later() -> None:
     data = json.loads(make_plan().to_json())
-    for key in ("stage_compiler", "zero_stage", "zero_ngroups"):
+    for key in ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for"):
         del data[key]
     plan = Plan.from_json(json.dumps(data))
     assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
+    assert (plan.outputs, plan.outputs_left_out) == ((), "")
 
 
 SAMPLE = make_plan().to_json()

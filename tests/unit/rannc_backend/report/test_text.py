@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from rannc_backend.cli.main import main
-from rannc_backend.ir.plan import Plan
+from rannc_backend.ir.plan import OutputPlan, Plan
 from rannc_backend.report import words
 from rannc_backend.report.comparison import compare, difference_report
 from rannc_backend.report.modules import children_in_runs, module_tree, path_tree, stage_modules
-from rannc_backend.report.tables import bar, plan_report
+from rannc_backend.report.page import plan_page
+from rannc_backend.report.summary import plan_summary
+from rannc_backend.report.tables import bar, outputs_text, plan_report
 from rannc_backend.report.timeline_text import timeline
 from rannc_backend.schedule.plan_simulation import simulate_plan
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from tests.unit.rannc_backend.ir.sample_plans import GB, replaced, sample_plan
 
 EVIL = "\x1b[31mred[bold]\r\n<b>&\u202e\x00.0"
@@ -362,6 +365,33 @@ def test_numbers_in_words() -> None:
     assert [words.rate_text(rate) for rate in (25e9, 3.35e12, 1e8)] == ["25 GB/s", "3.35 TB/s", "100 MB/s"]
     assert [bar(share, 4) for share in (0, 0.5, 1, 2)] == ["", "██", "████", "████"]
     assert words.kept_text((1.0,)) == "all" and words.kept_text((0.0, 0.5)) == "0 % to 50 %"
+    assert words.kept_text((SEGMENTS_BUDGET,)) == "segments"
+    assert words.kept_text((0.25, SEGMENTS_BUDGET, 1.0)) == "segments to 100 %"
+
+
+def test_outputs_are_named_with_their_bytes_and_why_they_are_left_out() -> None:
+    sizes = (3, 2048, 5, 700)
+    outputs = tuple(
+        OutputPlan(name=f"out_{size}", module="lm_head" * (size > 5), stage=3, num_bytes=size * 2**20)
+        for size in sizes
+    )
+    plan = sample_plan().model_copy(update={"outputs": outputs})
+    assert outputs_text(plan) == (
+        "out_2048 of lm_head (2 GB, stage 3), out_700 of lm_head (700 MB, stage 3), out_5 (5 MB, stage 3) and 1 more: "
+        "every rank gets its rows, 2.69 GB per step in all"
+    )
+    without = outputs_text(plan.model_copy(update={"outputs_left_out": "they need [bold]9 GB"}))
+    assert (
+        without.startswith("not delivered: out_2048 of lm_head (2 GB") and "they need [bold]9 GB" in without
+    )
+    assert "outputs=all" in without
+    assert "Outputs: out_2048" in plan_page(plan) and "Outputs:" not in plan_page(sample_plan())
+    assert plan_summary(plan)["outputs"][1] == {
+        "name": "out_2048",
+        "module": "lm_head",
+        "stage": 3,
+        "num_bytes": 2**31,
+    }
 
 
 def test_the_tree_of_a_plan_holds_every_stage() -> None:

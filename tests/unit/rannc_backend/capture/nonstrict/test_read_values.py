@@ -254,3 +254,19 @@ def test_a_value_of_too_many_numbers_is_refused() -> None:
     x = torch.zeros(70_000, 3, dtype=torch.float64)
     with pytest.raises(ModelError, match="70000 numbers of this rank's rows"):
         _capture(model, (x, x > 0))
+
+
+class Refusing(Deciding):
+    """Raises for a value of its inputs."""
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        if self.value(x, m):
+            raise ValueError("not such an input")
+        return self.layer(x).sum()
+
+
+def test_a_value_that_is_read_to_raise_decides_nothing() -> None:
+    """What the other way would do is found by a run without a graph."""
+    values = (torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.bool))
+    recorded = _capture(Refusing(VALUES["order of rows"]), values).recorded
+    assert not recorded.decisions and len(recorded.unchecked) == 1
