@@ -147,7 +147,7 @@ def test_imports_go_only_downward(installed_layout: Path) -> None:
         ("runtime/__init__.py", "import rannc_backend.schedule"),
         ("stages/compiled_stage.py", "import rannc_backend.runtime.world"),
         ("runtime/comm/gloo.py", "import rannc_backend.runtime.step.executor"),
-        ("planner/cost/roofline.py", "import rannc_backend.planner.search.bounds"),
+        ("planner/cost/pricing.py", "import rannc_backend.planner.search.bounds"),
         ("passes/batch/batch_axis.py", "import rannc_backend.passes.stage.split_stages"),
         ("ir/plan.py", "import torch"),
         ("unheard_of.py", ""),

@@ -70,6 +70,9 @@ class EmptyEvent:
     def exception(self) -> None:
         return
 
+    def get_future_result(self) -> Any:
+        raise RuntimeError("only NCCL's work has one")
+
 
 class EmptyStream:
     """Queues nothing."""

@@ -279,12 +279,12 @@ def report(
     return lines
 
 
-def launch(flags: argparse.Namespace, argv: Sequence[str], num_ranks: int) -> int:
+def launch(flags: argparse.Namespace, argv: Sequence[str], num_ranks: int, program: str = __file__) -> int:
     """Run the workers and let their lines through; the exit code."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     start = [str(mpirun), "-n", str(num_ranks)] if num_ranks > 1 else []
-    command = [*start, sys.executable, __file__, *argv, "--ranks", str(num_ranks), "--worker"]
+    command = [*start, sys.executable, program, *argv, "--ranks", str(num_ranks), "--worker"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -76,7 +76,6 @@ def block_graph(case: Case) -> BlockGraph:
             updated_buffers=(),
             operators=(product,),
             saved_bytes=values * size,
-            output_bytes=sympy.Integer(0),
             workspace_bytes=(4 * tokens * hidden * size,),
         )
 

@@ -220,6 +220,11 @@ AREAS = (
         files={"passes/stage/equal_values.py": 2, "passes/graph_queries.py": 2},
         tests=passes("stage/equal_values", "golden", "graph_queries"),
     ),
+    Area(
+        name="single scatters",
+        files={"passes/stage/single_scatters.py": 2},
+        tests=passes("stage/single_scatters"),
+    ),
     Area(name="any layout", files={"passes/stage/any_layout.py": 2}, tests=passes("stage/any_layout")),
     Area(name="randomness", files={"passes/batch/randomness.py": 4}, tests=passes("batch/randomness")),
     Area(name="keys in memory", files={"passes/stage/shared_keys.py": 2}, tests=passes("stage/shared_keys")),
@@ -242,6 +247,19 @@ AREAS = (
         ),
     ),
     Area(
+        name="backwards in two parts",
+        files={
+            "passes/stage/split_backward.py": 3,
+            "schedule/zb_h1.py": 2,
+            "schedule/list_scheduled.py": 3,
+            "planner/settling.py": 2,
+        },
+        tests=(
+            *passes("stage/split_backward"),
+            *unit("schedule/split_backwards", "planner/own_orders", "planner/search/search"),
+        ),
+    ),
+    Area(
         name="planner",
         files={"planner/search/search.py": 2, "planner/search/problem.py": 1},
         tests=unit("planner/search/search"),
@@ -255,6 +273,11 @@ AREAS = (
         name="planner: pins",
         files={"planner/blocks/pins.py": 1},
         tests=unit("planner/blocks/blocks_line", "planner/planner_names", "planner/blocks/cut_blocks"),
+    ),
+    Area(
+        name="planner: outputs and segments",
+        files={"planner/cost/output_bytes.py": 4, "planner/cost/segments.py": 5},
+        tests=unit("planner/cost/output_bytes", "planner/cost/segments"),
     ),
     Area(name="planner: costs", files={"planner/cost/transfer.py": 1}, tests=unit("planner/cost/cost")),
     Area(

@@ -250,6 +250,27 @@ CHOSEN: tuple[Fault, ...] = (
                 unit("runtime/comm/nccl"),
             ),
             (
+                "nccl-results-not-asked-for",
+                "runtime/torch_internals.py",
+                "code = int(result.value()) if result.done() else 0",
+                "code = 0",
+                unit("runtime/torch_internals"),
+            ),
+            (
+                "an-error-hidden-by-that-of-guards",
+                "backend.py",
+                "capture.run_without_check_of_guards()",
+                "pass",
+                unit("backend"),
+            ),
+            (
+                "moved-parameters-forgotten-with-a-graph",
+                "session.py",
+                "self.has_moved |= moved.changed",
+                "self.has_moved |= False",
+                unit("backend"),
+            ),
+            (
                 "links-not-checked",
                 "runtime/agreement.py",
                 "world.transport.check()",
@@ -300,8 +321,8 @@ CHOSEN: tuple[Fault, ...] = (
             ),
             (
                 "communicators-of-one-device",
-                "planner/search/interval_costs.py",
-                "number * (num_devices > 1)",
+                "planner/cost/transfer.py",
+                "number * (cluster.num_devices > 1)",
                 "number",
                 unit("planner/search/interval_costs"),
             ),

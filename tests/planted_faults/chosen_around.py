@@ -28,10 +28,31 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("schedule/lowering", "planner/planner"),
         ),
         (
+            "memory-of-the-emptiest-rank",
+            "report/memory_report.py",
+            "return max(known) if",
+            "return min(known) if",
+            unit("report/memory_report"),
+        ),
+        (
+            "options-that-bind-are-not-told",
+            "planner/what_binds.py",
+            "result += _without_options(request, problem, chosen, now)",
+            "result += ()",
+            unit("planner/what_binds"),
+        ),
+        (
+            "an-option-left-out-that-stays",
+            "planner/plan_request.py",
+            "update={name: Config.model_fields[name].default for name in names}",
+            "update={}",
+            unit("planner/what_binds"),
+        ),
+        (
             "what-binds-is-what-gains-least",
             "planner/what_binds.py",
-            "key=lambda change: -gains[change]",
-            "key=lambda change: gains[change]",
+            "change in _BINDING if change in gains), key=lambda change: -gains[change]",
+            "change in _BINDING if change in gains), key=lambda change: gains[change]",
             unit("planner/what_binds"),
         ),
         (

@@ -211,8 +211,8 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "messages-of-the-captured-length",
             "deployment.py",
-            'all_outputs=self.config.outputs == "all", lengths=lengths',
-            'all_outputs=self.config.outputs == "all"',
+            "all_outputs=delivers, lengths=lengths",
+            "all_outputs=delivers",
             _lengths("models-1,1"),
         ),
         (
@@ -333,6 +333,20 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
             " or storages(node).keys() & kept_apart",
             "",
             passes("stage/equal_values"),
+        ),
+        (
+            "an-index-outside-of-its-row-is-no-error",
+            "passes/stage/single_scatters.py",
+            "and any(_reads(user, dim, sizes[dim], index) for user in index.users)",
+            "and bool(index.users)",
+            passes("stage/single_scatters"),
+        ),
+        (
+            "several-values-of-a-row-are-one",
+            "passes/stage/single_scatters.py",
+            "index_sizes == value_sizes == one_per_row",
+            "index_sizes == value_sizes",
+            passes("stage/single_scatters"),
         ),
         (
             "changes-are-seen-through-older-views",

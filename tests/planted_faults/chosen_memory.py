@@ -1,8 +1,10 @@
-"""Faults that somebody thought of, in buckets of gradients and in what divides memory over replicas."""
+"""Faults that somebody thought of, in buckets of gradients, in what divides memory over replicas, and in which
+outputs come back.
+"""
 
 from __future__ import annotations
 
-from tests.planted_faults.areas import unit
+from tests.planted_faults.areas import equal, passes, point, unit
 from tests.planted_faults.fault import Fault
 
 _WATCH = "runtime/gradients/optimizer_watch.py"
@@ -16,6 +18,135 @@ def _zero(*cases: str) -> tuple[str, ...]:
 CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
     Fault(*row)
     for row in (
+        # backwards in two parts
+        (
+            "second-parts-that-are-dropped",
+            "runtime/step/executor.py",
+            "self._own_stage().backward_weights(state.kept.pop(action.micro_batch), self._sink(state))",
+            "state.kept.pop(action.micro_batch)",
+            equal("zb_h1_mlp_loss"),
+        ),
+        (
+            "a-w-before-its-i-is-no-matter",
+            "schedule/verify.py",
+            "actions[Action(stage, ActionKind.BACKWARD_WEIGHT, m)] = (backward,)",
+            "actions[Action(stage, ActionKind.BACKWARD_WEIGHT, m)] = ()",
+            unit("schedule/split_backwards"),
+        ),
+        (
+            "both-parts-of-a-convolution-compute-all",
+            "passes/stage/split_backward.py",
+            "wants and index in own for index",
+            "wants for index",
+            passes("stage/split_backward"),
+        ),
+        (
+            "what-second-parts-keep-takes-no-memory",
+            "schedule/description.py",
+            "return np.asarray((count - 1) * np.asarray(kept_bytes) + beside)",
+            "return np.asarray(0 * (count - 1) * np.asarray(kept_bytes) + beside)",
+            unit("planner/own_orders"),
+        ),
+        (
+            "list-schedules-without-a-limit",
+            "schedule/list_scheduled.py",
+            "if needed <= cost.limit_bytes or self.num_weights == m:",
+            "if True:",
+            unit("schedule/split_backwards"),
+        ),
+        (
+            "orders-for-plans-without-costs",
+            "schedule/plan_simulation.py",
+            "return replace(described, costs=tuple(_lane_costs(plan, stage) for stage in plan.stages))",
+            "return described",
+            unit("planner/own_orders"),
+        ),
+        # segments that are computed again
+        (
+            "segments-that-nobody-computes-again",
+            "stages/joint_graph.py",
+            'node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE',
+            "pass",
+            unit("stages/joint_graph"),
+        ),
+        (
+            "marks-of-segments-stay",
+            "stages/joint_graph.py",
+            'node.meta.pop("recompute", None)',
+            "pass",
+            unit("stages/joint_graph"),
+        ),
+        (
+            "random-numbers-of-attention-are-kept",
+            "stages/joint_graph.py",
+            '"has_recomputable_rng_ops": lambda graph_module: False',
+            '"nothing": lambda graph_module: False',
+            unit("stages/joint_graph"),
+        ),
+        (
+            "stages-of-other-segments-are-equal",
+            "stages/compiled_stage.py",
+            "segments = segments_of(stage.graph_module) if activation_budget == SEGMENTS_BUDGET else ()",
+            "segments = ()",
+            unit("stages/joint_graph"),
+        ),
+        (
+            "a-segment-that-is-computed-again-takes-no-memory",
+            "planner/cost/segments.py",
+            "workspace_bytes=price.workspace_bytes + again[number]",
+            "workspace_bytes=price.workspace_bytes",
+            unit("planner/cost/segments"),
+        ),
+        (
+            "segments-of-a-plan-are-not-told",
+            "planner/plan_parts.py",
+            "segment=segments[block.index]",
+            "segment=0",
+            unit("planner/cost/segments"),
+        ),
+        # outputs beside a loss
+        (
+            "outputs-take-all-that-is-left",
+            "planner/cost/output_bytes.py",
+            "num_bytes - OUTPUT_SHARE * left",
+            "num_bytes - left",
+            unit("planner/cost/output_bytes"),
+        ),
+        (
+            "delivered-outputs-without-memory",
+            "planner/planner.py",
+            'else (with_outputs(stages, needed), "")',
+            'else (stages, "")',
+            unit("planner/cost/output_bytes"),
+        ),
+        (
+            "own-rows-of-outputs-are-free",
+            "planner/cost/output_bytes.py",
+            "if self.num_devices == 1 and num_micro_batches == 1:",
+            "if True:",
+            unit("planner/cost/output_bytes"),
+        ),
+        (
+            "outputs-left-out-without-gradient-too",
+            "stages/cut_stages.py",
+            "return self.training_edges if training else self.edges",
+            "return self.training_edges",
+            point("outputs_by_room"),
+        ),
+        (
+            "outputs-moved-whatever-the-plan-says",
+            "planner/plan_fits_graph.py",
+            "return OutputsLeftOut(told or plan.outputs_left_out)",
+            "return OutputsLeftOut()",
+            point("outputs_by_room"),
+        ),
+        (
+            "program-with-outputs-that-are-left-out",
+            "deployment.py",
+            'specs = edge_specs(cut.edges_in(training=kind != "infer"))',
+            "specs = edge_specs(cut.edges)",
+            point("outputs_by_room"),
+        ),
         # buckets and reductions
         (
             "absent-gradient-not-zeroed",

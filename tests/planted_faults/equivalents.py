@@ -18,6 +18,8 @@ REASONS: Mapping[str, str] = {
     "schedule/lowering.py:_lower_channel: used = lane.steps(direction, destination if destination >= 0 else "
     "None): destination >= 0 -> (destination > "
     "0)": "None stands for any stage of the lane, and a lane has one stage",
+    "planner/cost/segments.py:best_segments: limits = np.geomspace(max(least, 1.0), max(most, 1.0), "
+    "_NUM_LIMITS) * (1 + 1e-09): 1e-9 -> 2e-09": "either is more than sums are rounded by",
     "schedule/lowering.py:_Lane.program: for slot in range(self.end + 1): pass: 1 -> 2": (
         "nothing is put behind the slot after the last action"
     ),
