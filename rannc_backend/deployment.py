@@ -20,6 +20,7 @@ from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.ir.action import OUTPUT, Program, Turn
 from rannc_backend.ir.plan import Plan
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.passes.graph_queries import output_values, placeholders
@@ -49,6 +50,7 @@ from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.merged import order_on
 from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.schedule.turns import turns_of
@@ -82,9 +84,9 @@ class Deployer:
         return tuple(stage.ranks for stage in self.plan.stages)
 
     @property
-    def stage_index(self) -> int | None:
-        """The stage that this rank owns; None where the plan has no work for it."""
-        return self.plan.stage_of_rank(self.world.rank)
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages that this rank computes; none where the plan has no work for it."""
+        return self.plan.stages_of_rank(self.world.rank)
 
     def deploy(self, analysis: GraphAnalysis, cut: StageCut, label: str) -> GraphRuntime:
         """The runtime of one graph. Collective: makes the channels that the graph needs."""
@@ -110,12 +112,11 @@ class Deployer:
                 self.config.dump_graph_prefix, label, analysis.captured.graph_module, cut.graphs
             )
             logger.info("%s and its stages are written to %s", label, ", ".join(paths))
-        if self.stage_index is not None:
-            own = cut.graphs[self.stage_index]
+        for index in self.own_stages:
             trace_artifact(
-                f"rannc_stage_{own.index}_of_{label}",
+                f"rannc_stage_{index}_of_{label}",
                 "string",
-                lambda: own.graph_module.print_readable(print_output=False),
+                functools.partial(cut.graphs[index].graph_module.print_readable, print_output=False),
             )
         shapes_at = self._shapes_at(analysis, cut)
         shapes = shapes_at(tuple(length.hint for length in analysis.captured.lengths), True)
@@ -270,9 +271,8 @@ class Deployer:
     def _buckets(
         self, analysis: GraphAnalysis, cut: StageCut, reductions: BucketReductions
     ) -> DelayableBuckets:
-        index = self.stage_index
         capacity_bytes = self.config.bucket_mb * 2**20
-        if index is None:
+        if not self.own_stages:
             return DelayableBuckets(
                 layout=BucketLayout(buckets=(), slots={}),
                 parameters={},
@@ -283,7 +283,12 @@ class Deployer:
                 capacity_bytes=capacity_bytes,
                 pool=self.pool,
             )
-        own_order = _backward_order(cut.graphs[index])
+        # Of several stages the last comes first, as in their backwards.
+        own_order = list(
+            dict.fromkeys(
+                name for index in reversed(self.own_stages) for name in _backward_order(cut.graphs[index])
+            )
+        )
         names = {
             spec.name: spec.fqn
             for spec in analysis.captured.inputs
@@ -292,7 +297,7 @@ class Deployer:
         owned = [fqn for fqn in names.values() if fqn is not None and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
-        ranks = self.stage_ranks[index]
+        ranks = self.stage_ranks[self.own_stages[0]]
         layout = plan_buckets(
             [(fqn, self.tensors[fqn]) for fqn in owned],
             self.table.owners,
@@ -317,33 +322,48 @@ class Deployer:
     def _executor_factory(
         self, analysis: GraphAnalysis, cut: StageCut, schedule: Schedule
     ) -> Callable[[str, RowTable, tuple[int, ...]], Executor]:
-        index = self.stage_index
-        if index is None:
-            return lambda kind, rows, lengths: self._idle_executor(cut, kind)
-        graph = cut.graphs[index]
-        specs = {spec.name: spec for spec in analysis.captured.inputs}
-        own = [specs[slot.name] for slot in graph.inputs if slot.kind in ("parameter", "buffer")]
+        graphs = [cut.graphs[index] for index in self.own_stages]
+        names = {
+            slot.name for graph in graphs for slot in graph.inputs if slot.kind in ("parameter", "buffer")
+        }
+        own = [spec for spec in analysis.captured.inputs if spec.name in names]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
-        made_here = {slot.fqn for slot in graph.outputs if slot.kind == "buffer"}
+        made_here = {
+            graph.index: {slot.fqn for slot in graph.outputs if slot.kind == "buffer"} for graph in graphs
+        }
         send_buffers = SendBuffers(self.world.device)
 
         def make(kind: str, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
-            start, stop = rows.interval(index, self.world.rank, 0)
             config = self.config
             dump = pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
-            with own_errors_only(), dumping(dump):
-                compiled = functools.partial(
-                    self._compile, analysis, cut, kind, stop - start, lengths, schedule.splits_backward
-                )
-                stage = self._watched(compiled, kind)
+            stages = {}
+            for index in self.own_stages:
+                start, stop = rows.interval(index, self.world.rank, 0)
+                with own_errors_only(), dumping(dump):
+                    compiled = functools.partial(
+                        self._compile,
+                        analysis,
+                        cut,
+                        index,
+                        kind,
+                        stop - start,
+                        lengths,
+                        schedule.splits_backward,
+                    )
+                    stages[index] = self._watched(compiled, index, kind)
             return Executor(
                 world=self.world,
-                stage_index=index,
-                stage=stage,
+                stages=stages,
                 send_buffers=send_buffers,
                 edges=cut.edges_in(training=kind != "infer"),
                 tensors=tensors,
-                buffers={fqn: self.tensors[fqn] for fqn in made_here if fqn is not None},
+                buffers={
+                    fqn: self.tensors[fqn] for fqns in made_here.values() for fqn in fqns if fqn is not None
+                },
+                made_buffers={
+                    index: frozenset(spec.name for spec in own if spec.fqn in fqns)
+                    for index, fqns in made_here.items()
+                },
                 parameter_names={
                     spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None
                 },
@@ -353,24 +373,8 @@ class Deployer:
 
         return make
 
-    def _idle_executor(self, cut: StageCut, kind: str) -> Executor:
-        return Executor(
-            world=self.world,
-            stage_index=None,
-            stage=None,
-            send_buffers=SendBuffers(self.world.device),
-            edges=cut.edges_in(training=kind != "infer"),
-            tensors={},
-            buffers={},
-            parameter_names={},
-            updated_buffers=frozenset(),
-            limit_seconds=self.config.step_timeout_seconds,
-        )
-
-    def _watched(self, compile_with: Callable[[float], CompiledStage], kind: str) -> Stage:
-        """The compiled stage, looked at while it runs if the options ask for it."""
-        index = self.stage_index
-        assert index is not None, "no stage here"
+    def _watched(self, compile_with: Callable[[float], CompiledStage], index: int, kind: str) -> Stage:
+        """A compiled stage, looked at while it runs if the options ask for it."""
         budget = self.plan.stages[index].recompute
         compiled = compile_with(budget)
         stage: CompiledStage | VerifiedStage = compiled
@@ -382,14 +386,14 @@ class Deployer:
         self,
         analysis: GraphAnalysis,
         cut: StageCut,
+        index: int,
         kind: str,
         num_rows: int,
         lengths: tuple[int, ...],
         splits_backward: bool,
         budget: float,
     ) -> CompiledStage:
-        assert self.stage_index is not None, "no stage here"
-        graph = cut.graphs[self.stage_index]
+        graph = cut.graphs[index]
         edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
         stored, stored_gradients = stored_names(edges, graph.index, names)
         needs_grad = analysis.needs_grad - (
@@ -420,32 +424,34 @@ class Deployer:
     ) -> Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]:
         @own_errors_only()
         def make(kind: str, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
-            num_stages = len(cut.graphs)
+            num_stages, lanes = len(cut.graphs), self.plan.lanes
             specs = edge_specs(cut.edges_in(training=kind != "infer"))
-            order = schedule.order(num_stages, num_micro_batches)
+            order = order_on(schedule, lanes, num_micro_batches)
             programs = lower(order, specs, phase, num_micro_batches)
             # Without their backwards, or before them, all micro-batches are kept.
             bounds = schedule.in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
             kept = schedule.kept_bounds(num_stages, num_micro_batches) if schedule.splits_backward else None
-            verify(programs, specs, num_micro_batches, phase, max_in_flight=bounds, max_kept=kept)
-            index = self.stage_index
+            verify(
+                programs, specs, num_micro_batches, phase, max_in_flight=bounds, max_kept=kept, lanes=lanes
+            )
             # Ranks without a stage: only the roles that every rank has, owner of input rows and of output
             # rows.
             without_stage = tuple(action for action in programs[0] if action.stage < 0)
             turns: tuple[Turn, ...] = ()
             if self.world.runs_behind and self.world.size > 1:
-                some_idle = sum(map(len, self.stage_ranks)) < self.world.size
-                turns = turns_of({**programs, num_stages: without_stage} if some_idle else programs)
-            if index is None:
+                some_idle = self.plan.num_working_ranks < self.world.size
+                turns = turns_of({**programs, len(lanes): without_stage} if some_idle else programs)
+            if not self.own_stages:
                 return without_stage, turns
-            program = programs[index]
+            program = programs[lanes.index(self.own_stages)]
             trace_artifact(
-                f"rannc_program_of_stage_{index}_{kind}_{phase}",
+                f"rannc_program_of_stage_{'_'.join(map(str, self.own_stages))}_{kind}_{phase}",
                 "string",
                 lambda: "\n".join(map(str, program)),
             )
             if self.config.print_program:
-                logger.info("program of stage %d, %s: %s", index, phase, " ".join(map(str, program)))
+                text = " ".join(map(str, program))
+                logger.info("program of %s, %s: %s", lane_text(self.own_stages), phase, text)
             return program, turns
 
         return make

@@ -173,8 +173,9 @@ class Session:
                 plan = self._make_plan(graph, num_rows)
             stage_of = self._check_plan(plan, graph.analysis)
             self.plan = plan
-            preferred = exact_schedules(analysis.split, analysis.needs_grad)[0]
-            self.schedule = plan.schedule if plan.schedule != preferred else None
+            possible = exact_schedules(analysis.split, analysis.needs_grad)
+            asked = self.config.schedule if self.config.schedule in possible else possible[0]
+            self.schedule = plan.schedule if plan.schedule != asked else None
         else:
             stage_of = project_plan(self.plan, analysis.split, captured.inputs)
         with dumping(self._dump):
@@ -188,7 +189,7 @@ class Session:
         ):
             runtime.meter = self._meter(runtime)
         if self.trace is not None:
-            self.trace.follow(runtime.buckets, stage_index=self.plan.stage_of_rank(self.world.rank))
+            self.trace.follow(runtime.buckets, stages=self.plan.stages_of_rank(self.world.rank))
             runtime.trace = self.trace
         self.runtimes[key] = runtime
         if self.world.rank == 0:
@@ -447,7 +448,7 @@ class Session:
             return None
         return StepMeter(
             device=self.world.device,
-            stage_index=self.plan.stage_of_rank(self.world.rank),
+            stages=self.plan.stages_of_rank(self.world.rank),
             num_steps=self.config.num_measured_steps,
             expected_rows=self.plan.batch_rows,
             model_tensors=tuple(named_tensors(root).values()),

@@ -260,8 +260,7 @@ class PlayedRank:
         self.stage = None if self.index is None else AddingStage(setting, self.index, self.device)
         self.executor = Executor(
             world=self.world,
-            stage_index=self.index,
-            stage=self.stage,  # type: ignore[arg-type]
+            stages={} if self.index is None else {self.index: self.stage},  # type: ignore[dict-item]
             edges=self.edges,
             tensors={},
             buffers={},

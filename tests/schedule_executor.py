@@ -30,7 +30,7 @@ class _Message:
 
 
 class Executor:
-    """Runs one call; lane s runs stage s."""
+    """Runs one call. `lanes`: the stages of each; lane s runs stage s if not given."""
 
     def __init__(
         self,
@@ -38,12 +38,16 @@ class Executor:
         edges: list[EdgeSpec],
         num_micro_batches: int,
         phase: str,
+        lanes: tuple[tuple[int, ...], ...] | None = None,
     ):
         self.programs = programs
+        self.stages_of = lanes or tuple((lane,) for lane in range(len(programs)))
+        self.num_stages = sum(map(len, self.stages_of))
         self.num_micro_batches = num_micro_batches
         self.phase = phase
-        lanes = range(len(programs))
-        self.owners = {**{lane: [lane] for lane in lanes}, -1: list(lanes), -2: list(lanes)}
+        everyone = list(range(len(programs)))
+        lane_of = {stage: [lane] for lane, stages in enumerate(self.stages_of) for stage in stages}
+        self.owners = {**lane_of, -1: everyone, -2: everyone}
         # (stage, letter) -> where values come from; letter F: forward values, B: gradients
         self.sources = defaultdict(list)
         self.targets = defaultdict(list)
@@ -66,14 +70,14 @@ class Executor:
     def _reference(self) -> dict:
         """(letter, stage or endpoint, micro-batch) -> value, without any program."""
         values = {}
-        stages = range(len(self.programs))
+        stages = range(self.num_stages)
         for m in range(self.num_micro_batches):
-            for lane in stages:
+            for lane in self.programs:
                 values["F", -1, m, lane] = hash(("row", lane, m))
                 values["B", -2, m, lane] = hash(("grad_output", lane, m))
             for letter, sequence in (("F", stages), ("B", reversed(stages))):
                 for stage in sequence:
-                    values[letter, stage, m, stage] = self._value(
+                    values[letter, stage, m, self.owners[stage][0]] = self._value(
                         letter,
                         stage,
                         m,
@@ -123,19 +127,17 @@ class Executor:
         """Yields whether it got on since the last time."""
         sent, posted, ready, results = {}, {}, {}, {}
         kept = set()  # between the two parts of a backward
-        armed_after = waited_after = None
-        if self.phase == "backward":
-            saved = set(range(self.num_micro_batches))
-        else:
-            saved = set()
+        armed_after, waited_after = {}, {}  # by stage
+        everything = {(stage, m) for stage in self.stages_of[lane] for m in range(self.num_micro_batches)}
+        saved = set(everything) if self.phase == "backward" else set()
         for action in self.programs[lane]:
             kind, m, stage, peer = action.kind.value, action.micro_batch, action.stage, action.peer
-            if stage >= 0 and stage != lane:
+            if stage >= 0 and stage not in self.stages_of[lane]:
                 raise BadProgram(f"lane {lane} does {action}")
             if kind == "W":
-                if m not in kept:
+                if (stage, m) not in kept:
                     raise BadProgram(f"{action} without its I")
-                kept.remove(m)
+                kept.remove((stage, m))
                 self.num_done["B", stage] += 1
             elif kind in "FBI":
                 letter = "F" if kind == "F" else "B"
@@ -144,23 +146,25 @@ class Executor:
                     if (source, stage, letter, m) not in ready:
                         raise BadProgram(f"{action} uses what has not arrived from {source}")
                     arrived[source] = ready.pop((source, stage, letter, m))
-                if (letter, m) in results:
+                if (letter, stage, m) in results:
                     raise BadProgram(f"{action} twice")
                 if kind == "F" and self.phase in ("train", "forward"):
-                    saved.add(m)
+                    saved.add((stage, m))
                 if letter == "B":
-                    if m not in saved:
+                    if (stage, m) not in saved:
                         raise BadProgram(f"{action} has no saved values")
-                    saved.remove(m)
-                results[letter, m] = self._value(letter, stage, m, arrived)
+                    saved.remove((stage, m))
+                results[letter, stage, m] = self._value(letter, stage, m, arrived)
                 if kind == "I":
-                    kept.add(m)
+                    kept.add((stage, m))
                 else:
                     self.num_done[kind, stage] += 1
             elif kind[0] == "S":
-                if stage >= 0 and (kind[1], m) not in results:
+                if stage >= 0 and (kind[1], stage, m) not in results:
                     raise BadProgram(f"{action} before it is made")
-                value = results[kind[1], m] if stage >= 0 else self.reference.get((kind[1], stage, m, lane))
+                value = self.reference.get((kind[1], stage, m, lane))
+                if stage >= 0:
+                    value = results[kind[1], stage, m]
                 self._check_fresh(sent, (stage, peer, kind[1], m), action)
                 sent[stage, peer, kind[1], m] = messages = []
                 for other in self.owners[peer]:
@@ -189,12 +193,13 @@ class Executor:
                 if kind[0] == "W":
                     ready[key] = tuple(message.payload for message in messages)
             elif kind == "A":
-                armed_after = self._reduce(action, armed_after)
+                self._reduce(action, armed_after)
             elif kind == "G":
-                waited_after = self._reduce(action, waited_after)
+                self._reduce(action, waited_after)
                 moved = True
                 # The reductions of all stages may be tied to each other.
-                while any(self.num_done["B", other] < self.num_micro_batches for other in self.programs):
+                others = range(self.num_stages)
+                while any(self.num_done["B", other] < self.num_micro_batches for other in others):
                     yield moved
                     moved = False
             yield True
@@ -208,18 +213,22 @@ class Executor:
         if key in table:
             raise BadProgram(f"{action} overwrites a buffer in use")
 
-    def _reduce(self, action: Action, earlier: int | None) -> int:
-        if earlier is not None:
+    def _reduce(self, action: Action, done: dict[int, int]) -> None:
+        if action.stage in done:
             raise BadProgram(f"{action} twice")
-        return self.num_done["B", action.stage]
+        done[action.stage] = self.num_done["B", action.stage]
 
     def _check_end(self, lane, sent, posted, ready, results, saved, armed_after, waited_after) -> None:
         everything = range(self.num_micro_batches)
         if sent or posted:
             raise BadProgram(f"lane {lane} leaks {[*sent, *posted]}")
         letters = {"train": "FB", "forward": "F", "backward": "B", "infer": "F"}[self.phase]
+        own = self.stages_of[lane]
         expected = {
-            (letter, m): self.reference[letter, lane, m, lane] for letter in letters for m in everything
+            (letter, stage, m): self.reference[letter, stage, m, lane]
+            for letter in letters
+            for stage in own
+            for m in everything
         }
         if results != expected:
             raise BadProgram(f"lane {lane} computed other values")
@@ -231,15 +240,16 @@ class Executor:
         }
         if ready != owned:
             raise BadProgram(f"the caller on lane {lane} got other values")
-        if saved != (set(everything) if self.phase == "forward" else set()):
+        if saved != ({(stage, m) for stage in own for m in everything} if self.phase == "forward" else set()):
             raise BadProgram(f"lane {lane} keeps saved values {saved}")
         if "B" in letters:
-            if armed_after != self.num_micro_batches - 1 or waited_after != self.num_micro_batches:
+            number = self.num_micro_batches
+            if armed_after != dict.fromkeys(own, number - 1) or waited_after != dict.fromkeys(own, number):
                 raise BadProgram(f"lane {lane} reduces unfinished gradients")
-        elif armed_after is not None or waited_after is not None:
+        elif armed_after or waited_after:
             raise BadProgram(f"lane {lane} reduces without a backward")
 
 
-def run_program(programs, edges, num_micro_batches, phase, seed: int) -> None:
+def run_program(programs, edges, num_micro_batches, phase, seed: int, lanes=None) -> None:
     """One run with the delays of `seed`."""
-    Executor(programs, list(edges), num_micro_batches, phase).run(random.Random(seed))
+    Executor(programs, list(edges), num_micro_batches, phase, lanes).run(random.Random(seed))

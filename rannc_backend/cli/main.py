@@ -25,10 +25,12 @@ from rannc_backend.cli.show import PlanPath
 from rannc_backend.cli.verify import verify
 from rannc_backend.errors import OptionValueError, RanncError
 from rannc_backend.ir.action import INPUT, format_programs
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.plan_file import read_plan
 from rannc_backend.runtime.job.disabled_compile import disabling_variables
 from rannc_backend.schedule.edges import EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.merged import order_on
 from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.settings.options import environment_name
 from rannc_backend.settings.rare_collections import rare_collections
@@ -107,19 +109,20 @@ def program(
     if not 0 <= rank < loaded.world_size:
         expected = f"an integer from 0 to {loaded.world_size - 1}, the ranks of this plan"
         raise OptionValueError("--rank", value=rank, source="command line", expected=expected)
-    stage = loaded.stage_of_rank(rank)
-    if stage is None:
+    stages = loaded.stages_of_rank(rank)
+    if not stages:
         typer.echo(f"# rank {rank} has no stage in this plan")
         return
-    order = schedule_of(loaded).order(loaded.num_stages, loaded.num_micro_batches)
+    order = order_on(schedule_of(loaded), loaded.lanes, loaded.num_micro_batches)
     programs = lower(order, _chain(loaded.num_stages), phase, loaded.num_micro_batches)
     typer.echo(
-        f"# rank {rank}, stage {stage}, phase {phase}. Assumed: each stage feeds the next, and no other."
+        f"# rank {rank}, {lane_text(stages)}, phase {phase}. Assumed: each stage feeds the next, and no other."
     )
     typer.echo(
         f"# {environment_name('print_program')}=1 logs the programs of a run, with the model's own edges."
     )
-    typer.echo(format_programs({stage: programs[stage]}), nl=False)
+    lane = loaded.lanes.index(stages)
+    typer.echo(format_programs({lane: programs[lane]}), nl=False)
 
 
 def _chain(num_stages: int) -> list[EdgeSpec]:

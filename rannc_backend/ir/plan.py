@@ -16,12 +16,12 @@ as.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rannc_backend.errors import PlanError
+from rannc_backend.ir.plan_checks import check_parts_agree
 from rannc_backend.ir.plan_text import check_shape_of_text, describe_findings, first_repeated
 from rannc_backend.settings.choices import check_schedule_name
 
@@ -299,16 +299,34 @@ class Plan(_Record):
         """How many of the replicas of a stage update a parameter."""
         return min(self.zero_ngroups, num_replicas) if self.zero_stage else num_replicas
 
-    def stage_of_rank(self, rank: int) -> int | None:
-        """Index of the stage that `rank` computes; None for a rank without a stage."""
-        return next((stage.index for stage in self.stages if rank in stage.ranks), None)
+    @property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that the same ranks compute, by their indexes; lanes in the order of their first stages."""
+        lanes: dict[tuple[int, ...], list[int]] = {}
+        for stage in self.stages:
+            lanes.setdefault(stage.ranks, []).append(stage.index)
+        return tuple(map(tuple, lanes.values()))
+
+    @property
+    def num_working_ranks(self) -> int:
+        """Ranks that compute a stage."""
+        return sum(self.stages[lane[0]].num_replicas for lane in self.lanes)
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Indexes of the stages that `rank` computes, ascending; none for a rank without work."""
+        return tuple(stage.index for stage in self.stages if rank in stage.ranks)
+
+    def lane_peak_bytes(self, stage: int) -> int:
+        """Predicted memory of a rank that computes `stage`, and of its other stages."""
+        ranks = self.stages[stage].ranks
+        return sum(other.predicted.peak_bytes for other in self.stages if other.ranks == ranks)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
         """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads
         it.
         """
         return tuple(
-            sorted(rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks)
+            sorted({rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks})
         )
 
     def summary(self) -> str:
@@ -357,142 +375,3 @@ class Plan(_Record):
     def _check_parts_agree(self) -> Plan:
         check_parts_agree(self)
         return self
-
-
-def check_against(
-    plan: Plan,
-    *,
-    fingerprint: str,
-    world_size: int,
-    parameters: Iterable[str] | None = None,
-    device_memory_bytes: int | None = None,
-) -> None:
-    """Check that a loaded plan fits this run; raises `PlanError` naming the difference.
-
-    `parameters`: primary dotted names the graph reads (a plan must place each of them, and no other).
-    `device_memory_bytes`: memory of this run's devices, None or 0 where it is not known.
-    """
-    if plan.world_size != world_size:
-        raise PlanError(
-            f"the plan is for {plan.world_size} ranks and this run has {world_size}",
-            cure=f"start {plan.world_size} processes or plan again for {world_size}.",
-        )
-    if plan.fingerprint != fingerprint:
-        raise PlanError(
-            f"the plan is for another graph: its fingerprint is {plan.fingerprint[:16]}..., the model's is "
-            f"{fingerprint[:16]}...",
-            cure="plan again: the model, its configuration, train/eval mode or input shapes differ from "
-            "those that were planned.",
-        )
-    if parameters is not None:
-        placed = {name for stage in plan.stages for name in stage.parameters}
-        wanted = set(parameters)
-        if unknown := sorted(placed - wanted):
-            raise PlanError(
-                f"the plan places parameter {unknown[0]!r}, which the model does not use ({len(unknown)} "
-                "such names)"
-            )
-        if missing := sorted(wanted - placed):
-            raise PlanError(
-                f"the plan places parameter {missing[0]!r} on no stage ({len(missing)} such names)"
-            )
-    if device_memory_bytes:
-        worst = max(plan.stages, key=lambda stage: stage.predicted.peak_bytes)
-        if worst.predicted.peak_bytes > device_memory_bytes:
-            raise PlanError(
-                f"stage {worst.index} of the plan needs {worst.predicted.peak_bytes} bytes and a device of "
-                f"this run has {device_memory_bytes}",
-                cure="plan again for these devices.",
-            )
-
-
-def check_parts_agree(plan: Plan) -> None:
-    """Blocks, stages, ranks and costs; raises `ValueError`."""
-    _check_indexes(plan.blocks, "blocks")
-    _check_indexes(plan.stages, "stages")
-    _check_blocks(plan)
-    _check_stages(plan)
-    _check_ranks(plan)
-    _check_costs(plan)
-    for output in plan.outputs:
-        if output.stage >= plan.num_stages:
-            raise ValueError(f"output {output.name!r} is made in stage {output.stage}, which is not there")
-
-
-def _check_indexes(items: tuple[BlockPlan | StagePlan, ...], what: str) -> None:
-    for position, item in enumerate(items):
-        if item.index != position:
-            raise ValueError(
-                f"{what}[{position}].index is {item.index}; indexes must count 0, 1, 2, ... in order"
-            )
-
-
-def _check_blocks(plan: Plan) -> None:
-    repeated = first_repeated(name for block in plan.blocks for name in block.nodes)
-    if repeated is not None:
-        raise ValueError(f"node {repeated!r} is in two blocks (or twice in one)")
-    listed = [index for stage in plan.stages for index in stage.blocks]
-    repeated = first_repeated(listed)
-    if repeated is not None:
-        raise ValueError(f"block {repeated} is in two stages (or twice in one)")
-    if unknown := sorted(set(listed) - set(range(len(plan.blocks)))):
-        raise ValueError(f"block {unknown[0]} is in a stage, but there are only {len(plan.blocks)} blocks")
-    if missing := sorted(set(range(len(plan.blocks))) - set(listed)):
-        raise ValueError(f"block {missing[0]} is in no stage")
-
-
-def _check_stages(plan: Plan) -> None:
-    repeated = first_repeated(name for stage in plan.stages for name in stage.nodes)
-    if repeated is not None:
-        raise ValueError(f"node {repeated!r} is in two stages (or twice in one)")
-    for stage in plan.stages:
-        where = f"stages[{stage.index}]"
-        for what, listed, of_blocks in (
-            ("node", set(stage.nodes), {name for index in stage.blocks for name in plan.blocks[index].nodes}),
-            (
-                "parameter",
-                set(stage.parameters),
-                {name for index in stage.blocks for name in plan.blocks[index].parameters},
-            ),
-        ):
-            if extra := sorted(listed - of_blocks):
-                raise ValueError(
-                    f"{where} lists {what} {extra[0]!r}, which none of its blocks {list(stage.blocks)} has"
-                )
-            if absent := sorted(of_blocks - listed):
-                raise ValueError(
-                    f"{where} lacks {what} {absent[0]!r}, which its blocks {list(stage.blocks)} have"
-                )
-
-
-def _check_ranks(plan: Plan) -> None:
-    ranks = [rank for stage in plan.stages for rank in stage.ranks]
-    repeated = first_repeated(ranks)
-    if repeated is not None:
-        raise ValueError(f"rank {repeated} is in two stages (or twice in one)")
-    if outside := sorted(rank for rank in ranks if rank >= plan.world_size):
-        raise ValueError(
-            f"rank {outside[0]} is in a stage, but the plan is for ranks 0 to {plan.world_size - 1}"
-        )
-
-
-def _check_costs(plan: Plan) -> None:
-    for stage in plan.stages:
-        cost, where = stage.predicted, f"stages[{stage.index}]"
-        parts = (
-            cost.parameter_bytes,
-            cost.gradient_bytes,
-            cost.optimizer_bytes,
-            cost.activation_bytes,
-            cost.buffer_bytes,
-            cost.workspace_bytes,
-        )
-        if cost.peak_bytes != sum(parts):
-            raise ValueError(
-                f"{where}.predicted.peak_bytes is {cost.peak_bytes}, and its parts sum up to {sum(parts)}"
-            )
-        rows = [entry.rows for entry in stage.at_rows]
-        if any(later <= earlier for earlier, later in zip(rows, rows[1:], strict=False)):
-            raise ValueError(
-                f"{where}.at_rows must be ascending in rows, each number once, and has {rows[:8]}"
-            )

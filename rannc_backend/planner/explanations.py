@@ -29,8 +29,8 @@ def alternatives(
 
     `problem`: in which steps are priced; that of `found` may leave latency out.
     """
-    counts = problem.stage_counts
-    wanted = [1, chosen.num_stages - 1, chosen.num_stages + 1, min(2 * chosen.num_stages, counts[-1])]
+    counts, searched = problem.stage_counts, chosen.base or chosen
+    wanted = [1, searched.num_stages - 1, searched.num_stages + 1, min(2 * searched.num_stages, counts[-1])]
     numbers = few_numbers(problem.micro_batches, chosen.num_micro_batches)
     result = []
 
@@ -40,18 +40,18 @@ def alternatives(
         )
 
     for count in dict.fromkeys(
-        number for number in wanted if number in counts and number != chosen.num_stages
+        number for number in wanted if number in counts and number != searched.num_stages
     ):
         if count == 1 and least_bytes_of_one_stage(problem) > problem.memory_bytes:
             result.append(_one_stage_does_not_fit(request, problem, chosen))
             continue
         label = "pure data parallelism" if count == 1 else f"{count} stages"
-        other = best((chosen.schedule,), count)
+        other = best((searched.schedule,), count)
         if other is not None:
             result.append(_lost(label, _in(problem, other), chosen))
     for schedule in problem.schedules:
         if schedule != chosen.schedule and (chosen.num_micro_batches > 1 or chosen.num_stages > 1):
-            other = best((schedule,), chosen.num_stages)
+            other = best((schedule,), searched.num_stages)
             if other is not None:
                 result.append(_lost(f"schedule {schedule}", _in(problem, other), chosen))
     if equal is not None and (equal.bounds, equal.replicas) != (chosen.bounds, chosen.replicas):

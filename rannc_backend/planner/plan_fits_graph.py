@@ -16,13 +16,15 @@ from torch import fx
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import BYTES_PER_GB, PlanError
-from rannc_backend.ir.plan import Plan, StagePlan, check_against
+from rannc_backend.ir.plan import Plan
+from rannc_backend.ir.plan_checks import check_against, lane_text
 from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.planner.blocks.cut_blocks import has_loss
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
+from rannc_backend.schedule.merged import runs_on
 from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut, StageCut, cut_stages
@@ -63,12 +65,18 @@ def check_plan(
             f"the plan's schedule is {plan.schedule}, which does not give exact results for this model",
             cure=f"use {' or '.join(sorted(possible_schedules))}, or let the planner write the plan again.",
         )
+    if not runs_on(schedule_named(plan.schedule), plan.lanes):
+        lanes = "; ".join(map(lane_text, plan.lanes))
+        raise PlanError(
+            f"the plan's schedule {plan.schedule} does not run on its ranks, which have {lanes}",
+            cure="give the stages other ranks, or let the planner write the plan again.",
+        )
     stage_of = stage_of_plan(plan, split.rowwise, split.layouts, inputs)
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
     _check_buffers(plan, split, staged, stage_of)
     _check_pins(plan, [atom[0] for atom in staged.atoms], StagePins.from_config(config), stage_of)
-    for stage in plan.stages:
-        _check_memory(plan, stage, split.rowwise, inputs, memory, config.opt_param_factor)
+    for lane in plan.lanes:
+        _check_memory(plan, lane, split.rowwise, inputs, memory, config.opt_param_factor)
     return stage_of
 
 
@@ -222,27 +230,30 @@ def _pin_error(option: str, wanted: str, where: str) -> PlanError:
 
 def _check_memory(
     plan: Plan,
-    stage: StagePlan,
+    lane: Sequence[int],
     rowwise: fx.GraphModule,
     inputs: Sequence[Input],
     limit_bytes: float,
     optimizer_factor: float,
 ) -> None:
-    """By the plan's own figure, and by what its parameters need at least, whatever the plan says."""
+    """Of the stages of the same ranks: by the plan's own figure, and by what their parameters need at least, whatever
+    the plan says.
+    """
     values = {node.name: node.meta.get("val") for node in rowwise.graph.find_nodes(op="placeholder")}
-    own = set(stage.parameters)
+    own = {name for index in lane for name in plan.stages[index].parameters}
+    num_replicas = plan.stages[lane[0]].num_replicas
     # Of a parameter that one of several replicas updates, each has a share of the state on average.
-    least, share = 0.0, plan.num_updaters(stage.num_replicas) / stage.num_replicas
+    least, share = 0.0, plan.num_updaters(num_replicas) / num_replicas
     for item in inputs:
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
             num_bytes = int(value.numel()) * value.element_size()
             least += num_bytes * (2 + optimizer_factor * share if item.requires_grad else 1)
-    needed = max(least, float(stage.predicted.peak_bytes))
+    needed = max(least, float(plan.lane_peak_bytes(lane[0])))
     if needed > limit_bytes:
         raise PlanError(
-            f"stage {stage.index} needs {needed / BYTES_PER_GB:.3f} GB on each of its ranks, and plans may "
-            f"use {limit_bytes / BYTES_PER_GB:.3f} GB",
+            f"{lane_text(lane)} {'needs' if len(lane) == 1 else 'need'} {needed / BYTES_PER_GB:.3f} GB on each of "
+            f"{'its' if len(lane) == 1 else 'their'} ranks, and plans may use {limit_bytes / BYTES_PER_GB:.3f} GB",
             cure="give the stage fewer blocks, raise mem_limit_gb, or plan again for these devices.",
         )
 

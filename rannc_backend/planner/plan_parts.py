@@ -15,7 +15,7 @@ import numpy as np
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.ir.plan import BlockPlan, RowCost, StageCost, StagePlan
 from rannc_backend.planner.cost.expressions import evaluate
-from rannc_backend.planner.cost.pricing import Interval, StageMemory, WholeStages
+from rannc_backend.planner.cost.pricing import Interval, MemoryParts, StageMemory, WholeStages
 from rannc_backend.planner.search.bounds import Cell
 from rannc_backend.planner.search.feasibility import Cut
 from rannc_backend.planner.search.interval_costs import IntervalCosts
@@ -28,10 +28,12 @@ from rannc_backend.planner.search.problem import (
     plans_step_seconds,
     plans_terms,
 )
+from rannc_backend.planner.search.several_stages import stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Schedule
-from rannc_backend.schedule.list_scheduled import LaneCosts, ListScheduled
+from rannc_backend.schedule.description import Lanes, Schedule
+from rannc_backend.schedule.kinds.list_scheduled import ListScheduled
+from rannc_backend.schedule.list_run import LaneCosts, held_bytes
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
 _WORTH_NAMING = 0.01  # share of a stage's memory
@@ -40,6 +42,8 @@ _MOST_NAMED = 3  # stages
 
 def solution_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
     """By stage the seconds of a solution, arrays of one element."""
+    if solution.has_several_stages:
+        return stage_terms(problem, solution)
     pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     options = np.searchsorted(pricer.tables.replicas, solution.replicas)
     bounds, places = np.array([solution.bounds]), np.array([solution.places])
@@ -57,6 +61,9 @@ def priced(
     """The same cuts and ranks, perhaps with another schedule, priced in another problem with the same tables;
     None if it does not fit.
     """
+    if solution.has_several_stages:
+        seconds = step_seconds(problem, solution, schedule_named(solution.schedule))
+        return replace(solution, step_seconds=seconds, own_order="")
     schedule = schedule or solution.schedule
     pricer = Pricer(problem, solution.num_micro_batches, schedule, solution.longest_stage)
     options = np.searchsorted(pricer.tables.replicas, solution.replicas)
@@ -82,6 +89,8 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
     """The schedule that is made for a solution, within the memory that its stages leave."""
     pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     tables, costs = pricer.tables, []
+    lanes = lanes_of(solution)
+    num_stages_of = {stage: len(lane) for lane in lanes for stage in lane}
     for index, terms in enumerate(solution_terms(problem, solution)):
         option = int(np.searchsorted(tables.replicas, solution.replicas[index]))
         begin, end = solution.bounds[index], solution.bounds[index + 1]
@@ -97,16 +106,26 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
                 gradient=gradient,
                 flight_bytes=float(tables.flight_bytes[(budget, *place)]),
                 kept_bytes=float(tables.kept_bytes[place]),
-                limit_bytes=problem.memory_bytes - float(tables.fixed_bytes[(budget, *place)]),
+                limit_bytes=problem.memory_bytes / num_stages_of[index]
+                - float(tables.fixed_bytes[(budget, *place)]),
             )
         )
     described = schedule_named(problem.own_order)
     assert isinstance(described, ListScheduled), f"{described} is made for no plan"
-    return replace(described, costs=tuple(costs))
+    return replace(described, costs=tuple(costs), lanes_of_plan=lanes)
+
+
+def lanes_of(solution: Solution) -> Lanes:
+    """The stages of each lane."""
+    if solution.has_several_stages:
+        return schedule_named(solution.schedule).lanes(solution.num_stages)
+    return tuple((stage,) for stage in range(solution.num_stages))
 
 
 def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) -> float:
     """Simulated seconds of a step of a solution in another schedule, whatever that needs in memory."""
+    if solution.has_several_stages:
+        return step_seconds(problem, solution, schedule)
     columns = zip(*(terms.columns() for terms in solution_terms(problem, solution)), strict=True)
     *kept, weight = (np.stack(column, axis=1) for column in columns)
     number = solution.num_micro_batches
@@ -131,9 +150,67 @@ def stage_plans(
         known = whole_stages.memory(
             [Interval(begin=b, end=e, budget=costs.traced_budget(x), rows=n) for b, e, x, n in parts]
         )
+    memories = [
+        _memory(costs, solution, index, flights, known[index])
+        for index, flights in enumerate(_in_flight(solution))
+    ]
+    held = _held(solution, memories)
+    work = [float(each.forward[0] + each.backward[0]) for each in terms]
+    busy = {
+        stage: solution.num_micro_batches * sum(work[other] for other in lane)
+        for lane in lanes_of(solution)
+        for stage in lane
+    }
     return tuple(
-        _stage(graph, costs, solution, index, terms[index], known[index])
+        _stage(
+            graph,
+            costs,
+            solution,
+            index,
+            terms[index],
+            (memories[index], held[index]),
+            known[index],
+            busy_seconds=busy[index],
+        )
         for index in range(solution.num_stages)
+    )
+
+
+def _in_flight(solution: Solution) -> tuple[int, ...]:
+    """By stage, the most micro-batches in flight."""
+    schedule = schedule_named(solution.schedule)
+    return schedule.in_flight_bounds(solution.num_stages, solution.num_micro_batches)
+
+
+def _memory(
+    costs: IntervalCosts, solution: Solution, index: int, num_in_flight: int, traced: StageMemory | None
+) -> MemoryParts:
+    begin, end = solution.bounds[index], solution.bounds[index + 1]
+    return costs.memory(
+        begin,
+        end,
+        solution.budgets[index],
+        solution.num_micro_batches,
+        solution.replicas[index],
+        num_in_flight=num_in_flight,
+        traced=traced,
+    )
+
+
+def _held(solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, ...]:
+    """By stage, what it keeps of micro-batches: at most, or where ranks have several, when they hold most."""
+    schedule, number, count = (
+        schedule_named(solution.schedule),
+        solution.num_micro_batches,
+        solution.num_stages,
+    )
+    if solution.has_several_stages:
+        flight, kept = [memory.activations for memory in memories], [memory.kept for memory in memories]
+        return held_bytes(schedule, count, number, flight, kept)
+    return tuple(
+        flights * memory.activations
+        + float(schedule.kept_memory(count - index, count, number, memory.kept, memory.activations))
+        for index, (flights, memory) in enumerate(zip(_in_flight(solution), memories, strict=True))
     )
 
 
@@ -143,23 +220,22 @@ def _stage(
     solution: Solution,
     index: int,
     terms: StageTerms,
+    holds: tuple[MemoryParts, float],
     traced: StageMemory | None,
+    *,
+    busy_seconds: float,
 ) -> StagePlan:
     begin, end = solution.bounds[index], solution.bounds[index + 1]
     number, replicas, budget = solution.num_micro_batches, solution.replicas[index], solution.budgets[index]
-    schedule, to_end = schedule_named(solution.schedule), solution.num_stages - index
-    flights = schedule.in_flight(to_end, number)
-    memory = costs.memory(begin, end, budget, number, replicas, num_in_flight=flights, traced=traced)
+    memory, held = holds
     forward, backward, message, gradient, allreduce, buckets, weight = (
         float(column[0]) for column in terms.columns()
     )
-    busy = number * (forward + backward)
     sizes = {
         "parameter_bytes": memory.parameters,
         "gradient_bytes": memory.gradients,
         "optimizer_bytes": memory.optimizer,
-        "activation_bytes": flights * memory.activations
-        + float(schedule.kept_memory(to_end, solution.num_stages, number, memory.kept, memory.activations)),
+        "activation_bytes": held,
         "buffer_bytes": memory.buffers,
         "workspace_bytes": memory.workspace,
     }
@@ -172,7 +248,7 @@ def _stage(
         allreduce_seconds=allreduce,
         **whole,
         peak_bytes=sum(whole.values()),
-        idle_share=max(0.0, 1 - busy / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
+        idle_share=max(0.0, 1 - busy_seconds / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
     )
     rows = costs.replica_rows(number, replicas)
     received, returned = costs.message_bytes(begin, end, [rows])

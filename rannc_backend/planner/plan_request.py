@@ -8,7 +8,7 @@ cannot meet are lowered with a warning; those that the number of ranks or the me
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
@@ -85,6 +85,7 @@ class PlanRequest:
         if graph.whole_batch:
             config, fixed = _of_whole_batch(config, fixed), None
         num_stages = len(fixed) if fixed else config.partition_num or None
+        num_stages, fixed = _lanes_asked_for(schedules, num_stages, fixed)
         num_devices, num_blocks = cluster.num_devices, len(graph.blocks)
         needed = sum(fixed) if fixed else (num_stages or 1) * (config.replica_num or 1)
         if needed > num_devices or (fixed and needed != num_devices):
@@ -192,12 +193,16 @@ class PlanRequest:
 
     def problem(self, costs: IntervalCosts, *, memory_bytes: float | None = None) -> SearchProblem:
         """The search on the cluster of `costs`."""
+        lane_schedules = tuple(name for name in self.schedules if schedule_named(name).stages_per_lane > 1)
+        pins, only_lanes = self.graph.constraints, set(self.schedules) <= set(lane_schedules)
         return SearchProblem(
             num_blocks=len(self.graph.blocks),
             cluster=costs.cluster,
             schedules=self.searched_schedules,
-            own_order=next((name for name in self.schedules if name not in self.searched_schedules), ""),
-            only_own_order=not set(self.schedules) & set(self.searched_schedules),
+            own_order=next(iter(_made_for_plans(self.schedules)), ""),
+            only_own_order=not set(self.schedules) - set(_made_for_plans(self.schedules)),
+            lane_schedules=() if self._asks_for_stages else lane_schedules,
+            only_lane_schedules=only_lanes,
             micro_batches=costs.micro_batches,
             budgets=costs.budgets,
             tables=costs.tables,
@@ -208,18 +213,26 @@ class PlanRequest:
             num_stages=self.num_stages,
             replicas=self.replicas,
             stage_replicas=self.stage_replicas,
-            starts=self.graph.constraints.starts,
-            stage_of=self.graph.constraints.stage_of,
+            starts=() if only_lanes else pins.starts,
+            stage_of=() if only_lanes else pins.stage_of,
+            lane_starts=pins.starts,
+            lane_stage_of=pins.stage_of,
             work_floor=costs.work_floor,
         )
 
     @property
     def searched_schedules(self) -> tuple[ScheduleName, ...]:
-        """Those that are known before the plan is; where only an order that is made for it is asked for, those with the
-        same results.
+        """Those that are known before the plan is, of one stage on each rank; where none of them is asked for, those with
+        the same results.
         """
-        known = tuple(name for name in self.schedules if not schedule_named(name).is_made_for_plans)
-        return known or tuple(name for name in schedule_names() if not schedule_named(name).is_made_for_plans)
+        known = tuple(name for name in self.schedules if _is_searched(name))
+        return known or tuple(name for name in schedule_names() if _is_searched(name))
+
+    @property
+    def _asks_for_stages(self) -> bool:
+        """Whether the number of stages is given, of a plan that may have one stage on each rank."""
+        given = self.num_stages is not None or self.stage_replicas is not None
+        return given and any(schedule_named(name).stages_per_lane == 1 for name in self.schedules)
 
     def searched(self, cluster: Cluster) -> Cluster:
         """A cluster as the search sees it.
@@ -319,6 +332,45 @@ class PlanRequest:
             return is_feasible(self.problem(costs))
 
         return smallest_count(fits, self.cluster.num_devices, most)
+
+
+def _is_searched(name: ScheduleName) -> bool:
+    described = schedule_named(name)
+    return not described.is_made_for_plans and described.stages_per_lane == 1
+
+
+def _made_for_plans(names: Iterable[ScheduleName]) -> tuple[ScheduleName, ...]:
+    return tuple(name for name in names if schedule_named(name).is_made_for_plans)
+
+
+def _lanes_asked_for(
+    schedules: Sequence[ScheduleName], num_stages: int | None, fixed: tuple[int, ...] | None
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Where ranks are to compute several stages: how many lanes, and their replicas, for numbers that are given by
+    stage. Raises `InfeasiblePlanError`.
+    """
+    described = schedule_named(schedules[0])
+    per_lane = described.stages_per_lane
+    if (
+        num_stages is None
+        or per_lane == 1
+        or any(schedule_named(name).stages_per_lane != per_lane for name in schedules)
+    ):
+        return num_stages, fixed
+    if num_stages % per_lane:
+        raise InfeasiblePlanError(
+            f"schedule {described} has {per_lane} stages on each rank, and {num_stages} stages are asked for"
+        )
+    if fixed is None:
+        return num_stages // per_lane, None
+    lanes = described.lanes(num_stages)
+    if any(len({fixed[stage] for stage in lane}) > 1 for lane in lanes):
+        raise InfeasiblePlanError(
+            f"under schedule {described} stages "
+            f"{', '.join(' and '.join(map(str, lane)) for lane in lanes)} have the same ranks, and stage_replicas "
+            f"gives them {','.join(map(str, fixed))} replicas"
+        )
+    return len(lanes), tuple(fixed[lane[0]] for lane in lanes)
 
 
 def _of_whole_batch(config: Config, fixed: tuple[int, ...] | None) -> Config:

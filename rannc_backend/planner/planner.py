@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -89,6 +90,11 @@ def plan_blocks(
         return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
     choice = _choose(request, progress, whole_stages, always=config.stage_memory == "traced")
     chosen, equal = choice.solution, choice.equal
+    if choice.problem.only_lane_schedules and not chosen.has_several_stages:
+        logger.warning(
+            "schedule %s needs two stages on each rank, and the model's blocks (%d) or the memory do not allow them; "
+            "%s is used", *choice.problem.lane_schedules, len(graph.blocks), chosen.schedule,
+        )  # fmt: skip
     stages, left_out = _with_outputs(choice, outputs, config, request.memory_bytes)
     _warn_of_idle_ranks(request, chosen)
     others: tuple[Alternative, ...] = ()
@@ -116,7 +122,7 @@ def plan_blocks(
         predicted_step_seconds=chosen.step_seconds,
         equal_split_seconds=None if equal is None else equal.step_seconds,
         proven_gap=choice.result.proven_gap,
-        proven_for=choice.problem.schedules if choice.problem.own_order else (),
+        proven_for=choice.problem.schedules if choice.problem.own_order or chosen.base else (),
         costs_from=pricer.source,
         binding=binding(chosen, stages, changes, ended=choice.result.ended),
         alternatives=others,
@@ -220,11 +226,15 @@ def _with_outputs(
 
 
 def _fullest(stages: Sequence[StagePlan]) -> int:
-    return max(stage.predicted.peak_bytes for stage in stages)
+    """Of a rank, with all of its stages."""
+    needed: Counter[tuple[int, ...]] = Counter()
+    for stage in stages:
+        needed[stage.ranks] += stage.predicted.peak_bytes
+    return max(needed.values())
 
 
 def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:
-    used, there = sum(chosen.replicas), request.cluster.num_devices
+    used, there = chosen.num_ranks, request.cluster.num_devices
     if used < there:
         logger.warning(
             "only %d of %d ranks are given work: more would not be faster with the settings, the model's "

@@ -15,10 +15,11 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import INPUT
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Alternative, Plan, StagePlan
-from rannc_backend.planner.plan_parts import longest_compute, own_order_of, priced, priced_in
+from rannc_backend.planner.plan_parts import lanes_of, longest_compute, own_order_of, priced, priced_in
 from rannc_backend.planner.search.equal_split import even_shares
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
 from rannc_backend.planner.search.search import TOLERANCE
+from rannc_backend.planner.search.several_stages import several_stages
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import ScheduleName
@@ -42,6 +43,17 @@ def settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> S
     """
     without_latency = problem.num_stages is not None or problem.stage_replicas is not None
     numbers = problem.micro_batches if without_latency else (found.num_micro_batches,)
+    return _with_several_stages(problem, _settled(problem, found, equal, without_latency, numbers))
+
+
+def _settled(
+    problem: SearchProblem,
+    found: Solution,
+    equal: Solution | None,
+    without_latency: bool,
+    numbers: Sequence[int],
+) -> Solution:
+    """Of plans with one stage on each rank."""
     best: Solution | None = None
     others: list[Solution] = []
     for schedule in problem.schedules:
@@ -67,6 +79,19 @@ def settle(problem: SearchProblem, found: Solution, equal: Solution | None) -> S
             problem, even if equal is None or even.step_seconds <= equal.step_seconds else equal
         )
     return _in_best_order(problem, best, others)
+
+
+def _with_several_stages(problem: SearchProblem, best: Solution) -> Solution:
+    """A plan with several stages on each rank, where that is faster or nothing else is asked for."""
+    if not problem.lane_schedules or (best.num_stages == 1 and not problem.only_lane_schedules):
+        return best
+    made = [several_stages(problem, best, name) for name in problem.lane_schedules]
+    tried = [in_own_order(problem, each) for each in made if each is not None]
+    found = min(tried, key=lambda each: each.step_seconds, default=None)
+    if found is None:
+        return best
+    is_taken = problem.only_lane_schedules or found.step_seconds < best.step_seconds * (1 - _FASTER)
+    return found if is_taken else best
 
 
 def _in_best_order(problem: SearchProblem, best: Solution, others: Sequence[Solution]) -> Solution:
@@ -157,7 +182,7 @@ def is_safe(problem: SearchProblem, solution: Solution, graph: BlockGraph) -> bo
     number = solution.num_micro_batches
     order = own_order_of(problem, solution).order(solution.num_stages, number)
     try:
-        verify(lower(order, edges, "train", number), edges, number, "train")
+        verify(lower(order, edges, "train", number), edges, number, "train", lanes=lanes_of(solution))
     except ScheduleError:
         return False
     return True

@@ -136,6 +136,7 @@ def _planned_again(
     request: PlanRequest, problem: SearchProblem, start: Solution, shortly: bool
 ) -> Solution | None:
     """The plan that the planner would take; `shortly`: a good one with the schedule of `start`."""
+    start = start.base or start
     if shortly:
         problem = replace(problem, schedules=(start.schedule,))
     search = StageSearch(replace(problem, cluster=request.searched(problem.cluster)))

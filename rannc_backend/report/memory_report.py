@@ -43,11 +43,11 @@ class MemoryBytes(BaseModel):
 
 
 class StageMemory(BaseModel):
-    """One stage: what its plan predicted of a rank, and its fullest rank."""
+    """One stage, or those that share ranks: what the plan predicted of a rank, and the fullest rank."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    stage: Annotated[int, Field(ge=0)]
+    stages: tuple[Annotated[int, Field(ge=0)], ...]
     ranks: tuple[int, ...]
     predicted: MemoryBytes
     measured: MemoryBytes
@@ -62,14 +62,14 @@ class MemoryReport(BaseModel):
     stages: tuple[StageMemory, ...]
 
     def __str__(self) -> str:
-        rows = [("stage", "ranks", "", "predicted", "measured", "measured / predicted")]
+        rows = [("stages", "ranks", "", "predicted", "measured", "measured / predicted")]
         for stage in self.stages:
             for kind, name in KINDS.items():
                 predicted, measured = getattr(stage.predicted, kind), getattr(stage.measured, kind)
                 ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
-                first = (
-                    (str(stage.stage), ", ".join(map(str, stage.ranks))) if kind == "parameters" else ("", "")
-                )
+                first = ("", "")
+                if kind == "parameters":
+                    first = (", ".join(map(str, stage.stages)), ", ".join(map(str, stage.ranks)))
                 rows.append((*first, name, _text(predicted), _text(measured), ratio))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
@@ -84,26 +84,29 @@ def memory_report_of(plan: Plan, records: Sequence[Mapping[str, int | None]]) ->
         model_name=plan.model_name,
         stages=tuple(
             StageMemory(
-                stage=stage.index,
-                ranks=stage.ranks,
-                predicted=_predicted(stage.predicted),
+                stages=lane,
+                ranks=plan.stages[lane[0]].ranks,
+                predicted=_predicted([plan.stages[index].predicted for index in lane]),
                 measured=MemoryBytes.model_validate(
-                    {kind: _most([records[rank][kind] for rank in stage.ranks]) for kind in KINDS}
+                    {
+                        kind: _most([records[rank][kind] for rank in plan.stages[lane[0]].ranks])
+                        for kind in KINDS
+                    }
                 ),
             )
-            for stage in plan.stages
+            for lane in plan.lanes
         ),
     )
 
 
-def _predicted(cost: StageCost) -> MemoryBytes:
+def _predicted(costs: Sequence[StageCost]) -> MemoryBytes:
     return MemoryBytes(
-        parameters=cost.parameter_bytes,
-        gradients=cost.gradient_bytes,
-        optimizer=cost.optimizer_bytes,
-        messages=cost.buffer_bytes,
-        step=cost.activation_bytes + cost.workspace_bytes,
-        peak=cost.peak_bytes,
+        parameters=sum(cost.parameter_bytes for cost in costs),
+        gradients=sum(cost.gradient_bytes for cost in costs),
+        optimizer=sum(cost.optimizer_bytes for cost in costs),
+        messages=sum(cost.buffer_bytes for cost in costs),
+        step=sum(cost.activation_bytes + cost.workspace_bytes for cost in costs),
+        peak=sum(cost.peak_bytes for cost in costs),
     )
 
 

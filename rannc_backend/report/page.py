@@ -160,7 +160,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Name, value and a remark of the figures on top, and the term that explains the remark, if one does."""
     most = max(stage.predicted.peak_bytes for stage in plan.stages)
     limit = plan.memory_limit_bytes
-    idle = plan.world_size - sum(plan.stage_replicas)
+    idle = plan.world_size - plan.num_working_ranks
     step = plan.predicted_step_seconds
     tiles = [
         ("step", seconds_text(step), proof_text(plan), "proof"),

@@ -3,7 +3,8 @@
 In: a plan and one record per rank, as `runtime/trace/meter.py` makes them. Out: a `RunReport` with a table
 and JSON.
 
-Terms. A stage's measured seconds are those of its slowest rank, its peak bytes those of its fullest one.
+Terms. A stage's measured seconds are those of its slowest rank, its peak bytes those of its fullest one, with all stages
+that this has.
 *Waiting* is the time in which a rank had nothing to do: for messages, and at the end of a step for the
 gradients of its replicas. *Step* is the time from when all ranks have arrived to when the last one has done
 its part, without the optimizer. A *ratio* is measured / predicted.
@@ -137,9 +138,12 @@ def _stage_run(plan: Plan, stage: StagePlan, records: Sequence[Mapping[str, Any]
     def most(item: str) -> Any:
         return max(record[item] for record in records)
 
+    def longest(kind: str) -> float:
+        return max(record["stages"][str(stage.index)][f"{kind}_seconds"] for record in records)
+
     cost = stage.predicted
     most_rows = -(-records[0]["num_rows"] // records[0]["num_micro_batches"])
-    names = ("forward", "backward", "waiting", "sending", "reducing", "step")
+    names = ("waiting", "sending", "reducing", "step")
     return StageRun(
         stage=stage.index,
         structures=tuple(plan.blocks[index].structure for index in stage.blocks),
@@ -150,7 +154,9 @@ def _stage_run(plan: Plan, stage: StagePlan, records: Sequence[Mapping[str, Any]
         predicted_forward_seconds=cost.forward_seconds,
         predicted_backward_seconds=cost.backward_seconds,
         predicted_waiting_seconds=cost.idle_share * plan.predicted_step_seconds,
-        predicted_peak_bytes=cost.peak_bytes,
+        predicted_peak_bytes=plan.lane_peak_bytes(stage.index),
+        forward_seconds=longest("forward"),
+        backward_seconds=longest("backward"),
         **{f"{name}_seconds": most(f"{name}_seconds") for name in names},
     )
 

@@ -83,7 +83,7 @@ def headline(plan: Plan) -> RenderableType:
 
 def shape_text(plan: Plan) -> str:
     """Stages, ranks, micro-batches and schedule in one line."""
-    used = sum(plan.stage_replicas)
+    used = plan.num_working_ranks
     idle = f" ({plan.world_size - used} of them idle)" if used < plan.world_size else ""
     return (
         f"{count_text(plan.num_stages, 'stage')} on {count_text(plan.world_size, 'rank')}{idle}, "

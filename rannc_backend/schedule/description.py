@@ -27,6 +27,8 @@ from rannc_backend.ir.action import Action, ActionKind, Program
 Floats = NDArray[np.float64]
 Count = TypeVar("Count", int, NDArray[np.int64])
 Order = tuple[Program, ...]
+Lanes = tuple[tuple[int, ...], ...]
+"""By lane its stages, ascending."""
 Weights = list[tuple[float, float]]
 
 
@@ -74,13 +76,18 @@ class Schedule(ABC):
     the call of the model, which needs a loss inside of it that is linear in its sums over rows; else a
     backward may wait for what the user does with the outputs. `splits_backward`: a backward has two parts, I and W
     (see `ActionKind`). `is_made_for_plans`: its order follows from the costs of a plan, so that it is made when the rest
-    of a plan is known.
+    of a plan is known. `stages_per_lane`: how many stages the ranks of a lane compute.
     """
 
     name: str
     eager_backward: bool
     splits_backward: bool = False
     is_made_for_plans: bool = False
+    stages_per_lane: int = 1
+
+    def lanes(self, num_stages: int) -> Lanes:
+        """The stages of each lane. `num_stages`: a multiple of `stages_per_lane`."""
+        return tuple((stage,) for stage in range(num_stages))
 
     @abstractmethod
     def order(self, num_stages: int, num_micro_batches: int) -> Order:

@@ -21,6 +21,8 @@ is posted (rendezvous); a channel matches its messages in order. Hence:
 - Input rows belong to the user for the whole call: all are sent at the start and done at the end. So are
   tangents of outputs. Receives of output rows are posted when the lane reaches the same micro-batch, and
   waited for at the end.
+- Between stages of one lane nothing travels, and nobody waits: the receive is posted before the compute action that makes
+  the value, the send is done before the next one.
 - Reductions are armed before a stage's last backward (gradients are then complete as they are written) and
   waited for at the end.
 
@@ -141,6 +143,9 @@ def _lower_channel(
     source, destination, direction = channel
     decides = destination if source < 0 else source  # in which sequence the micro-batches come
     made = lane_of_stage[decides].steps(direction, decides)
+    if min(source, destination) >= 0 and lane_of_stage[source] is lane_of_stage[destination]:
+        _lower_local(channel, lane_of_stage[source], made)
+        return
     fifo = list(made)
     places = {m: place for place, m in enumerate(fifo)}
     if source < 0:
@@ -167,6 +172,17 @@ def _lower_channel(
             lane.waits[used[m] if destination >= 0 else lane.end].append(
                 (places[m], Action(destination, _WAIT[direction], m, source))
             )
+
+
+def _lower_local(channel: Channel, lane: _Lane, made: dict[int, int]) -> None:
+    """Add the messages of a channel between two stages of one lane."""
+    source, destination, direction = channel
+    used = lane.steps(direction, destination)
+    for place, (m, slot) in enumerate(made.items()):
+        lane.receives[slot].append((place, Action(destination, _RECEIVE[direction], m, source)))
+        lane.sends[slot].append(Action(source, _SEND[direction], m, destination))
+        lane.dones[slot + 1].append((place, Action(source, _DONE[direction], m, destination)))
+        lane.waits[used[m]].append((place, Action(destination, _WAIT[direction], m, source)))
 
 
 def _in_sequence(parts: list[_Placed]) -> list[Action]:

@@ -23,8 +23,10 @@ from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, A
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.list_scheduled import LaneCosts, ListScheduled
+from rannc_backend.schedule.kinds.list_scheduled import ListScheduled
+from rannc_backend.schedule.list_run import LaneCosts, held_bytes
 from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.merged import order_on, runs_on
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
@@ -87,10 +89,13 @@ class PlanSimulation:
     step_seconds: float
     idle_share: float
     stages: tuple[StageSimulation, ...]
+    lanes: tuple[tuple[int, ...], ...]
 
     def fits(self, memory_bytes: int) -> bool:
-        """Whether no stage needs more."""
-        return all(stage.peak_bytes <= memory_bytes for stage in self.stages)
+        """Whether no rank needs more."""
+        return all(
+            sum(self.stages[index].peak_bytes for index in lane) <= memory_bytes for lane in self.lanes
+        )
 
 
 def simulate_plan(
@@ -107,22 +112,46 @@ def simulate_plan(
     _check_size(plan.num_stages, count)
     planned = schedule_of(plan)
     described = planned if schedule == plan.schedule else _described(plan, schedule)
-    order = described.order(plan.num_stages, count)
+    if not runs_on(described, plan.lanes):
+        raise PlanError(
+            f"schedule {schedule} is for {described.stages_per_lane} stages on each rank, which this plan does not have",
+            cure=f"plan with schedule={schedule}.",
+        )
+    order = order_on(described, plan.lanes, count)
     costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
     edges, messages = [], {}
     for index in range(1, plan.num_stages):
         edges.append(EdgeSpec(src=index - 1, dst=index, num_forward_values=1, num_gradient_values=1))
-        messages[Channel(index - 1, index, FORWARD_VALUES)] = costs[index].receive_seconds
-        messages[Channel(index, index - 1, GRADIENTS)] = costs[index].gradient_seconds
+        if plan.stages[index - 1].ranks != plan.stages[index].ranks:
+            messages[Channel(index - 1, index, FORWARD_VALUES)] = costs[index].receive_seconds
+            messages[Channel(index, index - 1, GRADIENTS)] = costs[index].gradient_seconds
     step = simulate(lower(order, edges, "train", count), [cost.seconds for cost in costs], messages)
     spans = _spans(step, plan.num_stages)
+    in_flight = described.in_flight_bounds(plan.num_stages, count)
+    own_costs = [
+        cost_at(stage, replica_rows(plan, stage.num_replicas, plan.num_micro_batches))[0]
+        for stage in plan.stages
+    ]
+    own_held = _held_bytes(plan, own_costs, planned, plan.num_micro_batches)
+    held = _held_bytes(plan, [cost.at_rows for cost in costs], described, count)
+    busy = {
+        stage: seconds for lane, seconds in zip(plan.lanes, step.busy_seconds, strict=True) for stage in lane
+    }
     stages = tuple(
         _stage_simulation(
-            plan, planned, stage, costs[stage.index], described, count, step, spans[stage.index]
+            stage,
+            costs[stage.index],
+            spans[stage.index],
+            num_in_flight=in_flight[stage.index],
+            peak_bytes=_peak_bytes(
+                plan, stage, costs[stage.index].at_rows, held[stage.index], own_held[stage.index]
+            ),
+            idle_share=max(0.0, 1.0 - busy[stage.index] / step.makespan_seconds)
+            if step.makespan_seconds
+            else 0.0,
         )
         for stage in plan.stages
     )
-    num_ranks = sum(plan.stage_replicas)
     # Ranks that share cores: a rank that waits gives its core to others, but the cores have all of the work
     # to do.
     work = sum(
@@ -133,9 +162,10 @@ def simulate_plan(
         schedule=schedule,
         num_micro_batches=count,
         step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share)),
-        idle_share=sum(stage.idle_share * len(plan.stages[stage.index].ranks) for stage in stages)
-        / num_ranks,
+        idle_share=sum(stages[lane[0]].idle_share * plan.stages[lane[0]].num_replicas for lane in plan.lanes)
+        / plan.num_working_ranks,
         stages=stages,
+        lanes=plan.lanes,
     )
 
 
@@ -159,12 +189,14 @@ def _described(plan: Plan, name: ScheduleName) -> Schedule:
     if not isinstance(described, ListScheduled):
         return described
     _check_size(plan.num_stages, plan.num_micro_batches)
-    return replace(described, costs=tuple(_lane_costs(plan, stage) for stage in plan.stages))
+    costs = tuple(_lane_costs(plan, stage) for stage in plan.stages)
+    return replace(described, costs=costs, lanes_of_plan=plan.lanes)
 
 
 def _lane_costs(plan: Plan, stage: StagePlan) -> LaneCosts:
     cost = _stage_cost(plan, stage, plan.num_micro_batches)
     other_bytes = stage.predicted.peak_bytes - stage.predicted.activation_bytes
+    num_stages = len(next(lane for lane in plan.lanes if stage.index in lane))
     return LaneCosts(
         forward=cost.seconds.forward,
         inputs=cost.seconds.backward - cost.seconds.weight,
@@ -173,7 +205,7 @@ def _lane_costs(plan: Plan, stage: StagePlan) -> LaneCosts:
         gradient=cost.gradient_seconds,
         flight_bytes=cost.seconds.activation_bytes,
         kept_bytes=cost.seconds.kept_bytes,
-        limit_bytes=plan.memory_limit_bytes - other_bytes,
+        limit_bytes=plan.memory_limit_bytes / num_stages - other_bytes,
     )
 
 
@@ -306,86 +338,69 @@ def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
 
 
 def _stage_simulation(
-    plan: Plan,
-    own_schedule: Schedule,
     stage: StagePlan,
     cost: _StageCost,
-    schedule: Schedule,
-    num_micro_batches: int,
-    step: SimulatedStep,
     spans: list[Span],
+    *,
+    num_in_flight: int,
+    peak_bytes: int,
+    idle_share: float,
 ) -> StageSimulation:
-    busy = sum(span.end - span.start for span in spans if span.kind != "allreduce")
-    in_flight = _num_in_flight(plan, stage, schedule, num_micro_batches)
     return StageSimulation(
         index=stage.index,
         rows=cost.at_rows.rows,
-        num_in_flight=in_flight,
+        num_in_flight=num_in_flight,
         forward_seconds=cost.seconds.forward,
         backward_seconds=cost.seconds.backward,
         receive_seconds=cost.receive_seconds,
         gradient_seconds=cost.gradient_seconds,
         allreduce_seconds=cost.seconds.allreduce,
-        busy_seconds=busy,
-        idle_share=max(0.0, 1.0 - busy / step.makespan_seconds) if step.makespan_seconds else 0.0,
-        peak_bytes=_peak_bytes(plan, own_schedule, stage, cost.at_rows, schedule, num_micro_batches),
+        busy_seconds=sum(span.end - span.start for span in spans if span.kind != "allreduce"),
+        idle_share=idle_share,
+        peak_bytes=peak_bytes,
         is_listed=cost.is_listed,
         spans=tuple(spans),
     )
 
 
-def _num_in_flight(plan: Plan, stage: StagePlan, schedule: Schedule, num_micro_batches: int) -> int:
-    return schedule.in_flight(plan.num_stages - stage.index, num_micro_batches)
-
-
-def _peak_bytes(
-    plan: Plan,
-    own_schedule: Schedule,
-    stage: StagePlan,
-    cost: RowCost,
-    schedule: Schedule,
-    num_micro_batches: int,
-) -> int:
-    """As predicted where rows and micro-batches in flight are the plan's own; what moves with them moves in
-    proportion.
-    """
+def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, held: float, own_held: float) -> int:
+    """As predicted where rows and what is held are the plan's own; what moves with them moves in proportion."""
     planned = stage.predicted
-    own = cost_at(stage, replica_rows(plan, stage.num_replicas, plan.num_micro_batches))[0]
-    own_activations = _activation_bytes(plan, stage, own, own_schedule, plan.num_micro_batches)
-    activations = _activation_bytes(plan, stage, cost, schedule, num_micro_batches)
-    if (cost.rows, activations) == (own.rows, own_activations):
+    own_rows = replica_rows(plan, stage.num_replicas, plan.num_micro_batches)
+    if (cost.rows, held) == (own_rows, own_held):
         return planned.peak_bytes
-    correction = planned.activation_bytes / own_activations if own_activations else 1.0
+    correction = planned.activation_bytes / own_held if own_held else 1.0
     # Messages grow with the rows; outputs that are kept to the end of the step are those of the whole batch
     # in any case.
     following = plan.stages[stage.index + 1 : stage.index + 2]
     sent = sum(later.received_bytes_per_row for later in following)
-    messages = min(own.rows * (stage.gradient_bytes_per_row + 2 * sent), planned.buffer_bytes)
-    buffers = planned.buffer_bytes + messages * (cost.rows / own.rows - 1)
+    messages = min(own_rows * (stage.gradient_bytes_per_row + 2 * sent), planned.buffer_bytes)
+    buffers = planned.buffer_bytes + messages * (cost.rows / own_rows - 1)
     return math.ceil(
         planned.parameter_bytes
         + planned.gradient_bytes
         + planned.optimizer_bytes
         + buffers
         + cost.workspace_bytes
-        + correction * activations
+        + correction * held
     )
 
 
-def _activation_bytes(
-    plan: Plan, stage: StagePlan, cost: RowCost, schedule: Schedule, num_micro_batches: int
-) -> float:
-    """What micro-batches in flight save, and what is kept between the two parts of backwards."""
-    if isinstance(schedule, ListScheduled):
-        return schedule.held_bytes(
-            stage.index, num_micro_batches, flight_bytes=cost.activation_bytes, kept_bytes=cost.kept_bytes
+def _held_bytes(
+    plan: Plan, costs: Sequence[RowCost], schedule: Schedule, num_micro_batches: int
+) -> tuple[float, ...]:
+    """By stage, what micro-batches in flight save and what is kept between the two parts of backwards; of lanes with
+    several stages, when the lane holds most.
+    """
+    flight = [cost.activation_bytes for cost in costs]
+    kept = [cost.kept_bytes for cost in costs]
+    if isinstance(schedule, ListScheduled) or schedule.stages_per_lane > 1:
+        return held_bytes(schedule, plan.num_stages, num_micro_batches, flight, kept)
+    bounds = schedule.in_flight_bounds(plan.num_stages, num_micro_batches)
+    beside = (
+        schedule.kept_memory(
+            plan.num_stages - index, plan.num_stages, num_micro_batches, kept[index], flight[index]
         )
-    in_flight = _num_in_flight(plan, stage, schedule, num_micro_batches)
-    kept = schedule.kept_memory(
-        plan.num_stages - stage.index,
-        plan.num_stages,
-        num_micro_batches,
-        cost.kept_bytes,
-        cost.activation_bytes,
+        for index in range(plan.num_stages)
     )
-    return in_flight * cost.activation_bytes + float(kept)
+    return tuple(bound * size + float(more) for bound, size, more in zip(bounds, flight, beside, strict=True))

@@ -37,6 +37,7 @@ from rannc_backend.ir.action import (
     Channel,
     Program,
 )
+from rannc_backend.schedule.description import Lanes
 from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
 from rannc_backend.schedule.progress import run_to_end
 
@@ -59,6 +60,7 @@ class StagePeaks:
 class _Rules:
     """What a program must contain and in which order, derived from the edge table alone."""
 
+    lanes: Lanes
     expected: dict[
         int, dict[Action, tuple[Action, ...]]
     ]  # lane -> action -> what must come before it in the lane
@@ -79,8 +81,9 @@ def verify(
     max_in_flight: Sequence[int] | None = None,
     max_kept: Sequence[int] | None = None,
     window: int = 1,
+    lanes: Lanes | None = None,
 ) -> dict[int, StagePeaks]:
-    """Check the programs of one call; lane s runs stage s.
+    """Check the programs of one call.
 
     Args:
         programs: per lane its program.
@@ -91,6 +94,7 @@ def verify(
         micro-batches.
         max_kept: the same of micro-batches between the two parts of their backwards.
         window: how many micro-batches ahead receives may be posted.
+        lanes: the stages of each; default: lane s runs stage s.
 
     Returns:
         The peaks by stage.
@@ -108,23 +112,30 @@ def verify(
         for action in program
         if action.kind is ActionKind.BACKWARD_INPUT
     }
+    lanes = lanes or tuple((stage,) for stage in range(len(programs)))
+    num_stages = sum(map(len, lanes))
+    if len(lanes) != len(programs):
+        raise ScheduleError(f"there are {len(programs)} programs for {len(lanes)} lanes")
     rules = _Rules(
-        expected=_expected_actions(len(programs), edges, num_micro_batches, phase, split),
+        lanes=lanes,
+        expected=_expected_actions(lanes, edges, num_micro_batches, phase, split),
         num_micro_batches=num_micro_batches,
         phase=phase,
-        max_in_flight=max_in_flight or [num_micro_batches] * len(programs),
-        max_kept=max_kept or [num_micro_batches] * len(programs),
-        max_receive_buffers=max(window, len(programs)) + 1,
+        max_in_flight=max_in_flight or [num_micro_batches] * num_stages,
+        max_kept=max_kept or [num_micro_batches] * num_stages,
+        max_receive_buffers=max(window, num_stages) + 1,
         bytes_per_row=_bytes_per_row(edges),
     )
-    peaks = {lane: _check_lane(lane, programs[lane], rules) for lane in programs}
+    peaks: dict[int, StagePeaks] = {}
+    for lane in programs:
+        peaks |= _check_lane(lane, programs[lane], rules)
     _check_channels(programs)
     run_to_end(programs)
     return peaks
 
 
 def _expected_actions(
-    num_stages: int,
+    lanes: Lanes,
     edges: Sequence[EdgeSpec],
     num_micro_batches: int,
     phase: Phase,
@@ -139,14 +150,15 @@ def _expected_actions(
             return ActionKind.FORWARD
         return ActionKind.BACKWARD_INPUT if stage in split else ActionKind.BACKWARD
 
-    expected: dict[int, dict[Action, tuple[Action, ...]]] = {lane: {} for lane in range(num_stages)}
+    expected: dict[int, dict[Action, tuple[Action, ...]]] = {lane: {} for lane in range(len(lanes))}
+    lane_of = {stage: lane for lane, stages in enumerate(lanes) for stage in stages}
     incoming: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for channel in active_channels(edges, phase):
         source, destination, direction = channel
         for place in (source, destination):
-            if place >= num_stages:
+            if place >= 0 and place not in lane_of:
                 raise ScheduleError(
-                    f"channel {channel} names stage {place}, but there are {num_stages} lanes"
+                    f"channel {channel} names stage {place}, but there are {len(lane_of)} stages"
                 )
         incoming[destination, direction].append(source)
         kinds = [ActionKind(letter + direction) for letter in "SRWD"]
@@ -154,13 +166,14 @@ def _expected_actions(
             send = Action(source, kinds[0], m, destination)
             receive = Action(destination, kinds[1], m, source)
             made_by = (Action(source, maker(source, direction), m),) if source >= 0 else ()
-            for lane in [source] if source >= 0 else expected:
+            for lane in [lane_of[source]] if source >= 0 else expected:
                 expected[lane][send] = made_by
                 expected[lane][Action(source, kinds[3], m, destination)] = (send,)
-            for lane in [destination] if destination >= 0 else expected:
+            for lane in [lane_of[destination]] if destination >= 0 else expected:
                 expected[lane][receive] = ()
                 expected[lane][Action(destination, kinds[2], m, source)] = (receive,)
-    for stage, actions in expected.items():
+    for stage, lane in lane_of.items():
+        actions = expected[lane]
         for m in range(num_micro_batches):
             forward = Action(stage, ActionKind.FORWARD, m)
             if phase != "backward":
@@ -182,11 +195,11 @@ def _expected_actions(
     return expected
 
 
-def _check_lane(lane: int, program: Program, rules: _Rules) -> StagePeaks:
-    """Completeness, order and buffers of one lane."""
+def _check_lane(lane: int, program: Program, rules: _Rules) -> dict[int, StagePeaks]:
+    """Completeness, order and buffers of one lane; the peaks of its stages."""
     expected = rules.expected[lane]
     seen: set[Action] = set()
-    num_backwards = 0
+    backwards: Counter[int] = Counter()  # by stage
     for index, action in enumerate(program):
         before = expected.get(action)
         if before is None:
@@ -197,44 +210,50 @@ def _check_lane(lane: int, program: Program, rules: _Rules) -> StagePeaks:
             if needed not in seen:
                 raise _error(lane, index, action, f"comes before {needed}")
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-            num_backwards += 1
-        elif action.kind is ActionKind.ARM_REDUCTIONS and num_backwards != rules.num_micro_batches - 1:
-            raise _error(
-                lane, index, action, f"must stand before the last backward, not after {num_backwards} of them"
-            )
-        elif action.kind is ActionKind.WAIT_REDUCTIONS and num_backwards != rules.num_micro_batches:
-            raise _error(
-                lane, index, action, f"must come after all backwards, not after {num_backwards} of them"
-            )
+            backwards[action.stage] += 1
+        elif (
+            action.kind is ActionKind.ARM_REDUCTIONS
+            and backwards[action.stage] != rules.num_micro_batches - 1
+        ):
+            problem = f"must stand before the last backward, not after {backwards[action.stage]} of them"
+            raise _error(lane, index, action, problem)
+        elif action.kind is ActionKind.WAIT_REDUCTIONS and backwards[action.stage] != rules.num_micro_batches:
+            problem = f"must come after all backwards, not after {backwards[action.stage]} of them"
+            raise _error(lane, index, action, problem)
         seen.add(action)
     missing = sorted(expected.keys() - seen)
     if missing:
         raise _error(lane, len(program), missing[0], f"is missing, as are {len(missing) - 1} others")
-    return _check_buffers(lane, program, rules)
+    return {stage: _check_buffers(lane, stage, program, rules) for stage in rules.lanes[lane]}
 
 
 class _Buffers:
-    """What the stage of one lane holds while its program runs, and the most it ever held."""
+    """What a stage of a lane holds while the program runs, and the most it ever held."""
 
-    def __init__(self, lane: int, rules: _Rules) -> None:
-        self.rules = rules
+    def __init__(self, lane: int, stage: int, rules: _Rules) -> None:
+        self.rules, self.own = rules, frozenset(rules.lanes[lane])
         self.in_flight = self.peak_in_flight = rules.num_micro_batches if rules.phase == "backward" else 0
         self.kept = self.peak_kept = 0
         self.receiving: Counter[Channel] = Counter()
         self.sending: Counter[Channel] = Counter()
         self.peak_buffers = {"receive": 0, "send": 0}
         self.peak_bytes = {"receive": 0.0, "send": 0.0}
-        self.max_in_flight, self.max_kept = rules.max_in_flight[lane], rules.max_kept[lane]
+        self.max_in_flight, self.max_kept = rules.max_in_flight[stage], rules.max_kept[stage]
+        num_stages = sum(map(len, rules.lanes))
         # In "train" send buffers fall with the saved values; elsewhere a message may span all lanes.
-        self.max_sends = self.max_in_flight + 1 if rules.phase == "train" else max(2, len(rules.expected) + 1)
-        self.arrivals = {a.channel for a in rules.expected[lane] if a.kind in RECEIVE_KINDS and a.stage >= 0}
+        self.max_sends = self.max_in_flight + 1 if rules.phase == "train" else max(2, num_stages + 1)
+        self.arrivals = {
+            action.channel
+            for action in rules.expected[lane]
+            if action.kind in RECEIVE_KINDS and action.stage == stage and action.peer not in self.own
+        }
 
     def follow(self, action: Action) -> str:
         """Do what `action` does to buffers; what is wrong with it, or an empty text."""
         if action.is_compute:
             return self._compute(action)
-        if action.stage < 0:
-            return ""  # rows that belong to the caller
+        if action.peer in self.own:
+            return ""  # nothing is copied between stages of the same ranks
         if action.kind in RECEIVE_KINDS:
             return self._take("receive", self.receiving, action.channel, self.rules.max_receive_buffers)
         if action.kind in SEND_KINDS:
@@ -284,10 +303,12 @@ class _Buffers:
         return buffers + saved + ([f"{self.kept} without their W"] if self.kept else [])
 
 
-def _check_buffers(lane: int, program: Program, rules: _Rules) -> StagePeaks:
-    """Follow what the stage of this lane holds through its (complete, ordered) program."""
-    buffers = _Buffers(lane, rules)
+def _check_buffers(lane: int, stage: int, program: Program, rules: _Rules) -> StagePeaks:
+    """Follow what a stage of this lane holds through its (complete, ordered) program."""
+    buffers = _Buffers(lane, stage, rules)
     for index, action in enumerate(program):
+        if action.stage != stage:
+            continue  # of another stage, or rows that belong to the caller
         problem = buffers.follow(action)
         if problem:
             raise _error(lane, index, action, problem)

@@ -14,10 +14,12 @@ from pydantic_core import PydanticCustomError
 # are equally fast, the first of them is preferred.
 SCHEDULES: Mapping[str, str] = MappingProxyType(
     {
-        "1f1b": "rannc_backend.schedule.one_f_one_b",
-        "fill_drain": "rannc_backend.schedule.fill_drain",
-        "zb_h1": "rannc_backend.schedule.zb_h1",
-        "list_scheduled": "rannc_backend.schedule.list_scheduled",
+        "1f1b": "rannc_backend.schedule.kinds.one_f_one_b",
+        "fill_drain": "rannc_backend.schedule.kinds.fill_drain",
+        "zb_h1": "rannc_backend.schedule.kinds.zb_h1",
+        "list_scheduled": "rannc_backend.schedule.kinds.list_scheduled",
+        "interleaved": "rannc_backend.schedule.kinds.interleaved",
+        "zb_v": "rannc_backend.schedule.kinds.zb_v",
     }
 )
 SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})

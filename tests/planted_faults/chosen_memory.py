@@ -49,7 +49,7 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         ),
         (
             "list-schedules-without-a-limit",
-            "schedule/list_scheduled.py",
+            "schedule/kinds/list_scheduled.py",
             "if needed <= cost.limit_bytes or self.num_weights == m:",
             "if True:",
             unit("schedule/split_backwards"),

@@ -120,7 +120,9 @@ class SearchProblem:
     are free. `stage_replicas` fixes both. `starts`: blocks that must be the first of a stage; `stage_of`:
     (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
     sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
-    made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be.
+    made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
+    several stages on each rank, tried with what the search finds; `only_lane_schedules`: nothing else is asked for.
+    `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans.
     """
 
     num_blocks: int
@@ -141,6 +143,10 @@ class SearchProblem:
     work_floor: Callable[[int], WorkFloor] | None = None
     own_order: ScheduleName = ""
     only_own_order: bool = False
+    lane_starts: tuple[int, ...] = ()
+    lane_stage_of: tuple[tuple[int, int], ...] = ()
+    lane_schedules: tuple[ScheduleName, ...] = ()
+    only_lane_schedules: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
@@ -179,7 +185,8 @@ class SearchProblem:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """Stage s has blocks [bounds[s], bounds[s + 1]) on replicas[s] ranks, from rank places[s] on. `own_order`: name of the
-    schedule whose order is made for it, in place of `schedule`, which says what fits; "" for none.
+    schedule whose order is made for it, in place of `schedule`, which says what fits; "" for none. `base`: where ranks
+    compute several stages, the plan with one for each that it was made from.
     """
 
     schedule: ScheduleName
@@ -191,10 +198,21 @@ class Solution:
     budgets: tuple[float, ...]
     step_seconds: float
     own_order: ScheduleName = ""
+    base: Solution | None = None
 
     @property
     def num_stages(self) -> int:
         return len(self.replicas)
+
+    @property
+    def has_several_stages(self) -> bool:
+        """Whether ranks compute several stages."""
+        return self.base is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that compute a stage."""
+        return sum(dict(zip(self.places, self.replicas, strict=True)).values())
 
     @property
     def longest_stage(self) -> int:

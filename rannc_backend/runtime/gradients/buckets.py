@@ -135,6 +135,7 @@ class PendingGradients:
     in_last_micro_batch: bool = False
     ended: bool = False  # the last backward has
     received: set[str] = field(default_factory=set)
+    others_to_come: dict[str, int] = field(default_factory=dict)
     _views: dict[str, torch.Tensor] = field(default_factory=dict)
     _missing: list[set[str]] = field(default_factory=list)
     _works: list[Waitable | None] = field(default_factory=list)
@@ -178,14 +179,17 @@ class PendingGradients:
         """
         self.all_made([name])
 
-    def all_made(self, names: Sequence[str]) -> None:
-        """`made` of each."""
+    def all_made(self, names: Sequence[str], *, is_last: bool = True) -> None:
+        """`made` of each. ``is_last``: by a stage whose last backward has begun."""
         self.received.update(names)
-        if self.in_last_micro_batch:
+        if self.in_last_micro_batch and is_last:
             slots, is_full = self.layout.slots, False
             for name in names:
                 missing = self._missing[slots[name].bucket]
-                missing.discard(name)
+                if self.others_to_come.get(name):
+                    self.others_to_come[name] -= 1
+                else:
+                    missing.discard(name)
                 is_full = is_full or not missing
             if is_full:
                 self._start_ready()
@@ -195,18 +199,23 @@ class PendingGradients:
             return [self.view(name) for name in names]
         return list(map(self._views.__getitem__, names))
 
-    def begin_last_micro_batch(self) -> None:
-        """The last micro-batch's backward begins: from now on each gradient that comes is final."""
+    def begin_last_micro_batch(self, others_to_come: Mapping[str, int] | None = None) -> None:
+        """The last micro-batch's backward begins: from now on each gradient that comes is final, but those that other
+        stages of this rank make too: ``others_to_come``, how many more.
+        """
         assert not self.in_last_micro_batch, "gradients armed twice"
         self.in_last_micro_batch = True
+        self.others_to_come = dict(others_to_come or {})
         self._missing = [set(bucket.names) for bucket in self.layout.buckets]
         self._works = [None] * len(self.layout.buckets)
         self._started = [False] * len(self.layout.buckets)
 
     def finish(self) -> None:
         """Start what has not been started (gradients that never came count as zero) and wait for all
-        reductions.
+        reductions. Once for all stages of a rank.
         """
+        if self.ended:
+            return
         if not self.in_last_micro_batch:
             self.begin_last_micro_batch()
         for name in (
@@ -244,11 +253,12 @@ class PendingGradients:
 @dataclass(frozen=True, slots=True)
 class StageGradients:
     """What one stage's backward writes to: pending gradients by the position of the parameter among the
-    stage's inputs.
+    stage's inputs. ``is_last``: no backward of the stage comes after this one.
     """
 
     pending: PendingGradients
     names: Mapping[int, str]
+    is_last: bool = True
 
     def targets(self, positions: Sequence[int]) -> tuple[list[torch.Tensor], list[bool]]:
         """`target` of each."""
@@ -258,7 +268,7 @@ class StageGradients:
     def all_made(self, positions: Sequence[int]) -> None:
         """`made` of each."""
         names = self.names
-        self.pending.all_made([names[position] for position in positions])
+        self.pending.all_made([names[position] for position in positions], is_last=self.is_last)
 
     def target(self, position: int) -> tuple[torch.Tensor, bool]:
         """See `PendingGradients.target`."""
@@ -266,7 +276,7 @@ class StageGradients:
 
     def made(self, position: int) -> None:
         """See `PendingGradients.made`."""
-        self.pending.made(self.names[position])
+        self.pending.all_made([self.names[position]], is_last=self.is_last)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ callables, saved values are explicit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -29,7 +30,7 @@ from rannc_backend.runtime.step.messages import (
     slice_rows,
 )
 from rannc_backend.runtime.step.send_buffers import SendBuffers
-from rannc_backend.runtime.step.step_state import StepState
+from rannc_backend.runtime.step.step_state import OLD_VALUE, StepState
 from rannc_backend.runtime.torch_internals import storage_key
 from rannc_backend.runtime.trace.copy_report import BUCKETS, MESSAGES
 from rannc_backend.runtime.trace.meter import StepRecord
@@ -90,30 +91,30 @@ Destinations = Mapping[int, torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Executor:
-    """Plays this rank's part. ``tensors`` holds parameters and buffers by the stage's placeholder names.
+    """Plays this rank's part. ``tensors`` holds parameters and buffers by the placeholder names of its stages.
 
-    A rank that the plan has no work for has neither stage nor index; it only hands out inputs and takes
-    outputs.
+    ``stages``: those of its lane, by index. A rank that the plan has no work for has none; it only hands out inputs and
+    takes outputs.
+    ``made_buffers``: by stage, the placeholders of the buffers whose new values it makes.
     ``examples``: in a rehearsal, where nothing arrives, a row for each value that is known, as [1, elements];
     zeros for the others.
     """
 
     world: World
-    stage_index: int | None
-    stage: Stage | None
+    stages: Mapping[int, Stage]
     edges: Mapping[tuple[int, int], Edge]
     tensors: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     parameter_names: Mapping[str, str]
     updated_buffers: frozenset[str]
+    made_buffers: Mapping[int, frozenset[str]] = field(default_factory=dict)
     limit_seconds: float
     send_buffers: SendBuffers
     examples: Mapping[str, torch.Tensor] | None = None
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict, init=False)
     _num_readers: dict[str, int] = field(default_factory=dict, init=False)
-    _names: tuple[tuple[int, ...], dict[int, str]] = field(
-        default=((), {}), init=False
-    )  # of parameters, and for which positions
+    # By stage: names of parameters, and for which positions.
+    _names: dict[int, tuple[tuple[int, ...], dict[int, str]]] = field(default_factory=dict, init=False)
     # by number of rows and lengths
     _layouts: dict[tuple[Channel, int, tuple[int, ...]], MessageLayout] = field(
         default_factory=dict, init=False
@@ -138,7 +139,7 @@ class Executor:
             kind.WAIT_REDUCTIONS: self._finish_reductions,
         }
         for (source, _), edge in self.edges.items():
-            if source == self.stage_index:
+            if source in self.stages:
                 for value in edge.forward:
                     self._num_readers[value.name] = self._num_readers.get(value.name, 0) + 1
 
@@ -149,13 +150,12 @@ class Executor:
 
         ``turns``: of this rank's messages, where the device runs behind the host.
         """
-        prefix = f"step {state.number}, " + (
-            f"stage {self.stage_index}, " if self.stage is not None else "no stage, "
-        )
+        prefix = f"step {state.number}, {self._label}, "
         transport = self.world.transport
         transport.begin_step(turns)
         self.send_buffers.begin()
         with torch.no_grad():
+            self._note_old_values(state)
             if state.record is not None:
                 self._run_measured(program, phases, state, prefix, state.record)
             else:
@@ -164,6 +164,10 @@ class Executor:
                     transport.reach(place)
                     self._handlers[action.kind](action, state)
             transport.reach(len(program))
+
+    @property
+    def _label(self) -> str:
+        return f"stage {' and '.join(map(str, sorted(self.stages)))}" if self.stages else "no stage"
 
     def _run_measured(
         self, program: Program, phases: Sequence[str], state: StepState, prefix: str, record: StepRecord
@@ -178,41 +182,41 @@ class Executor:
                 marks.append(mark())
                 if record.tracker is not None and action.kind is ActionKind.FORWARD:
                     # Compiled kernels allocate what they return themselves.
-                    record.tracker.add([*state.saved.get(action.micro_batch, ()), *state.values.values()])
+                    saved = state.saved.get((action.stage, action.micro_batch), ())
+                    record.tracker.add([*saved, *state.values.values()])
 
     def _forward(self, action: Action, state: StepState) -> None:
-        m = action.micro_batch
-        assert self.stage is not None, "no stage here"
-        args = [self._argument(slot, m, state) for slot in self.stage.inputs]
+        index, m = action.stage, action.micro_batch
+        stage = self.stages[index]
+        args = [self._argument(index, slot, m, state) for slot in stage.inputs]
         if state.training:
-            outputs, state.saved[m] = self.stage.forward(args, self._destinations("F", m, state))
+            outputs, state.saved[index, m] = stage.forward(args, self._destinations("F", index, m, state))
         else:
-            outputs = self.stage.infer(args, self._destinations("F", m, state))
+            outputs = stage.infer(args, self._destinations("F", index, m, state))
         del args
-        for position, (slot, tensor) in enumerate(zip(self.stage.outputs, outputs, strict=True)):
+        for position, (slot, tensor) in enumerate(zip(stage.outputs, outputs, strict=True)):
             self._keep_output(position, slot, tensor, m, state)
         self.world.transport.after_compute()
 
-    def _argument(self, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
+    def _argument(self, stage: int, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
         match slot.kind:
             case "parameter":
                 return self.tensors[slot.name]
             case "buffer":
-                return self._buffer(slot.name, micro_batch, state)
+                return self._buffer(stage, slot.name, micro_batch, state)
             case "batch" | "boundary":
-                return state.inbox.pop((slot.name, micro_batch))
+                return state.inbox.pop((stage, slot.name, micro_batch))
             case "replicated":
                 return state.inputs[slot.name]
             case "first_row":
-                assert self.stage_index is not None, "no stage here"
-                start, _ = state.rows.interval(self.stage_index, self.world.rank, micro_batch)
+                start, _ = state.rows.interval(stage, self.world.rank, micro_batch)
                 # Not torch.tensor: that copies from the host, and a copy waits for the device.
                 return torch.full((), start, dtype=torch.int64, device=self.world.device)
             case _:
                 return state.scalars[slot.name]
 
-    def _buffer(self, name: str, micro_batch: int, state: StepState) -> torch.Tensor:
-        key = (name, micro_batch)
+    def _buffer(self, stage: int, name: str, micro_batch: int, state: StepState) -> torch.Tensor:
+        key = (name, OLD_VALUE if self._made_elsewhere(stage, name) else micro_batch)
         if key in state.buffers_read:
             return state.buffers_read[key]
         tensor = self.tensors[name]
@@ -221,6 +225,18 @@ class Executor:
         if state.training:
             state.buffers_read[key] = tensor
         return tensor
+
+    def _made_elsewhere(self, stage: int, name: str) -> bool:
+        """Whether another stage of this rank makes the new values of a buffer: then this one must not see them."""
+        return any(other != stage and name in made for other, made in self.made_buffers.items())
+
+    def _note_old_values(self, state: StepState) -> None:
+        for index, stage in self.stages.items() if len(self.stages) > 1 else ():
+            for slot in stage.inputs:
+                key = (slot.name, OLD_VALUE)
+                if slot.kind == "buffer" and self._made_elsewhere(index, slot.name):
+                    if key not in state.buffers_read:
+                        state.buffers_read[key] = self.tensors[slot.name].clone()
 
     def _keep_output(
         self, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: StepState
@@ -246,68 +262,79 @@ class Executor:
                 state.replicated_outputs[slot.name] = tensor
 
     def _backward(self, action: Action, state: StepState) -> None:
-        stage, m = self._own_stage(), action.micro_batch
-        saved, grads = self._saved(m, state), self._output_gradients(m, state)
-        results = stage.backward(saved, grads, self._sink(state), self._destinations("B", m, state))
+        index, m = action.stage, action.micro_batch
+        saved, grads = self._saved(index, m, state), self._output_gradients(index, m, state)
+        results = self.stages[index].backward(
+            saved, grads, self._sink(index, state), self._destinations("B", index, m, state)
+        )
         del saved, grads
-        self._end_backward(m, state, results)
+        self._end_backward(index, m, state, results)
 
     def _backward_inputs(self, action: Action, state: StepState) -> None:
-        stage, m = self._own_stage(), action.micro_batch
-        saved, grads = self._saved(m, state), self._output_gradients(m, state)
-        results, state.kept[m] = stage.backward_inputs(saved, grads, self._destinations("B", m, state))
+        index, m = action.stage, action.micro_batch
+        saved, grads = self._saved(index, m, state), self._output_gradients(index, m, state)
+        results, state.kept[index, m] = self.stages[index].backward_inputs(
+            saved, grads, self._destinations("B", index, m, state)
+        )
         del saved, grads
-        self._end_backward(m, state, results)
+        self._end_backward(index, m, state, results)
 
     def _backward_weights(self, action: Action, state: StepState) -> None:
-        self._own_stage().backward_weights(state.kept.pop(action.micro_batch), self._sink(state))
+        index = action.stage
+        kept = state.kept.pop((index, action.micro_batch))
+        self.stages[index].backward_weights(kept, self._sink(index, state))
         self.world.transport.after_compute()
 
-    def _own_stage(self) -> Stage:
-        assert self.stage is not None, "no stage here"
-        return self.stage
-
-    def _saved(self, micro_batch: int, state: StepState) -> Any:
+    def _saved(self, stage: int, micro_batch: int, state: StepState) -> Any:
         # A list is emptied by the stage, so that each saved value is freed after its last use.
-        return state.saved[micro_batch] if state.keep_saved else list(state.saved.pop(micro_batch))
+        key = (stage, micro_batch)
+        return state.saved[key] if state.keep_saved else list(state.saved.pop(key))
 
-    def _output_gradients(self, micro_batch: int, state: StepState) -> list[torch.Tensor | None]:
-        stage = self._own_stage()
+    def _output_gradients(self, index: int, micro_batch: int, state: StepState) -> list[torch.Tensor | None]:
+        stage = self.stages[index]
         return [
             state.output_gradient(stage.outputs[position], micro_batch) for position in stage.grad_outputs
         ]
 
-    def _sink(self, state: StepState) -> StageGradients:
+    def _sink(self, stage: int, state: StepState) -> StageGradients:
         assert state.pending is not None, "backward without gradient buffers"
-        return StageGradients(state.pending, self._gradient_names(self._own_stage()))
+        return StageGradients(state.pending, self._gradient_names(stage), stage in state.stages_in_last)
 
-    def _end_backward(self, micro_batch: int, state: StepState, gradients: Sequence[torch.Tensor]) -> None:
+    def _end_backward(
+        self, index: int, micro_batch: int, state: StepState, gradients: Sequence[torch.Tensor]
+    ) -> None:
         """Note what a backward, or its first part, has made."""
-        stage = self._own_stage()
+        stage = self.stages[index]
         if state.copies is not None:
             state.copies.add(BUCKETS, micro_batch, stage.gradient_copies)
         for position, gradient in zip(stage.grad_inputs, gradients, strict=True):
-            state.input_gradients[stage.inputs[position].name, micro_batch] = gradient
+            state.input_gradients[index, stage.inputs[position].name, micro_batch] = gradient
         self.world.transport.after_compute()
 
-    def _gradient_names(self, stage: Stage) -> Mapping[int, str]:
-        """Of the parameters, by their positions. A stage that is compiled for more later may come to have
+    def _gradient_names(self, index: int) -> Mapping[int, str]:
+        """Of the parameters of a stage, by their positions. One that is compiled for more later may come to have
         others.
         """
+        stage = self.stages[index]
         positions = stage.grad_parameters
-        if self._names[0] != positions:
-            self._names = (
-                positions,
-                {position: self.parameter_names[stage.inputs[position].name] for position in positions},
-            )
-        return self._names[1]
+        known = self._names.get(index)
+        if known is None or known[0] != positions:
+            names = {position: self.parameter_names[stage.inputs[position].name] for position in positions}
+            self._names[index] = known = (positions, names)
+        return known[1]
 
-    def _destinations(self, direction: str, micro_batch: int, state: StepState) -> Destinations:
+    def _others_to_come(self) -> dict[str, int]:
+        """Parameters of several stages of this rank: in how many more than one."""
+        if len(self.stages) == 1:
+            return {}
+        readers = Counter(name for index in self.stages for name in self._gradient_names(index).values())
+        return {name: count - 1 for name, count in readers.items() if count > 1}
+
+    def _destinations(self, direction: str, index: int, micro_batch: int, state: StepState) -> Destinations:
         """Acquire the buffers of messages that hold several values, where the stage writes some of them
         itself.
         """
-        stage, index = self.stage, self.stage_index
-        assert stage is not None and index is not None, "no stage here"
+        stage = self.stages[index]
         if direction == "F":
             stored = {stage.outputs[position].name: position for position in stage.stored_outputs}
         else:
@@ -319,7 +346,8 @@ class Executor:
                 if direction == "F"
                 else (destination, source, edge.gradient)
             )
-            if own == index and other >= 0 and any(value.name in stored for value in values):
+            is_sent = own == index and other >= 0 and other not in self.stages
+            if is_sent and any(value.name in stored for value in values):
                 pieces = state.rows.pieces(own, other, self.world.rank, micro_batch)
                 start, stop = state.rows.interval(own, self.world.rank, micro_batch)
                 # Rows that go to several ranks are packed for each.
@@ -394,7 +422,7 @@ class Executor:
             return [source[value.name] for value in values], start
         start, _ = state.rows.interval(action.stage, self.world.rank, m)
         if action.kind is ActionKind.SEND_GRADIENT:
-            return [state.input_gradients.pop((value.name, m)) for value in values], start
+            return [state.input_gradients.pop((action.stage, value.name, m)) for value in values], start
         tensors = []
         for value in values:
             key = (value.name, m)
@@ -450,9 +478,11 @@ class Executor:
         tensors = self._arrived(action, state)
         if tensors is None:
             return
-        target = state.row_outputs if action.stage == OUTPUT else state.inbox
         for value, tensor in zip(self._values(action.channel, state), tensors, strict=True):
-            target[value.name, action.micro_batch] = tensor
+            if action.stage == OUTPUT:
+                state.row_outputs[value.name, action.micro_batch] = tensor
+            else:
+                state.inbox[action.stage, value.name, action.micro_batch] = tensor
 
     def _wait_gradient(self, action: Action, state: StepState) -> None:
         tensors = self._arrived(action, state)
@@ -468,7 +498,9 @@ class Executor:
 
     def _begin_last_micro_batch(self, action: Action, state: StepState) -> None:
         assert state.pending is not None, "reductions without gradient buckets"
-        state.pending.begin_last_micro_batch()
+        if not state.stages_in_last:
+            state.pending.begin_last_micro_batch(self._others_to_come())
+        state.stages_in_last.add(action.stage)
 
     def _finish_reductions(self, action: Action, state: StepState) -> None:
         assert state.pending is not None, "reductions without gradient buckets"

@@ -223,10 +223,8 @@ class GraphRuntime:
         if self.rehearsal is not None and self.rehearsal.is_needed(kind, rows, lengths):
             rehearsal = self.rehearsal
         if kind not in self._executors or rehearsal is not None:
-            stage = next(
-                (i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks), None
-            )
-            part = f"stage {stage}" if stage is not None else "nothing"
+            own = [i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks]
+            part = f"stage {' and '.join(map(str, own))}" if own else "nothing"
             with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
                 if kind not in self._executors:
                     make = without_anomaly_detection(self.make_executor)

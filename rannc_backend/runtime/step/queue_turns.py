@@ -17,8 +17,11 @@ from rannc_backend.runtime.world import QueueTurn, Ranks, Route
 
 
 def lane_of_rank(rank: int, stage_ranks: Sequence[Sequence[int]]) -> int:
-    """The lane of a rank: its stage; ranks without one share the lane after the last."""
-    return next((stage for stage, ranks in enumerate(stage_ranks) if rank in ranks), len(stage_ranks))
+    """The lane of a rank: its place among the different ranks of stages; ranks without a stage share the lane after the
+    last.
+    """
+    lanes = list(dict.fromkeys(map(tuple, stage_ranks)))
+    return next((lane for lane, ranks in enumerate(lanes) if rank in ranks), len(lanes))
 
 
 def queue_turns(turns: Sequence[Turn], rank: int, rows: RowTable) -> tuple[QueueTurn, ...]:

@@ -25,7 +25,10 @@ from rannc_backend.runtime.trace.copy_report import StepCopies
 from rannc_backend.runtime.trace.meter import StepRecord
 
 ValueKey = tuple[str, int]
+StageKey = tuple[int, int]  # stage, micro-batch
+StageValueKey = tuple[int, str, int]
 MessageKey = tuple[Channel, int]
+OLD_VALUE = -1  # in the place of a micro-batch: of a buffer, the value that it has when a step begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +100,14 @@ class StepState:
 
     values: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # made here, not yet sent everywhere
     readers: dict[ValueKey, int] = field(default_factory=dict)
-    inbox: dict[ValueKey, torch.Tensor] = field(default_factory=dict)  # received, not yet used
-    saved: dict[int, Any] = field(default_factory=dict)  # by micro-batch
-    kept: dict[int, list[Any]] = field(
-        default_factory=dict
-    )  # between the two parts of a backward, by micro-batch
+    inbox: dict[StageValueKey, torch.Tensor] = field(default_factory=dict)  # received, not yet used
+    saved: dict[StageKey, Any] = field(default_factory=dict)
+    stages_in_last: set[int] = field(default_factory=set)  # those whose last backward has begun
+    kept: dict[StageKey, list[Any]] = field(default_factory=dict)  # between the two parts of a backward
     output_gradients: dict[tuple[str, str, int], torch.Tensor] = field(
         default_factory=dict
     )  # (kind, name, m)
-    input_gradients: dict[ValueKey, torch.Tensor] = field(
+    input_gradients: dict[StageValueKey, torch.Tensor] = field(
         default_factory=dict
     )  # of boundary and batch inputs, to be sent
 

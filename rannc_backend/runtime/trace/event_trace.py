@@ -158,9 +158,10 @@ class EventTrace:
             self._singles.popleft()
             self.num_forgotten += 1
 
-    def follow(self, buckets: GradientBuckets, *, stage_index: int | None) -> None:
+    def follow(self, buckets: GradientBuckets, *, stages: Sequence[int]) -> None:
         """Note the all-reduces of a graph that has been deployed."""
-        self.label = self.label or ("no stage" if stage_index is None else f"stage {stage_index}")
+        own = f"stage {' and '.join(map(str, stages))}" if stages else "no stage"
+        self.label = self.label or own
         buckets.start_reduce = self._traced(buckets.start_reduce)
 
     def _traced(self, start_reduce: StartReduce) -> StartReduce:

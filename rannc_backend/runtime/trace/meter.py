@@ -126,7 +126,7 @@ class StepMeter:
     """Measures the first training steps of one graph.
 
     Args:
-        stage_index: the stage of this rank, or None.
+        stages: those of this rank.
         expected_rows: rows of the steps that are worth most: those that the plan was made for.
         model_tensors: parameters and buffers of the model, whatever of them this rank has.
         gradient_tensors: gives the buffers of gradients.
@@ -135,7 +135,7 @@ class StepMeter:
     """
 
     device: torch.device
-    stage_index: int | None
+    stages: tuple[int, ...]
     num_steps: int
     expected_rows: int
     model_tensors: Sequence[torch.Tensor]
@@ -217,34 +217,37 @@ class StepMeter:
         return [record for record in complete if (record.num_rows, record.num_micro_batches) == chosen]
 
     def _summary(self, timed: Sequence[StepRecord]) -> dict[str, Any]:
-        by_micro_batch: dict[str, list[float]] = {kind: [] for kind in _PER_MICRO_BATCH}
+        by_micro_batch: dict[tuple[int, str], list[float]] = {
+            (stage, kind): [] for stage in self.stages for kind in _PER_MICRO_BATCH
+        }
         by_step: dict[str, list[float]] = {kind: [] for kind in (*_PER_STEP, "step")}
         for record in timed:
             sums = dict.fromkeys(_PER_STEP, 0.0)
-            computes: defaultdict[tuple[str, int], float] = defaultdict(
-                float
-            )  # a backward may have two parts
+            # By stage, kind and micro-batch: a backward may have two parts.
+            computes: defaultdict[tuple[int, str, int], float] = defaultdict(float)
             for program, marks in record.programs:
                 for action, begin, end in zip(program, marks, marks[1:], strict=False):
                     kind = _KINDS.get(action.kind)
                     if kind in sums:
                         sums[kind] += self._clock.seconds(begin, end)
                     elif kind is not None:
-                        computes[kind, action.micro_batch] += self._clock.seconds(begin, end)
-            for (kind, _), seconds in computes.items():
-                by_micro_batch[kind].append(seconds)
+                        computes[action.stage, kind, action.micro_batch] += self._clock.seconds(begin, end)
+            for (stage, kind, _), seconds in computes.items():
+                by_micro_batch[stage, kind].append(seconds)
             for kind, seconds in sums.items():
                 by_step[kind].append(seconds)
             by_step["step"].append(sum(self._clock.seconds(*span) for span in record.spans if len(span) > 1))
-        medians = {
-            f"{kind}_seconds": _median(values) for kind, values in {**by_micro_batch, **by_step}.items()
-        }
         return {
-            "stage": self.stage_index,
+            "stages": {
+                str(stage): {
+                    f"{kind}_seconds": _median(by_micro_batch[stage, kind]) for kind in _PER_MICRO_BATCH
+                }
+                for stage in self.stages
+            },
             "num_rows": timed[0].num_rows,
             "num_micro_batches": timed[0].num_micro_batches,
             "num_steps": len(timed),
-            **medians,
+            **{f"{kind}_seconds": _median(values) for kind, values in by_step.items()},
             **self._memory_bytes(),
         }
 

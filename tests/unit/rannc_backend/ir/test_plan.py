@@ -23,8 +23,8 @@ from rannc_backend.ir.plan import (
     StageCost,
     StagePlan,
     WhatIf,
-    check_against,
 )
+from rannc_backend.ir.plan_checks import check_against
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
 
 AMOUNTS = st.floats(min_value=0, max_value=1e30, allow_nan=False, allow_infinity=False)
@@ -236,7 +236,8 @@ def test_ownership() -> None:
     assert plan.owners("tied") == (0, 1, 2)
     assert plan.owners("w2") == (1, 2)
     assert plan.owners("nothing") == ()
-    assert [plan.stage_of_rank(rank) for rank in range(4)] == [0, 1, 1, None]
+    assert [plan.stages_of_rank(rank) for rank in range(4)] == [(0,), (1,), (1,), ()]
+    assert plan.lanes == ((0,), (1,)) and plan.num_working_ranks == 3
     assert plan.stage_replicas == (1, 2)
 
 
@@ -250,7 +251,8 @@ def edited(path: list, value: object) -> str:
 
 
 WRONG_EDITS = [
-    (["stages", 1, "ranks"], [0, 1], "rank 0 is in two stages"),
+    (["stages", 1, "ranks"], [0, 1], "rank 0 is twice in a stage, or in two that do not have the same ranks"),
+    (["stages", 1, "ranks"], [1, 1], "rank 1 is twice in a stage"),
     (["stages", 1, "ranks"], [], "stages[1].ranks"),
     (["stages", 1, "ranks"], [1, 3], "rank 3 is in a stage, but the plan is for ranks 0 to 2"),
     (["stages", 1, "ranks"], [1, -2], "stages[1].ranks[1]"),

@@ -17,10 +17,10 @@ from tests.unit.rannc_backend.ir.sample_plans import sample_plan
 
 def record_of(plan: Plan, rank: int, **changes: Any) -> dict[str, Any]:
     """A rank that took exactly what was predicted."""
-    index = plan.stage_of_rank(rank)
-    seconds = {f"{name}_seconds": 0.0 for name in ("forward", "backward", "waiting", "sending", "reducing")}
+    index = next(iter(plan.stages_of_rank(rank)), None)
+    seconds = {f"{name}_seconds": 0.0 for name in ("waiting", "sending", "reducing")}
     record = {
-        "stage": index,
+        "stages": {},
         "num_rows": plan.batch_rows,
         "num_micro_batches": plan.num_micro_batches,
         "num_steps": 5,
@@ -31,8 +31,12 @@ def record_of(plan: Plan, rank: int, **changes: Any) -> dict[str, Any]:
     if index is not None:
         cost = plan.stages[index].predicted
         record |= {
-            "forward_seconds": cost.forward_seconds,
-            "backward_seconds": cost.backward_seconds,
+            "stages": {
+                str(index): {
+                    "forward_seconds": cost.forward_seconds,
+                    "backward_seconds": cost.backward_seconds,
+                }
+            },
             "waiting_seconds": cost.idle_share * plan.predicted_step_seconds,
             "peak_bytes": cost.peak_bytes,
         }
@@ -65,7 +69,7 @@ def test_a_stage_is_as_slow_and_as_full_as_its_worst_rank() -> None:
     plan = sample_plan(replicas=(1, 2, 1))
     records = records_of(plan)
     middle = plan.stages[1].ranks
-    records[middle[0]]["forward_seconds"] = 7.0
+    records[middle[0]]["stages"]["1"]["forward_seconds"] = 7.0
     records[middle[1]] |= {"peak_bytes": 10**12, "step_seconds": 1e3}
     report = report_for(plan, records)
     assert (report.stages[1].forward_seconds, report.stages[1].peak_bytes) == (7.0, 10**12)

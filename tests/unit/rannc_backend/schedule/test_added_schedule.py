@@ -55,7 +55,16 @@ def listed() -> Iterator[None]:
 
 
 def test_its_programs_are_valid_and_run() -> None:
-    assert schedule_names() == ("1f1b", "fill_drain", "zb_h1", "list_scheduled", ADDED, PLAIN)
+    assert schedule_names() == (
+        "1f1b",
+        "fill_drain",
+        "zb_h1",
+        "list_scheduled",
+        "interleaved",
+        "zb_v",
+        ADDED,
+        PLAIN,
+    )
     assert " ".join(map(str, build_order(ADDED, 2, 3)[1])) == "1F0 1F1 1F2 1B2 1B1 1B0"
     assert schedule_named(ADDED).in_flight_bounds(2, 3) == (3, 3)
     for phase in PHASES:

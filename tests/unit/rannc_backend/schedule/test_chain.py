@@ -13,8 +13,9 @@ from rannc_backend.ir.action import Channel
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order, schedule_named, schedule_names
+from rannc_backend.schedule.orders import build_order, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
+from tests.schedule_lists import ONE_STAGE
 
 SECONDS = st.one_of(st.just(0.0), st.integers(1, 9).map(float), st.floats(0.001, 10.0))
 
@@ -85,7 +86,7 @@ def simulated_seconds(stages: list[ChainStage], num_micro_batches: int, schedule
 
 
 @settings(max_examples=400, deadline=None)
-@given(stages=chains(), num_micro_batches=st.integers(1, 12), schedule=st.sampled_from(schedule_names()))
+@given(stages=chains(), num_micro_batches=st.integers(1, 12), schedule=st.sampled_from(ONE_STAGE))
 def test_a_chain_takes_as_long_as_its_simulated_programs(
     stages: list[ChainStage], num_micro_batches: int, schedule: str
 ) -> None:
@@ -95,7 +96,7 @@ def test_a_chain_takes_as_long_as_its_simulated_programs(
     )
 
 
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 1), (2, 3), (4, 8), (8, 4), (64, 128)])
 def test_the_bubble_of_equal_stages_is_what_theory_says(
     schedule: str, num_stages: int, num_micro_batches: int
@@ -116,7 +117,7 @@ def test_many_chains_at_once_are_each_priced_alone() -> None:
     weight = columns[1] / 2
     columns[2][:, 0] = columns[3][:, 0] = 0.0
     buckets = np.full((5, 4), 3.0)
-    for schedule in schedule_names():
+    for schedule in ONE_STAGE:
         together = chains_step_seconds(
             *columns, buckets, num_micro_batches=6, schedule=schedule, weight=weight
         )

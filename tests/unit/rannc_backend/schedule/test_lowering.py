@@ -14,6 +14,7 @@ from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, schedule_named, schedule_names, select_phase
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program
+from tests.schedule_lists import FIXED, num_stages_for
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
@@ -67,10 +68,6 @@ def random_order(draw, num_stages: int, num_micro_batches: int) -> tuple:
     return tuple(order)
 
 
-# What is made for a plan is checked over the plan's own edges (tests/unit/rannc_backend/planner/test_own_orders.py).
-FIXED = [name for name in schedule_names() if not schedule_named(name).is_made_for_plans]
-
-
 @settings(max_examples=300)
 @given(data=st.data())
 def test_any_lowered_program_is_valid_and_runs(data):
@@ -80,6 +77,8 @@ def test_any_lowered_program_is_valid_and_runs(data):
         data.draw(st.sampled_from(PHASES)),
         data.draw(st.integers(0, 4)),
     )
+    num_stages = num_stages_for(schedule, num_stages)
+    lanes = schedule_named(schedule).lanes(num_stages)
     edges = data.draw(edge_tables(num_stages))
     programs = lower(
         build_order(schedule, num_stages, num_micro_batches), edges, phase, num_micro_batches, window=window
@@ -87,10 +86,12 @@ def test_any_lowered_program_is_valid_and_runs(data):
     bounds = (
         schedule_named(schedule).in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
     )
-    peaks = verify(programs, edges, num_micro_batches, phase, max_in_flight=bounds, window=window)
+    peaks = verify(
+        programs, edges, num_micro_batches, phase, max_in_flight=bounds, window=window, lanes=lanes
+    )
     if phase == "train":
         assert all(peaks[stage].num_in_flight == bound for stage, bound in enumerate(bounds))
-    run_program(programs, edges, num_micro_batches, phase, data.draw(st.integers(0, 999)))
+    run_program(programs, edges, num_micro_batches, phase, data.draw(st.integers(0, 999)), lanes)
     waits = [
         [action.kind is ActionKind.WAIT_REDUCTIONS for action in program] for program in programs.values()
     ]
@@ -117,7 +118,7 @@ def test_500_random_delays_never_hang(schedule):
     edges = [*chain_edges(4), EdgeSpec(src=0, dst=3, num_forward_values=1, num_gradient_values=1)]
     programs = lower(build_order(schedule, 4, 6), edges, "train", 6)
     for seed in range(500):
-        run_program(programs, edges, 6, "train", seed)
+        run_program(programs, edges, 6, "train", seed, schedule_named(schedule).lanes(4))
 
 
 def test_orders():

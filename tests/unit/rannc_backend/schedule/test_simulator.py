@@ -10,8 +10,9 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import INPUT, OUTPUT, Channel, parse_programs
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order, schedule_names
+from rannc_backend.schedule.orders import build_order
 from rannc_backend.schedule.simulator import StageSeconds, simulate
+from tests.schedule_lists import ONE_STAGE
 
 
 def full_edges(num_stages: int, skips: bool = False) -> list[EdgeSpec]:
@@ -32,7 +33,7 @@ def full_edges(num_stages: int, skips: bool = False) -> list[EdgeSpec]:
 @given(
     num_stages=st.integers(1, 8),
     num_micro_batches=st.integers(1, 16),
-    schedule=st.sampled_from(schedule_names()),
+    schedule=st.sampled_from(ONE_STAGE),
     seconds=st.sampled_from([(1.0, 1.0), (1.0, 2.0), (0.3, 0.5), (2.0, 1.0)]),
     window=st.integers(0, 3),
     skips=st.booleans(),

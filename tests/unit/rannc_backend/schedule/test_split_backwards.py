@@ -11,13 +11,15 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import Action, ActionKind
 from rannc_backend.schedule.chain import chains_step_seconds, order_seconds
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.list_scheduled import SCHEDULE, LaneCosts, ListScheduled, lower_bound_seconds
+from rannc_backend.schedule.kinds.list_scheduled import SCHEDULE, ListScheduled
+from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order, schedule_named, schedule_names
+from rannc_backend.schedule.orders import build_order, schedule_named
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program
+from tests.schedule_lists import ONE_STAGE
 
-SPLITTING = [name for name in schedule_names() if schedule_named(name).splits_backward]
+SPLITTING = [name for name in ONE_STAGE if schedule_named(name).splits_backward]
 CHAIN = [EdgeSpec(src=i, dst=i + 1, num_forward_values=1, num_gradient_values=1) for i in range(7)]
 
 
@@ -128,7 +130,7 @@ def test_a_list_schedule_is_near_to_what_no_order_can_beat(costs: tuple[LaneCost
     seconds = step_seconds(costs, number, list_scheduled(costs))
     bound = lower_bound_seconds(costs, number)
     assert bound * (1 - 1e-9) <= seconds <= 1.05 * bound
-    for name in schedule_names():
+    for name in ONE_STAGE:
         assert bound * (1 - 1e-9) <= step_seconds(costs, number, name)
 
 

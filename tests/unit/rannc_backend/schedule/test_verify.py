@@ -17,6 +17,7 @@ from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, schedule_named, schedule_names
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import BadProgram, run_program
+from tests.schedule_lists import ONE_STAGE
 
 EDGES = [
     EdgeSpec(src=INPUT, dst=0, num_forward_values=1, num_gradient_values=1, forward_bytes_per_row=8),
@@ -42,18 +43,26 @@ EDGES = [
     EdgeSpec(src=2, dst=OUTPUT, num_forward_values=1, num_gradient_values=1),
 ]
 NUM_STAGES = 3
+# On two lanes: of "interleaved" with messages both ways, of "zb_v" with a value from stage to stage on one lane.
+MORE_EDGES = [*EDGES, EdgeSpec(src=2, dst=3, num_forward_values=1, num_gradient_values=1)]
 CASES = [(schedule, phase) for schedule in schedule_names() for phase in PHASES]
 
 
+def table(schedule: str) -> tuple[int, list[EdgeSpec]]:
+    """How many stages, and their edges."""
+    return (NUM_STAGES, EDGES) if schedule in ONE_STAGE else (4, MORE_EDGES)
+
+
 def make(schedule: str, phase: str, num_micro_batches: int) -> dict[int, tuple[Action, ...]]:
-    return lower(build_order(schedule, NUM_STAGES, num_micro_batches), EDGES, phase, num_micro_batches)
+    num_stages, edges = table(schedule)
+    return lower(build_order(schedule, num_stages, num_micro_batches), edges, phase, num_micro_batches)
 
 
 def check(programs, schedule: str, phase: str, num_micro_batches: int):
-    bounds = (
-        schedule_named(schedule).in_flight_bounds(NUM_STAGES, num_micro_batches) if phase == "train" else None
-    )
-    return verify(programs, EDGES, num_micro_batches, phase, max_in_flight=bounds)
+    (num_stages, edges), described = table(schedule), schedule_named(schedule)
+    bounds = described.in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
+    lanes = described.lanes(num_stages)
+    return verify(programs, edges, num_micro_batches, phase, max_in_flight=bounds, lanes=lanes)
 
 
 def replaced(programs, lane: int, actions) -> dict[int, tuple[Action, ...]]:
@@ -126,11 +135,13 @@ def mutants(programs, generator: random.Random, num_random: int):
         yield text, replaced(programs, lane, actions)
 
 
-def is_bad(programs, phase: str, num_micro_batches: int) -> bool:
+def is_bad(programs, schedule: str, phase: str, num_micro_batches: int) -> bool:
     """The executor's judgement, under several delays."""
+    num_stages, edges = table(schedule)
+    lanes = schedule_named(schedule).lanes(num_stages)
     try:
         for seed in range(3):
-            run_program(programs, EDGES, num_micro_batches, phase, seed)
+            run_program(programs, edges, num_micro_batches, phase, seed, lanes)
     except BadProgram:
         return True
     return False
@@ -150,7 +161,7 @@ def test_mutation_score(schedule, phase):
             refused = False
         except ScheduleError:
             refused = True
-        if is_bad(mutant, phase, num_micro_batches):
+        if is_bad(mutant, schedule, phase, num_micro_batches):
             num_bad += 1
             if not refused:
                 survivors.append(text)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rannc_backend.runtime.step.rehearsal import Rehearsal
-from rannc_backend.schedule.orders import schedule_names
 from tests.played_ranks import Fabric, Hang
 from tests.played_steps import Setting, run_steps
+from tests.schedule_lists import ONE_STAGE
 
 NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
@@ -39,7 +39,7 @@ def test_every_action_may_wait_for_its_device(setting: Setting, phases: tuple[st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 @pytest.mark.parametrize("num_stages", range(2, 9))
 def test_all_numbers_of_stages_and_micro_batches(num_stages: int, schedule: Any) -> None:
     for number in NUMBERS:

@@ -175,8 +175,7 @@ def run_stage(
     stage: Any = Stage()
     executor = Executor(
         world=world,
-        stage_index=0,
-        stage=stage,
+        stages={0: stage},
         edges={(0, 1): Edge(src=0, dst=1, forward=(WIDE, NARROW))},
         tensors={},
         buffers={},
@@ -193,7 +192,7 @@ def run_stage(
     x = torch.randn(num_rows, 5)
     for m in range(3):
         start, stop = rows.interval(0, 0, m)
-        state.inbox["x", m] = x[start:stop]
+        state.inbox[0, "x", m] = x[start:stop]
 
     def act(kind: ActionKind, m: int) -> Action:
         return Action(0, kind, m) if kind is ActionKind.FORWARD else Action(0, kind, m, 1)

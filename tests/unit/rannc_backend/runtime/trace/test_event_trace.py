@@ -168,7 +168,7 @@ def test_optimizer_steps_and_reductions_are_noted_until_the_end(
             pass
 
     trace, buckets = make(traces, tmp_path / "trace.json"), Buckets()
-    trace.follow(buckets, stage_index=3)  # type: ignore[arg-type]
+    trace.follow(buckets, stages=(3,))  # type: ignore[arg-type]
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight])
     optimizer.step()

@@ -22,7 +22,8 @@ from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.trace_file import merge, write_part
 from rannc_backend.schedule.edges import PHASES
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order, schedule_names
+from rannc_backend.schedule.orders import build_order
+from tests.schedule_lists import ONE_STAGE
 from tests.trace_format import arrows, findings
 from tests.unit.rannc_backend.schedule.test_lowering import edge_tables
 
@@ -109,7 +110,7 @@ def jobs(draw: st.DrawFn) -> Job:
     """
     replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     num_micro_batches = draw(st.integers(1, 4))
-    order = build_order(draw(st.sampled_from(schedule_names())), len(replicas), num_micro_batches)
+    order = build_order(draw(st.sampled_from(ONE_STAGE)), len(replicas), num_micro_batches)
     programs = lower(
         order, draw(edge_tables(len(replicas))), draw(st.sampled_from(PHASES)), num_micro_batches
     )

@@ -25,7 +25,7 @@ def meter_of(num_steps: int = 2, expected_rows: int = 8, **members: Any) -> tupl
     told: list[Any] = []
     meter = StepMeter(
         device=torch.device("cpu"),
-        stage_index=0,
+        stages=(0,),
         num_steps=num_steps,
         expected_rows=expected_rows,
         model_tensors=members.get("model_tensors", ()),
@@ -74,8 +74,9 @@ def test_seconds_are_medians_by_what_was_done() -> None:
         step(meter, seconds=(scale, 2 * scale, 4 * scale, 8 * scale))
     measured = meter.measured()
     assert measured is not None
-    names = ("waiting", "forward", "backward", "reducing", "sending")
-    assert [measured[f"{name}_seconds"] for name in names] == [2.0, 4.0, 8.0, 16.0, 0.0]
+    names = ("waiting", "reducing", "sending")
+    assert [measured[f"{name}_seconds"] for name in names] == [2.0, 16.0, 0.0]
+    assert measured["stages"] == {"0": {"forward_seconds": 4.0, "backward_seconds": 8.0}}
     assert measured["step_seconds"] == 100.0 and measured["num_steps"] == 3
     assert meter.measured() is None, "told once"
 

@@ -26,7 +26,7 @@ from rannc_backend.schedule.description import (
     Schedule,
     with_split_backwards,
 )
-from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
+from rannc_backend.schedule.kinds.one_f_one_b import SCHEDULE as ONE_F_ONE_B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""The schedules that there are, one a module."""

@@ -1,0 +1,114 @@
+"""An order made for one plan: by list scheduling over the plan's own seconds, within its memory.
+
+In: of each stage the seconds of F, I, W and of its messages, and the bytes that it may hold; the stages of each lane.
+Out: an order. Of the orders that a few rules make (see `schedule/list_run.py`), the one whose step is shortest is taken
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism", make theirs so, with other rules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rannc_backend.schedule.chain import order_seconds
+from rannc_backend.schedule.description import Count, Lanes, Order, Schedule, with_split_backwards
+from rannc_backend.schedule.kinds.one_f_one_b import SCHEDULE as ONE_F_ONE_B
+from rannc_backend.schedule.list_run import (
+    LaneCosts,
+    Rule,
+    list_order,
+    lower_bound_seconds,
+    peaks_of,
+)
+from rannc_backend.schedule.merged import merged
+
+_INFINITY = float("inf")
+_NEAR = 1e-3  # of the lower bound: no other rule is tried
+
+_RULES = tuple(
+    Rule(most_in_flight=most, forward_first=first, gap=gap)
+    for most, first in ((0.0, False), (1.0, True), (1.5, True), (2.0, True))
+    for gap in (0.0, 0.5, 1.0)
+)
+# Of lanes with several stages. Those of several gaps differ little.
+_LANE_RULES = tuple(
+    Rule(most_in_flight=most, forward_first=first, gap=gap, by_groups=groups)
+    for groups in (True, False)
+    for most, first in ((1.0, False), (1.5, False), (0.0, False), (1.5, True), (2.0, True))
+    for gap in (0.0, 1.0)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListScheduled(Schedule):
+    """See the module docstring. `costs`: by stage; without any, all seconds are 1 and memory is no matter.
+    `lanes_of_plan`: where they have several stages.
+    """
+
+    costs: tuple[LaneCosts, ...] = ()
+    lanes_of_plan: Lanes = ()
+
+    def lanes(self, num_stages: int) -> Lanes:
+        """See `Schedule`."""
+        is_own = sum(map(len, self.lanes_of_plan)) == num_stages
+        return self.lanes_of_plan if is_own else tuple((stage,) for stage in range(num_stages))
+
+    def order(self, num_stages: int, num_micro_batches: int) -> Order:
+        """See `Schedule`."""
+        return _best_order(self._costs_of(num_stages), self.lanes(num_stages), num_micro_batches)
+
+    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
+        """As the order has it; without costs, all of them."""
+        if not self.costs or not isinstance(num_stages_to_end, int):
+            return 0 * num_stages_to_end + num_micro_batches
+        return peaks_of(self, len(self.costs), num_micro_batches)[len(self.costs) - num_stages_to_end][0]
+
+    def kept(self, num_stages_to_end: Count, num_stages: Count, num_micro_batches: int) -> Count:
+        """As the order has it; without costs, all of them."""
+        if not self.costs or not isinstance(num_stages_to_end, int):
+            return 0 * num_stages_to_end + num_micro_batches
+        return peaks_of(self, len(self.costs), num_micro_batches)[len(self.costs) - num_stages_to_end][1]
+
+    def _costs_of(self, num_stages: int) -> tuple[LaneCosts, ...]:
+        return self.costs if len(self.costs) == num_stages else (LaneCosts(),) * num_stages
+
+
+@lru_cache(maxsize=64)
+def _best_order(costs: tuple[LaneCosts, ...], lanes: Lanes, num_micro_batches: int) -> Order:
+    best, shortest = None, _INFINITY
+    enough = lower_bound_seconds(costs, num_micro_batches, lanes) * (1 + _NEAR)
+    is_chain = len(lanes) == len(costs)
+    for rule in _RULES if is_chain else _LANE_RULES:
+        found = list_order(costs, lanes, num_micro_batches, rule)
+        if found is None:
+            continue
+        seconds = _seconds_of(found.order, costs) if is_chain else found.seconds
+        if seconds < shortest * (1 - 1e-9):
+            best, shortest = found.order, seconds
+        if shortest <= enough:
+            break
+    if best is not None:
+        return best
+    # 1F1B with each W right behind its I cannot get stuck.
+    order = ONE_F_ONE_B.order(len(costs), num_micro_batches)
+    return merged(tuple(with_split_backwards(lane, 0) for lane in order), lanes)
+
+
+def _seconds_of(order: Order, costs: Sequence[LaneCosts]) -> float:
+    columns = (
+        [cost.forward for cost in costs],
+        [cost.inputs + cost.weights for cost in costs],
+        [0.0, *(cost.message for cost in costs[1:])],
+        [0.0, *(cost.gradient for cost in costs[1:])],
+        [cost.weights for cost in costs],
+    )
+    found = order_seconds(order, *map(np.array, columns))
+    return _INFINITY if found is None else found
+
+
+SCHEDULE = ListScheduled(
+    name="list_scheduled", eager_backward=True, splits_backward=True, is_made_for_plans=True
+)
