@@ -69,6 +69,14 @@ class Averaging(nn.Module):
         return self.second(x * self.num_steps) + self.of_weights
 
 
+class CountingLoss(Counting):
+    """The same with its loss, so that backwards run among the forwards."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = Counting.forward(self, x)
+        return y.square().mean(), y
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "normalized": Normalized,
     "counting": Counting,
@@ -107,6 +115,39 @@ def buffers(context: Context) -> None:
             context.compare_gradients(
                 model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
             )
+        state: dict[str, Any] = model.state_dict()
+        if context.rank == 0:
+            context.compare_state(state, plain.state_dict(), factor=10.0)
+
+
+def buffers_of_one_rank(context: Context) -> None:
+    """Two stages of one rank, of which one makes the new value of a buffer that both read: each step reads that of
+    before.
+    """
+    find = context.findings
+    torch.manual_seed(0)
+    model = CountingLoss().to(context.dtype)
+    plain = copy.deepcopy(model)
+    compiled = context.compile(model, stage_starts="second")
+    start, stop = context.interval
+    for number, mode in enumerate(("train", "train", "eval", "train")):
+        x = torch.randn(
+            sum(context.case.local_rows),
+            WIDTH,
+            dtype=context.dtype,
+            generator=torch.Generator().manual_seed(number),
+        )
+        for each in (model, plain):
+            each.train(mode == "train")
+            each.zero_grad()
+        (loss, rows), (expected_loss, expected) = compiled(x[start:stop].clone()), plain(x)
+        find.close("loss", f"{mode} {number}", loss, expected_loss, context.tolerance)
+        find.close("rows", f"{mode} {number}", rows, expected[start:stop], context.tolerance)
+        loss.backward()
+        expected_loss.backward()
+        context.compare_gradients(
+            model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        )
         state: dict[str, Any] = model.state_dict()
         if context.rank == 0:
             context.compare_state(state, plain.state_dict(), factor=10.0)

@@ -18,7 +18,8 @@ from tests.distributed.test_equality import check_ownership
 
 
 def _case(name: str, model: str, replicas: str, num_micro_batches: int, **members: Any) -> Case:
-    world = sum(int(number) for number in replicas.split(","))
+    per_rank = members.get("stages_per_rank", 1)
+    world = sum(int(number) for number in replicas.split(",")) // per_rank
     return Case(
         name=f"contract-{name}",
         model=model,
@@ -253,6 +254,18 @@ RANDOM = (
         rows=(5, 3),
         options={"recompute": "segments"},
         **_RANDOM,
+    ),
+    *(
+        _case(
+            f"random-1-1-1-1-{schedule}",
+            num_micro_batches=2,
+            replicas="1,1,1,1",
+            rows=(5, 3),
+            stages_per_rank=2,
+            options={"schedule": schedule},
+            **_RANDOM,
+        )
+        for schedule in ("interleaved", "zb_v")
     ),
     _case("random-1-2-1-m4", num_micro_batches=4, replicas="1,2,1", rows=(2, 2, 2, 2), **_RANDOM),
 )

@@ -159,7 +159,7 @@ def check_ownership(case: Case, outcome: Outcome) -> None:
         assert one & other <= chosen.shared, f"two stages own {sorted((one & other) - chosen.shared)}"
     if chosen.deep and case.num_stages:
         counts = sorted(owned.count(names) for names in set(owned))
-        assert counts == sorted(int(number) for number in case.replicas.split(",")), f"ranks own {owned}"
+        assert counts == case.lane_replicas, f"ranks own {owned}"
 
 
 def parameters(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[Any]:

@@ -28,6 +28,7 @@ class Case:
         parameters: further arguments of the check.
         limit_seconds: the group is ended when the case takes longer, where every rank has a core; see
         `limit_here`.
+        stages_per_rank: the first ranks have the first stages, as many as there are lanes; then they have others.
         needs: names of cases that must have run before; such a case shares no group with others than those
         that need something too.
     """
@@ -48,6 +49,7 @@ class Case:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     limit_seconds: float = 60.0
     needs: tuple[str, ...] = ()
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.rows) in (0, self.world), (
@@ -63,6 +65,12 @@ class Case:
     def num_stages(self) -> int:
         """Stages as asked for; 0 when the planner decides."""
         return len(self.replicas.split(",")) if self.replicas else 0
+
+    @property
+    def lane_replicas(self) -> list[int]:
+        """How many ranks have the same stages, ascending."""
+        replicas = [int(number) for number in self.replicas.split(",")]
+        return sorted(replicas[: len(replicas) // self.stages_per_rank])
 
     @property
     def group(self) -> tuple[int, tuple[tuple[str, str], ...]]:
