@@ -130,7 +130,7 @@ def buffers_of_one_rank(context: Context) -> None:
     plain = copy.deepcopy(model)
     compiled = context.compile(model, stage_starts="second")
     start, stop = context.interval
-    for number, mode in enumerate(("train", "train", "eval", "train")):
+    for number, mode in enumerate(("train", "no_grad", "eval", "train")):
         x = torch.randn(
             sum(context.case.local_rows),
             WIDTH,
@@ -138,16 +138,18 @@ def buffers_of_one_rank(context: Context) -> None:
             generator=torch.Generator().manual_seed(number),
         )
         for each in (model, plain):
-            each.train(mode == "train")
+            each.train(mode != "eval")
             each.zero_grad()
-        (loss, rows), (expected_loss, expected) = compiled(x[start:stop].clone()), plain(x)
+        with torch.set_grad_enabled(mode != "no_grad"):
+            (loss, rows), (expected_loss, expected) = compiled(x[start:stop].clone()), plain(x)
         find.close("loss", f"{mode} {number}", loss, expected_loss, context.tolerance)
         find.close("rows", f"{mode} {number}", rows, expected[start:stop], context.tolerance)
-        loss.backward()
-        expected_loss.backward()
-        context.compare_gradients(
-            model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-        )
+        if mode != "no_grad":
+            loss.backward()
+            expected_loss.backward()
+            context.compare_gradients(
+                model, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+            )
         state: dict[str, Any] = model.state_dict()
         if context.rank == 0:
             context.compare_state(state, plain.state_dict(), factor=10.0)
