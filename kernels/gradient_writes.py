@@ -24,6 +24,12 @@ from rannc_backend.kernels.gradient_views import GradientTables
 from rannc_backend.kernels.triton_support import HAS_TRITON
 
 FIRST, LATER = 2, 3
+NARROW_DTYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+def sum_dtype(dtype: torch.dtype, *, wide: bool) -> torch.dtype:
+    """The dtype in which gradients of a parameter are summed: its own, or with ``wide`` float32 for 16 bits."""
+    return torch.float32 if wide and dtype in NARROW_DTYPES else dtype
 
 
 class Listener(Protocol):

@@ -281,6 +281,7 @@ class Deployer:
                 table=self.table,
                 switches=self.switches,
                 capacity_bytes=capacity_bytes,
+                wide_sums=self.config.wide_sums,
                 pool=self.pool,
             )
         # Of several stages the last comes first, as in their backwards.
@@ -304,6 +305,7 @@ class Deployer:
             ranks,
             capacity_bytes,
             Division(updates=self.table.updates, rank=self.world.rank, keeps_all=self.plan.zero_stage < 2),
+            wide_sums=self.config.wide_sums,
         )
         return DelayableBuckets(
             layout=layout,
@@ -316,6 +318,7 @@ class Deployer:
             table=self.table,
             switches=self.switches,
             capacity_bytes=capacity_bytes,
+            wide_sums=self.config.wide_sums,
             pool=self.pool,
         )
 
@@ -417,6 +420,7 @@ class Deployer:
                 stored=stored,
                 stored_gradients=stored_gradients,
                 splits_backward=splits_backward,
+                wide_sums=self.config.wide_sums,
             )
 
     def _program_factory(

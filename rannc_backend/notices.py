@@ -129,6 +129,8 @@ def _random_numbers(deployed: Deployed) -> str:
 
 
 def _narrow_sums(deployed: Deployed) -> str:
+    if deployed.config.wide_sums:
+        return ""
     trained = deployed.analysis.trained_parameters
     names = {spec.fqn: spec.name for spec in deployed.analysis.captured.inputs if spec.name in trained}
     for index, stage in enumerate(deployed.plan.stages):
@@ -140,8 +142,8 @@ def _narrow_sums(deployed: Deployed) -> str:
         if slices and found:
             return (
                 f"gradients of parameters in {' and '.join(found)} are added up over slices of the batch "
-                f"({slices}) in that type, and each addition rounds; parameters in float32 under "
-                "torch.autocast, or pipeline_num=1 with replica_num=1, avoid it"
+                f"({slices}) in that type, and each addition rounds; gradient_accumulation_dtype='float32', "
+                "parameters in float32 under torch.autocast, or pipeline_num=1 with replica_num=1, avoid it"
             )
     return ""
 

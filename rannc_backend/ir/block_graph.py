@@ -89,11 +89,24 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterUse:
-    """A parameter by primary dotted name; tied names are one parameter."""
+    """A parameter by primary dotted name; tied names are one parameter. `has_wide_sum`: it has 16 bits, and its
+    gradients are summed in 32.
+    """
 
     name: str
     num_bytes: int
     trainable: bool
+    has_wide_sum: bool = False
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the sum of its gradients over micro-batches, which replicas reduce."""
+        return self.num_bytes * (int(self.trainable) << self.has_wide_sum)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its gradients: the sum, and where that is wider what is rounded from it."""
+        return self.sum_bytes + (self.num_bytes if self.trainable and self.has_wide_sum else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +132,11 @@ class BlockGraph:
     constraints: StageConstraints = StageConstraints()
     whole_batch: bool = False
     has_loss: bool = False
+
+    @property
+    def wide_sums(self) -> bool:
+        """Whether gradients of 16 bits are summed in 32."""
+        return any(use.has_wide_sum for use in self.parameters)
 
     def without_outputs(self) -> BlockGraph:
         """The same, where the user gets no values with rows."""

@@ -28,7 +28,7 @@ from rannc_backend.settings import user_files
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.user_files import UserFile
 
-FORMAT = "rannc blocks 3"
+FORMAT = "rannc blocks 4"
 _BEGINNING = b'{"format":"rannc blocks'
 _MAX_CHARACTERS = 400_000_000
 #: Options that decide which blocks there are.
@@ -45,6 +45,7 @@ _BLOCK_OPTIONS = (
     "costs",
     "whole_batch",
     "batch_norm",
+    "gradient_accumulation_dtype",
 )
 
 

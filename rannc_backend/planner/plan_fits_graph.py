@@ -19,7 +19,7 @@ from rannc_backend.errors import BYTES_PER_GB, PlanError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import check_against, lane_text
 from rannc_backend.passes.batch.batch_split import BatchSplit
-from rannc_backend.planner.blocks.cut_blocks import has_loss
+from rannc_backend.planner.blocks.cut_blocks import has_loss, parameter_use
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
@@ -76,7 +76,7 @@ def check_plan(
     _check_buffers(plan, split, staged, stage_of)
     _check_pins(plan, [atom[0] for atom in staged.atoms], StagePins.from_config(config), stage_of)
     for lane in plan.lanes:
-        _check_memory(plan, lane, split.rowwise, inputs, memory, config.opt_param_factor)
+        _check_memory(plan, lane, split.rowwise, inputs, memory, config)
     return stage_of
 
 
@@ -234,7 +234,7 @@ def _check_memory(
     rowwise: fx.GraphModule,
     inputs: Sequence[Input],
     limit_bytes: float,
-    optimizer_factor: float,
+    config: Config,
 ) -> None:
     """Of the stages of the same ranks: by the plan's own figure, and by what their parameters need at least, whatever
     the plan says.
@@ -244,12 +244,18 @@ def _check_memory(
     num_replicas = plan.stages[lane[0]].num_replicas
     # Of a parameter that one of several replicas updates, each has a share of the state on average.
     least, share = 0.0, plan.num_updaters(num_replicas) / num_replicas
+    gradients = 0
     for item in inputs:
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
-            num_bytes = int(value.numel()) * value.element_size()
-            least += num_bytes * (2 + optimizer_factor * share if item.requires_grad else 1)
-    needed = max(least, float(plan.lane_peak_bytes(lane[0])))
+            use = parameter_use(item.fqn, value, trainable=item.requires_grad, wide_sums=config.wide_sums)
+            least += (
+                use.num_bytes * (1 + config.opt_param_factor * share * use.trainable) + use.gradient_bytes
+            )
+            gradients += use.gradient_bytes * config.wide_sums
+    # Who saved the plan may have summed gradients in another dtype.
+    wider = max(0, gradients - sum(plan.stages[index].predicted.gradient_bytes for index in lane))
+    needed = max(least, float(plan.lane_peak_bytes(lane[0]) + wider))
     if needed > limit_bytes:
         raise PlanError(
             f"{lane_text(lane)} {'needs' if len(lane) == 1 else 'need'} {needed / BYTES_PER_GB:.3f} GB on each of "

@@ -1,4 +1,4 @@
-"""What some options choose from: names of schedules, and how much of the activations is kept.
+"""What some options choose from: names of schedules, how much of the activations is kept, numbers as text.
 
 In: text of an option. Out: the name or number that the package works with.
 """
@@ -44,3 +44,10 @@ def activation_budget(recompute: str) -> float | None:
     if recompute == "auto":
         return None
     return SEGMENTS_BUDGET if recompute == SEGMENTS else float(recompute)
+
+
+def number_or_truth(text: str) -> float:
+    """The number or truth value that a text says; a whole number is an integer."""
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.lstrip("-").isdigit() else float(text)

@@ -16,7 +16,12 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from rannc_backend.errors import RanksDifferError
-from rannc_backend.settings.choices import SCHEDULE_ALIASES, activation_budget, check_schedule_name
+from rannc_backend.settings.choices import (
+    SCHEDULE_ALIASES,
+    activation_budget,
+    check_schedule_name,
+    number_or_truth,
+)
 
 ENVIRONMENT_PREFIX = "RANNC_"
 ITEMS_DISAGREE = "items_disagree"
@@ -247,6 +252,11 @@ class Config(BaseModel):
     gradients_reduce_method: Literal["mean", "sum"] = Field(
         "mean", description="With the loss outside the model: mean or sum over ranks of each rank's gradient."
     )
+    gradient_accumulation_dtype: Literal["none", "float32"] = Field(
+        "none",
+        description="float32: gradients of bfloat16 and float16 parameters are summed over the micro-batches and "
+        "replicas of a step in float32, and rounded once to the parameter's dtype; none: in the parameter's dtype.",
+    )
     states_on_all_ranks: bool = Field(
         False,
         description="state_dict() of the model and of optimizers gives every rank the whole state; False: "
@@ -366,7 +376,7 @@ class Config(BaseModel):
     def paddings(self) -> dict[str, float]:
         """`pad_inputs` by input; whole numbers are integers."""
         pairs = (item.rsplit("=", 1) for item in self.pad_inputs.split(",") if item)
-        return {name: _number(text) for name, text in pairs}
+        return {name: number_or_truth(text) for name, text in pairs}
 
     @property
     def fixed_recompute(self) -> float | None:
@@ -389,6 +399,11 @@ class Config(BaseModel):
     def mean_gradients(self) -> bool:
         """Whether gradients are averaged over ranks, not summed, with the loss outside the model."""
         return self.gradients_reduce_method == "mean" and not self.skip_grad_scaling
+
+    @property
+    def wide_sums(self) -> bool:
+        """Whether gradients of 16 bits are summed in float32."""
+        return self.gradient_accumulation_dtype == "float32"
 
     @property
     def profile_to_read(self) -> str:
@@ -442,12 +457,6 @@ class Config(BaseModel):
         if self.checkpointing and activation_budget(self.recompute):
             raise _disagreement("checkpointing", "False with", "recompute")
         return self
-
-
-def _number(text: str) -> float:
-    if text in ("True", "False"):
-        return text == "True"
-    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def environment_name(item: str) -> str:

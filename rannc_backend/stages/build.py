@@ -323,9 +323,8 @@ class StageBuilder:
         if gradients.parameters:
             with self.fake_mode:
                 slots = {
-                    position: torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                    position: self.signature.gradient_sum(position)
                     for position in gradients.parameters.values()
-                    for value in [self.signature.values[position]]
                 }
                 accumulate = self._accumulate()
                 # Operators that run one by one announce each gradient by itself, since its memory is better

@@ -124,7 +124,12 @@ class CompiledStage:
     def scratch_gradients(self, *, keep_adding: bool = True) -> ScratchGradients:
         """A sink with memory of its own for the gradients of the parameters."""
         shapes = {position: self._signature.values[position] for position in self.grad_parameters}
-        return ScratchGradients(shapes, keep_adding=keep_adding)
+        dtypes = {position: self._signature.sum_dtype(position) for position in self.grad_parameters}
+        return ScratchGradients(shapes, dtypes, keep_adding=keep_adding)
+
+    def parameter_dtype(self, position: int) -> torch.dtype:
+        """Of a parameter; its gradients may be summed in a wider one."""
+        return self._signature.values[position].dtype
 
     def forward(
         self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING
@@ -312,7 +317,7 @@ class CompiledStage:
 
 def _gradient_copies(functions: StageFunctions, signature: StageSignature) -> CopyReport:
     bytes_of = {
-        position: signature.values[position].numel() * signature.values[position].element_size()
+        position: signature.values[position].numel() * signature.sum_dtype(position).itemsize
         for position in functions.how
     }
     copied = {position: terms.count("added") for position, terms in functions.how.items() if "added" in terms}
@@ -365,6 +370,7 @@ def compile_stage(
     stored: frozenset[str] = frozenset(),
     stored_gradients: frozenset[str] = frozenset(),
     splits_backward: bool = False,
+    wide_sums: bool = False,
 ) -> CompiledStage:
     """Compile one stage.
 
@@ -386,10 +392,12 @@ def compile_stage(
         gradients travel in messages
             with others; see `CompiledStage`.
         splits_backward: compile the backward in two parts, for `backward_inputs` and `backward_weights`.
+        wide_sums: gradients of parameters of 16 bits go to sums in float32.
     """
     assert compiler in COMPILERS, f"unknown compiler {compiler!r}"
     assert 0.0 <= activation_budget <= 1.0, f"activation budget {activation_budget} is not in [0, 1]"
-    signature = signature_of(stage, needs_grad, requires_grad_parameters, rows_symbol)
+    sign = functools.partial(signature_of, wide_sums=wide_sums)
+    signature = sign(stage, needs_grad, requires_grad_parameters, rows_symbol)
     places = Stored(
         outputs=frozenset(i for i, target in enumerate(stage.outputs) if target.name in stored),
         gradients=frozenset(i for i in signature.grad_inputs if stage.inputs[i].name in stored_gradients),
@@ -412,7 +420,7 @@ def compile_stage(
         if sizes is None:
             return builder(stage, signature, fake_mode, compiler, activation_budget, places).build(training)
         hinted, mode, symbols = with_hints(stage, signature.symbols, sizes)
-        again = signature_of(hinted, needs_grad, requires_grad_parameters, symbols[0])
+        again = sign(hinted, needs_grad, requires_grad_parameters, symbols[0])
         functions = builder(hinted, again, mode, compiler, activation_budget, places).build(training)
         names = dict(zip(symbols, signature.symbols, strict=True))
         functions.saved_bytes = functions.saved_bytes.xreplace(names)

@@ -7,6 +7,7 @@ backward, the views to write and the accumulate of all (see `kernels.gradient_wr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -19,8 +20,8 @@ class GradientSink(Protocol):
     """Gives out the memory in which gradients are summed, and is told when a micro-batch's part is in it."""
 
     def target(self, position: int) -> tuple[Tensor, bool]:
-        """Where the gradient of a parameter goes: contiguous, in its shape and dtype; and whether a sum is
-        there to add to.
+        """Where the gradient of a parameter goes: contiguous, in its shape and the dtype of sums; and whether a
+        sum is there to add to.
         """
 
     def targets(self, positions: Sequence[int]) -> tuple[list[Tensor], list[bool]]:
@@ -40,15 +41,23 @@ class ScratchGradients:
 
     Args:
         shapes: tensors (fakes will do) that look like the parameters, by position.
+        dtypes: of the sums, where they are not the parameters'.
         keep_adding: False: every backward writes.
 
     Attributes:
         order: positions in the order in which gradients were made.
     """
 
-    def __init__(self, shapes: Mapping[int, Tensor], *, keep_adding: bool = True) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[int, Tensor],
+        dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+        *,
+        keep_adding: bool = True,
+    ) -> None:
         self._views = {
-            p: torch.empty(tuple(v.shape), dtype=v.dtype, device=v.device) for p, v in shapes.items()
+            p: torch.empty(tuple(v.shape), dtype=dtypes.get(p, v.dtype), device=v.device)
+            for p, v in shapes.items()
         }
         self._keep_adding = keep_adding
         self.order: list[int] = []

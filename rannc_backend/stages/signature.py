@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from rannc_backend.kernels.gradient_writes import sum_dtype
 from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import run_passes
 from rannc_backend.passes.stage.any_layout import TakeAnyLayout
@@ -43,7 +44,8 @@ class StageSignature:
     `trained` are the positions of parameters that require a gradient, `long_lived` the inputs of the joint
     graph (0 is the batch size) that exist until backward anyway, `length_inputs` those that are lengths, `symbols`
     those of the sizes. `rows_from` is (input, dimension, factor):
-    the size there is factor * rows. `received` are the inputs that compiled functions want contiguous.
+    the size there is factor * rows. `received` are the inputs that compiled functions want contiguous. `wide_sums`:
+    gradients of 16 bits are summed in float32.
     """
 
     kinds: tuple[str, ...]
@@ -61,6 +63,16 @@ class StageSignature:
     rows_symbol: sympy.Symbol
     length_inputs: tuple[int, ...]
     symbols: tuple[sympy.Symbol, ...]
+    wide_sums: bool = False
+
+    def gradient_sum(self, position: int) -> Tensor:
+        """A fake, under the current fake mode, that looks like the sum of a parameter's gradients."""
+        value = self.values[position]
+        return torch.empty(value.shape, dtype=self.sum_dtype(position), device=value.device)
+
+    def sum_dtype(self, position: int) -> torch.dtype:
+        """In which a parameter's gradients are summed."""
+        return sum_dtype(self.values[position].dtype, wide=self.wide_sums)
 
     def bound(self, args: Sequence[Any]) -> tuple[Sizes, list[Any]]:
         """The sizes of real inputs, and [rows, *inputs, *constants] for a compiled function."""
@@ -126,6 +138,8 @@ def signature_of(
     needs_grad: frozenset[str],
     requires_grad_parameters: frozenset[str],
     rows_symbol: sympy.Symbol,
+    *,
+    wide_sums: bool = False,
 ) -> StageSignature:
     """Read the signature of a stage graph; names in `needs_grad` that are not floating point are left out."""
     graph = stage.graph_module.graph
@@ -183,6 +197,7 @@ def signature_of(
         rows_symbol=rows_symbol,
         length_inputs=lengths,
         symbols=(rows_symbol, *(values[position].node.expr for position in lengths)),
+        wide_sums=wide_sums,
     )
 
 
@@ -211,6 +226,7 @@ def structural_hash(graph_module: fx.GraphModule, signature: StageSignature, opt
                 signature.grad_outputs,
                 signature.grad_inputs,
                 sorted(signature.trained),
+                signature.wide_sums,
                 options,
             )
         )

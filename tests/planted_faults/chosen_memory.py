@@ -170,6 +170,27 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             unit("runtime/gradients/buckets"),
         ),
         (
+            "sums-rounded-by-each-micro-batch",
+            "kernels/gradient_writes.py",
+            "return torch.float32 if wide and dtype in NARROW_DTYPES else dtype",
+            "return dtype",
+            ("tests/distributed/test_accumulation.py::test_accumulation[rounds_once-1,1]",),
+        ),
+        (
+            "sums-over-replicas-rounded-first",
+            _DELAYED,
+            "layout = plan_buckets(mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums)",
+            "layout = plan_buckets(mine, table.owners, (), capacity_bytes, division)",
+            unit("runtime/gradients/buckets"),
+        ),
+        (
+            "rounded-gradients-take-no-memory",
+            "ir/block_graph.py",
+            "(self.num_bytes if self.trainable and self.has_wide_sum else 0)",
+            "0",
+            unit("planner/search/interval_costs"),
+        ),
+        (
             "hooks-left-out",
             "runtime/gradients/buckets.py",
             "view = view if changed is None else changed",
@@ -265,7 +286,7 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             "state-is-counted-whole-on-every-replica",
             "planner/search/interval_costs.py",
             "self.optimizer_factor * updated\n",
-            "self.optimizer_factor * self.trainable_bytes[:, :max_length, None]\n",
+            "self.optimizer_factor * self.sums.trainable[:, :max_length, None]\n",
             unit("planner/search/interval_costs"),
         ),
         (

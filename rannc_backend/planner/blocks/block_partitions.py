@@ -175,6 +175,7 @@ class BlockPartitions:
                     compiler=self.compiler,
                     budgets=self.budgets,
                     rows_hint=self.rows,
+                    wide_sums=self.graph.wide_sums,
                 )
                 self._parts[block.structure] = {
                     item.budget: graph_costs(item, self.rows_symbol) for item in found

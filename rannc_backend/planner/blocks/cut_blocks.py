@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 import sympy
+import torch
 from torch import fx
 
 from rannc_backend.ir.block_graph import (
@@ -29,6 +30,7 @@ from rannc_backend.ir.block_graph import (
     ParameterUse,
     StageConstraints,
 )
+from rannc_backend.kernels.gradient_writes import sum_dtype
 from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.passes.stage.split_stages import OutputOfRowwise
 from rannc_backend.planner.blocks.atom_graph import AtomGraph, AtomValue, contract, reorder
@@ -101,12 +103,23 @@ def block_graph(
         by_time=config.coarsen_by_time,
         pins=StagePins.from_config(config),
         like=like,
+        wide_sums=config.wide_sums,
     )
     if rows_symbol is not None:
         # Sizes that come from a graph are expressions.
         free = set().union(*(cast("sympy.Expr", flow.num_bytes).free_symbols for flow in graph.flows), set())
         assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
     return replace(graph, whole_batch=whole_batch, has_loss=has_loss(split, needs_grad))
+
+
+def parameter_use(name: str, value: torch.Tensor, *, trainable: bool, wide_sums: bool) -> ParameterUse:
+    """A parameter as plans count it. `wide_sums`: gradients of 16 bits are summed in 32."""
+    return ParameterUse(
+        name=name,
+        num_bytes=int(value_bytes(value)),
+        trainable=trainable,
+        has_wide_sum=sum_dtype(value.dtype, wide=wide_sums) != value.dtype,
+    )
 
 
 def has_loss(split: BatchSplit, needs_grad: Collection[str]) -> bool:
@@ -127,6 +140,7 @@ def build_block_graph(
     num_clusters: int | None = None,
     by_time: bool = True,
     like: BlockGraph | None = None,
+    wide_sums: bool = False,
 ) -> BlockGraph:
     """Cut the graph into at most `max_blocks` blocks. A graph with no more possible cuts than that is cut at
     all of them.
@@ -137,13 +151,14 @@ def build_block_graph(
         num_clusters: as `choose_blocks`.
         by_time: make blocks alike in time; False: in the bytes that they keep for backward.
         like: as `block_graph`.
+        wide_sums: gradients of 16 bits are summed in 32.
 
     Raises UnknownModuleError, StagePinError.
     """
     assert staged.atoms, "a graph without a node that depends on the batch has no blocks"
     kinds = Kinds(needs_grad)
     costs = _atom_costs(staged, kinds, needs_grad)
-    builder = _Builder(staged, inputs, outputs, needs_grad, kinds)
+    builder = _Builder(staged, inputs, outputs, needs_grad, kinds, wide_sums=wide_sums)
     if like is not None:
         return builder.build(_line_of(like, staged), costs)
     atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
@@ -291,6 +306,7 @@ class _Builder:
     outputs: Sequence[OutputOfRowwise]
     needs_grad: Collection[str]
     kinds: Kinds
+    wide_sums: bool = False
     _workspaces: dict[tuple[object, ...], sympy.Expr] = field(default_factory=dict)
 
     def build(self, line: BlockLine, costs: Sequence[Sequence[OperatorCost]]) -> BlockGraph:
@@ -385,9 +401,7 @@ class _Builder:
             node.name: node.meta["val"] for node in self.staged.rowwise.graph.find_nodes(op="placeholder")
         }
         uses = [
-            ParameterUse(
-                name=item.fqn, num_bytes=int(value_bytes(values[item.name])), trainable=item.requires_grad
-            )
+            parameter_use(item.fqn, values[item.name], trainable=item.requires_grad, wide_sums=self.wide_sums)
             for item in self.inputs
             if item.kind == "parameter" and item.fqn in used
         ]

@@ -56,7 +56,7 @@ _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """Measures on this rank. `most_bytes`: what a measurement may take; `num_repeats`: at most so many
-    timings of a point.
+    timings of a point; `wide_sums`: gradients of 16 bits go to sums in float32.
     """
 
     analysis: GraphAnalysis
@@ -64,6 +64,7 @@ class Bench:
     compiler: str
     num_repeats: int
     most_bytes: float = float("inf")
+    wide_sums: bool = False
     cache: CompileCache = field(default_factory=CompileCache)
     clock: Callable[[], float] = time.perf_counter
     core_clock: Callable[[], float] = time.process_time
@@ -96,6 +97,7 @@ class Bench:
             training=True,
             cache=self.cache,
             rows_hint=rows,
+            wide_sums=self.wide_sums,
         )
 
     def _point(self, graph: StageGraph, stage: CompiledStage, rows: int) -> Point:
@@ -208,6 +210,7 @@ def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device
         compiler=stage_compiler(config),
         num_repeats=config.profiling_iter,
         most_bytes=_MEMORY_SHARE * limit,
+        wide_sums=config.wide_sums,
     )
 
 
@@ -223,7 +226,7 @@ class LeadingProfiler:
     @property
     def setting(self) -> Setting:
         """What measurements depend on here."""
-        return setting_of(self.world, self.bench.device, self.bench.compiler)
+        return setting_of(self.world, self.bench.device, self.bench.compiler, wide_sums=self.bench.wide_sums)
 
     def measure(self, blocks: Sequence[Sequence[str]], jobs: Sequence[Job]) -> list[list[Point]]:
         """Points of each job, none where measuring failed. Collective: the other ranks are in
@@ -402,7 +405,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(word in str(error).lower() for word in _MEMORY_WORDS)
 
 
-def setting_of(world: World, device: torch.device, compiler: str) -> Setting:
+def setting_of(world: World, device: torch.device, compiler: str, *, wide_sums: bool = False) -> Setting:
     """What measurements here depend on."""
     sharing = 1
     if device.type == "cuda":
@@ -413,7 +416,7 @@ def setting_of(world: World, device: torch.device, compiler: str) -> Setting:
     return Setting(
         device_name=name,
         compiler=compiler,  # type: ignore[arg-type]
-        versions=f"torch {torch.__version__}",
+        versions=f"torch {torch.__version__}{', sums in float32' if wide_sums else ''}",
         num_sharing=sharing,
     )
 

@@ -68,6 +68,7 @@ def partitions_of(
     compiler: str,
     budgets: Sequence[float] = (1.0,),
     rows_hint: int = 61,
+    wide_sums: bool = False,
 ) -> tuple[StagePartition, ...]:
     """Split a stage into forward and backward at each activation budget; traces once. Arguments as for
     `compile_stage`.
@@ -76,7 +77,7 @@ def partitions_of(
     nothing else; their symbol for the batch size is each result's `rows_symbol`.
     """
     hinted, fake_mode, symbols = with_hints(stage, (rows_symbol,), (rows_hint,))
-    signature = signature_of(hinted, needs_grad, requires_grad_parameters, symbols[0])
+    signature = signature_of(hinted, needs_grad, requires_grad_parameters, symbols[0], wide_sums=wide_sums)
     builder = StageBuilder(hinted, signature, fake_mode, compiler, 1.0)
     traced = builder.trace()
     found = []
@@ -124,10 +125,8 @@ def _written_in_place(
     bucket.
     """
     with builder.fake_mode:
-        values = {position: builder.signature.values[position] for position in gradients.parameters.values()}
         slots = {
-            position: torch.empty(value.shape, dtype=value.dtype, device=value.device)
-            for position, value in values.items()
+            position: builder.signature.gradient_sum(position) for position in gradients.parameters.values()
         }
         writes = WriteIntoBuckets(
             parameters=gradients.parameters, slots=slots, accumulate=FIRST, fuse=builder.inductor

@@ -92,6 +92,7 @@ class TracedStages:
                 compiler=self.compiler,
                 budgets=(stage.budget,),
                 rows_hint=self._rows_hint(stage),
+                wide_sums=self.graph.wide_sums,
             )
         except UnsupportedModelError as error:
             logger.info(

@@ -39,6 +39,7 @@ from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.cost.transfer import allreduce_terms, communicator_memory, message_memory
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import first_at_or_after, largest_over, over, seconds_over
+from rannc_backend.planner.search.parameter_sums import ParameterSums
 from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
@@ -72,9 +73,7 @@ class IntervalCosts:
     outputs: OutputBytes = field(init=False)
     segments: Segments = field(init=False)
     max_length: int = field(init=False)
-    parameter_bytes: Floats = field(init=False)  # [L, N]
-    trainable_bytes: Floats = field(init=False)
-    shared_bytes: Floats = field(init=False)  # trainable and read by blocks outside of the interval
+    sums: ParameterSums = field(init=False)
     _update_shares: Floats | None = field(init=False, default=None)  # [L, N, divisors]
     _divisors: Ints = field(init=False)  # numbers of replicas that divide updates, ascending
     _alike: tuple[Block, ...] = field(init=False)  # by block, the first of its structure
@@ -286,10 +285,9 @@ class IntervalCosts:
             )
         )
         place = (begin, end - begin - 1)
-        trainable = self.trainable_bytes[place]
         return MemoryParts(
-            parameters=float(self.parameter_bytes[place]),
-            gradients=float(trainable),
+            parameters=float(self.sums.parameters[place]),
+            gradients=float(self.sums.gradients[place]),
             optimizer=float(self.optimizer_factor * self._updated_bytes(np.array([replicas]))[place][0]),
             activations=float(prices.saved_bytes[0] + received[0]),
             kept=float(prices.kept_bytes[0]),
@@ -301,51 +299,25 @@ class IntervalCosts:
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
         blocks = self.graph.blocks
-        readers: dict[str, list[int]] = {}
-        for block in blocks:
-            for name in block.parameters:
-                readers.setdefault(name, []).append(block.index)
         uses = {use.name: use for use in self.graph.parameters}
-        sizes_at: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # of all parameters and of trainable ones, by the blocks that read them
-        for name, indexes in readers.items():
-            sizes = sizes_at.setdefault(tuple(indexes), [0, 0])
-            sizes[0] += uses[name].num_bytes
-            sizes[1] += uses[name].num_bytes if uses[name].trainable else 0
-        everything, trainable, shared = (np.zeros((len(blocks), len(blocks))) for _ in range(3))
-        for places, (size, trainable_size) in sizes_at.items():
-            begins, ends = first_at_or_after(places, 0)
-            everything[begins, ends - begins] += size
-            trainable[begins, ends - begins] += trainable_size
-            if len(places) > 1:
-                shared[begins, ends - begins] += trainable_size
-                whole = np.arange(places[0] + 1)
-                shared[whole, places[-1] - whole] -= trainable_size
-        sums = [np.cumsum(values, axis=1) for values in (everything, trainable, shared)]
-        state = sums[0] + (1 + self.optimizer_factor / self._divisors[-1]) * sums[1]
+        self.sums = ParameterSums.of(self.graph)
+        state = self._held_bytes()
         ends = np.arange(len(blocks))[:, None] + np.arange(1, len(blocks) + 1)[None, :]
         fitting = (state <= self.most_bytes) & (ends <= len(blocks))
         self.max_length = max(1, int(fitting.any(axis=0).sum()))
-        self.parameter_bytes, self.trainable_bytes, self.shared_bytes = (
-            values[:, : self.max_length] for values in sums
-        )
+        self.sums = self.sums.up_to(self.max_length)
         trained = [
             {name: uses[name].num_bytes for name in block.parameters if uses[name].trainable}
             for block in blocks
         ]
         if self.update_groups is not None:
             self._update_shares = update_shares(trained, self.max_length, self._divisors)
-        gradients = np.array(
-            [
-                sum(uses[name].num_bytes for name in block.parameters if uses[name].trainable)
-                for block in blocks
-            ]
-        )
+        gradients = np.array([sum(sizes.values()) for sizes in trained])
+        sums = np.array([sum(uses[name].sum_bytes for name in block.parameters) for block in blocks])
         self._held_gradients = (
             gradients.astype(float) if self.pricer.holds_gradients else np.zeros(len(blocks))
         )
-        self._accumulation = _ACCUMULATION_MOVES * gradients / self.cluster.device.memory_rate()
+        self._accumulation = _ACCUMULATION_MOVES * sums / self.cluster.device.memory_rate()
 
     def _price_blocks(self) -> None:
         rows = self._rows.tolist()
@@ -423,7 +395,7 @@ class IntervalCosts:
             for kind in ("received", "gradients", "sent", "awaited")
         )
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
-        state = self.parameter_bytes + self.trainable_bytes
+        state = self.sums.parameters + self.sums.gradients
         updated = self._updated_bytes(counts)[:, :max_length]
         fixed = state[:, :max_length, None] + self.optimizer_factor * updated
         fixed = fixed + num_micro_batches * over(self._returned[:, columns], ends)
@@ -478,8 +450,8 @@ class IntervalCosts:
 
     def _held_bytes(self) -> Floats:
         """[L, N]: parameters, gradients and optimizer state; at least, where that is divided."""
-        factor = 1 + self.optimizer_factor / self._divisors[-1]
-        return self.parameter_bytes + factor * self.trainable_bytes
+        optimizer = self.optimizer_factor / self._divisors[-1] * self.sums.trainable
+        return self.sums.parameters + self.sums.gradients + optimizer
 
     def _divisor(self, replicas: Ints) -> Ints:
         """Among how many replicas the smallest group divides its updates."""
@@ -490,7 +462,7 @@ class IntervalCosts:
     def _updated_bytes(self, replicas: Ints) -> Floats:
         """[L, N, replicas]: bytes of parameters that a replica updates."""
         if self._update_shares is None:
-            return self.trainable_bytes[:, :, None]
+            return self.sums.trainable[:, :, None]
         known = np.searchsorted(self._divisors, self._divisor(replicas), side="right") - 1
         return self._update_shares[:, :, known]
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from rannc_backend.ir.updates import Update
+from rannc_backend.kernels.gradient_writes import sum_dtype
 from rannc_backend.kernels.message_layout import slot_elements
 from rannc_backend.runtime.world import Ranks
 
@@ -39,6 +41,7 @@ class Slot:
 class BucketSpec:
     """One flat buffer: its owner group, dtype, number of elements and parameter names in order.
 
+    ``rounded_to``: the dtype of its parameters, where their gradients are summed in a wider one; else None.
     ``is_shared``: its ranks are those of several stages. ``updaters``: those that need the sums, where not all do;
     ``is_updated_here``: this rank does. ``is_kept``: its memory stays when it is reduced.
     """
@@ -52,6 +55,7 @@ class BucketSpec:
     updaters: Ranks = ()
     is_updated_here: bool = True
     is_kept: bool = True
+    rounded_to: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +101,12 @@ def plan_buckets(
     stage_ranks: Ranks,
     capacity_bytes: float,
     division: Division = UNDIVIDED,
+    *,
+    wide_sums: bool = False,
 ) -> BucketLayout:
     """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``)
     finishes them. A bucket has the parameters of one updater, and comes where the last of them is finished.
+    ``wide_sums``: gradients of 16 bits are summed in float32.
 
     Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So
     are their buckets, and they come last: then every rank waits for sums in an order that fits those of the
@@ -115,17 +122,21 @@ def plan_buckets(
         for key in sorted(groups.keys() - own.keys(), key=lambda key: (key[0], str(key[1]), key[3]))
     }
     place = {name: number for number, (name, _) in enumerate(parameters)}
-    found = [
-        (key, names) for key, members in own.items() for names in _filled(members, capacity_bytes, key[1])
-    ]
+
+    def filled(of: Mapping[_Key, list[tuple[str, torch.Tensor]]]) -> list[tuple[_Key, list[Any]]]:
+        return [
+            (key, names)
+            for key, members in of.items()
+            for names in _filled(members, capacity_bytes, sum_dtype(key[1], wide=wide_sums))
+        ]
+
+    found = filled(own)
     found.sort(key=lambda item: place[item[1][-1][0]])
-    found += [
-        (key, names) for key, members in shared.items() for names in _filled(members, capacity_bytes, key[1])
-    ]
+    found += filled(shared)
     buckets: list[BucketSpec] = []
     slots: dict[str, Slot] = {}
-    for (ranks, dtype, device, updaters), members in found:
-        numel = 0
+    for (ranks, parameter_dtype, device, updaters), members in found:
+        numel, dtype = 0, sum_dtype(parameter_dtype, wide=wide_sums)
         for name, tensor in members:
             slots[name] = Slot(
                 name=name,
@@ -149,6 +160,7 @@ def plan_buckets(
                 updaters=updaters,
                 is_updated_here=is_updated_here,
                 is_kept=is_updated_here or division.keeps_all,
+                rounded_to=None if dtype == parameter_dtype else parameter_dtype,
             )
         )
     return BucketLayout(buckets=tuple(buckets), slots=slots)

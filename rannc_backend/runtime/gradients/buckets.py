@@ -4,6 +4,8 @@ In: the parameters of this rank with the ranks that own each of them, and backwa
 the buckets. Out: per step, one view per parameter of the reduced gradient; ``publish`` puts these views where
 ``torch.optim`` looks for them. Where nothing was published before, nothing is copied on the way.
 
+Gradients of 16 bits may be summed in float32; what is published then is rounded once, in memory of its own.
+
 Terms. A *bucket* holds parameters of one dtype and one owner group (the ranks that own all of them: the
 replicas of a stage, or of several stages for tied parameters). A bucket's all-reduce starts when its last
 gradient of the last micro-batch is there, in bucket order within an owner group, so that all its ranks start
@@ -15,7 +17,7 @@ asked for yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -279,6 +281,27 @@ class StageGradients:
         self.pending.all_made([self.names[position]], is_last=self.is_last)
 
 
+@dataclass(slots=True)
+class _Rounded:
+    """The gradients of one step in the dtypes of their parameters, bucket by bucket as they are asked for."""
+
+    pending: PendingGradients
+    pool: BufferPool
+    _memory: dict[int, BucketMemory] = field(default_factory=dict)
+
+    def view(self, name: str) -> torch.Tensor:
+        """A gradient that is summed in a wider dtype, rounded."""
+        slot = self.pending.layout.slots[name]
+        memory = self._memory.get(slot.bucket)
+        if memory is None:
+            spec = self.pending.layout.buckets[slot.bucket]
+            assert spec.rounded_to is not None, f"the gradient of {name} has another dtype than its parameter"
+            memory = self.pool.take(replace(spec, dtype=spec.rounded_to), zeros_for)
+            memory.flat.copy_(self.pending.memory[slot.bucket].flat)
+            self._memory[slot.bucket] = memory
+        return memory.view(slot)
+
+
 @dataclass(slots=True, kw_only=True)
 class GradientBuckets:
     """Makes the pending gradients of a step and publishes them as ``p.grad``: views of the buckets in which
@@ -313,20 +336,24 @@ class GradientBuckets:
         away.
         """
         names = self._names_with_gradient(pending)
+        rounded = _Rounded(pending, self.pool)
         if not keep:
             scale_buffers(pending.updated_buffers, scale)
         if not keep and not any_hooks(self.parameters.values()):
             for name, view in zip(names, pending.targets(names)[0]):
                 parameter = self.parameters[name]
                 if parameter.grad is None:
-                    parameter.grad = view
+                    parameter.grad = view if view.dtype == parameter.dtype else rounded.view(name)
                 else:
+                    # A wider sum is added as it is: it is rounded once, with what is there.
                     parameter.grad.add_(view)
             return
         for name in names:
             parameter, view = self.parameters[name], pending.view(name)
             if keep:
-                view = view * scale
+                view = (view * scale).to(parameter.dtype)
+            elif view.dtype != parameter.dtype:
+                view = rounded.view(name)
             for change in gradient_hooks(parameter):
                 changed = change(view)
                 view = view if changed is None else changed

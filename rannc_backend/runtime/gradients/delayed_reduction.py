@@ -8,7 +8,8 @@ rank's rows only; all gradients of a model are local, or none.
 Exactness. What had been reduced before the first delayed step (a step without delay, then one with) is in
 ``p.grad`` of every owner, and would be counted once per owner in the sum to come: it is kept on the first
 owner alone. A step that ends a delay is delayed itself and reduced together with what came before, so that
-there is one all-reduce and no rounding of its own.
+there is one all-reduce and no rounding of its own. Local gradients are in ``p.grad``, hence in the parameter's
+dtype; where gradients of 16 bits are summed in float32, the sum over owners is too, and rounded once.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def _later(buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> _Later:
 @dataclass(slots=True, kw_only=True)
 class DelayableBuckets(GradientBuckets):
     """Buckets of one graph of a model; ``capacity_bytes``: size of the buckets of a reduction that was
-    delayed.
+    delayed, ``wide_sums``: whether it sums gradients of 16 bits in float32.
     """
 
     table: ParameterTable
     switches: Switches
     capacity_bytes: float
+    wide_sums: bool = False
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step; they are not reduced while that is delayed, or deferred."""
@@ -88,10 +90,12 @@ class DelayableBuckets(GradientBuckets):
 
     def reduce(self) -> None:
         """Sum all local gradients of the model over their owners."""
-        reduce_gradients(self.table, self.start_reduce, self.capacity_bytes)
+        reduce_gradients(self.table, self.start_reduce, self.capacity_bytes, wide_sums=self.wide_sums)
 
 
-def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_bytes: float) -> None:
+def reduce_gradients(
+    table: ParameterTable, start_reduce: StartReduce, capacity_bytes: float, *, wide_sums: bool = False
+) -> None:
     """Sum the gradients of every parameter over its owners, in flat buckets. Collective among owners; nothing
     to do on one rank.
     """
@@ -102,7 +106,7 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
         if p.grad is not None and len(table.owners[name]) > 1
     ]
     division = Division(updates=table.updates, rank=table.world.rank)
-    layout = plan_buckets(mine, table.owners, (), capacity_bytes, division)
+    layout = plan_buckets(mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums)
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
         buffer = zeros_for(bucket)
@@ -117,7 +121,7 @@ def reduce_gradients(table: ParameterTable, start_reduce: StartReduce, capacity_
             )
         start_reduce(buffer, bucket.ranks, bucket.updaters).wait()
         for name, view in zip(bucket.names, views, strict=True):
-            parameters[name].grad = view if bucket.is_updated_here else None
+            parameters[name].grad = view.to(parameters[name].dtype) if bucket.is_updated_here else None
     table.gradients_are_local = False
 
 

@@ -56,6 +56,7 @@ OTHER_VALUES = {
     "gather_inputs": (False, "0"),
     "pad_inputs": ("ids=0,labels=-100", "ids=0,labels=-100"),
     "gradients_reduce_method": ("sum", "sum"),
+    "gradient_accumulation_dtype": ("float32", "float32"),
     "skip_grad_scaling": (True, "true"),
     "sync_allreduce": (True, "true"),
     "sync_params_on_init": (False, "false"),

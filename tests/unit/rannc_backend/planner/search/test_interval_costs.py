@@ -19,8 +19,9 @@ from tests.unit.rannc_backend.planner.cluster.made_up_clusters import generic_gp
 def interval_costs(name: str, num_devices: int = 4, rows: int = 16, **others: object) -> IntervalCosts:
     cluster = local_cpu(num_devices, memory_bytes=10**9)
     cluster = replace(cluster, device=replace(cluster.device, communicator_bytes=1000))
+    others.setdefault("graph", blocks_of(name, 12))
     return IntervalCosts(
-        graph=blocks_of(name, 12), cluster=cluster, batch_rows=rows, micro_batches=useful_micro_batches(rows, 1, 8),
+        cluster=cluster, batch_rows=rows, micro_batches=useful_micro_batches(rows, 1, 8),
         pricer=AnalyticPricer(device=cluster.device), optimizer_factor=2.0, **others,
     )  # fmt: skip
 
@@ -39,8 +40,8 @@ def test_intervals_hold_the_parameters_and_receive_the_values_that_a_cut_gives_t
             others = {
                 name for block in graph.blocks[:begin] + graph.blocks[end:] for name in block.parameters
             }
-            assert costs.parameter_bytes[begin, end - begin - 1] == sum(sizes[name] for name in names)
-            assert costs.shared_bytes[begin, end - begin - 1] == sum(sizes[name] for name in names & others)
+            assert costs.sums.parameters[begin, end - begin - 1] == sum(sizes[name] for name in names)
+            assert costs.sums.shared[begin, end - begin - 1] == sum(sizes[name] for name in names & others)
             read = {
                 a
                 for n in inside
@@ -83,6 +84,33 @@ def test_the_parts_of_a_stage_are_what_the_search_compares(
     assert (received[0], gradients[0]) == pytest.approx(
         (tables.message_bytes[where], tables.gradient_bytes[where])
     )
+
+
+def test_sums_of_gradients_in_float32_are_counted_beside_what_is_rounded_from_them() -> None:
+    """Parameters of 16 bits: per byte two of sums, which are reduced, and one in the parameter's dtype."""
+    plain = interval_costs("tied")
+    uses = tuple(
+        replace(use, has_wide_sum=place % 2 == 0) for place, use in enumerate(plain.graph.parameters)
+    )
+    wide = interval_costs("tied", graph=replace(plain.graph, parameters=uses))
+    sizes = {use.name: (use.num_bytes, use.has_wide_sum) for use in uses if use.trainable}
+    for begin, end in ((0, 3), (2, 7), (0, len(plain.graph.blocks))):
+        names = {name for block in plain.graph.blocks[begin:end] for name in block.parameters} & sizes.keys()
+        place = (begin, end - begin - 1)
+        assert wide.sums.gradients[place] == sum(
+            sizes[name][0] * (3 if sizes[name][1] else 1) for name in names
+        )
+        assert wide.sums.reduced[place] == sum(
+            sizes[name][0] * (2 if sizes[name][1] else 1) for name in names
+        )
+        before, after = (costs.memory(begin, end, 1.0, 2, 2) for costs in (plain, wide))
+        added = wide.sums.gradients[place] - plain.sums.gradients[place]
+        assert added > 0 and after.gradients - before.gradients == added
+        assert (after.parameters, after.optimizer) == (before.parameters, before.optimizer)
+        tables = [costs.tables(2) for costs in (plain, wide)]
+        option = tables[0].replicas.tolist().index(2)
+        fixed = [table.fixed_bytes[0][(*place, option)] for table in tables]
+        assert fixed[1] - fixed[0] >= added
 
 
 def test_optimizer_state_is_divided_among_the_replicas_of_a_group() -> None:
@@ -129,7 +157,7 @@ def test_recomputing_everything_keeps_what_is_received_and_runs_forward_twice() 
 
 def test_stages_beyond_the_memory_are_not_priced_and_the_others_cost_the_same() -> None:
     whole = interval_costs("tied")
-    most = float(whole.parameter_bytes[0, 3] + 3 * whole.trainable_bytes[0, 3])
+    most = float(whole.sums.parameters[0, 3] + 3 * whole.sums.trainable[0, 3])
     small = interval_costs("tied", most_bytes=most)
     assert small.max_length < whole.max_length
     np.testing.assert_allclose(small.tables(4).forward, whole.tables(4).forward[:, : small.max_length])

@@ -4,6 +4,8 @@ that stay the user's.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +20,7 @@ from rannc_backend.runtime.gradients.buckets import (
     PendingGradients,
     StageGradients,
 )
+from rannc_backend.runtime.gradients.delayed_reduction import reduce_gradients
 
 STAGE = (0, 1)
 SLOT = ALIGNMENT_BYTES // 4  # elements that a gradient of four floats takes
@@ -70,6 +73,82 @@ def step(buckets: GradientBuckets, value: float, scale: float = 1.0) -> None:
         give(pending, name, torch.full((4,), value))
     pending.finish()
     buckets.publish(pending, scale, keep=False)
+
+
+def wide(**dtypes: torch.dtype) -> tuple[GradientBuckets, Reductions]:
+    """Buckets in which gradients of 16 bits are summed in float32."""
+    parameters = {name: torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for name, dtype in dtypes.items()}
+    reductions = Reductions()
+    owners = dict.fromkeys(dtypes, STAGE)
+    layout = plan_buckets(list(parameters.items()), owners, STAGE, 2**20, wide_sums=True)
+    return GradientBuckets(
+        layout=layout, parameters=parameters, stage_ranks=STAGE, start_reduce=reductions
+    ), reductions
+
+
+def test_gradients_of_16_bits_are_summed_in_float32_and_rounded_once() -> None:
+    dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.float16, "d": torch.float64}
+    buckets, _ = wide(**dtypes)
+    assert {(spec.dtype, spec.rounded_to) for spec in buckets.layout.buckets} == {
+        (torch.float32, torch.bfloat16),
+        (torch.float32, None),
+        (torch.float32, torch.float16),
+        (torch.float64, None),
+    }
+    pending = buckets.pending()
+    # 256 and 1, 256 times: in bfloat16 each addition would be lost.
+    for value in (256.0, *[1.0] * 256):
+        for name in dtypes:
+            give(pending, name, torch.full((4,), value))
+    pending.finish()
+    buckets.publish(pending, 0.5, keep=True)
+    buckets.publish(pending, 0.5, keep=False)
+    for name, parameter in buckets.parameters.items():
+        assert parameter.grad is not None and parameter.grad.dtype == dtypes[name]
+        # The sum of two ranks, half of it, twice.
+        assert torch.equal(parameter.grad, torch.full((4,), 1024.0, dtype=dtypes[name]))
+
+
+def test_delayed_sums_over_owners_are_made_in_float32_too() -> None:
+    module = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 256.0)
+    table = SimpleNamespace(
+        module=lambda: module,
+        owners=dict.fromkeys(("weight", "bias"), STAGE),
+        updates={},
+        world=SimpleNamespace(rank=0),
+        gradients_are_local=True,
+    )
+    dtypes = []
+
+    def add_others(buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Reductions:
+        dtypes.append(buffer.dtype)
+        for _ in range(8):  # in bfloat16 each of them would be lost
+            buffer.add_(0.5)
+        return Reductions()
+
+    reduce_gradients(table, add_others, 2**20, wide_sums=True)  # type: ignore[arg-type]
+    assert dtypes == [torch.float32] and not table.gradients_are_local
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, torch.full_like(parameter, 260.0))
+
+
+def test_a_rounded_gradient_that_is_kept_is_not_overwritten_and_its_memory_is_used_again() -> None:
+    buckets, _ = wide(a=torch.bfloat16)
+    parameter = buckets.parameters["a"]
+    step(buckets, 1.0)
+    kept, parameter.grad = parameter.grad, None
+    step(buckets, 2.0)
+    assert torch.equal(kept, torch.full((4,), 2.0, dtype=torch.bfloat16)), "two ranks"
+    num_buffers = len(buckets.tensors())
+    assert num_buffers == 3, "one sum, the gradient that is kept and the newest"
+    parameter.grad = kept = None
+    for _ in range(3):
+        step(buckets, 3.0)
+        parameter.grad = None
+    assert len(buckets.tensors()) == num_buffers
 
 
 def test_buckets_are_filled_to_the_last_byte() -> None:
