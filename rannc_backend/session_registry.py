@@ -23,6 +23,7 @@ from rannc_backend.log.logger import setup_logging
 from rannc_backend.log.startup import mention_untried_torch
 from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.deferred import DeferredValues
+from rannc_backend.runtime.gradients.apply_groups import ApplyGroups
 from rannc_backend.runtime.gradients.clipping import norms_over_ranks
 from rannc_backend.runtime.gradients.grad_scaler import unscale_over_ranks
 from rannc_backend.runtime.gradients.optimizer_state_dicts import OptimizerStates
@@ -61,12 +62,13 @@ class SessionRegistry:
     trace: EventTrace | None = None  # of all models that are traced
     states: OptimizerStates | None = None
     num_models: int = 0  # so far
+    steps_in_parts: bool = False  # some model has asked for it
     synchronized: WeakTensorKeyDictionary = field(
         default_factory=WeakTensorKeyDictionary
     )  # see synchronized_modules.py
     ends: tuple[
         Callable[[], None], ...
-    ] = ()  # of what GradScalers and torch's clipping of gradients do over ranks until then
+    ] = ()  # of what optimizers, GradScalers and torch's clipping of gradients do over ranks until then
 
     def of(self, model: nn.Module) -> Session | None:
         """The session of a model, compiled or not; None before its first call."""
@@ -97,6 +99,9 @@ class SessionRegistry:
                     watch.install(),
                     self.states.install(),
                 )
+            if config.num_apply_group > 1 and not self.steps_in_parts:
+                self.ends += (ApplyGroups(self._parts_wanted, lambda: self.checks_optimizers).install(),)
+                self.steps_in_parts = True
             session = Session(
                 root=weakref.ref(root),
                 config=config,
@@ -163,6 +168,13 @@ class SessionRegistry:
     def gives_all_states(self) -> bool:
         """Whether every rank gets whole states, not rank 0 alone; some model must have been compiled so."""
         return any(session.config.states_on_all_ranks for session in self.sessions.values())
+
+    def _parts_wanted(self) -> list[tuple[ParameterTable, int]]:
+        return [
+            (session.table, session.config.num_apply_group)
+            for session in self.sessions.values()
+            if session.table is not None
+        ]
 
     def tables(self) -> list[ParameterTable]:
         """Ownership of every planned model."""

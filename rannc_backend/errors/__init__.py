@@ -72,6 +72,7 @@ from rannc_backend.errors.ranks import (
 )
 from rannc_backend.errors.training import (
     CoupledOptimizerError,
+    GroupedStepError,
     PartialStateError,
     PlainGradientError,
     ShardingOptimizerError,
@@ -98,6 +99,7 @@ __all__ = [
     "DataDependentControlFlowError",
     "FactoryError",
     "GraphBreakError",
+    "GroupedStepError",
     "InfeasiblePlanError",
     "InternalError",
     "LaunchError",

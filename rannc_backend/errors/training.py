@@ -53,6 +53,17 @@ class CoupledOptimizerError(UserInputError):
         )
 
 
+class GroupedStepError(UserInputError):
+    """An optimizer cannot step its parameters in parts, as `num_apply_group` asks."""
+
+    def __init__(self, optimizer: str, why: str) -> None:
+        super().__init__(
+            f"{optimizer} was to step its parameters in parts (num_apply_group): {why}",
+            cure="set num_apply_group to 1; or use an optimizer that updates each parameter from that parameter alone "
+            "(SGD, Adam, AdamW, Adafactor, Muon), and call its step without arguments.",
+        )
+
+
 class StaleParameterError(UserInputError):
     """Some owners of a parameter have changed it outside of an optimizer's step, and others have not: under ZeRO its
     gradient is on one of them.

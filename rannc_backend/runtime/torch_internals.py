@@ -239,6 +239,20 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
+def cell_of_step(cls: type[torch.optim.Optimizer]) -> Any:
+    """The closure's cell with the function that an optimizer's ``step`` calls between hooks; None where there is
+    none. The function is read from it after the hooks before a step: seen on torch 2.13.
+    """
+    step = cls.step
+    if not getattr(step, "hooked", False):
+        return None
+    own = step.__wrapped__  # type: ignore[attr-defined]
+    cells = dict(zip(step.__code__.co_freevars, step.__closure__ or ()))
+    found = cells.get("func")
+    inner = getattr(found, "cell_contents", None)
+    return found if inner is own or getattr(inner, "__wrapped__", None) is own else None
+
+
 def replace_optimizer_states(
     give: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
     take: Callable[[torch.optim.Optimizer, dict[str, Any], Callable[[dict[str, Any]], None]], None],

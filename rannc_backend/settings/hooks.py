@@ -216,6 +216,14 @@ HOOKS = (
         why="gradients and optimizers that are not what one process would have are refused",
     ),
     Hook(
+        name="apply groups",
+        what="torch's hook before steps of optimizers, the function behind `step` of their classes",
+        by="runtime.gradients.apply_groups",
+        when="first model with `num_apply_group`",
+        until=_ENDS_BY_CALL,
+        why="a step runs in parts of the parameters, between the hooks of one step",
+    ),
+    Hook(
         name="new values",
         what="`register_step_post_hook` of optimizers",
         by="runtime.gradients.optimizer_watch",
@@ -483,15 +491,6 @@ def wake_on_signals(name: str, descriptor: int) -> Undo | None:
         signal.set_wakeup_fd(before)
         return None
     return Undo(name, lambda: signal.set_wakeup_fd(-1))
-
-
-def table() -> str:
-    """`HOOKS` as docs/architecture.md has it."""
-    rows = [
-        f"| {hook.what} | `{'`, `'.join(hook.by.split(', '))}` | {hook.when} | {hook.until} | {hook.why} |"
-        for hook in HOOKS
-    ]
-    return "\n".join(["| What | By | When | Undone | Why |", "|---|---|---|---|---|", *rows]) + "\n"
 
 
 def _held(holder: Any, attribute: str) -> Any:

@@ -122,6 +122,12 @@ class Config(BaseModel):
     opt_param_factor: float = Field(
         2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
     )
+    num_apply_group: int = Field(
+        1,
+        ge=1,
+        description="In how many parts of its parameters an optimizer steps, one after the other, so that what the "
+        "step needs besides is smaller; the result is the same.",
+    )
     zero_stage: int = Field(
         0,
         ge=0,

@@ -177,6 +177,46 @@ def zero_optimizers(context: Context) -> None:
     find.that(not pair.has_others or not all(pair.updated.values()), "this rank updates everything")
 
 
+class Noting(torch.optim.Optimizer):
+    """Notes how many parameters each of its steps updates."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.noted: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [
+            (p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        self.noted.append(len(held))
+        for p, lr in held:
+            assert p.grad is not None
+            p.add_(p.grad, alpha=-lr)
+
+
+def zero_in_parts(context: Context) -> None:
+    """The option num_apply_group: steps in parts, with or without ZeRO, also of one rank; hooks see one step."""
+    pair, calls = Pair(context, lambda module: Noting(_groups(module, lr=0.05))), []
+    pair.optimizers[0].register_step_post_hook(lambda *_: calls.append(1))
+    for step in range(3):
+        pair.backward(step)
+        held = sum(p.grad is not None for p in pair.model.parameters())
+        pair.step()
+        pair.compare(f"step {step}")
+        noted, alone = (each.noted for each in pair.optimizers)
+        number = context.case.options["num_apply_group"]
+        context.findings.that(sum(noted) == held, f"{noted} of {held} parameters are updated")
+        context.findings.that(
+            1 < len(noted) <= number or held < 2, f"{held} parameters are updated in {noted}"
+        )
+        context.findings.that(len(alone) == 1, f"an optimizer of no compiled model steps in {alone}")
+        noted.clear()
+        alone.clear()
+        context.findings.that(len(calls) == step + 1, f"{len(calls)} hooks after {step + 1} steps")
+    context.findings.raises("a closure", ("GroupedStepError",), lambda: pair.optimizers[0].step(lambda: 0.0))
+
+
 def zero_between(context: Context) -> None:
     """What a loop reads and writes between a step and the next call: hooks, an average, a clamp, states."""
     pair = Pair(context, OPTIMIZERS["adamw"])

@@ -227,6 +227,21 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             _zero("optimizers-sgd-2-level1"),
         ),
         (
+            "settings-of-parts-are-dropped",
+            "runtime/gradients/apply_groups.py",
+            """        group.update({name: value for name, value in seen.items() if name != "params"})
+""",
+            "        pass\n",
+            unit("runtime/gradients/apply_groups"),
+        ),
+        (
+            "steps-in-parts-of-several-ranks-alone",
+            "session_registry.py",
+            "if config.num_apply_group > 1 and not self.steps_in_parts:",
+            "if config.num_apply_group > 1 and not self.steps_in_parts and world.size > 1:",
+            _zero("in_parts-1-level0-num_apply_group"),
+        ),
+        (
             "norm-of-gradients-that-first-owners-have",
             "runtime/parameters.py",
             "return self.world.rank == self.updaters(name)[0]",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ _NUM_STEPS = 10
 _MAX_PLACES = 4
 _SMALL_SIZE = 3
 _HUGE = 1e4  # its square is a number in half precision's wider formats too
+
+Step = Callable[..., Any]
+"""The ``step`` of an optimizer's class, without hooks."""
 
 Place = tuple[int, int]
 """Number of a group, and of a parameter in it."""
@@ -55,12 +58,55 @@ def couples_parameters(optimizer: torch.optim.Optimizer) -> bool | None:
     return found
 
 
-def _compared(optimizer: torch.optim.Optimizer) -> bool | None:
+def is_same_in_parts(optimizer: torch.optim.Optimizer, in_parts: Callable[[Step], Step]) -> bool:
+    """Whether copies of an optimizer have equal parameters and settings, bit by bit, when they step as ``in_parts``
+    makes it of their step; False where that cannot be tried.
+    """
+    if couples_parameters(optimizer) is not False:
+        return False
+    found = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for make in (lambda step: step, in_parts):
+            settings: dict[str, str] = {}
+
+            def noting(step: Step, make: Callable[[Step], Step] = make, into: Any = settings) -> Step:
+                def stepped(clone: torch.optim.Optimizer) -> None:
+                    make(step)(clone)
+                    into.update(_settings_of(clone))
+
+                return stepped
+
+            try:
+                values = _run(optimizer, _places_of(optimizer), None, with_closure=False, make_step=noting)
+            except Exception:  # noqa: BLE001 - whatever an optimizer of the user's may raise
+                return False
+            found.append((values, settings))
+    (values, settings), (others, other_settings) = found
+    return settings == other_settings and all(map(torch.equal, values, others))
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Numbers and words of an optimizer and its groups: counters are among them."""
+    holders = (vars(optimizer), *optimizer.param_groups)
+    return {
+        f"{number} {name}": repr(value)
+        for number, holder in enumerate(holders)
+        for name, value in holder.items()
+        if isinstance(value, int | float | str | None) or (torch.is_tensor(value) and value.numel() == 1)
+    }
+
+
+def _places_of(optimizer: torch.optim.Optimizer) -> list[Place]:
     # The first of every group before the second ones: groups may be treated in different ways.
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     places = [
         (group, index) for index in range(_MAX_PLACES) for group, size in enumerate(sizes) if index < size
-    ][:_MAX_PLACES]
+    ]
+    return places[:_MAX_PLACES]
+
+
+def _compared(optimizer: torch.optim.Optimizer) -> bool | None:
+    places = _places_of(optimizer)
     if len(places) < 2:
         return False
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -116,7 +162,12 @@ def _stepped(
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, places: Sequence[Place], huge: Place | None, *, with_closure: bool
+    optimizer: torch.optim.Optimizer,
+    places: Sequence[Place],
+    huge: Place | None,
+    *,
+    with_closure: bool,
+    make_step: Callable[[Step], Step] = lambda step: step,
 ) -> list[torch.Tensor]:
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
@@ -143,7 +194,7 @@ def _run(
 
     # Not clone.step: schedulers give an optimizer a step of its own, which is bound to it. And without hooks
     # of all optimizers.
-    step = unhooked_step(type(clone))
+    step = make_step(unhooked_step(type(clone)))
     for number in range(_NUM_STEPS):
         if with_closure:
             closure()  # some expect gradients, and call the closure for those of another point

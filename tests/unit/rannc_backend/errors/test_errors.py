@@ -27,6 +27,7 @@ from rannc_backend.errors import (
     DataDependentControlFlowError,
     FactoryError,
     GraphBreakError,
+    GroupedStepError,
     InfeasiblePlanError,
     InternalError,
     LaunchError,
@@ -208,6 +209,7 @@ EXAMPLES = [
         ["LBFGS updates parameters from each other", "RANNC_PARTITION_NUM=1"],
     ),
     (CoupledOptimizerError("Odd", known=False), ["Odd may update", "check_optimizers"]),
+    (GroupedStepError("LBFGS", "it has a closure"), ["LBFGS", "it has a closure", "num_apply_group"]),
     (StaleParameterError(["w", "b"]), ["'w' and 1 more", "zero_stage"]),
     (
         ShardingOptimizerError("ZeroRedundancyOptimizer"),
