@@ -25,7 +25,6 @@ from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
-from rannc_backend.passes.stage.split_stages import StageGraph
 from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
 from rannc_backend.runtime.gradients.bucket_layout import BucketLayout, Division, plan_buckets
@@ -36,29 +35,28 @@ from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.shared_buffers import SharedBuffers
-from rannc_backend.runtime.step.executor import Executor, Stage
+from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
 from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
-from rannc_backend.runtime.step.step_state import RuntimeOutput, StepShapes
+from rannc_backend.runtime.step.step_state import RuntimeOutput, Stage, StepShapes
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.merged import order_on
-from rannc_backend.schedule.orders import schedule_named
+from rannc_backend.schedule.orders import order_on, schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.checked_stage import DisplayedStage, VerifiedStage
 from rannc_backend.stages.compiled_stage import CompileCache, CompiledStage, compile_stage
-from rannc_backend.stages.cut_stages import StageCut, edge_specs, edges_of
+from rannc_backend.stages.cut_stages import StageCut, backward_order, edge_specs, edges_of
 from rannc_backend.stages.graph_dump import dump_graphs, pass_dump
 
 logger = logging.getLogger(__name__)
@@ -287,7 +285,7 @@ class Deployer:
         # Of several stages the last comes first, as in their backwards.
         own_order = list(
             dict.fromkeys(
-                name for index in reversed(self.own_stages) for name in _backward_order(cut.graphs[index])
+                name for index in reversed(self.own_stages) for name in backward_order(cut.graphs[index])
             )
         )
         names = {
@@ -463,17 +461,6 @@ class Deployer:
 
 def _reduce_nothing(buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Waitable:
     raise AssertionError("a rank without a stage has no gradients")
-
-
-def _backward_order(graph: StageGraph) -> list[str]:
-    """Names of the stage's parameters in the order in which backward finishes them: last used first."""
-    first_use: dict[str, int] = {}
-    placeholders = [node for node in graph.graph_module.graph.nodes if node.op == "placeholder"]
-    position = {node: place for place, node in enumerate(graph.graph_module.graph.nodes)}
-    for node, slot in zip(placeholders, graph.inputs, strict=False):
-        if slot.kind == "parameter":
-            first_use[slot.name] = min((position[user] for user in node.users), default=0)
-    return sorted(first_use, key=lambda name: -first_use[name])
 
 
 def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:

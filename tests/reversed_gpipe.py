@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rannc_backend.schedule.kinds.fill_drain import FillDrain
+from rannc_backend.schedule.fill_drain import FillDrain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from rannc_backend.ir.plan_file import read_plan
 from rannc_backend.runtime.job.disabled_compile import disabling_variables
 from rannc_backend.schedule.edges import EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.merged import order_on
+from rannc_backend.schedule.orders import order_on
 from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.settings.options import environment_name
 from rannc_backend.settings.rare_collections import rare_collections

@@ -24,8 +24,7 @@ from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
-from rannc_backend.schedule.merged import runs_on
-from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
+from rannc_backend.schedule.orders import ScheduleName, runs_on, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut, StageCut, cut_stages
 

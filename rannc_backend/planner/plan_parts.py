@@ -32,8 +32,8 @@ from rannc_backend.planner.search.several_stages import stage_terms, step_second
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Lanes, Schedule
-from rannc_backend.schedule.kinds.list_scheduled import ListScheduled
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes
+from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
 _WORTH_NAMING = 0.01  # share of a stage's memory

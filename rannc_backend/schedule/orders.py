@@ -11,8 +11,8 @@ import importlib
 from collections.abc import Sequence
 from functools import cache
 
-from rannc_backend.ir.action import ActionKind, Program
-from rannc_backend.schedule.description import Order, Schedule
+from rannc_backend.ir.action import Action, ActionKind, Program
+from rannc_backend.schedule.description import Lanes, Order, Schedule
 from rannc_backend.schedule.edges import Phase
 from rannc_backend.settings import choices
 
@@ -33,9 +33,10 @@ def schedule_named(name: str) -> Schedule:
 
 
 @cache
-def _described_in(module: str) -> Schedule:
-    schedule = importlib.import_module(module).SCHEDULE
-    assert isinstance(schedule, Schedule), f"{module}.SCHEDULE is no schedule"
+def _described_in(place: str) -> Schedule:
+    module, _, name = place.partition(":")
+    schedule = getattr(importlib.import_module(module), name or "SCHEDULE")
+    assert isinstance(schedule, Schedule), f"{place} is no schedule"
     return schedule
 
 
@@ -60,3 +61,76 @@ def select_phase(order: Sequence[Program], phase: Phase) -> Order:
         return tuple(tuple(lane) for lane in order)
     forwards = phase in ("forward", "infer")
     return tuple(tuple(a for a in lane if (a.kind is ActionKind.FORWARD) == forwards) for lane in order)
+
+
+def order_on(schedule: Schedule, lanes: Lanes, num_micro_batches: int) -> Order:
+    """The order of a schedule on lanes, also where those are not the ones that it is made for.
+
+    Raises:
+        ValueError: the schedule is for several stages per lane, and these lanes are others.
+    """
+    num_stages = sum(map(len, lanes))
+    if schedule.stages_per_lane == 1:
+        order = schedule.order(num_stages, num_micro_batches)
+        return order if len(order) == len(lanes) else merged(order, lanes)
+    if not runs_on(schedule, lanes):
+        raise ValueError(f"schedule {schedule} does not run on lanes {lanes}")
+    return schedule.order(num_stages, num_micro_batches)
+
+
+def runs_on(schedule: Schedule, lanes: Lanes) -> bool:
+    """Whether a schedule has an order for these lanes."""
+    num_stages = sum(map(len, lanes))
+    if schedule.stages_per_lane == 1:
+        return True
+    return num_stages % schedule.stages_per_lane == 0 and schedule.lanes(num_stages) == lanes
+
+
+def merged(order: Order, lanes: Lanes) -> Order:
+    """An order in which lane s runs stage s, for lanes that have several stages. Each stage keeps its sequence, so what the
+    schedule says of its memory and of the sequence of its sums holds.
+
+    Nothing hangs: the computations are merged in the sequence of their ends in a run of the order in which each takes one
+    unit of time. All that one of them needs has ended before it, so the sequence of all lanes together can be done.
+    """
+    ends = _unit_ends(order)
+    return tuple(
+        tuple(
+            sorted(
+                (action for stage in lane for action in order[stage]),
+                key=lambda action: (ends[action], action.kind is ActionKind.FORWARD, -action.stage),
+            )
+        )
+        for lane in lanes
+    )
+
+
+def _unit_ends(order: Order) -> dict[Action, int]:
+    """When each computation of a chain ends, if each takes one unit and values come at once."""
+    ends: dict[Action, int] = {}
+    places = [0] * len(order)
+    waiting = list(range(len(order)))
+    while waiting:
+        stage = waiting.pop()
+        program: Program = order[stage]
+        while places[stage] < len(program):
+            action = program[places[stage]]
+            needed = _needed(action, order)
+            if any(each not in ends for each in needed):
+                break
+            before = ends[program[places[stage] - 1]] if places[stage] else 0
+            ends[action] = max([before, *(ends[each] for each in needed)]) + 1
+            places[stage] += 1
+            waiting += [other for other in (stage - 1, stage + 1) if 0 <= other < len(order)]
+    assert len(ends) == sum(map(len, order)), "an order that gets stuck"
+    return ends
+
+
+def _needed(action: Action, order: Order) -> list[Action]:
+    """What other stages must have done before."""
+    if action.kind is ActionKind.FORWARD:
+        return [Action(action.stage - 1, action.kind, action.micro_batch)] if action.stage else []
+    if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and action.stage + 1 < len(order):
+        # All stages split their backwards, or none does.
+        return [Action(action.stage + 1, action.kind, action.micro_batch)]
+    return []

@@ -23,11 +23,10 @@ from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, A
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.kinds.list_scheduled import ListScheduled
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes
+from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.merged import order_on, runs_on
-from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.orders import ScheduleName, order_on, runs_on, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
 MAX_SPANS = 1_000_000  # forwards and backwards that are simulated: about a minute

@@ -7,16 +7,34 @@ be priced by the caller).
 
 Reductions run under the last backward: the gradients of a stage come in `num_buckets` equal parts at equal
 distances, so the reductions of all but the last bucket can end before the backward does.
+
+`run_to_end` runs programs without work, to see whether they come to their end. Semantics (rendezvous): posts never block; a
+message travels once its send and its receive are posted and the message before it on the channel has arrived; W and D end
+when it has. An endpoint is all lanes: a message from INPUT has arrived when those of all lanes have. Reductions end only
+after every lane has armed its own and finished its computes, because a parameter may be tied between any stages. All waits
+are on posts that are never taken back, so whether programs get stuck does not depend on timing, and one run with any
+durations decides it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from rannc_backend.ir.action import Action, ActionKind, Channel, Program
+from rannc_backend.errors import ScheduleError
+from rannc_backend.ir.action import (
+    MESSAGE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    WAIT_KINDS,
+    Action,
+    ActionKind,
+    Channel,
+    Program,
+)
 from rannc_backend.schedule.edges import Phase
-from rannc_backend.schedule.progress import TimedAction, run_to_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,3 +157,227 @@ _SAVED_CHANGE = {
     ActionKind.BACKWARD_INPUT: (-1, 1),
     ActionKind.BACKWARD_WEIGHT: (0, -1),
 }
+
+
+class Durations(Protocol):
+    """How long things take, in seconds."""
+
+    def compute_seconds(self, action: Action) -> float:
+        """Of a forward or backward."""
+        ...
+
+    def message_seconds(self, channel: Channel) -> float:
+        """Of one message, from both ends posted to arrival."""
+        ...
+
+    def reduction_end(self, stage: int, last_start: float, last_end: float) -> float:
+        """When the reductions of `stage` have ended, whose last backward ran from `last_start` to
+        `last_end`.
+        """
+        ...
+
+
+class NoTime:
+    """Durations of zero: for asking about progress only."""
+
+    def compute_seconds(self, action: Action) -> float:
+        """0."""
+        return 0.0
+
+    def message_seconds(self, channel: Channel) -> float:
+        """0."""
+        return 0.0
+
+    def reduction_end(self, stage: int, last_start: float, last_end: float) -> float:
+        """`last_end`."""
+        return last_end
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action of a lane that blocked or worked from `start` to `end` (seconds since the step began)."""
+
+    lane: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Message:
+    """One message of a channel: who takes part, and how far it is. Times in seconds."""
+
+    channel: Channel
+    micro_batch: int
+    senders: list[int] = field(default_factory=list)  # lanes that have its send
+    receivers: list[int] = field(default_factory=list)
+    sent: dict[int, float] = field(default_factory=dict)  # lane -> when it posted
+    received: dict[int, float] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # (sending lane, receiving lane) -> when
+
+    def end_for(self, lane: int, *, is_wait: bool) -> float | None:
+        """When the transfers that a W (else a D) of `lane` waits for have ended; None while one has not."""
+        pairs = (
+            [(other, lane) for other in self.senders]
+            if is_wait
+            else [(lane, other) for other in self.receivers]
+        )
+        if not pairs or not all(pair in self.arrived for pair in pairs):
+            return None
+        return max(self.arrived[pair] for pair in pairs)
+
+
+@dataclass(slots=True)
+class _Run:
+    """State of one run."""
+
+    programs: Mapping[int, Program]
+    durations: Durations
+    messages: dict[int, list[_Message | None]]  # lane -> message of each of its actions
+    next_index: dict[int, int]
+    clock: dict[int, float]
+    num_computes_left: dict[int, int]
+    channel_free: defaultdict[tuple[Channel, tuple[int, int]], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
+    last_compute: dict[int, tuple[float, float]] = field(default_factory=dict)  # stage -> (start, end)
+    blocked: set[int] = field(default_factory=set)
+    ready: deque[int] = field(default_factory=deque)
+    timeline: list[TimedAction] = field(default_factory=list)
+
+    def wake(self, lane: int) -> None:
+        if lane in self.blocked:
+            self.blocked.remove(lane)
+            self.ready.append(lane)
+
+
+def run_to_end(
+    programs: Mapping[int, Program], durations: Durations | None = None
+) -> tuple[TimedAction, ...]:
+    """Run all programs; the timeline lists each lane's actions in its own order, by start time between lanes.
+
+    Raises:
+        ScheduleError: the programs get stuck; the action is that of a lane on the circle of waiting.
+    """
+    run = _Run(
+        programs=programs,
+        durations=durations or NoTime(),
+        messages=_collect_messages(programs),
+        next_index=dict.fromkeys(programs, 0),
+        clock=dict.fromkeys(programs, 0.0),
+        num_computes_left={lane: sum(a.is_compute for a in program) for lane, program in programs.items()},
+        ready=deque(programs),
+    )
+    while run.ready:
+        lane = run.ready.popleft()
+        program, messages = programs[lane], run.messages[lane]
+        for index in range(run.next_index[lane], len(program)):
+            if not _step(run, lane, program[index], messages[index]):
+                run.blocked.add(lane)
+                break
+            run.next_index[lane] = index + 1
+    if run.blocked:
+        raise _stuck(run)
+    return tuple(sorted(run.timeline, key=lambda timed: timed.start))
+
+
+def _collect_messages(programs: Mapping[int, Program]) -> dict[int, list[_Message | None]]:
+    """lane -> the message of each of its actions (None for those that move none), shared between both
+    ends.
+    """
+    messages: dict[tuple[Channel, int], _Message] = {}
+    by_lane: dict[int, list[_Message | None]] = {}
+    for lane, program in programs.items():
+        by_lane[lane] = []
+        for action in program:
+            if action.kind not in MESSAGE_KINDS:
+                by_lane[lane].append(None)
+                continue
+            key = (action.channel, action.micro_batch)
+            if key not in messages:
+                messages[key] = _Message(*key)
+            if action.kind in SEND_KINDS:
+                messages[key].senders.append(lane)
+            elif action.kind in RECEIVE_KINDS:
+                messages[key].receivers.append(lane)
+            by_lane[lane].append(messages[key])
+    return by_lane
+
+
+def _step(run: _Run, lane: int, action: Action, message: _Message | None) -> bool:
+    """Do one action if it can end; False when it must wait for another lane."""
+    start = end = run.clock[lane]
+    if message is not None:
+        if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+            _post(run, lane, message, is_send=action.kind in SEND_KINDS)
+        else:
+            arrival = message.end_for(lane, is_wait=action.kind in WAIT_KINDS)
+            if arrival is None:
+                return False
+            end = max(start, arrival)
+    elif action.is_compute:
+        end = start + run.durations.compute_seconds(action)
+        run.last_compute[action.stage] = (start, end)
+        run.num_computes_left[lane] -= 1
+        if not run.num_computes_left[lane]:
+            for other in run.programs:
+                run.wake(other)
+    elif action.kind is ActionKind.WAIT_REDUCTIONS:
+        if any(run.num_computes_left.values()):
+            return False
+        last_start, last_end = run.last_compute.get(action.stage, (start, start))
+        end = max(start, run.durations.reduction_end(action.stage, last_start, last_end))
+    run.clock[lane] = end
+    run.timeline.append(TimedAction(lane, action, start, end))
+    return True
+
+
+def _post(run: _Run, lane: int, message: _Message, *, is_send: bool) -> None:
+    """Post a send or receive; where the other end is posted too, the message gets its arrival time."""
+    now = run.clock[lane]
+    own, others = (message.sent, message.received) if is_send else (message.received, message.sent)
+    own[lane] = now
+    for other, other_time in others.items():
+        pair = (lane, other) if is_send else (other, lane)
+        start = max(now, other_time, run.channel_free[message.channel, pair])
+        arrival = start + run.durations.message_seconds(message.channel)
+        run.channel_free[message.channel, pair] = message.arrived[pair] = arrival
+        run.wake(other)
+
+
+def _stuck(run: _Run) -> ScheduleError:
+    """Follow who waits for whom until a lane repeats or has nothing left to wait for, and tell the way."""
+    lane = min(run.blocked)
+    way: list[int] = []
+    steps: list[str] = []
+    while lane not in way:
+        way.append(lane)
+        index = run.next_index[lane]
+        action = run.programs[lane][index]
+        missing, holder = _missing(run, lane, action, run.messages[lane][index])
+        steps.append(f"lane {lane} at action number {index} ({action}) waits for {missing}")
+        if holder is None or holder not in run.blocked:
+            break
+        lane = holder
+    index = run.next_index[lane]
+    action = run.programs[lane][index]
+    return ScheduleError(
+        f"(stage {lane}, action number {index}) never ends: {'; '.join(steps)}", action=str(action)
+    )
+
+
+def _missing(run: _Run, lane: int, action: Action, message: _Message | None) -> tuple[str, int | None]:
+    """What a blocked action waits for, and the lane that should do it (None: no lane does)."""
+    if message is None:
+        holder = next(other for other, left in run.num_computes_left.items() if left)
+        return f"the last backward of lane {holder}", holder
+    is_wait = action.kind in WAIT_KINDS
+    own, others = (message.received, message.sent) if is_wait else (message.sent, message.received)
+    if lane not in own:
+        return f"{action.counterpart.counterpart} of lane {lane}", lane
+    for other in message.senders if is_wait else message.receivers:
+        if other not in others:
+            return f"{action.counterpart} of lane {other}", other
+    return f"{action.counterpart}, which no lane does", None

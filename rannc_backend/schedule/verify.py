@@ -39,7 +39,7 @@ from rannc_backend.ir.action import (
 )
 from rannc_backend.schedule.description import Lanes
 from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
-from rannc_backend.schedule.progress import run_to_end
+from rannc_backend.schedule.simulator import run_to_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

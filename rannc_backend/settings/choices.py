@@ -10,16 +10,17 @@ from types import MappingProxyType
 
 from pydantic_core import PydanticCustomError
 
-# All schedules: the name, and the module with the description of it (see schedule/description.py). Where two
+# All schedules: the name, and the module with the description of it (see schedule/description.py), or the name of that
+# there. Where two
 # are equally fast, the first of them is preferred.
 SCHEDULES: Mapping[str, str] = MappingProxyType(
     {
-        "1f1b": "rannc_backend.schedule.kinds.one_f_one_b",
-        "fill_drain": "rannc_backend.schedule.kinds.fill_drain",
-        "zb_h1": "rannc_backend.schedule.kinds.zb_h1",
-        "list_scheduled": "rannc_backend.schedule.kinds.list_scheduled",
-        "interleaved": "rannc_backend.schedule.kinds.interleaved",
-        "zb_v": "rannc_backend.schedule.kinds.zb_v",
+        "1f1b": "rannc_backend.schedule.one_f_one_b",
+        "fill_drain": "rannc_backend.schedule.fill_drain",
+        "zb_h1": "rannc_backend.schedule.one_f_one_b:ZB_H1",
+        "list_scheduled": "rannc_backend.schedule.list_scheduled",
+        "interleaved": "rannc_backend.schedule.several_stages:INTERLEAVED",
+        "zb_v": "rannc_backend.schedule.several_stages:ZB_V",
     }
 )
 SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})

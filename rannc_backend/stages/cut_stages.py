@@ -129,3 +129,14 @@ def edge_specs(edges: Mapping[tuple[int, int], Edge]) -> tuple[EdgeSpec, ...]:
         )
         for edge in edges.values()
     )
+
+
+def backward_order(graph: StageGraph) -> list[str]:
+    """Names of the stage's parameters in the order in which backward finishes them: last used first."""
+    first_use: dict[str, int] = {}
+    placeholders = [node for node in graph.graph_module.graph.nodes if node.op == "placeholder"]
+    position = {node: place for place, node in enumerate(graph.graph_module.graph.nodes)}
+    for node, slot in zip(placeholders, graph.inputs, strict=False):
+        if slot.kind == "parameter":
+            first_use[slot.name] = min((position[user] for user in node.users), default=0)
+    return sorted(first_use, key=lambda name: -first_use[name])

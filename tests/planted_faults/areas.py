@@ -237,7 +237,7 @@ AREAS = (
     Area(
         name="schedules",
         files={
-            "schedule/kinds/one_f_one_b.py": 1,
+            "schedule/one_f_one_b.py": 1,
             "schedule/lowering.py": 2,
             "schedule/simulator.py": 1,
             "schedule/verify.py": 2,
@@ -250,8 +250,8 @@ AREAS = (
         name="backwards in two parts",
         files={
             "passes/stage/split_backward.py": 3,
-            "schedule/kinds/zb_h1.py": 2,
-            "schedule/kinds/list_scheduled.py": 3,
+            "schedule/several_stages.py": 2,
+            "schedule/list_run.py": 3,
             "planner/settling.py": 2,
         },
         tests=(

@@ -22,7 +22,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "recompute-never-pays",
-            "schedule/kinds/fill_drain.py",
+            "schedule/fill_drain.py",
             "return 0 * num_stages_to_end + num_micro_batches",
             "return 0 * num_stages_to_end + 1",
             unit("schedule/lowering", "planner/planner"),
@@ -448,14 +448,14 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "one-more-in-flight",
-            "schedule/kinds/one_f_one_b.py",
+            "schedule/one_f_one_b.py",
             "min(num_stages - stage - 1, num_micro_batches)",
             "min(num_stages - stage, num_micro_batches)",
             unit("schedule/lowering", "schedule/simulator"),
         ),
         (
             "bound-in-flight-too-high",
-            "schedule/kinds/one_f_one_b.py",
+            "schedule/one_f_one_b.py",
             "return min(num_stages_to_end, num_micro_batches)",
             "return min(num_stages_to_end + 1, num_micro_batches)",
             unit("schedule/lowering", "schedule/plan_simulation"),

@@ -22,8 +22,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "second-parts-that-are-dropped",
             "runtime/step/executor.py",
-            "self._own_stage().backward_weights(state.kept.pop(action.micro_batch), self._sink(state))",
-            "state.kept.pop(action.micro_batch)",
+            "self.stages[index].backward_weights(kept, self._sink(index, state))",
+            "pass",
             equal("zb_h1_mlp_loss"),
         ),
         (
@@ -49,15 +49,15 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         ),
         (
             "list-schedules-without-a-limit",
-            "schedule/kinds/list_scheduled.py",
-            "if needed <= cost.limit_bytes or self.num_weights == m:",
+            "schedule/list_run.py",
+            "if needed <= self.limit_bytes or (nothing_kept and self._is_oldest(m)):",
             "if True:",
             unit("schedule/split_backwards"),
         ),
         (
             "orders-for-plans-without-costs",
             "schedule/plan_simulation.py",
-            "return replace(described, costs=tuple(_lane_costs(plan, stage) for stage in plan.stages))",
+            "return replace(described, costs=costs, lanes_of_plan=plan.lanes)",
             "return described",
             unit("planner/own_orders"),
         ),

@@ -38,8 +38,13 @@ from rannc_backend.planner.cost.pricing import (
 from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.cost.transfer import allreduce_terms, communicator_memory, message_memory
 from rannc_backend.planner.cost.update_shares import update_shares
-from rannc_backend.planner.search.over_intervals import first_at_or_after, largest_over, over, seconds_over
-from rannc_backend.planner.search.parameter_sums import ParameterSums
+from rannc_backend.planner.search.over_intervals import (
+    ParameterSums,
+    first_at_or_after,
+    largest_over,
+    over,
+    seconds_over,
+)
 from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 

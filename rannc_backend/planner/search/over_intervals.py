@@ -1,14 +1,17 @@
-"""Sums and maxima over all intervals of blocks at once.
+"""Sums and maxima over all intervals of blocks at once, and the bytes of their parameters.
 
-In: values by block, [L] or [L, columns]. Out: tables [L, N, columns], by first block and number of blocks less one.
+In: values by block, [L] or [L, columns]; a `BlockGraph`. Out: tables [L, N, columns], by first block and number of blocks
+less one. A parameter of several blocks counts once in an interval that has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from rannc_backend.ir.block_graph import BlockGraph, ParameterUse
 from rannc_backend.planner.search.problem import Floats, Ints
 
 
@@ -43,3 +46,59 @@ def first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
     begins = np.arange(first, places[-1] + 1)
     ordered = np.asarray(places, dtype=np.int64)
     return begins, ordered[np.searchsorted(ordered, begins)]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ParameterSums:
+    """`parameters`: all of them; `trainable`: those that an optimizer updates; `gradients`: memory of their
+    gradients; `reduced`: what replicas sum; `shared`: the part of `reduced` of parameters that blocks outside of the
+    interval read too.
+    """
+
+    parameters: Floats
+    trainable: Floats
+    gradients: Floats
+    reduced: Floats
+    shared: Floats
+
+    @classmethod
+    def of(cls, graph: BlockGraph) -> ParameterSums:
+        """Of all intervals."""
+        readers: dict[str, list[int]] = {}
+        for block in graph.blocks:
+            for name in block.parameters:
+                readers.setdefault(name, []).append(block.index)
+        uses = {use.name: use for use in graph.parameters}
+        sizes_at: dict[tuple[int, ...], list[int]] = {}  # by the blocks that read the same
+        for name, indexes in readers.items():
+            sizes = sizes_at.setdefault(tuple(indexes), [0, 0, 0, 0])
+            for kind, size in enumerate(_sizes(uses[name])):
+                sizes[kind] += size
+        num_blocks = len(graph.blocks)
+        added = np.zeros((5, num_blocks, num_blocks))
+        for places, sizes in sizes_at.items():
+            begins, ends = first_at_or_after(places, 0)
+            for kind, size in enumerate(sizes):
+                added[kind, begins, ends - begins] += size
+            if len(places) > 1:
+                added[4, begins, ends - begins] += sizes[3]
+                whole = np.arange(places[0] + 1)
+                added[4, whole, places[-1] - whole] -= sizes[3]
+        parameters, trainable, gradients, reduced, shared = np.cumsum(added, axis=2)
+        return cls(
+            parameters=parameters, trainable=trainable, gradients=gradients, reduced=reduced, shared=shared
+        )
+
+    def up_to(self, max_length: int) -> ParameterSums:
+        """Of intervals of at most so many blocks."""
+        return ParameterSums(
+            parameters=self.parameters[:, :max_length],
+            trainable=self.trainable[:, :max_length],
+            gradients=self.gradients[:, :max_length],
+            reduced=self.reduced[:, :max_length],
+            shared=self.shared[:, :max_length],
+        )
+
+
+def _sizes(use: ParameterUse) -> tuple[int, int, int, int]:
+    return use.num_bytes, use.num_bytes * use.trainable, use.gradient_bytes, use.sum_bytes

@@ -21,8 +21,7 @@ from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.list_run import held_by
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.merged import order_on
-from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.orders import ScheduleName, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
 
@@ -38,7 +37,7 @@ def several_stages(problem: SearchProblem, base: Solution, name: ScheduleName) -
     lane_of = {stage: number for number, lane in enumerate(lanes) for stage in lane}
     replicas = tuple(base.replicas[lane_of[stage]] for stage in range(num_stages))
     pricer = Pricer(problem, base.num_micro_batches, name, problem.num_blocks)
-    bounds = _even_bounds(pricer, replicas)
+    bounds = _even_bounds(pricer, lanes, replicas)
     pinned = replace(
         problem,
         num_stages=None,
@@ -126,9 +125,10 @@ def _places(pricer: Pricer, solution: Solution) -> list[tuple[int, int, int]]:
     return [(begin, end - begin - 1, option) for begin, end, option in pairs]
 
 
-def _even_bounds(pricer: Pricer, replicas: Sequence[int]) -> tuple[int, ...] | None:
-    """Cuts that give each stage a share of the computing in proportion to its replicas, as nearly as blocks allow, at least
-    a block each; stages begin where they must.
+def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple[int, ...] | None:
+    """Cuts that give each lane a share of the computing in proportion to its replicas, and each of its stages an equal part
+    of that, as nearly as blocks allow, at least a block each; what a stage has too much or too little of, the later ones of
+    its lane make good. Stages begin where they must.
     """
     problem, tables = pricer.problem, pricer.tables
     option = int(np.searchsorted(tables.replicas, min(replicas)))
@@ -137,8 +137,17 @@ def _even_bounds(pricer: Pricer, replicas: Sequence[int]) -> tuple[int, ...] | N
     if not np.isfinite(work).all():
         return None
     sums = np.concatenate([[0.0], np.cumsum(work)])
-    wanted = sums[-1] * np.cumsum(replicas)[:-1] / sum(replicas)
-    cuts = [int(np.abs(sums - share).argmin()) for share in wanted]
+    lane_of = {stage: lane for lane in lanes for stage in lane}
+    whole = sums[-1] / sum(replicas[lane[0]] for lane in lanes)
+    done = dict.fromkeys(lanes, 0.0)
+    cuts: list[int] = []
+    wanted = 0.0
+    for stage in range(len(replicas) - 1):
+        lane = lane_of[stage]
+        num_left = len(lane) - lane.index(stage)
+        wanted += max(0.0, whole * replicas[stage] - done[lane]) / num_left
+        cuts.append(int(np.abs(sums - wanted).argmin()))
+        done[lane] += float(sums[cuts[-1]] - sums[cuts[-2] if len(cuts) > 1 else 0])
     for start in sorted(set(problem.lane_starts) - {0}):
         nearest = min(range(len(cuts)), key=lambda place: abs(cuts[place] - start), default=None)
         if nearest is None:

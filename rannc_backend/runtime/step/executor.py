@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from rannc_backend.runtime.step.messages import (
     slice_rows,
 )
 from rannc_backend.runtime.step.send_buffers import SendBuffers
-from rannc_backend.runtime.step.step_state import OLD_VALUE, StepState
+from rannc_backend.runtime.step.step_state import OLD_VALUE, Destinations, Stage, StageSlot, StepState
 from rannc_backend.runtime.torch_internals import storage_key
 from rannc_backend.runtime.trace.copy_report import BUCKETS, MESSAGES
 from rannc_backend.runtime.trace.meter import StepRecord
@@ -38,55 +38,6 @@ from rannc_backend.runtime.world import QueueTurn, World
 
 _Key = TypeVar("_Key")
 _MAX_LAYOUTS = 1024  # of messages: channels, times numbers of rows
-
-
-class StageSlot(Protocol):
-    """An input or output of a stage: the value's name and what it is."""
-
-    name: str
-    kind: str
-
-
-class Stage(Protocol):
-    """What the executor needs of a compiled stage (`compile_stages.CompiledStage` in production)."""
-
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    grad_outputs: tuple[int, ...]
-    grad_inputs: tuple[int, ...]
-    grad_parameters: tuple[int, ...]
-    stored_outputs: tuple[int, ...]
-    stored_gradients: tuple[int, ...]
-    gradient_copies: CopyReport
-
-    def forward(
-        self, args: Sequence[torch.Tensor], destinations: Destinations
-    ) -> tuple[list[torch.Tensor], Any]:
-        """Outputs and saved values."""
-
-    def backward(
-        self,
-        saved: Any,
-        grads: Sequence[torch.Tensor | None],
-        sink: StageGradients,
-        destinations: Destinations,
-    ) -> list[torch.Tensor]:
-        """Gradients of `grad_inputs`; those of `grad_parameters` go to the sink."""
-
-    def backward_inputs(
-        self, saved: Any, grads: Sequence[torch.Tensor | None], destinations: Destinations
-    ) -> tuple[list[torch.Tensor], list[Any]]:
-        """The first part of `backward`: gradients of `grad_inputs`, and what the second needs."""
-
-    def backward_weights(self, kept: list[Any], sink: StageGradients) -> None:
-        """The second part."""
-
-    def infer(self, args: Sequence[torch.Tensor], destinations: Destinations) -> list[torch.Tensor]:
-        """Outputs only."""
-
-
-Destinations = Mapping[int, torch.Tensor]
-"""Memory for outputs, or for gradients of inputs, by position: parts of messages."""
 
 
 @dataclass(slots=True, kw_only=True)

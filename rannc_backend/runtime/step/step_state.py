@@ -8,15 +8,16 @@ bounded by what is in flight.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rannc_backend.ir.action import Channel
 from rannc_backend.ir.exchange import Edge, Value
-from rannc_backend.runtime.gradients.buckets import PendingGradients
+from rannc_backend.kernels.record_table import CopyReport
+from rannc_backend.runtime.gradients.buckets import PendingGradients, StageGradients
 from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.rows import Piece, RowTable
 from rannc_backend.runtime.step.messages import Incoming, RowsTensors
@@ -72,6 +73,55 @@ class StepShapes:
     edges: Mapping[tuple[int, int], Edge]
     outputs: tuple[RuntimeOutput, ...]
     scalars: ScalarGraphs
+
+
+class StageSlot(Protocol):
+    """An input or output of a stage: the value's name and what it is."""
+
+    name: str
+    kind: str
+
+
+class Stage(Protocol):
+    """What the executor needs of a compiled stage (`compile_stages.CompiledStage` in production)."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+    grad_parameters: tuple[int, ...]
+    stored_outputs: tuple[int, ...]
+    stored_gradients: tuple[int, ...]
+    gradient_copies: CopyReport
+
+    def forward(
+        self, args: Sequence[torch.Tensor], destinations: Destinations
+    ) -> tuple[list[torch.Tensor], Any]:
+        """Outputs and saved values."""
+
+    def backward(
+        self,
+        saved: Any,
+        grads: Sequence[torch.Tensor | None],
+        sink: StageGradients,
+        destinations: Destinations,
+    ) -> list[torch.Tensor]:
+        """Gradients of `grad_inputs`; those of `grad_parameters` go to the sink."""
+
+    def backward_inputs(
+        self, saved: Any, grads: Sequence[torch.Tensor | None], destinations: Destinations
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """The first part of `backward`: gradients of `grad_inputs`, and what the second needs."""
+
+    def backward_weights(self, kept: list[Any], sink: StageGradients) -> None:
+        """The second part."""
+
+    def infer(self, args: Sequence[torch.Tensor], destinations: Destinations) -> list[torch.Tensor]:
+        """Outputs only."""
+
+
+Destinations = Mapping[int, torch.Tensor]
+"""Memory for outputs, or for gradients of inputs, by position: parts of messages."""
 
 
 @dataclass(slots=True, kw_only=True)

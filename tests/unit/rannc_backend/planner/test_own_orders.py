@@ -18,8 +18,8 @@ from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import search
 from rannc_backend.planner.settling import in_own_order, is_safe
 from rannc_backend.report.tables import proof_text
-from rannc_backend.schedule.kinds.list_scheduled import ListScheduled
 from rannc_backend.schedule.list_run import lower_bound_seconds
+from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of, simulate_plan
 from rannc_backend.settings.options import Config

@@ -15,7 +15,6 @@ import numpy as np
 
 from rannc_backend.schedule.chain import order_seconds
 from rannc_backend.schedule.description import Count, Lanes, Order, Schedule, with_split_backwards
-from rannc_backend.schedule.kinds.one_f_one_b import SCHEDULE as ONE_F_ONE_B
 from rannc_backend.schedule.list_run import (
     LaneCosts,
     Rule,
@@ -23,7 +22,8 @@ from rannc_backend.schedule.list_run import (
     lower_bound_seconds,
     peaks_of,
 )
-from rannc_backend.schedule.merged import merged
+from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
+from rannc_backend.schedule.orders import merged
 
 _INFINITY = float("inf")
 _NEAR = 1e-3  # of the lower bound: no other rule is tried

@@ -1,1 +1,0 @@
-"""The schedules that there are, one a module."""

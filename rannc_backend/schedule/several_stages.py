@@ -1,0 +1,118 @@
+"""Schedules with two stages on each rank.
+
+In: numbers of stages and micro-batches. Out: orders, and which stages a lane has. Both orders are made by list scheduling
+over equal stages (`schedule/list_run.py`), for any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rannc_backend.schedule.description import Count, Lanes, Order, Schedule, with_split_backwards
+from rannc_backend.schedule.list_run import LaneCosts, Rule, list_order, peaks_of
+from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
+from rannc_backend.schedule.orders import merged
+
+_WHOLE = LaneCosts(forward=1.0, inputs=2.0, weights=0.0)
+_INTERLEAVED_RULES = (
+    Rule(most_in_flight=2.0, forward_first=True),
+    Rule(most_in_flight=2.0, forward_first=True, by_groups=True),
+    Rule(most_in_flight=1.5, forward_first=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved(Schedule):
+    """1F1B with two stages on each lane: of p lanes, lane l runs stages l and l + p (Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
+
+    The pipeline fills in stages of half the length, so ranks compute nothing for half as long as under 1F1B, and messages are
+    twice as many. The order is that of list scheduling with equal stages, of the fastest of a few rules: forwards of a lane's second
+    stage come before those of its first, or in groups of p micro-batches. Where micro-batches come in multiples of p, ranks
+    compute nothing for (p - 1) (F + B) of such a stage.
+    """
+
+    def lanes(self, num_stages: int) -> Lanes:
+        """See `Schedule`: lane l of p has stages l, l + p, ..."""
+        count = num_stages // self.stages_per_lane
+        return tuple(tuple(range(lane, num_stages, count)) for lane in range(count))
+
+    def order(self, num_stages: int, num_micro_batches: int) -> Order:
+        """See `Schedule`."""
+        return _interleaved(self.lanes(num_stages), num_micro_batches)
+
+    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
+        """All of them; `in_flight_bounds` says more."""
+        return 0 * num_stages_to_end + num_micro_batches
+
+    def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """As the order has it."""
+        return tuple(flying for flying, _ in peaks_of(self, num_stages, num_micro_batches))
+
+
+@lru_cache(maxsize=64)
+def _interleaved(lanes: Lanes, num_micro_batches: int) -> Order:
+    num_stages = sum(map(len, lanes))
+    costs = (_WHOLE,) * num_stages
+    runs = [
+        list_order(costs, lanes, num_micro_batches, rule, splits_backward=False)
+        for rule in _INTERLEAVED_RULES
+    ]
+    found = [run for run in runs if run is not None]
+    if not found:
+        return merged(ONE_F_ONE_B.order(num_stages, num_micro_batches), lanes)
+    return min(found, key=lambda run: run.seconds).order
+
+
+_V_RULE = Rule(most_in_flight=0.0, forward_first=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroBubbleV(Schedule):
+    """Two stages on each lane in the shape of a V, with backwards in two parts (ZB-V of Qi et al. 2024, "Pipeline Parallelism
+    with Controllable Memory"): of p lanes, lane l runs stages l and 2 p - 1 - l.
+
+    A micro-batch goes down the lanes and comes up again, so the first lane has its last stage, and begins its backward at once.
+    With equal stages and F, I and W of one length, ranks compute nothing for (p - 1) F at the begin of a step, and no lane holds
+    more than under 1F1B: what 2 p stages save of a micro-batch. The order is that of list scheduling with such seconds and such
+    memory.
+    """
+
+    def lanes(self, num_stages: int) -> Lanes:
+        """See `Schedule` and the class."""
+        return tuple((lane, num_stages - 1 - lane) for lane in range(num_stages // 2))
+
+    def order(self, num_stages: int, num_micro_batches: int) -> Order:
+        """See `Schedule`."""
+        return _in_a_v(num_stages, self.lanes(num_stages), num_micro_batches)
+
+    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
+        """All of them; `in_flight_bounds` says more."""
+        return 0 * num_stages_to_end + num_micro_batches
+
+    def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """As the order has it."""
+        return tuple(flying for flying, _ in peaks_of(self, num_stages, num_micro_batches))
+
+    def kept(self, num_stages_to_end: Count, num_stages: Count, num_micro_batches: int) -> Count:
+        """All of them; `kept_bounds` says more."""
+        return 0 * num_stages_to_end + num_micro_batches
+
+    def kept_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """As the order has it."""
+        return tuple(kept for _, kept in peaks_of(self, num_stages, num_micro_batches))
+
+
+@lru_cache(maxsize=64)
+def _in_a_v(num_stages: int, lanes: Lanes, num_micro_batches: int) -> Order:
+    unit = LaneCosts(flight_bytes=1.0, kept_bytes=1.0, limit_bytes=num_stages / 2)
+    found = list_order((unit,) * num_stages, lanes, num_micro_batches, _V_RULE)
+    if found is not None:
+        return found.order
+    chain = ONE_F_ONE_B.order(num_stages, num_micro_batches)
+    return merged(tuple(with_split_backwards(lane, 0) for lane in chain), lanes)
+
+
+INTERLEAVED = Interleaved(name="interleaved", eager_backward=True, stages_per_lane=2)
+ZB_V = ZeroBubbleV(name="zb_v", eager_backward=True, splits_backward=True, stages_per_lane=2)
