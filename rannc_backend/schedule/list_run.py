@@ -223,9 +223,11 @@ class _Lane:
                     yield _Coming(max(come, room), stage, False)
             m = len(stage.forward_ends)
             if m < self.number and (place or self._num_in_flight() < self.most_in_flight):
-                needed = held + max(cost.flight_bytes, cost.kept_bytes)
+                needed = held + cost.flight_bytes + self.most_growth
                 if not place:
-                    needed += sum(self._still_needed(later, m) for later in self.stages[1:])
+                    needed += sum(
+                        (m + 1 - len(later.forward_ends)) * later.cost.flight_bytes for later in self.stages[1:]
+                    )
                 if needed <= self.limit_bytes or (nothing_kept and self._is_oldest(m)):
                     come = stage.values.arrived[m] if stage.values else 0.0
                     room = stage.following_values.room_for(m) if stage.following_values else 0.0
@@ -234,10 +236,10 @@ class _Lane:
     def _num_in_flight(self) -> int:
         return sum(stage.num_in_flight for stage in self.stages)
 
-    def _still_needed(self, stage: _Stage, micro_batch: int) -> float:
-        """By a later stage, for the micro-batches up to this one whose forward is still to come."""
-        coming = micro_batch + 1 - len(stage.forward_ends)
-        return coming * max(stage.cost.flight_bytes, stage.cost.kept_bytes)
+    @property
+    def most_growth(self) -> float:
+        """What an I needs more than it frees, at most."""
+        return max(0.0, *(stage.cost.kept_bytes - stage.cost.flight_bytes for stage in self.stages))
 
     def _is_oldest(self, micro_batch: int) -> bool:
         """Whether no earlier micro-batch is anywhere in the lane: it may have all memory."""

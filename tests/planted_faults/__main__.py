@@ -63,6 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--no-baseline", action="store_true", help="do not run the tests without any fault first"
     )
+    parser.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=float("inf"),
+        help="plant no more faults after so long; those that are left out are counted",
+    )
     parser.add_argument("--list", action="store_true", help="list the faults and plant none")
     chosen = parser.parse_args(arguments)
     faults = [
@@ -82,12 +88,17 @@ def main(arguments: Sequence[str]) -> int:
     by_name = {fault.name: fault for fault in faults}
     verdicts = []
     for diagnosis in run_faults(
-        faults, workers=chosen.workers, state=State(STATE_FILE), baseline=not chosen.no_baseline
+        faults,
+        workers=chosen.workers,
+        state=State(STATE_FILE),
+        baseline=not chosen.no_baseline,
+        budget_seconds=chosen.budget_seconds,
     ):
         diagnosis = with_equivalents(diagnosis, by_name[diagnosis.name])
         verdicts.append(diagnosis)
         print(diagnosis.line(), flush=True)
-    print(counts_line(verdicts, time.monotonic() - begin), flush=True)
+    left_out = f", {len(faults) - len(verdicts)} left out" if len(verdicts) < len(faults) else ""
+    print(counts_line(verdicts, time.monotonic() - begin) + left_out, flush=True)
     return 0 if verdicts and all(diagnosis.kind in ("caught", "equivalent") for diagnosis in verdicts) else 1
 
 

@@ -11,6 +11,7 @@ import json
 import queue
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -141,9 +142,15 @@ def judge(tree: Tree, *, fault: Fault) -> Diagnosis:
 
 
 def run_faults(
-    faults: Sequence[Fault], *, workers: int, state: State, baseline: bool = True
+    faults: Sequence[Fault],
+    *,
+    workers: int,
+    state: State,
+    baseline: bool = True,
+    budget_seconds: float = float("inf"),
 ) -> Iterator[Diagnosis]:
-    """Verdicts as they come, those that are known already first."""
+    """Verdicts as they come, those that are known already first; none of faults whose turn comes after the budget."""
+    end = time.monotonic() + budget_seconds
     source = digest()
     keys = {fault.name: key_of(fault, source) for fault in faults}
     assert len(keys) == len(faults), "two faults have one name"
@@ -177,7 +184,12 @@ def run_faults(
                 futures.append(pool.submit(_acquired, trees, partial(judge, fault=fault)))
         try:
             for future in as_completed(futures):
+                if future.cancelled():
+                    continue
                 diagnosis = future.result()
+                if time.monotonic() > end:
+                    for other in futures:
+                        other.cancel()
                 state.note(keys[diagnosis.name], diagnosis)
                 yield diagnosis
         finally:

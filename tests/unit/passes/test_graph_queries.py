@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values, placeholders
+from rannc_backend.passes.graph_queries import (
+    is_zeros,
+    nearest_node,
+    nodes_behind,
+    output_values,
+    placeholders,
+)
 
 
 def _names(nodes):
@@ -41,3 +47,15 @@ def test_the_nearest_node_is_of_the_same_module_or_fewest_edges_away():
     pair = fx.symbolic_trace(lambda x, y: (torch.relu(x), torch.relu(y))).graph
     left, right = output_values(pair)
     assert nearest_node(left, lambda node: node is right) is None
+
+
+def test_new_zeros_are_calls_that_make_them() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    assert is_zeros(graph.call_function(aten.new_zeros.default, (x, [2])))
+    assert is_zeros(graph.call_function(aten.zeros.default, ([2],)))
+    assert is_zeros(graph.call_function(aten.full.default, ([2], 0)))
+    assert not is_zeros(graph.call_function(aten.full.default, ([2], 1)))
+    assert not is_zeros(graph.call_function(aten.neg.default, (x,)))
+    assert not is_zeros(x) and not is_zeros(0) and not is_zeros(None)

@@ -11,7 +11,7 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import Action, ActionKind
 from rannc_backend.schedule.chain import chains_step_seconds, order_seconds
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
+from rannc_backend.schedule.list_run import LaneCosts, held_bytes, lower_bound_seconds
 from rannc_backend.schedule.list_scheduled import SCHEDULE, ListScheduled
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, schedule_named
@@ -170,9 +170,8 @@ def test_a_list_schedule_keeps_to_its_memory_and_comes_to_its_end(
         max_in_flight=schedule.in_flight_bounds(len(costs), number),
         max_kept=schedule.kept_bounds(len(costs), number),
     )
-    for stage in range(len(costs)):
-        held = schedule.held_bytes(stage, number, flight_bytes=flight, kept_bytes=kept)
-        assert held <= limit * (1 + 1e-9)
+    held = held_bytes(schedule, len(costs), number, [flight] * len(costs), [kept] * len(costs))
+    assert max(held) <= limit * (1 + 1e-9)
 
 
 def test_more_memory_makes_a_list_schedule_no_slower_and_some_make_it_faster() -> None:

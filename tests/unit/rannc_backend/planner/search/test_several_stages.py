@@ -1,0 +1,164 @@
+"""Plans in which ranks compute several stages: even over lanes, within memory, priced as they run, taken where they gain."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, PlanError
+from rannc_backend.ir.plan import Plan
+from rannc_backend.planner.cost.pricing import AnalyticPricer
+from rannc_backend.planner.plan_parts import priced
+from rannc_backend.planner.plan_request import PlanRequest
+from rannc_backend.planner.planner import plan_blocks
+from rannc_backend.planner.search.problem import SearchProblem
+from rannc_backend.planner.search.search import search
+from rannc_backend.planner.search.several_stages import several_stages, step_seconds
+from rannc_backend.planner.settling import settle
+from rannc_backend.schedule.orders import schedule_named
+from rannc_backend.schedule.plan_simulation import simulate_plan
+from rannc_backend.settings.options import Config
+from tests.schedule_lists import SEVERAL_STAGES
+from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
+from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
+
+NUM_BLOCKS, ROWS, NUM_LANES = 24, 24, 3
+ALL = ("1f1b", "fill_drain", "zb_h1", "list_scheduled", "interleaved", "zb_v")
+
+
+@cache
+def line(seed: int) -> Any:
+    """Blocks whose backwards have second parts: half of their FLOPs."""
+    graph = random_line(seed, NUM_BLOCKS)
+    blocks = tuple(
+        replace(
+            block,
+            operators=tuple(
+                replace(each, weight_flops=each.backward_flops / 2, kept_bytes=block.saved_bytes)
+                for each in block.operators
+            ),
+        )
+        for block in graph.blocks
+    )
+    return replace(graph, blocks=blocks)
+
+
+def request_of(seed: int, schedules: tuple[str, ...], **options: Any) -> PlanRequest:
+    cluster = local_cpu(NUM_LANES, memory_bytes=64 * BYTES_PER_GB)
+    config = Config(mem_margin=0.0, pipeline_num=6, **options)
+    pricer = AnalyticPricer(device=cluster.device)
+    return PlanRequest.of(line(seed), config, cluster, pricer, ROWS, schedules, None)
+
+
+def problem_of(seed: int, schedules: tuple[str, ...] = ALL, **options: Any) -> SearchProblem:
+    request = request_of(seed, schedules, **options)
+    return request.problem(request.costs())
+
+
+def plan_of(
+    seed: int, schedules: tuple[str, ...], limit_bytes: float = 64 * BYTES_PER_GB, **options: Any
+) -> Plan:
+    return plan_blocks(
+        line(seed),
+        Config(mem_margin=0.0, pipeline_num=6, **options),
+        cluster=local_cpu(NUM_LANES, memory_bytes=int(limit_bytes)),
+        batch_rows=ROWS,
+        schedules=schedules,
+        fingerprint="f" * 64,
+    )
+
+
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+@pytest.mark.parametrize("seed", range(4))
+def test_lanes_keep_their_ranks_and_share_the_work(name: str, seed: int) -> None:
+    problem = problem_of(seed, (name,), replica_num=1, partition_num=2 * NUM_LANES)
+    base = search(problem).solution
+    assert base is not None and base.num_stages == NUM_LANES
+    made = several_stages(problem, base, name)
+    assert made is not None and made.base == base and made.num_ranks == base.num_ranks
+    lanes = schedule_named(name).lanes(made.num_stages)
+    for number, lane in enumerate(lanes):
+        assert {made.ranks(stage) for stage in lane} == {base.ranks(number)}
+    assert made.step_seconds == step_seconds(problem, made, schedule_named(name))
+    again = priced(problem, made)
+    assert again is not None and again.step_seconds == made.step_seconds
+    # No lane has more than its share, but for the blocks at the ends of its stages.
+    tables = problem.tables(made.num_micro_batches, 1)
+    blocks = np.arange(NUM_BLOCKS)
+    work = tables.forward[blocks, 0, 0] + tables.backward[0, blocks, 0, 0]
+    shares = [sum(work[made.bounds[s] : made.bounds[s + 1]].sum() for s in lane) for lane in lanes]
+    assert max(shares) <= work.sum() / len(lanes) + 2 * work.max()
+
+
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_takes_as_long_as_its_simulation_says(name: str, seed: int) -> None:
+    plan = plan_of(seed, (name,), partition_num=2 * NUM_LANES)
+    assert plan.schedule == name and plan.num_stages == 2 * NUM_LANES
+    assert plan.lanes == schedule_named(name).lanes(plan.num_stages)
+    simulated = simulate_plan(plan)
+    assert simulated.step_seconds == pytest.approx(plan.predicted_step_seconds, rel=1e-4)
+    for stage, found in zip(plan.stages, simulated.stages, strict=True):
+        assert found.peak_bytes == stage.predicted.peak_bytes
+        assert found.idle_share == pytest.approx(stage.predicted.idle_share, abs=1e-3)
+    assert plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="for 2 stages on each rank"):
+        simulate_plan(plan, "zb_v" if name == "interleaved" else "interleaved")
+    assert simulate_plan(plan, "1f1b").step_seconds > 0
+
+
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+def test_a_plan_stays_within_the_memory_of_a_rank(name: str) -> None:
+    roomy = plan_of(1, (name,), partition_num=2 * NUM_LANES)
+    needed = max(roomy.lane_peak_bytes(lane[0]) for lane in roomy.lanes)
+    tight = plan_of(1, (name,), limit_bytes=needed * 0.97, partition_num=2 * NUM_LANES)
+    assert (
+        tight.schedule != name or max(tight.lane_peak_bytes(lane[0]) for lane in tight.lanes) <= needed * 0.97
+    )
+
+
+def test_numbers_by_stage_are_those_of_lanes() -> None:
+    plan = plan_of(0, ("interleaved",), stage_replicas="2,1,2,1")
+    assert plan.stage_replicas == (2, 1, 2, 1) and plan.lanes == ((0, 2), (1, 3))
+    plan = plan_of(0, ("zb_v",), stage_replicas="2,1,1,2")
+    assert plan.lanes == ((0, 3), (1, 2))
+    with pytest.raises(InfeasiblePlanError, match="stages 0 and 2, 1 and 3 have the same ranks"):
+        plan_of(0, ("interleaved",), stage_replicas="2,1,1,2")
+    with pytest.raises(InfeasiblePlanError, match="2 stages on each rank, and 3 stages are asked for"):
+        plan_of(0, ("interleaved",), partition_num=3)
+
+
+def test_too_few_blocks_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    graph = random_line(0, 3)
+    with caplog.at_level(logging.WARNING):
+        plan = plan_blocks(
+            graph,
+            Config(mem_margin=0.0, pipeline_num=2, partition_num=4),
+            cluster=local_cpu(2, memory_bytes=64 * BYTES_PER_GB),
+            batch_rows=8,
+            schedules=("interleaved",),
+            fingerprint="f" * 64,
+        )
+    assert plan.num_stages == 2 and plan.schedule != "interleaved"
+    assert "schedule interleaved needs two stages on each rank" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_the_search_may_choose_it_takes_what_is_fastest(seed: int) -> None:
+    problem = problem_of(seed)
+    found = search(problem).solution
+    assert found is not None
+    taken = settle(problem, found, None)
+    without = settle(replace(problem, lane_schedules=()), found, None)
+    assert taken.step_seconds <= without.step_seconds
+    assert taken.has_several_stages or taken == without
+
+
+def test_where_numbers_of_stages_are_given_ranks_have_one() -> None:
+    assert problem_of(0, partition_num=3).lane_schedules == ()
+    assert problem_of(0).lane_schedules == SEVERAL_STAGES

@@ -1,0 +1,209 @@
+"""Lanes that have several stages: their orders, how long they take, what they hold, and orders that are merged for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rannc_backend.ir.action import Action, ActionKind
+from rannc_backend.schedule.description import Lanes, Order
+from rannc_backend.schedule.edges import PHASES, EdgeSpec
+from rannc_backend.schedule.list_run import (
+    LaneCosts,
+    Rule,
+    held_bytes,
+    list_order,
+    lower_bound_seconds,
+    peaks_of,
+)
+from rannc_backend.schedule.list_scheduled import SCHEDULE as LIST_SCHEDULED
+from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.orders import build_order, order_on, runs_on, schedule_named
+from rannc_backend.schedule.simulator import StageSeconds, simulate
+from rannc_backend.schedule.verify import verify
+from tests.schedule_executor import run_program
+from tests.schedule_lists import FIXED, ONE_STAGE, SEVERAL_STAGES, num_stages_for
+
+
+def chain(num_stages: int) -> list[EdgeSpec]:
+    return [
+        EdgeSpec(src=s, dst=s + 1, num_forward_values=1, num_gradient_values=1) for s in range(num_stages - 1)
+    ]
+
+
+def seconds_of(name: str, num_stages: int, number: int, stage: StageSeconds) -> float:
+    programs = lower(build_order(name, num_stages, number), chain(num_stages), "train", number)
+    return simulate(programs, [stage] * num_stages).makespan_seconds
+
+
+def test_lanes() -> None:
+    assert schedule_named("interleaved").lanes(8) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert schedule_named("zb_v").lanes(8) == ((0, 7), (1, 6), (2, 5), (3, 4))
+    assert schedule_named("1f1b").lanes(3) == ((0,), (1,), (2,))
+    assert SEVERAL_STAGES == ("interleaved", "zb_v")
+
+
+@pytest.mark.parametrize(("num_lanes", "number"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 32)])
+def test_interleaved_idles_half_as_long_as_1f1b(num_lanes: int, number: int) -> None:
+    """(p - 1) (F + B) of stages of half the length, where micro-batches come in multiples of p."""
+    half = StageSeconds(forward=1.0, backward=2.0)
+    idle = seconds_of("interleaved", 2 * num_lanes, number, half) - 2 * number * 3.0
+    assert idle == pytest.approx((num_lanes - 1) * 3.0)
+    whole = StageSeconds(forward=2.0, backward=4.0)
+    assert seconds_of("1f1b", num_lanes, number, whole) - number * 6.0 == pytest.approx((num_lanes - 1) * 6.0)
+
+
+@pytest.mark.parametrize(("num_lanes", "number"), [(2, 2), (2, 9), (4, 8), (4, 17), (8, 32), (8, 16)])
+def test_zb_v_idles_at_the_begin_alone(num_lanes: int, number: int) -> None:
+    """(p - 1) F, and one F more at most; no lane holds more than one stage more than 1F1B's first one, which has p
+    micro-batches of two stages.
+    """
+    third = StageSeconds(forward=1.0, backward=2.0, weight=1.0)
+    idle = seconds_of("zb_v", 2 * num_lanes, number, third) - 2 * number * 3.0
+    assert num_lanes - 1 - 1e-9 <= idle <= num_lanes + 1e-9
+    described = schedule_named("zb_v")
+    ones = [1.0] * 2 * num_lanes
+    held = held_bytes(described, 2 * num_lanes, number, ones, ones)
+    assert max(held[lane] + held[2 * num_lanes - 1 - lane] for lane in range(num_lanes)) <= 2 * num_lanes + 1
+
+
+def test_with_other_numbers_of_micro_batches_interleaved_is_still_faster_than_1f1b() -> None:
+    half, whole = StageSeconds(forward=1.0, backward=2.0), StageSeconds(forward=2.0, backward=4.0)
+    for num_lanes, number in ((2, 3), (4, 5), (4, 7), (8, 11), (8, 20)):
+        assert seconds_of("interleaved", 2 * num_lanes, number, half) < seconds_of(
+            "1f1b", num_lanes, number, whole
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(ONE_STAGE),
+    num_lanes=st.integers(1, 4),
+    per_lane=st.integers(1, 3),
+    number=st.integers(1, 9),
+    phase=st.sampled_from(PHASES),
+    turned=st.booleans(),
+)
+def test_any_schedule_runs_on_any_lanes(
+    name: str, num_lanes: int, per_lane: int, number: int, phase: str, turned: bool
+) -> None:
+    num_stages = num_lanes * per_lane
+    lanes: Lanes = tuple(tuple(range(lane, num_stages, num_lanes)) for lane in range(num_lanes))
+    if turned:  # neighbours on one lane
+        lanes = tuple(tuple(range(lane * per_lane, (lane + 1) * per_lane)) for lane in range(num_lanes))
+    edges = chain(num_stages)
+    order = order_on(schedule_named(name), lanes, number)
+    for stage, own in enumerate(schedule_named(name).order(num_stages, number)):
+        lane = next(place for place, stages in enumerate(lanes) if stage in stages)
+        assert tuple(action for action in order[lane] if action.stage == stage) == own
+    programs = lower(order, edges, phase, number)
+    verify(programs, edges, number, phase, lanes=lanes)
+    run_program(programs, edges, number, phase, number, lanes)
+
+
+def test_a_schedule_for_several_stages_runs_on_its_own_lanes_alone() -> None:
+    described = schedule_named("interleaved")
+    assert runs_on(described, ((0, 2), (1, 3)))
+    for lanes in (((0, 3), (1, 2)), ((0,), (1,), (2,)), ((0, 1), (2, 3))):
+        assert not runs_on(described, lanes)
+        with pytest.raises(ValueError, match="does not run on lanes"):
+            order_on(described, lanes, 2)
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_bounds_are_what_the_programs_hold(name: str, number: int) -> None:
+    described, num_stages = schedule_named(name), num_stages_for(name, 3)
+    lanes = described.lanes(num_stages)
+    programs = lower(described.order(num_stages, number), chain(num_stages), "train", number)
+    bounds = described.in_flight_bounds(num_stages, number)
+    found = verify(programs, chain(num_stages), number, "train", max_in_flight=bounds, lanes=lanes)
+    assert [found[stage].num_in_flight for stage in range(num_stages)] == list(bounds)
+    assert [flying for flying, _ in peaks_of(described, num_stages, number)] == list(bounds)
+    if described.splits_backward:
+        kept = described.kept_bounds(num_stages, number)
+        assert all(found[stage].num_kept <= kept[stage] for stage in range(num_stages))
+
+
+@st.composite
+def laned_costs(draw: st.DrawFn) -> tuple[tuple[LaneCosts, ...], Lanes]:
+    """Uneven stages on lanes of two, the second half in either sequence; memory for a few micro-batches."""
+    num_lanes = draw(st.integers(1, 4))
+    limit = draw(st.sampled_from([float("inf"), 2.0, 3.0, 6.0]))
+    costs = tuple(
+        LaneCosts(
+            forward=draw(st.floats(0.5, 1.5)),
+            inputs=draw(st.floats(0.5, 2.0)),
+            weights=draw(st.floats(0.3, 1.2)),
+            message=draw(st.sampled_from([0.0, 0.1])),
+            gradient=draw(st.sampled_from([0.0, 0.1])),
+            flight_bytes=draw(st.sampled_from([0.1, 0.5])),
+            kept_bytes=draw(st.sampled_from([0.1, 1.0])),
+            limit_bytes=limit,
+        )
+        for _ in range(2 * num_lanes)
+    )
+    name = draw(st.sampled_from(SEVERAL_STAGES))
+    return costs, schedule_named(name).lanes(2 * num_lanes)
+
+
+def check_limits(order: Order, lanes: Lanes, costs: tuple[LaneCosts, ...]) -> None:
+    """No lane holds more than its stages may, but for what one micro-batch alone needs."""
+    changes = {
+        ActionKind.FORWARD: (1, 0),
+        ActionKind.BACKWARD_INPUT: (-1, 1),
+        ActionKind.BACKWARD_WEIGHT: (0, -1),
+    }
+    for program, lane in zip(order, lanes, strict=True):
+        limit = sum(costs[stage].limit_bytes for stage in lane)
+        alone = sum(max(costs[stage].flight_bytes, costs[stage].kept_bytes) for stage in lane)
+        held = 0.0
+        for action in program:
+            flying, kept = changes[action.kind]
+            held += flying * costs[action.stage].flight_bytes + kept * costs[action.stage].kept_bytes
+            assert held <= max(limit, alone) + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=laned_costs(), number=st.integers(1, 12))
+def test_orders_of_plans_run_within_their_memory_and_above_the_bound(
+    case: tuple[tuple[LaneCosts, ...], Lanes], number: int
+) -> None:
+    costs, lanes = case
+    num_stages = len(costs)
+    for rule in (Rule(most_in_flight=2.0, forward_first=True), Rule(most_in_flight=0.0, forward_first=False)):
+        found = list_order(costs, lanes, number, rule)
+        if found is None:
+            continue
+        check_limits(found.order, lanes, costs)
+        programs = lower(found.order, chain(num_stages), "train", number)
+        verify(programs, chain(num_stages), number, "train", lanes=lanes)
+        assert found.seconds >= lower_bound_seconds(costs, number, lanes) * (1 - 1e-9)
+
+
+def test_list_scheduled_takes_the_lanes_of_its_plan() -> None:
+    lanes = schedule_named("zb_v").lanes(6)
+    made = replace(LIST_SCHEDULED, costs=(LaneCosts(),) * 6, lanes_of_plan=lanes)
+    assert made.lanes(6) == lanes and made.lanes(4) == ((0,), (1,), (2,), (3,))
+    order = made.order(6, 9)
+    assert [sorted({action.stage for action in program}) for program in order] == [[0, 5], [1, 4], [2, 3]]
+    edges = chain(6)
+    programs = lower(order, edges, "train", 9)
+    stage = StageSeconds(forward=1.0, backward=2.0, weight=1.0)
+    # Never slower than the order for equal stages, here at the bound: the fill, and 9 micro-batches of two stages.
+    assert simulate(programs, [stage] * 6).makespan_seconds == pytest.approx(2 + 9 * 6)
+
+
+def test_nothing_is_awaited_between_stages_of_one_lane() -> None:
+    order = order_on(schedule_named("1f1b"), ((0, 1),), 2)
+    program = lower(order, chain(2), "train", 2)[0]
+    texts = list(map(str, program))
+    for m in range(2):
+        made, sent, done, used = (
+            texts.index(text) for text in (f"0F{m}", f"0SF{m}>1", f"0DF{m}>1", f"1WF{m}<0")
+        )
+        assert texts.index(f"1RF{m}<0") < made < sent < done and sent < used < texts.index(f"1F{m}")
+    assert isinstance(program[0], Action)
