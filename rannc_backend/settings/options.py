@@ -59,7 +59,8 @@ class Config(BaseModel):
         "",
         pattern=rf"^({_COUNT}(,{_COUNT})*)?$",
         json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
-        description="Number of replicas of each stage, first stage first; empty: the planner decides.",
+        description="Number of replicas of each stage, first stage first; empty: the planner decides. Stages on the "
+        "same ranks, under schedule interleaved or zb_v, have the same.",
     )
     max_partition_num: int = Field(
         160,
@@ -234,7 +235,8 @@ class Config(BaseModel):
     schedule: str = Field(
         "auto",
         description="Order of forwards and backwards; auto: the fastest that gives exact results. zb_h1: backwards in "
-        "two parts; list_scheduled: likewise, in an order made for the plan. gpipe is another name of fill_drain.",
+        "two parts; list_scheduled: likewise, in an order made for the plan. interleaved, zb_v: two stages on each rank, "
+        "with whole backwards, and in two parts. gpipe is another name of fill_drain.",
     )
     outputs: Literal["auto", "all", "loss"] = Field(
         "auto",

@@ -26,7 +26,9 @@ import pipeline_step  # noqa: E402
 from gpt_model import Sizes, next_token_loss, parts  # noqa: E402
 from pipeline_step import Contender, compiled, new_model, optimizer_of, rannc, sizes_of  # noqa: E402
 
-OURS = ("1f1b", "zb_h1", "list_scheduled")
+from rannc_backend.schedule.orders import schedule_named  # noqa: E402
+
+OURS = ("1f1b", "zb_h1", "list_scheduled", "interleaved", "zb_v")
 
 
 def pinned() -> None:
@@ -66,16 +68,28 @@ def rival(name: str, sizes: Sizes, flags: argparse.Namespace, tokens: Tensor) ->
 
 
 def contenders_of(flags: argparse.Namespace) -> list[Contender]:
-    """Ours with one stage per rank, cut as the planner cuts, and torch's."""
+    """Ours, cut as the planner cuts, and torch's."""
     pinned()
     sizes = sizes_of(flags)
     generator = torch.Generator().manual_seed(1)
     everything = torch.randint(sizes.vocabulary, (sizes.rows, sizes.length), generator=generator)
     own = everything.tensor_split(flags.ranks)[dist.get_rank()]
-    options = {"stage_replicas": ",".join(["1"] * flags.ranks), "pipeline_num": flags.micro_batches}
+
+    def ours(name: str) -> Contender:
+        stages = flags.ranks * schedule_named(name).stages_per_lane
+        replicas = ",".join(["1"] * stages)
+        return rannc(
+            f"rannc_{name}",
+            sizes,
+            flags,
+            own,
+            schedule=name,
+            stage_replicas=replicas,
+            pipeline_num=flags.micro_batches,
+        )
+
     makers: dict[str, Callable[[], Contender]] = {
-        f"rannc_{name}": lambda name=name: rannc(f"rannc_{name}", sizes, flags, own, schedule=name, **options)
-        for name in OURS
+        f"rannc_{name}": lambda name=name: ours(name) for name in OURS
     }
     for name in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"):
         makers[name] = lambda name=name: rival(name, sizes, flags, everything)

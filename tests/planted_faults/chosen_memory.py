@@ -8,11 +8,21 @@ from tests.planted_faults.areas import equal, passes, point, unit
 from tests.planted_faults.fault import Fault
 
 _WATCH = "runtime/gradients/optimizer_watch.py"
+_OTHER = ("interleaved-buffers",)
 _DELAYED = "runtime/gradients/delayed_reduction.py"
 
 
 def _zero(*cases: str) -> tuple[str, ...]:
     return tuple(f"tests/distributed/test_zero.py::test_zero[{case}]" for case in cases)
+
+
+def several(*cases: str) -> tuple[str, ...]:
+    """Tests of ranks that compute several stages."""
+    file = "tests/distributed/test_several_stages.py"
+    return tuple(
+        f"{file}::test_{'what_else_a_model_does' if case in _OTHER else 'equals_one_process'}[{case}]"
+        for case in cases
+    )
 
 
 CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
@@ -60,6 +70,56 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             "return replace(described, costs=costs, lanes_of_plan=plan.lanes)",
             "return described",
             unit("planner/own_orders"),
+        ),
+        # several stages on a rank
+        (
+            "stages-of-a-rank-read-new-buffers",
+            "runtime/step/executor.py",
+            "OLD_VALUE if self._made_elsewhere(stage, name) else micro_batch",
+            "micro_batch",
+            several("interleaved-buffers"),
+        ),
+        (
+            "a-sum-of-two-stages-is-complete-with-one",
+            "runtime/gradients/buckets.py",
+            "if self.others_to_come.get(name):",
+            "if False:",
+            unit("runtime/gradients/buckets"),
+        ),
+        (
+            "the-last-backward-of-one-stage-is-that-of-all",
+            "runtime/step/executor.py",
+            "self._gradient_names(stage), stage in state.stages_in_last)",
+            "self._gradient_names(stage), True)",
+            unit("runtime/step/executor"),
+        ),
+        (
+            "values-of-a-lane-without-their-stage",
+            "runtime/step/executor.py",
+            "state.inbox[action.stage, value.name, action.micro_batch] = tensor",
+            "state.inbox.setdefault((action.stage, value.name, 0), tensor)",
+            several("interleaved-mlp_loss-1,1,1,1"),
+        ),
+        (
+            "orders-merged-stage-by-stage",
+            "schedule/orders.py",
+            "ends[action], action.kind is ActionKind.FORWARD, -action.stage",
+            "action.stage, action.kind is ActionKind.FORWARD, -action.stage",
+            unit("schedule/several_stages"),
+        ),
+        (
+            "lanes-that-need-what-their-largest-stage-does",
+            "ir/plan.py",
+            "return sum(other.predicted.peak_bytes for other in self.stages if other.ranks == ranks)",
+            "return max(other.predicted.peak_bytes for other in self.stages if other.ranks == ranks)",
+            unit("ir/plan"),
+        ),
+        (
+            "stages-of-a-lane-that-share-nothing-out",
+            "planner/search/several_stages.py",
+            "wanted += max(0.0, whole * replicas[stage] - done[lane]) / num_left",
+            "wanted += whole * replicas[stage] / (num_left + 1)",
+            unit("planner/search/several_stages"),
         ),
         # segments that are computed again
         (

@@ -241,6 +241,19 @@ def test_ownership() -> None:
     assert plan.stage_replicas == (1, 2)
 
 
+def test_ranks_may_have_several_stages() -> None:
+    plan = Plan.from_json(edited(["stages", 1, "ranks"], [0]))
+    assert plan.lanes == ((0, 1),) and plan.num_working_ranks == 1
+    assert plan.stages_of_rank(0) == (0, 1) and plan.stages_of_rank(1) == ()
+    assert plan.owners("tied") == (0,)
+    assert plan.lane_peak_bytes(0) == plan.lane_peak_bytes(1) == 120
+    assert make_plan().lane_peak_bytes(1) == 60
+    fits = {"fingerprint": "f" * 64, "world_size": 3}
+    check_against(plan, **fits, device_memory_bytes=120)
+    with pytest.raises(PlanError, match="stages 0 and 1 of the plan need 120 bytes"):
+        check_against(plan, **fits, device_memory_bytes=119)
+
+
 def edited(path: list, value: object) -> str:
     data = json.loads(make_plan().to_json())
     place = data

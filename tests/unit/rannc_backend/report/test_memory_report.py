@@ -45,7 +45,7 @@ def test_the_table_has_both_sides(unknown: dict[str, None]) -> None:
     text = str(memory_report_of(plan, records(plan, **unknown)))
     first, head, *rows = text.splitlines()
     assert first == f"memory of {plan.model_name}" and head.split() == [
-        "stage", "ranks", "predicted", "measured", "measured", "/", "predicted",
+        "stages", "ranks", "predicted", "measured", "measured", "/", "predicted",
     ]  # fmt: skip
     assert len(rows) == len(KINDS) * len(plan.stages)
     peak = next(row for row in rows if "peak" in row)

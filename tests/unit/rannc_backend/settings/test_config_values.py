@@ -193,5 +193,13 @@ def test_the_level_of_the_log(text: str) -> None:
 
 def test_what_an_item_may_be_is_known_by_its_names() -> None:
     assert choices_of("coarsen_by_time") == ["true", "false"]
-    assert choices_of("schedule") == ["auto", "1f1b", "fill_drain", "zb_h1", "list_scheduled"]
+    assert choices_of("schedule") == [
+        "auto",
+        "1f1b",
+        "fill_drain",
+        "zb_h1",
+        "list_scheduled",
+        "interleaved",
+        "zb_v",
+    ]
     assert choices_of("pipeline_num") == choices_of("cache_dir") == []

@@ -201,6 +201,9 @@ class FakeStage:
     def scratch_gradients(self) -> ScratchGradients:
         return ScratchGradients({0: torch.empty(4)})
 
+    def parameter_dtype(self, position: int) -> torch.dtype:
+        return torch.float32
+
     def backward(
         self, saved: Any, grads: Sequence[Any], sink: GradientSink, destinations: Any = None
     ) -> list[torch.Tensor]:

@@ -470,3 +470,28 @@ def test_local_gradients_stay_with_every_owner() -> None:
     pending.finish()
     buckets.publish(pending, 1.0, keep=False)
     assert all(parameter.grad is not None for parameter in buckets.parameters.values())
+
+
+def test_a_gradient_of_two_stages_of_a_rank_is_reduced_when_both_have_made_it() -> None:
+    buckets, reductions = make({"tied": STAGE, "own": STAGE}, capacity_bytes=0.5 * ALIGNMENT_BYTES)
+    pending = buckets.pending()
+    names = {0: "tied", 1: "own"}
+    first, second = (StageGradients(pending, names, is_last=is_last) for is_last in (True, False))
+
+    def give_tied(sink: StageGradients) -> None:
+        view, holds = sink.target(0)
+        view.copy_(view + 1.0 if holds else torch.ones(4))
+        sink.all_made([0])
+
+    pending.begin_last_micro_batch({"tied": 1})
+    give_tied(first)
+    assert not reductions.started
+    give_tied(second)  # another backward of that stage is to come
+    assert not reductions.started
+    give_tied(StageGradients(pending, names))
+    assert len(reductions.started) == 1
+    pending.finish()
+    pending.finish()  # once for each stage
+    assert len(reductions.started) == 2
+    buckets.publish(pending, 1.0, keep=False)
+    assert torch.equal(buckets.parameters["tied"].grad, torch.full((4,), 6.0))
