@@ -315,6 +315,11 @@ class Plan(_Record):
         """Indexes of the stages that `rank` computes, ascending; none for a rank without work."""
         return tuple(stage.index for stage in self.stages if rank in stage.ranks)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted memory of the fullest rank."""
+        return max(self.lane_peak_bytes(lane[0]) for lane in self.lanes)
+
     def lane_peak_bytes(self, stage: int) -> int:
         """Predicted memory of a rank that computes `stage`, and of its other stages."""
         ranks = self.stages[stage].ranks

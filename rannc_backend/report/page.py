@@ -158,8 +158,7 @@ def hue(stage: int) -> float:
 
 def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Name, value and a remark of the figures on top, and the term that explains the remark, if one does."""
-    most = max(stage.predicted.peak_bytes for stage in plan.stages)
-    limit = plan.memory_limit_bytes
+    most, limit = plan.peak_bytes, plan.memory_limit_bytes
     idle = plan.world_size - plan.num_working_ranks
     step = plan.predicted_step_seconds
     tiles = [
@@ -255,7 +254,7 @@ def _stage_views(plan: Plan) -> list[StageView]:
                     ("kept", kept_text((stage.recompute,))),
                 ),
                 memory=size_text(cost.peak_bytes),
-                memory_share=percent_text(cost.peak_bytes / limit) if limit else "",
+                memory_share=percent_text(plan.lane_peak_bytes(stage.index) / limit) if limit else "",
                 memory_bar=tuple(
                     Segment(
                         kind=part, percent=round(100 * value / scale, 2), title=f"{name} {size_text(value)}"

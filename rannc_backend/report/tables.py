@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rannc_backend.ir.plan import Alternative, Plan, StagePlan
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.report.modules import module_tree, stage_modules
 from rannc_backend.report.words import (
     change_text,
@@ -95,6 +96,8 @@ def shape_text(plan: Plan) -> str:
 
 def proof_text(plan: Plan) -> str:
     """How sure the planner is, and where its costs come from."""
+    if len(plan.lanes) < plan.num_stages:
+        return f"not proven, as ranks have several stages, for {printable(plan.costs_from)} costs"
     proven = (
         "proven the best"
         if plan.proven_gap == 0
@@ -114,11 +117,11 @@ def equal_split_text(plan: Plan) -> str:
 
 
 def memory_text(plan: Plan) -> str:
-    """The fullest stage beside the limit."""
-    worst = max(plan.stages, key=lambda stage: stage.predicted.peak_bytes)
+    """The fullest rank beside the limit."""
+    worst = next(lane for lane in plan.lanes if plan.lane_peak_bytes(lane[0]) == plan.peak_bytes)
     limit = plan.memory_limit_bytes
-    share = f" ({percent_text(worst.predicted.peak_bytes / limit)})" if limit else ""
-    return f"at most {size_text(worst.predicted.peak_bytes)}, on stage {worst.index}, of {size_text(limit)} per device{share}"
+    share = f" ({percent_text(plan.peak_bytes / limit)})" if limit else ""
+    return f"at most {size_text(plan.peak_bytes)}, on {lane_text(worst)}, of {size_text(limit)} per device{share}"
 
 
 def outputs_text(plan: Plan) -> str:
@@ -207,7 +210,7 @@ def memory_table(plan: Plan) -> Table:
             cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.activation_bytes, cost.buffer_bytes,
             cost.workspace_bytes, cost.peak_bytes,
         )  # fmt: skip
-        share = cost.peak_bytes / limit if limit else 0.0
+        share = plan.lane_peak_bytes(stage.index) / limit if limit else 0.0  # with all stages of its ranks
         style = "red" if limit and share > 1 else "default"
         table.add_row(
             _stage_cell(stage),

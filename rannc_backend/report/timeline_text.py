@@ -37,7 +37,7 @@ def simulation_table(plan: Plan, simulations: Sequence[PlanSimulation]) -> Table
     for name in ("schedule", "micro-batches", "rows", "step", "change", "idle", "peak (stage)", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
     for item in simulations:
-        fullest = max(item.stages, key=lambda stage: stage.peak_bytes)
+        fullest = max(item.lanes, key=item.lane_peak_bytes)
         fits = item.fits(plan.memory_limit_bytes)
         rows = sorted({stage.rows for stage in item.stages})
         table.add_row(
@@ -47,7 +47,7 @@ def simulation_table(plan: Plan, simulations: Sequence[PlanSimulation]) -> Table
             seconds_text(item.step_seconds),
             "" if item is simulations[0] else change_text(simulations[0].step_seconds, item.step_seconds),
             percent_text(item.idle_share),
-            f"{size_text(fullest.peak_bytes)} ({fullest.index})",
+            f"{size_text(item.lane_peak_bytes(fullest))} ({', '.join(map(str, fullest))})",
             Text("yes" if fits else "no", style="default" if fits else "red"),
         )
     return table

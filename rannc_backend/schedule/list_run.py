@@ -226,7 +226,8 @@ class _Lane:
                 needed = held + cost.flight_bytes + self.most_growth
                 if not place:
                     needed += sum(
-                        (m + 1 - len(later.forward_ends)) * later.cost.flight_bytes for later in self.stages[1:]
+                        (m + 1 - len(later.forward_ends)) * later.cost.flight_bytes
+                        for later in self.stages[1:]
                     )
                 if needed <= self.limit_bytes or (nothing_kept and self._is_oldest(m)):
                     come = stage.values.arrived[m] if stage.values else 0.0

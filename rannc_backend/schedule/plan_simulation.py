@@ -92,9 +92,11 @@ class PlanSimulation:
 
     def fits(self, memory_bytes: int) -> bool:
         """Whether no rank needs more."""
-        return all(
-            sum(self.stages[index].peak_bytes for index in lane) <= memory_bytes for lane in self.lanes
-        )
+        return all(self.lane_peak_bytes(lane) <= memory_bytes for lane in self.lanes)
+
+    def lane_peak_bytes(self, lane: Sequence[int]) -> int:
+        """Of a rank that has these stages."""
+        return sum(self.stages[index].peak_bytes for index in lane)
 
 
 def simulate_plan(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import OutputPlan, StagePlan
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import replica_rows
 from rannc_backend.report.words import percent_text, size_text
@@ -65,13 +66,17 @@ class OutputBytes:
 def why_left_out(stages: Sequence[StagePlan], needed: Sequence[float], limit_bytes: float) -> str:
     """Why outputs that need so many bytes on each rank of each stage are not delivered; "" if they are."""
     worst, reason = 0.0, ""
-    for stage, num_bytes in zip(stages, needed, strict=True):
-        left = limit_bytes - stage.predicted.peak_bytes
+    lanes: dict[tuple[int, ...], list[int]] = {}
+    for stage in stages:
+        lanes.setdefault(stage.ranks, []).append(stage.index)
+    for lane in lanes.values():
+        left = limit_bytes - sum(stages[index].predicted.peak_bytes for index in lane)
+        num_bytes = sum(needed[index] for index in lane)
         missing = num_bytes - OUTPUT_SHARE * left
         if missing > worst:
             worst = missing
             reason = (
-                f"they need {size_text(num_bytes)} on each rank of stage {stage.index}, where the plan leaves "
+                f"they need {size_text(num_bytes)} on each rank of {lane_text(lane)}, where the plan leaves "
                 f"{size_text(left)}, of which they may take {percent_text(OUTPUT_SHARE)}"
             )
     return reason

@@ -429,3 +429,8 @@ def test_check_against_names_the_difference() -> None:
 def test_a_plan_cannot_be_changed() -> None:
     with pytest.raises(Exception, match="frozen"):
         make_plan().stages[0].index = 3
+
+
+def test_the_fullest_rank_has_all_of_its_stages() -> None:
+    assert make_plan().peak_bytes == 60
+    assert Plan.from_json(edited(["stages", 1, "ranks"], [0])).peak_bytes == 120

@@ -20,7 +20,7 @@ from rannc_backend.report.comparison import compare, difference_report
 from rannc_backend.report.modules import children_in_runs, module_tree, path_tree, stage_modules
 from rannc_backend.report.page import plan_page
 from rannc_backend.report.summary import plan_summary
-from rannc_backend.report.tables import bar, outputs_text, plan_report
+from rannc_backend.report.tables import bar, memory_text, outputs_text, plan_report
 from rannc_backend.report.timeline_text import timeline
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
@@ -397,3 +397,13 @@ def test_outputs_are_named_with_their_bytes_and_why_they_are_left_out() -> None:
 def test_the_tree_of_a_plan_holds_every_stage() -> None:
     plan = uneven_plan()
     assert module_tree(plan).stages == {0, 1, 2, 3}
+
+
+def test_memory_of_ranks_with_several_stages_is_that_of_all() -> None:
+    plan = sample_plan(replicas=(2, 2))
+    alone = [stage.predicted.peak_bytes for stage in plan.stages]
+    shared = plan.model_copy(
+        update={"stages": tuple(stage.model_copy(update={"ranks": (0, 1)}) for stage in plan.stages)}
+    )
+    assert memory_text(plan).startswith(f"at most {words.size_text(max(alone))}, on stage ")
+    assert memory_text(shared).startswith(f"at most {words.size_text(sum(alone))}, on stages 0 and 1, of ")

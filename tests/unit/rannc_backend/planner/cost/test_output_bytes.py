@@ -167,3 +167,13 @@ def test_outputs_are_delivered_where_all_of_them_fit_in_their_share(
     assert all(
         int(output.name.removeprefix("out")) in plan.stages[output.stage].blocks for output in plan.outputs
     )
+
+
+def test_stages_of_the_same_ranks_share_what_is_left() -> None:
+    plan = sample_plan(replicas=(1, 1))
+    stages = [stage.model_copy(update={"ranks": (0,)}) for stage in plan.stages]
+    used = sum(stage.predicted.peak_bytes for stage in stages)
+    needed = (100.0, 100.0)
+    assert why_left_out(stages, needed, used + 400) == ""
+    assert "stages 0 and 1" in why_left_out(stages, needed, used + 399)
+    assert why_left_out(plan.stages, needed, used + 399) == ""

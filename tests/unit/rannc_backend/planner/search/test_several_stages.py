@@ -20,6 +20,7 @@ from rannc_backend.planner.search.problem import SearchProblem
 from rannc_backend.planner.search.search import search
 from rannc_backend.planner.search.several_stages import several_stages, step_seconds
 from rannc_backend.planner.settling import settle
+from rannc_backend.report.tables import proof_text
 from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.settings.options import Config
@@ -107,6 +108,7 @@ def test_a_plan_takes_as_long_as_its_simulation_says(name: str, seed: int) -> No
         assert found.peak_bytes == stage.predicted.peak_bytes
         assert found.idle_share == pytest.approx(stage.predicted.idle_share, abs=1e-3)
     assert plan.from_json(plan.to_json()) == plan
+    assert proof_text(plan).startswith("not proven, as ranks have several stages")
     with pytest.raises(PlanError, match="for 2 stages on each rank"):
         simulate_plan(plan, "zb_v" if name == "interleaved" else "interleaved")
     assert simulate_plan(plan, "1f1b").step_seconds > 0
