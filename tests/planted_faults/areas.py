@@ -243,7 +243,12 @@ AREAS = (
             "schedule/verify.py": 2,
         },
         tests=unit(
-            "schedule/lowering", "schedule/verify", "schedule/simulator", "schedule/chain", "log/progress"
+            "schedule/lowering",
+            "schedule/verify",
+            "schedule/simulator",
+            "schedule/chain",
+            "schedule/several_stages",
+            "log/progress",
         ),
     ),
     Area(
@@ -256,7 +261,8 @@ AREAS = (
         },
         tests=(
             *passes("stage/split_backward"),
-            *unit("schedule/split_backwards", "planner/own_orders", "planner/search/search"),
+            *unit("schedule/split_backwards", "schedule/several_stages", "planner/own_orders"),
+            *unit("planner/search/search"),
         ),
     ),
     Area(

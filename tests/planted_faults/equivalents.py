@@ -15,9 +15,11 @@ REASONS: Mapping[str, str] = {
         "same numbers from a graph that is 2 % longer; attention has its sizes from its arguments and does "
         "not look at these"
     ),
-    "schedule/lowering.py:_lower_channel: used = lane.steps(direction, destination if destination >= 0 else "
-    "None): destination >= 0 -> (destination > "
-    "0)": "None stands for any stage of the lane, and a lane has one stage",
+    "runtime/gradients/new_values.py:send_new_values: mine = sorted(((group, updater, str(tensors[name].dtype), name) "
+    "for name in _divided_here(table, names) for updater, group in [table.updates[name].of(world.rank)] if "
+    "len(group) > 1)): len(group) > 1 -> (len(group) >= 1)": (
+        "a message to a group of one rank changes nothing, and that rank updates by itself"
+    ),
     "planner/cost/segments.py:best_segments: limits = np.geomspace(max(least, 1.0), max(most, 1.0), "
     "_NUM_LIMITS) * (1 + 1e-09): 1e-9 -> 2e-09": "either is more than sums are rounded by",
     "schedule/lowering.py:_Lane.program: for slot in range(self.end + 1): pass: 1 -> 2": (

@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.passes.batch.batch_axis import analyze_batch_axis
 from rannc_backend.passes.batch.layouts import Rows, Several
-from rannc_backend.passes.kept_functions import Autocast, CannotKeep, call_kept, kept_function
+from rannc_backend.passes.kept_functions import (
+    Autocast,
+    CannotKeep,
+    backward_code,
+    call_kept,
+    kept_function,
+    operator_code,
+)
 from rannc_backend.passes.pipeline import PassError
 from tests.unit.passes.batch.batch_tracing import Traced, trace
 
@@ -99,6 +107,23 @@ def test_values_and_gradients_are_those_of_the_function() -> None:
         results += [first.detach(), second.detach(), x.grad, weight.grad]
     for one, alone in zip(found, expected, strict=True):
         torch.testing.assert_close(one, alone, rtol=0, atol=0)
+
+
+def test_an_operator_and_that_of_its_gradient_have_one_code() -> None:
+    seen: list[Any] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weight, scale, other = _arguments()
+    with Seeing():
+        first, second = _kept(Weighted, x, weight, scale, other)
+        (first.sum() + second.sum()).backward()
+    forwards = [operator_code(each) for each in seen if operator_code(each) is not None]
+    backwards = [backward_code(each) for each in seen if backward_code(each) is not None]
+    assert len(forwards) == len(backwards) == 1 and forwards[0] is backwards[0]
 
 
 class Twice(torch.autograd.Function):

@@ -207,3 +207,14 @@ def test_nothing_is_awaited_between_stages_of_one_lane() -> None:
         )
         assert texts.index(f"1RF{m}<0") < made < sent < done and sent < used < texts.index(f"1F{m}")
     assert isinstance(program[0], Action)
+
+
+def test_memory_that_is_just_enough_is_enough() -> None:
+    """Two micro-batches fill it; the second I needs no more than it frees."""
+    costs = (LaneCosts(flight_bytes=1.0, kept_bytes=1.0, limit_bytes=2.0),)
+    found = list_order(costs, ((0,),), 2, Rule(most_in_flight=0.0, forward_first=True))
+    assert found is not None and found.seconds == 6.0
+    assert " ".join(map(str, found.order[0])) == "0F0 0F1 0I0 0I1 0W0 0W1"
+    tight = (replace(costs[0], limit_bytes=1.9),)
+    found = list_order(tight, ((0,),), 2, Rule(most_in_flight=0.0, forward_first=True))
+    assert found is not None and " ".join(map(str, found.order[0])) == "0F0 0I0 0W0 0F1 0I1 0W1"
