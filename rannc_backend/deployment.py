@@ -48,7 +48,7 @@ from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import order_on, schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.schedule.turns import turns_of
@@ -429,12 +429,19 @@ class Deployer:
             num_stages, lanes = len(cut.graphs), self.plan.lanes
             specs = edge_specs(cut.edges_in(training=kind != "infer"))
             order = order_on(schedule, lanes, num_micro_batches)
-            programs = lower(order, specs, phase, num_micro_batches)
+            programs = lower_lanes(order, specs, phase, num_micro_batches)
             # Without their backwards, or before them, all micro-batches are kept.
             bounds = schedule.in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
             kept = schedule.kept_bounds(num_stages, num_micro_batches) if schedule.splits_backward else None
             verify(
-                programs, specs, num_micro_batches, phase, max_in_flight=bounds, max_kept=kept, lanes=lanes
+                programs,
+                specs,
+                num_micro_batches,
+                phase,
+                max_in_flight=bounds,
+                max_kept=kept,
+                window=1 if len(lanes) == num_stages else num_micro_batches,
+                lanes=lanes,
             )
             # Ranks without a stage: only the roles that every rank has, owner of input rows and of output
             # rows.

@@ -29,7 +29,7 @@ from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.plan_file import read_plan
 from rannc_backend.runtime.job.disabled_compile import disabling_variables
 from rannc_backend.schedule.edges import EdgeSpec, Phase
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import order_on
 from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.settings.options import environment_name
@@ -114,7 +114,7 @@ def program(
         typer.echo(f"# rank {rank} has no stage in this plan")
         return
     order = order_on(schedule_of(loaded), loaded.lanes, loaded.num_micro_batches)
-    programs = lower(order, _chain(loaded.num_stages), phase, loaded.num_micro_batches)
+    programs = lower_lanes(order, _chain(loaded.num_stages), phase, loaded.num_micro_batches)
     typer.echo(
         f"# rank {rank}, {lane_text(stages)}, phase {phase}. Assumed: each stage feeds the next, and no other."
     )

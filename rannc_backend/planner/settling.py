@@ -21,7 +21,7 @@ from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
 from rannc_backend.planner.search.search import TOLERANCE
 from rannc_backend.planner.search.several_stages import several_stages
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.schedule.verify import verify
@@ -182,7 +182,10 @@ def is_safe(problem: SearchProblem, solution: Solution, graph: BlockGraph) -> bo
     number = solution.num_micro_batches
     order = own_order_of(problem, solution).order(solution.num_stages, number)
     try:
-        verify(lower(order, edges, "train", number), edges, number, "train", lanes=lanes_of(solution))
+        lanes = lanes_of(solution)
+        programs = lower_lanes(order, edges, "train", number)
+        window = number if solution.has_several_stages else 1
+        verify(programs, edges, number, "train", window=window, lanes=lanes)
     except ScheduleError:
         return False
     return True

@@ -136,6 +136,10 @@ def _planned_again(
     request: PlanRequest, problem: SearchProblem, start: Solution, shortly: bool
 ) -> Solution | None:
     """The plan that the planner would take; `shortly`: a good one with the schedule of `start`."""
+    if start.base is None and not problem.only_lane_schedules:
+        problem = replace(
+            problem, lane_schedules=()
+        )  # where two stages on each rank are no gain, they rarely become one
     start = start.base or start
     if shortly:
         problem = replace(problem, schedules=(start.schedule,))

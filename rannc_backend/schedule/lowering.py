@@ -38,9 +38,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import FORWARD_VALUES, INPUT, OUTPUT, Action, ActionKind, Channel, Program
 from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
 from rannc_backend.schedule.orders import select_phase
+from rannc_backend.schedule.simulator import run_to_end
 
 # Kinds by direction of the channel: what makes a message, then the four steps of moving it.
 _MAKERS = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)}
@@ -109,6 +111,7 @@ def lower(
     num_micro_batches: int,
     *,
     window: int = 1,
+    first_at_begin: bool = False,
 ) -> dict[int, Program]:
     """The program of each lane.
 
@@ -118,6 +121,7 @@ def lower(
         phase: what one call of the programs does.
         num_micro_batches: micro-batches of the call.
         window: how many micro-batches ahead of their use receives are posted (0: right before).
+        first_at_begin: the first ones, as many as the window has, at the begin of the program.
 
     Raises:
         ValueError: an edge names a stage that the order does not run, or a count is out of range.
@@ -130,14 +134,47 @@ def lower(
         unknown = [place for place in channel[:2] if place >= 0 and place not in lane_of_stage]
         if unknown:
             raise ValueError(f"channel {channel} names stage {unknown[0]}, which the order does not run")
-        _lower_channel(channel, lanes, lane_of_stage, phase, window)
+        _lower_channel(channel, lanes, lane_of_stage, phase, window, first_at_begin)
     if is_training(phase):
         _add_reductions(lane_of_stage)
     return {index: lane.program() for index, lane in enumerate(lanes)}
 
 
+def lower_lanes(
+    order: Sequence[Program], edges: Iterable[EdgeSpec], phase: Phase, num_micro_batches: int
+) -> dict[int, Program]:
+    """As `lower`, also where lanes have several stages: with the smallest window, of the powers of two, with which all
+    programs come to their end.
+
+    There is one: with all receives posted at the begin, nothing but values is waited for, and those come in the sequence in
+    which an order that can be done makes them.
+
+    Raises:
+        ScheduleError: the order cannot be done.
+    """
+    edges = tuple(edges)
+    if len(order) == len({action.stage for lane in order for action in lane}):
+        return lower(order, edges, phase, num_micro_batches)
+    window = 1
+    while True:
+        programs = lower(order, edges, phase, num_micro_batches, window=window, first_at_begin=True)
+        try:
+            run_to_end(programs)
+        except ScheduleError:
+            if window >= num_micro_batches:
+                raise
+            window = min(2 * window, num_micro_batches)
+        else:
+            return programs
+
+
 def _lower_channel(
-    channel: Channel, lanes: list[_Lane], lane_of_stage: dict[int, _Lane], phase: Phase, window: int
+    channel: Channel,
+    lanes: list[_Lane],
+    lane_of_stage: dict[int, _Lane],
+    phase: Phase,
+    window: int,
+    first_at_begin: bool,
 ) -> None:
     """Add the messages of one channel to the lanes at both of its ends."""
     source, destination, direction = channel
@@ -166,7 +203,7 @@ def _lower_channel(
     receivers = [lane_of_stage[destination]] if destination >= 0 else lanes
     for lane in receivers:
         used = lane.steps(direction, destination if destination >= 0 else None)
-        for m, slot in _receive_slots(fifo, used, window).items():
+        for m, slot in _receive_slots(fifo, used, window, first_at_begin).items():
             lane.receives[slot].append((places[m], Action(destination, _RECEIVE[direction], m, source)))
             # Output rows and input gradients are used by the caller, after the program.
             lane.waits[used[m] if destination >= 0 else lane.end].append(
@@ -213,10 +250,12 @@ def _done_slots(lane: _Lane, channel: Channel, made: dict[int, int], credit: int
     return slots
 
 
-def _receive_slots(fifo: list[int], used: dict[int, int], window: int) -> dict[int, int]:
+def _receive_slots(
+    fifo: list[int], used: dict[int, int], window: int, first_at_begin: bool
+) -> dict[int, int]:
     """micro-batch -> slot in which its receive is posted: that of the use `window` uses earlier.
 
-    The first `window` receives are posted one slot before the first use. Posting keeps the order of the
+    The first `window` receives are posted one slot before the first use, or at the begin. Posting keeps the order of the
     channel even where the uses do not: a receive is then posted earlier.
     """
     by_use = sorted(used, key=lambda m: used[m])
@@ -225,7 +264,7 @@ def _receive_slots(fifo: list[int], used: dict[int, int], window: int) -> dict[i
         if index >= window:
             wanted[m] = used[by_use[index - window]]
         else:
-            wanted[m] = max(0, used[by_use[0]] - 1)
+            wanted[m] = 0 if first_at_begin else max(0, used[by_use[0]] - 1)
     slots: dict[int, int] = {}
     limit: int | None = None
     for m in reversed(fifo):

@@ -25,7 +25,7 @@ from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes
 from rannc_backend.schedule.list_scheduled import ListScheduled
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName, order_on, runs_on, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
@@ -126,7 +126,7 @@ def simulate_plan(
         if plan.stages[index - 1].ranks != plan.stages[index].ranks:
             messages[Channel(index - 1, index, FORWARD_VALUES)] = costs[index].receive_seconds
             messages[Channel(index, index - 1, GRADIENTS)] = costs[index].gradient_seconds
-    step = simulate(lower(order, edges, "train", count), [cost.seconds for cost in costs], messages)
+    step = simulate(lower_lanes(order, edges, "train", count), [cost.seconds for cost in costs], messages)
     spans = _spans(step, plan.num_stages)
     in_flight = described.in_flight_bounds(plan.num_stages, count)
     own_costs = [

@@ -20,7 +20,7 @@ from rannc_backend.planner.search.problem import Floats, Pricer, SearchProblem, 
 from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.list_run import held_by
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
@@ -110,7 +110,7 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
         messages[Channel(stage - 1, stage, FORWARD_VALUES)] = columns[stage][2]
         messages[Channel(stage, stage - 1, GRADIENTS)] = columns[stage][3]
     order = order_on(schedule, schedule.lanes(num_stages), number)
-    step = simulate(lower(order, edges, "train", number), stages, messages)
+    step = simulate(lower_lanes(order, edges, "train", number), stages, messages)
     work = sum(
         replicas * (seconds.forward + seconds.backward)
         for replicas, seconds in zip(solution.replicas, stages, strict=True)

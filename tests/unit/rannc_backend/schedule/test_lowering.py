@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from rannc_backend.ir.action import INPUT, OUTPUT, ActionKind, format_programs, parse_programs
 from rannc_backend.schedule.edges import PHASES, EdgeSpec, active_channels
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower, lower_lanes
 from rannc_backend.schedule.orders import build_order, schedule_named, schedule_names, select_phase
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program
-from tests.schedule_lists import FIXED, num_stages_for
+from tests.schedule_lists import FIXED, SEVERAL_STAGES, num_stages_for
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
@@ -80,9 +80,11 @@ def test_any_lowered_program_is_valid_and_runs(data):
     num_stages = num_stages_for(schedule, num_stages)
     lanes = schedule_named(schedule).lanes(num_stages)
     edges = data.draw(edge_tables(num_stages))
-    programs = lower(
-        build_order(schedule, num_stages, num_micro_batches), edges, phase, num_micro_batches, window=window
-    )
+    order = build_order(schedule, num_stages, num_micro_batches)
+    if schedule in SEVERAL_STAGES:
+        programs, window = lower_lanes(order, edges, phase, num_micro_batches), num_micro_batches
+    else:
+        programs = lower(order, edges, phase, num_micro_batches, window=window)
     bounds = (
         schedule_named(schedule).in_flight_bounds(num_stages, num_micro_batches) if phase == "train" else None
     )

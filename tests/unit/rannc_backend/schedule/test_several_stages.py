@@ -20,7 +20,7 @@ from rannc_backend.schedule.list_run import (
     peaks_of,
 )
 from rannc_backend.schedule.list_scheduled import SCHEDULE as LIST_SCHEDULED
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import build_order, order_on, runs_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 from rannc_backend.schedule.verify import verify
@@ -35,7 +35,7 @@ def chain(num_stages: int) -> list[EdgeSpec]:
 
 
 def seconds_of(name: str, num_stages: int, number: int, stage: StageSeconds) -> float:
-    programs = lower(build_order(name, num_stages, number), chain(num_stages), "train", number)
+    programs = lower_lanes(build_order(name, num_stages, number), chain(num_stages), "train", number)
     return simulate(programs, [stage] * num_stages).makespan_seconds
 
 
@@ -99,8 +99,8 @@ def test_any_schedule_runs_on_any_lanes(
     for stage, own in enumerate(schedule_named(name).order(num_stages, number)):
         lane = next(place for place, stages in enumerate(lanes) if stage in stages)
         assert tuple(action for action in order[lane] if action.stage == stage) == own
-    programs = lower(order, edges, phase, number)
-    verify(programs, edges, number, phase, lanes=lanes)
+    programs = lower_lanes(order, edges, phase, number)
+    verify(programs, edges, number, phase, window=number, lanes=lanes)
     run_program(programs, edges, number, phase, number, lanes)
 
 
@@ -118,9 +118,11 @@ def test_a_schedule_for_several_stages_runs_on_its_own_lanes_alone() -> None:
 def test_bounds_are_what_the_programs_hold(name: str, number: int) -> None:
     described, num_stages = schedule_named(name), num_stages_for(name, 3)
     lanes = described.lanes(num_stages)
-    programs = lower(described.order(num_stages, number), chain(num_stages), "train", number)
+    programs = lower_lanes(described.order(num_stages, number), chain(num_stages), "train", number)
     bounds = described.in_flight_bounds(num_stages, number)
-    found = verify(programs, chain(num_stages), number, "train", max_in_flight=bounds, lanes=lanes)
+    found = verify(
+        programs, chain(num_stages), number, "train", max_in_flight=bounds, window=number, lanes=lanes
+    )
     assert [found[stage].num_in_flight for stage in range(num_stages)] == list(bounds)
     assert [flying for flying, _ in peaks_of(described, num_stages, number)] == list(bounds)
     if described.splits_backward:
@@ -179,8 +181,8 @@ def test_orders_of_plans_run_within_their_memory_and_above_the_bound(
         if found is None:
             continue
         check_limits(found.order, lanes, costs)
-        programs = lower(found.order, chain(num_stages), "train", number)
-        verify(programs, chain(num_stages), number, "train", lanes=lanes)
+        programs = lower_lanes(found.order, chain(num_stages), "train", number)
+        verify(programs, chain(num_stages), number, "train", window=number, lanes=lanes)
         assert found.seconds >= lower_bound_seconds(costs, number, lanes) * (1 - 1e-9)
 
 
@@ -191,7 +193,7 @@ def test_list_scheduled_takes_the_lanes_of_its_plan() -> None:
     order = made.order(6, 9)
     assert [sorted({action.stage for action in program}) for program in order] == [[0, 5], [1, 4], [2, 3]]
     edges = chain(6)
-    programs = lower(order, edges, "train", 9)
+    programs = lower_lanes(order, edges, "train", 9)
     stage = StageSeconds(forward=1.0, backward=2.0, weight=1.0)
     # Never slower than the order for equal stages, here at the bound: the fill, and 9 micro-batches of two stages.
     assert simulate(programs, [stage] * 6).makespan_seconds == pytest.approx(2 + 9 * 6)
@@ -199,7 +201,7 @@ def test_list_scheduled_takes_the_lanes_of_its_plan() -> None:
 
 def test_nothing_is_awaited_between_stages_of_one_lane() -> None:
     order = order_on(schedule_named("1f1b"), ((0, 1),), 2)
-    program = lower(order, chain(2), "train", 2)[0]
+    program = lower_lanes(order, chain(2), "train", 2)[0]
     texts = list(map(str, program))
     for m in range(2):
         made, sent, done, used = (
@@ -218,3 +220,33 @@ def test_memory_that_is_just_enough_is_enough() -> None:
     tight = (replace(costs[0], limit_bytes=1.9),)
     found = list_order(tight, ((0,),), 2, Rule(most_in_flight=0.0, forward_first=True))
     assert found is not None and " ".join(map(str, found.order[0])) == "0F0 0I0 0W0 0F1 0I1 0W1"
+
+
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+@pytest.mark.parametrize(("num_lanes", "number"), [(17, 64), (32, 16), (11, 7)])
+def test_many_lanes_come_to_their_end(name: str, num_lanes: int, number: int) -> None:
+    edges = chain(2 * num_lanes)
+    programs = lower_lanes(build_order(name, 2 * num_lanes, number), edges, "train", number)
+    lanes = schedule_named(name).lanes(2 * num_lanes)
+    verify(programs, edges, number, "train", window=number, lanes=lanes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(SEVERAL_STAGES),
+    num_lanes=st.integers(1, 6),
+    number=st.integers(1, 20),
+    skips=st.sets(st.tuples(st.integers(0, 10), st.integers(1, 11)), max_size=6),
+)
+def test_values_that_skip_stages_do_not_stop_lanes(
+    name: str, num_lanes: int, number: int, skips: set[tuple[int, int]]
+) -> None:
+    num_stages = 2 * num_lanes
+    pairs = {(edge.src, edge.dst) for edge in chain(num_stages)}
+    pairs |= {(a, b) for a, b in skips if a < b < num_stages}
+    edges = [EdgeSpec(src=a, dst=b, num_forward_values=1, num_gradient_values=1) for a, b in sorted(pairs)]
+    lanes = schedule_named(name).lanes(num_stages)
+    for phase in PHASES:
+        programs = lower_lanes(build_order(name, num_stages, number), edges, phase, number)
+        verify(programs, edges, number, phase, window=number, lanes=lanes)
+        run_program(programs, edges, number, phase, number, lanes)
