@@ -223,8 +223,7 @@ def message_costs(num_values: int, num_steps: int) -> dict[str, float]:
     )
     executor = Executor(
         world=world,
-        stage_index=1,
-        stage=EmptyStage(*values, num_rows),  # type: ignore[arg-type]
+        stages={1: EmptyStage(*values, num_rows)},  # type: ignore[dict-item]
         edges={
             (0, 1): Edge(src=0, dst=1, forward=values[0], gradient=values[0]),
             (1, 2): Edge(src=1, dst=2, forward=values[1], gradient=values[1]),

@@ -76,7 +76,7 @@ def test_the_report_counts_what_there_is(case: Case, outcome_of: OutcomeOf) -> N
     outcome.raise_if_failed()
     first, *others = (result["stages"] for result in outcome.results)
     assert all(other == first for other in others), "the ranks were told different things"
-    assert [stage["stage"] for stage in first] == list(range(case.num_stages))
+    assert [stage["stages"] for stage in first] == [[index] for index in range(case.num_stages)]
 
 
 @pytest.mark.parametrize("case", cases(LARGE, "memory", ("large-1,1,1,1",)))

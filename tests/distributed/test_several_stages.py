@@ -33,7 +33,7 @@ _MODELS = (
     ("tied_embedding", "2,2,2,2"),
     ("long_skip_loss", "1,1,1,1"),
     ("padded", "1,1,1,1"),
-    ("no_batch_input", "1,1,1,1"),
+    ("gated", "1,1,1,1"),
     ("gpt2", "1,1,1,1"),
 )
 EQUAL = (
@@ -78,7 +78,7 @@ OTHER = (
     ),
 )
 ONLY_IN_FULL = (
-    "interleaved-no_batch_input-1,1,1,1", "zb_v-padded-1,1,1,1", "interleaved-mlp_loss-1,1,1,1,1,1,1,1",
+    "interleaved-gated-1,1,1,1", "zb_v-padded-1,1,1,1", "interleaved-mlp_loss-1,1,1,1,1,1,1,1",
     "zb_v-tied_embedding-2,2,2,2", "interleaved-long_skip_loss-1,1,1,1", "zb_v-uneven_replicas",
     "zb_v-inductor", "zb_v-mlp_loss-1,1,1,1", "interleaved-many_micro_batches",
 )  # fmt: skip

@@ -64,6 +64,7 @@ class Executor:
     examples: Mapping[str, torch.Tensor] | None = None
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict, init=False)
     _num_readers: dict[str, int] = field(default_factory=dict, init=False)
+    _old_buffers: set[str] = field(default_factory=set, init=False)  # read by one stage, made by another
     # By stage: names of parameters, and for which positions.
     _names: dict[int, tuple[tuple[int, ...], dict[int, str]]] = field(default_factory=dict, init=False)
     # by number of rows and lengths
@@ -88,6 +89,12 @@ class Executor:
             kind.DONE_GRADIENT: self._send_done,
             kind.ARM_REDUCTIONS: self._begin_last_micro_batch,
             kind.WAIT_REDUCTIONS: self._finish_reductions,
+        }
+        self._old_buffers = {
+            slot.name
+            for index, stage in self.stages.items()
+            for slot in stage.inputs
+            if self._made_elsewhere(index, slot.name)
         }
         for (source, _), edge in self.edges.items():
             if source in self.stages:
@@ -182,12 +189,8 @@ class Executor:
         return any(other != stage and name in made for other, made in self.made_buffers.items())
 
     def _note_old_values(self, state: StepState) -> None:
-        for index, stage in self.stages.items() if len(self.stages) > 1 else ():
-            for slot in stage.inputs:
-                key = (slot.name, OLD_VALUE)
-                if slot.kind == "buffer" and self._made_elsewhere(index, slot.name):
-                    if key not in state.buffers_read:
-                        state.buffers_read[key] = self.tensors[slot.name].clone()
+        for name in self._old_buffers:
+            state.buffers_read.setdefault((name, OLD_VALUE), self.tensors[name].clone())
 
     def _keep_output(
         self, position: int, slot: Any, tensor: torch.Tensor, micro_batch: int, state: StepState

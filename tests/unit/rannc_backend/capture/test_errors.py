@@ -253,7 +253,7 @@ def _fails_in_itself(*args: Any, **kwargs: Any) -> Any:
         ("rannc_backend.capture.analysis.values_needing_grad", False),
         ("rannc_backend.session.cut_by_plan", False),
         ("rannc_backend.stages.joint_graph.split_joint", False),
-        ("rannc_backend.deployment.lower", False),
+        ("rannc_backend.deployment.lower_lanes", False),
     ],
 )
 def test_an_error_of_ours_is_told_as_such(
