@@ -16,7 +16,7 @@ from rannc_backend.planner.plan_request import PlanRequest
 from rannc_backend.planner.planner import plan_blocks
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import search
-from rannc_backend.planner.settling import in_own_order, is_safe
+from rannc_backend.planner.settling import in_own_order, is_safe, with_own_order
 from rannc_backend.report.tables import proof_text
 from rannc_backend.schedule.list_run import lower_bound_seconds
 from rannc_backend.schedule.list_scheduled import ListScheduled
@@ -127,6 +127,20 @@ def test_a_known_schedule_is_preferred_where_it_is_about_as_fast() -> None:
     assert in_own_order(problem, as_fast) == as_fast
     assert in_own_order(replace(problem, only_own_order=True), as_fast).own_order == "list_scheduled"
     assert in_own_order(replace(problem, own_order=""), solution) == solution
+
+
+def test_a_plan_keeps_its_schedule_where_an_own_order_gains_next_to_nothing() -> None:
+    base = plan_of(0, ("1f1b",))
+    own = simulate_plan(with_own_order(base, "list_scheduled", 1e9, only=True)).step_seconds
+    for factor, only, expected in (
+        (1.001, False, "1f1b"),
+        (1.001, True, "list_scheduled"),
+        (1.01, False, "list_scheduled"),
+    ):
+        taken = with_own_order(base, "list_scheduled", own * factor, only=only)
+        assert taken.schedule == expected
+        seconds = own * factor if expected == "1f1b" else own
+        assert taken.predicted_step_seconds == pytest.approx(seconds, rel=1e-5)
 
 
 def test_what_was_taken_before_is_told() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tests.nonstrict_models as nonstrict
+from rannc_backend.capture.nonstrict import trace
 from rannc_backend.capture.nonstrict.arguments import call_of, places_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture
 from rannc_backend.capture.nonstrict.ranks import Ranks
@@ -112,6 +113,17 @@ def test_checks_that_only_raise_are_named() -> None:
 class _Compiling(Ends):
     def middle(self, x: Tensor) -> Tensor:
         return 3 * x if torch.compiler.is_compiling() else x
+
+
+def test_what_only_raises_is_found_without_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    for name in ("_recorded", "_without_graph"):
+        run = getattr(trace, name)
+        monkeypatch.setattr(trace, name, lambda *args, run=run, name=name: runs.append(name) or run(*args))
+    captured(MODELS["checks of values"](), batch(4))
+    # Until one run comes to its end each makes a graph; the contrary of its answers is tried without.
+    assert runs == sorted(runs) and "_without_graph" not in runs[: runs.count("_recorded")]
+    assert runs.count("_without_graph") >= 2
 
 
 def test_libraries_are_told_that_they_are_compiled() -> None:
