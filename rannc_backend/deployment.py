@@ -440,7 +440,6 @@ class Deployer:
                 phase,
                 max_in_flight=bounds,
                 max_kept=kept,
-                window=1 if len(lanes) == num_stages else num_micro_batches,
                 lanes=lanes,
             )
             # Ranks without a stage: only the roles that every rank has, owner of input rows and of output

@@ -28,7 +28,7 @@ from rannc_backend.ir.action import INPUT, format_programs
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.plan_file import read_plan
 from rannc_backend.runtime.job.disabled_compile import disabling_variables
-from rannc_backend.schedule.edges import EdgeSpec, Phase
+from rannc_backend.schedule.edges import EdgeSpec, Phase, chain_edges
 from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import order_on
 from rannc_backend.schedule.plan_simulation import schedule_of
@@ -126,11 +126,7 @@ def program(
 
 
 def _chain(num_stages: int) -> list[EdgeSpec]:
-    edges = [EdgeSpec(src=INPUT, dst=0, num_forward_values=1)]
-    edges += [
-        EdgeSpec(src=i, dst=i + 1, num_forward_values=1, num_gradient_values=1) for i in range(num_stages - 1)
-    ]
-    return edges
+    return [EdgeSpec(src=INPUT, dst=0, num_forward_values=1), *chain_edges(num_stages)]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ as.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -199,6 +200,14 @@ class StagePlan(_Record):
         return len(self.ranks)
 
 
+def lanes_of_stages(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
+    """Of stages the indexes of those that have the same ranks; lanes in the order of their first stages."""
+    lanes: dict[tuple[int, ...], list[int]] = {}
+    for stage in stages:
+        lanes.setdefault(stage.ranks, []).append(stage.index)
+    return tuple(map(tuple, lanes.values()))
+
+
 class OutputPlan(_Record):
     """A value with rows that the model gives back: the node `name`, of code of `module` ("" where that is not
     known), made in `stage`. `num_bytes` are of all rows of a step.
@@ -301,10 +310,7 @@ class Plan(_Record):
     @property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """Stages that the same ranks compute, by their indexes; lanes in the order of their first stages."""
-        lanes: dict[tuple[int, ...], list[int]] = {}
-        for stage in self.stages:
-            lanes.setdefault(stage.ranks, []).append(stage.index)
-        return tuple(map(tuple, lanes.values()))
+        return lanes_of_stages(self.stages)
 
     @property
     def num_working_ranks(self) -> int:

@@ -31,7 +31,7 @@ from rannc_backend.planner.search.problem import (
 from rannc_backend.planner.search.several_stages import stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Lanes, Schedule
+from rannc_backend.schedule.description import Lanes, Schedule, one_stage_each
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
@@ -119,7 +119,7 @@ def lanes_of(solution: Solution) -> Lanes:
     """The stages of each lane."""
     if solution.has_several_stages:
         return schedule_named(solution.schedule).lanes(solution.num_stages)
-    return tuple((stage,) for stage in range(solution.num_stages))
+    return one_stage_each(solution.num_stages)
 
 
 def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) -> float:

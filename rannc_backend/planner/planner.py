@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +24,7 @@ from rannc_backend.ir.plan import (
     StageCost,
     StagePlan,
     WhatIf,
+    lanes_of_stages,
 )
 from rannc_backend.log.progress import Progress
 from rannc_backend.planner.cluster.cluster import Cluster
@@ -227,10 +227,7 @@ def _with_outputs(
 
 def _fullest(stages: Sequence[StagePlan]) -> int:
     """Of a rank, with all of its stages."""
-    needed: Counter[tuple[int, ...]] = Counter()
-    for stage in stages:
-        needed[stage.ranks] += stage.predicted.peak_bytes
-    return max(needed.values())
+    return max(sum(stages[index].predicted.peak_bytes for index in lane) for lane in lanes_of_stages(stages))
 
 
 def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:

@@ -184,8 +184,7 @@ def is_safe(problem: SearchProblem, solution: Solution, graph: BlockGraph) -> bo
     try:
         lanes = lanes_of(solution)
         programs = lower_lanes(order, edges, "train", number)
-        window = number if solution.has_several_stages else 1
-        verify(programs, edges, number, "train", window=window, lanes=lanes)
+        verify(programs, edges, number, "train", lanes=lanes)
     except ScheduleError:
         return False
     return True

@@ -32,6 +32,15 @@ Lanes = tuple[tuple[int, ...], ...]
 Weights = list[tuple[float, float]]
 
 
+def one_stage_each(num_stages: int) -> Lanes:
+    """Lanes of which lane s has stage s alone.
+
+    Returns:
+        As many as there are stages.
+    """
+    return tuple((stage,) for stage in range(num_stages))
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """Computations that do not wait for each other: forwards (or backwards) of the stages first, first +
@@ -87,7 +96,7 @@ class Schedule(ABC):
 
     def lanes(self, num_stages: int) -> Lanes:
         """The stages of each lane. `num_stages`: a multiple of `stages_per_lane`."""
-        return tuple((stage,) for stage in range(num_stages))
+        return one_stage_each(num_stages)
 
     @abstractmethod
     def order(self, num_stages: int, num_micro_batches: int) -> Order:

@@ -49,6 +49,18 @@ class EdgeSpec:
             raise ValueError(f"edge {self.src} -> {self.dst} has a negative number of values")
 
 
+def chain_edges(num_stages: int) -> list[EdgeSpec]:
+    """Those of a chain: each stage feeds the next.
+
+    Returns:
+        One edge from each stage but the last.
+    """
+    return [
+        EdgeSpec(src=stage, dst=stage + 1, num_forward_values=1, num_gradient_values=1)
+        for stage in range(num_stages - 1)
+    ]
+
+
 def active_channels(edges: Iterable[EdgeSpec], phase: Phase) -> tuple[Channel, ...]:
     """The channels that carry one message per micro-batch in `phase`, sorted.
 

@@ -25,8 +25,12 @@ from rannc_backend.schedule.description import (
     backward_of,
     forward_of,
     inputs_of,
+    one_stage_each,
     weights_of,
+    with_split_backwards,
 )
+from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
+from rannc_backend.schedule.orders import merged
 
 _INFINITY = float("inf")
 
@@ -83,6 +87,30 @@ def list_order(
     return _Run(costs, lanes, num_micro_batches, rule, splits_backward).run()
 
 
+def fastest_order(
+    costs: Sequence[LaneCosts],
+    lanes: Lanes,
+    num_micro_batches: int,
+    rules: Sequence[Rule],
+    *,
+    splits_backward: bool = True,
+) -> Order:
+    """The order of the rule whose run is shortest, or `safe_order` where all get stuck."""
+    runs = [
+        list_order(costs, lanes, num_micro_batches, rule, splits_backward=splits_backward) for rule in rules
+    ]
+    found = [run for run in runs if run is not None]
+    if not found:
+        return safe_order(lanes, num_micro_batches, splits_backward=splits_backward)
+    return min(found, key=lambda run: run.seconds).order
+
+
+def safe_order(lanes: Lanes, num_micro_batches: int, *, splits_backward: bool) -> Order:
+    """1F1B, with each W right behind its I: it cannot get stuck."""
+    chain = ONE_F_ONE_B.order(sum(map(len, lanes)), num_micro_batches)
+    return merged(tuple(with_split_backwards(lane, 0) for lane in chain) if splits_backward else chain, lanes)
+
+
 def lower_bound_seconds(
     costs: Sequence[LaneCosts], num_micro_batches: int, lanes: Lanes | None = None
 ) -> float:
@@ -92,20 +120,13 @@ def lower_bound_seconds(
     Args:
         lanes: the stages of each; None: each stage is a lane.
     """
-    lanes = lanes or tuple((stage,) for stage in range(len(costs)))
+    lanes = lanes or one_stage_each(len(costs))
     lane_of = {stage: number for number, lane in enumerate(lanes) for stage in lane}
-    messages = [0.0] + [
-        cost.message if lane_of[stage] != lane_of[stage - 1] else 0.0
-        for stage, cost in enumerate(costs[1:], start=1)
-    ]
-    gradients = [0.0] + [
-        cost.gradient if lane_of[stage] != lane_of[stage - 1] else 0.0
-        for stage, cost in enumerate(costs[1:], start=1)
-    ]
-    heads = [0.0]
-    for cost, message in zip(costs, messages[1:], strict=False):
-        heads.append(heads[-1] + cost.forward + message)
-    back = sum(gradients) + sum(cost.inputs for cost in costs)
+    heads, back = [0.0], sum(cost.inputs for cost in costs)
+    for stage, (cost, following) in enumerate(zip(costs, costs[1:], strict=False)):
+        travels = lane_of[stage] != lane_of[stage + 1]
+        heads.append(heads[-1] + cost.forward + travels * following.message)
+        back += travels * following.gradient
     chain = heads[-1] + costs[-1].forward + back + costs[0].weights
     work = [
         heads[lane[0]]
@@ -359,10 +380,11 @@ class _Run:
             yield sent.send(m, lane.free), self.stages[receiver].lane
 
 
+LaneCounts = frozenset[tuple[tuple[int, int], ...]]
+
+
 @lru_cache(maxsize=64)
-def held_by(
-    schedule: Schedule, num_stages: int, num_micro_batches: int
-) -> tuple[frozenset[tuple[tuple[int, int], ...]], ...]:
+def held_by(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[LaneCounts, ...]:
     """By lane of a schedule: of each of its stages how many micro-batches are in flight and how many kept, all that
     occur.
     """
@@ -394,16 +416,22 @@ def held_bytes(
     lanes = schedule.lanes(num_stages)
     result = [0.0] * num_stages
     for lane, counts in zip(lanes, held_by(schedule, num_stages, num_micro_batches), strict=True):
-        held = [
-            [
-                flying * flight_bytes[stage] + kept * kept_bytes[stage]
-                for stage, (flying, kept) in zip(lane, each, strict=True)
-            ]
-            for each in sorted(counts)
-        ]
-        for stage, num_bytes in zip(lane, max(held, key=sum), strict=True):
+        flight, kept = ([sizes[stage] for stage in lane] for sizes in (flight_bytes, kept_bytes))
+        for stage, num_bytes in zip(lane, fullest(counts, flight, kept), strict=True):
             result[stage] = num_bytes
     return tuple(result)
+
+
+def fullest(counts: LaneCounts, flight_bytes: Sequence[float], kept_bytes: Sequence[float]) -> list[float]:
+    """Of each stage of one lane, what it holds when the lane holds most. `counts`: see `held_by`."""
+    held = (
+        [
+            flying * flight + kept * kept_size
+            for flight, kept_size, (flying, kept) in zip(flight_bytes, kept_bytes, each, strict=True)
+        ]
+        for each in sorted(counts)
+    )
+    return max(held, key=sum)
 
 
 def peaks_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:

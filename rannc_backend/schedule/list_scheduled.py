@@ -14,16 +14,15 @@ from functools import lru_cache
 import numpy as np
 
 from rannc_backend.schedule.chain import order_seconds
-from rannc_backend.schedule.description import Count, Lanes, Order, Schedule, with_split_backwards
+from rannc_backend.schedule.description import Count, Lanes, Order, Schedule, one_stage_each
 from rannc_backend.schedule.list_run import (
     LaneCosts,
     Rule,
     list_order,
     lower_bound_seconds,
     peaks_of,
+    safe_order,
 )
-from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
-from rannc_backend.schedule.orders import merged
 
 _INFINITY = float("inf")
 _NEAR = 1e-3  # of the lower bound: no other rule is tried
@@ -54,7 +53,7 @@ class ListScheduled(Schedule):
     def lanes(self, num_stages: int) -> Lanes:
         """See `Schedule`."""
         is_own = sum(map(len, self.lanes_of_plan)) == num_stages
-        return self.lanes_of_plan if is_own else tuple((stage,) for stage in range(num_stages))
+        return self.lanes_of_plan if is_own else one_stage_each(num_stages)
 
     def order(self, num_stages: int, num_micro_batches: int) -> Order:
         """See `Schedule`."""
@@ -92,9 +91,7 @@ def _best_order(costs: tuple[LaneCosts, ...], lanes: Lanes, num_micro_batches: i
             break
     if best is not None:
         return best
-    # 1F1B with each W right behind its I cannot get stuck.
-    order = ONE_F_ONE_B.order(len(costs), num_micro_batches)
-    return merged(tuple(with_split_backwards(lane, 0) for lane in order), lanes)
+    return safe_order(lanes, num_micro_batches, splits_backward=True)
 
 
 def _seconds_of(order: Order, costs: Sequence[LaneCosts]) -> float:

@@ -22,7 +22,7 @@ from rannc_backend.errors import PlanError
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
 from rannc_backend.schedule.description import Schedule
-from rannc_backend.schedule.edges import EdgeSpec
+from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import lower_lanes
@@ -120,13 +120,13 @@ def simulate_plan(
         )
     order = order_on(described, plan.lanes, count)
     costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
-    edges, messages = [], {}
+    messages = {}
     for index in range(1, plan.num_stages):
-        edges.append(EdgeSpec(src=index - 1, dst=index, num_forward_values=1, num_gradient_values=1))
         if plan.stages[index - 1].ranks != plan.stages[index].ranks:
             messages[Channel(index - 1, index, FORWARD_VALUES)] = costs[index].receive_seconds
             messages[Channel(index, index - 1, GRADIENTS)] = costs[index].gradient_seconds
-    step = simulate(lower_lanes(order, edges, "train", count), [cost.seconds for cost in costs], messages)
+    programs = lower_lanes(order, chain_edges(plan.num_stages), "train", count)
+    step = simulate(programs, [cost.seconds for cost in costs], messages)
     spans = _spans(step, plan.num_stages)
     in_flight = described.in_flight_bounds(plan.num_stages, count)
     own_costs = [

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rannc_backend.schedule.description import Count, Lanes, Order, Schedule, with_split_backwards
-from rannc_backend.schedule.list_run import LaneCosts, Rule, list_order, peaks_of
-from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
-from rannc_backend.schedule.orders import merged
+from rannc_backend.schedule.description import Count, Lanes, Order, Schedule
+from rannc_backend.schedule.list_run import LaneCosts, Rule, fastest_order, peaks_of
 
 _WHOLE = LaneCosts(forward=1.0, inputs=2.0, weights=0.0)
 _INTERLEAVED_RULES = (
@@ -23,7 +21,28 @@ _INTERLEAVED_RULES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interleaved(Schedule):
+class _OwnLanes(Schedule):
+    """What a stage holds is what its order says, not how far it is from the end."""
+
+    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
+        """All of them; `in_flight_bounds` says more."""
+        return 0 * num_stages_to_end + num_micro_batches
+
+    def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """As the order has it."""
+        return tuple(flying for flying, _ in peaks_of(self, num_stages, num_micro_batches))
+
+    def kept(self, num_stages_to_end: Count, num_stages: Count, num_micro_batches: int) -> Count:
+        """All of them; `kept_bounds` says more."""
+        return 0 * num_stages_to_end + (num_micro_batches if self.splits_backward else 0)
+
+    def kept_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """As the order has it."""
+        return tuple(kept for _, kept in peaks_of(self, num_stages, num_micro_batches))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved(_OwnLanes):
     """1F1B with two stages on each lane: of p lanes, lane l runs stages l and l + p (Narayanan et al. 2021, "Efficient
     Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 
@@ -42,27 +61,11 @@ class Interleaved(Schedule):
         """See `Schedule`."""
         return _interleaved(self.lanes(num_stages), num_micro_batches)
 
-    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
-        """All of them; `in_flight_bounds` says more."""
-        return 0 * num_stages_to_end + num_micro_batches
-
-    def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-        """As the order has it."""
-        return tuple(flying for flying, _ in peaks_of(self, num_stages, num_micro_batches))
-
 
 @lru_cache(maxsize=64)
 def _interleaved(lanes: Lanes, num_micro_batches: int) -> Order:
-    num_stages = sum(map(len, lanes))
-    costs = (_WHOLE,) * num_stages
-    runs = [
-        list_order(costs, lanes, num_micro_batches, rule, splits_backward=False)
-        for rule in _INTERLEAVED_RULES
-    ]
-    found = [run for run in runs if run is not None]
-    if not found:
-        return merged(ONE_F_ONE_B.order(num_stages, num_micro_batches), lanes)
-    return min(found, key=lambda run: run.seconds).order
+    costs = (_WHOLE,) * sum(map(len, lanes))
+    return fastest_order(costs, lanes, num_micro_batches, _INTERLEAVED_RULES, splits_backward=False)
 
 
 _V_RULES = (
@@ -73,7 +76,7 @@ _V_RULES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroBubbleV(Schedule):
+class ZeroBubbleV(_OwnLanes):
     """Two stages on each lane in the shape of a V, with backwards in two parts (ZB-V of Qi et al. 2024, "Pipeline Parallelism
     with Controllable Memory"): of p lanes, lane l runs stages l and 2 p - 1 - l.
 
@@ -89,35 +92,15 @@ class ZeroBubbleV(Schedule):
 
     def order(self, num_stages: int, num_micro_batches: int) -> Order:
         """See `Schedule`."""
-        return _in_a_v(num_stages, self.lanes(num_stages), num_micro_batches)
-
-    def in_flight(self, num_stages_to_end: Count, num_micro_batches: int) -> Count:
-        """All of them; `in_flight_bounds` says more."""
-        return 0 * num_stages_to_end + num_micro_batches
-
-    def in_flight_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-        """As the order has it."""
-        return tuple(flying for flying, _ in peaks_of(self, num_stages, num_micro_batches))
-
-    def kept(self, num_stages_to_end: Count, num_stages: Count, num_micro_batches: int) -> Count:
-        """All of them; `kept_bounds` says more."""
-        return 0 * num_stages_to_end + num_micro_batches
-
-    def kept_bounds(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-        """As the order has it."""
-        return tuple(kept for _, kept in peaks_of(self, num_stages, num_micro_batches))
+        return _in_a_v(self.lanes(num_stages), num_micro_batches)
 
 
 @lru_cache(maxsize=64)
-def _in_a_v(num_stages: int, lanes: Lanes, num_micro_batches: int) -> Order:
+def _in_a_v(lanes: Lanes, num_micro_batches: int) -> Order:
     # One more than 1F1B's first stage has: between an I and its W, both are there.
-    unit = LaneCosts(flight_bytes=1.0, kept_bytes=1.0, limit_bytes=(num_stages + 1) / 2)
-    runs = [list_order((unit,) * num_stages, lanes, num_micro_batches, rule) for rule in _V_RULES]
-    found = [run for run in runs if run is not None]
-    if found:
-        return min(found, key=lambda run: run.seconds).order
-    chain = ONE_F_ONE_B.order(num_stages, num_micro_batches)
-    return merged(tuple(with_split_backwards(lane, 0) for lane in chain), lanes)
+    limit = len(lanes) + 0.5
+    unit = LaneCosts(flight_bytes=1.0, kept_bytes=1.0, limit_bytes=limit)
+    return fastest_order((unit,) * sum(map(len, lanes)), lanes, num_micro_batches, _V_RULES)
 
 
 INTERLEAVED = Interleaved(name="interleaved", eager_backward=True, stages_per_lane=2)

@@ -37,7 +37,7 @@ from rannc_backend.ir.action import (
     Channel,
     Program,
 )
-from rannc_backend.schedule.description import Lanes
+from rannc_backend.schedule.description import Lanes, one_stage_each
 from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
 from rannc_backend.schedule.simulator import run_to_end
 
@@ -80,7 +80,7 @@ def verify(
     *,
     max_in_flight: Sequence[int] | None = None,
     max_kept: Sequence[int] | None = None,
-    window: int = 1,
+    window: int | None = None,
     lanes: Lanes | None = None,
 ) -> dict[int, StagePeaks]:
     """Check the programs of one call.
@@ -93,7 +93,8 @@ def verify(
         max_in_flight: per stage the bound of the schedule (`orders.in_flight_bounds`); default: all
         micro-batches.
         max_kept: the same of micro-batches between the two parts of their backwards.
-        window: how many micro-batches ahead receives may be posted.
+        window: how many micro-batches ahead receives may be posted; default: one, and where lanes have several stages
+        as many as there are.
         lanes: the stages of each; default: lane s runs stage s.
 
     Returns:
@@ -112,10 +113,12 @@ def verify(
         for action in program
         if action.kind is ActionKind.BACKWARD_INPUT
     }
-    lanes = lanes or tuple((stage,) for stage in range(len(programs)))
+    lanes = lanes or one_stage_each(len(programs))
     num_stages = sum(map(len, lanes))
     if len(lanes) != len(programs):
         raise ScheduleError(f"there are {len(programs)} programs for {len(lanes)} lanes")
+    if window is None:
+        window = 1 if len(lanes) == num_stages else num_micro_batches
     rules = _Rules(
         lanes=lanes,
         expected=_expected_actions(lanes, edges, num_micro_batches, phase, split),

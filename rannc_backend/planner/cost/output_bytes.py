@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import OutputPlan, StagePlan
+from rannc_backend.ir.plan import OutputPlan, StagePlan, lanes_of_stages
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import replica_rows
@@ -66,10 +66,7 @@ class OutputBytes:
 def why_left_out(stages: Sequence[StagePlan], needed: Sequence[float], limit_bytes: float) -> str:
     """Why outputs that need so many bytes on each rank of each stage are not delivered; "" if they are."""
     worst, reason = 0.0, ""
-    lanes: dict[tuple[int, ...], list[int]] = {}
-    for stage in stages:
-        lanes.setdefault(stage.ranks, []).append(stage.index)
-    for lane in lanes.values():
+    for lane in lanes_of_stages(stages):
         left = limit_bytes - sum(stages[index].predicted.peak_bytes for index in lane)
         num_bytes = sum(needed[index] for index in lane)
         missing = num_bytes - OUTPUT_SHARE * left

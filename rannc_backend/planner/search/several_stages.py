@@ -9,7 +9,7 @@ There is no proof that no better one exists.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +18,8 @@ from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, Channel
 from rannc_backend.planner.search.moves import honours
 from rannc_backend.planner.search.problem import Floats, Pricer, SearchProblem, Solution, StageTerms
 from rannc_backend.schedule.description import Lanes, Schedule
-from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.list_run import held_by
+from rannc_backend.schedule.edges import chain_edges
+from rannc_backend.schedule.list_run import fullest, held_by
 from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
@@ -104,13 +104,12 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
         )
         for forward, backward, _, _, allreduce, buckets, weight in columns
     ]
-    edges, messages = [], {}
+    messages = {}
     for stage in range(1, num_stages):
-        edges.append(EdgeSpec(src=stage - 1, dst=stage, num_forward_values=1, num_gradient_values=1))
         messages[Channel(stage - 1, stage, FORWARD_VALUES)] = columns[stage][2]
         messages[Channel(stage, stage - 1, GRADIENTS)] = columns[stage][3]
     order = order_on(schedule, schedule.lanes(num_stages), number)
-    step = simulate(lower_lanes(order, edges, "train", number), stages, messages)
+    step = simulate(lower_lanes(order, chain_edges(num_stages), "train", number), stages, messages)
     work = sum(
         replicas * (seconds.forward + seconds.backward)
         for replicas, seconds in zip(solution.replicas, stages, strict=True)
@@ -170,28 +169,18 @@ def _budgets(pricer: Pricer, solution: Solution, lanes: Lanes) -> tuple[float, .
     counts = held_by(schedule, solution.num_stages, solution.num_micro_batches)
     for lane, all_counts in zip(lanes, counts, strict=True):
         best, fastest = None, np.inf
-        for budgets in _choices(len(problem.budgets), len(lane)):
+        for budgets in itertools.product(range(len(problem.budgets)), repeat=len(lane)):
             parts = [(budget, *places[stage]) for budget, stage in zip(budgets, lane, strict=True)]
             seconds = sum(float(tables.backward[part]) for part in parts)
             if not seconds < fastest:
                 continue
             flight = [float(tables.flight_bytes[part]) for part in parts]
             kept = [float(tables.kept_bytes[places[stage]]) for stage in lane]
-            held = max(
-                sum(
-                    flying * flight[index] + keeping * kept[index]
-                    for index, (flying, keeping) in enumerate(each)
-                )
-                for each in all_counts
-            )
-            if sum(float(tables.fixed_bytes[part]) for part in parts) + held <= problem.memory_bytes:
+            fixed = sum(float(tables.fixed_bytes[part]) for part in parts)
+            if fixed + sum(fullest(all_counts, flight, kept)) <= problem.memory_bytes:
                 best, fastest = budgets, seconds
         if best is None:
             return None
         for budget, stage in zip(best, lane, strict=True):
             chosen[stage] = problem.budgets[budget]
     return tuple(chosen)
-
-
-def _choices(num_budgets: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    return itertools.product(range(num_budgets), repeat=num_stages)

@@ -16,6 +16,7 @@ import torch
 
 from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
 from rannc_backend.ir.exchange import Edge, Value
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.gradients.buckets import StageGradients
@@ -125,7 +126,7 @@ class Executor:
 
     @property
     def _label(self) -> str:
-        return f"stage {' and '.join(map(str, sorted(self.stages)))}" if self.stages else "no stage"
+        return lane_text(sorted(self.stages)) if self.stages else "no stage"
 
     def _run_measured(
         self, program: Program, phases: Sequence[str], state: StepState, prefix: str, record: StepRecord

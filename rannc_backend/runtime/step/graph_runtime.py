@@ -26,6 +26,7 @@ import torch
 
 from rannc_backend.errors import BatchSizeTestError, TooFewSamplesError, UserInputError
 from rannc_backend.ir.action import OUTPUT, Program, Turn, describe
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.size_test import first_broken
 from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.agreement import agree, exchanging
@@ -224,7 +225,7 @@ class GraphRuntime:
             rehearsal = self.rehearsal
         if kind not in self._executors or rehearsal is not None:
             own = [i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks]
-            part = f"stage {' and '.join(map(str, own))}" if own else "nothing"
+            part = lane_text(own) if own else "nothing"
             with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
                 if kind not in self._executors:
                     make = without_anomaly_detection(self.make_executor)

@@ -22,6 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rannc_backend.ir.action import SEND_KINDS, WAIT_KINDS, Action, ActionKind, Program
+from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.runtime.gradients.buckets import GradientBuckets, Ranks, StartReduce, Waitable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.trace.clock_offsets import ClockOffsets
@@ -160,8 +161,7 @@ class EventTrace:
 
     def follow(self, buckets: GradientBuckets, *, stages: Sequence[int]) -> None:
         """Note the all-reduces of a graph that has been deployed."""
-        own = f"stage {' and '.join(map(str, stages))}" if stages else "no stage"
-        self.label = self.label or own
+        self.label = self.label or (lane_text(stages) if stages else "no stage")
         buckets.start_reduce = self._traced(buckets.start_reduce)
 
     def _traced(self, start_reduce: StartReduce) -> StartReduce:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,35 +22,18 @@ from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of, simulate_plan
 from rannc_backend.settings.options import Config
-from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
+from tests.unit.rannc_backend.planner.blocks.block_lines import split_line
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 
 ALL = ("1f1b", "fill_drain", "zb_h1", "list_scheduled")
 NUM_BLOCKS, ROWS = 12, 24
 
 
-@cache
-def line(seed: int, *, skips: bool = True) -> Any:
-    """Blocks whose backwards have second parts: half of their FLOPs."""
-    graph = random_line(seed, NUM_BLOCKS)
-    blocks = tuple(
-        replace(
-            block,
-            operators=tuple(
-                replace(each, weight_flops=each.backward_flops / 2, kept_bytes=block.saved_bytes)
-                for each in block.operators
-            ),
-        )
-        for block in graph.blocks
-    )
-    return replace(graph, blocks=blocks)
-
-
 def plan_of(
     seed: int, schedules: tuple[str, ...] = ALL, limit_bytes: float = 64 * BYTES_PER_GB, **options: Any
 ) -> Plan:
     return plan_blocks(
-        line(seed),
+        split_line(seed, NUM_BLOCKS),
         Config(mem_margin=0.0, stage_replicas="1,1,1,1", pipeline_num=6, **options),
         cluster=local_cpu(4, memory_bytes=int(limit_bytes)),
         batch_rows=ROWS,
@@ -64,7 +46,7 @@ def found_in(seed: int) -> tuple[SearchProblem, Solution]:
     cluster = local_cpu(4, memory_bytes=64 * BYTES_PER_GB)
     config = Config(stage_replicas="1,1,1,1", pipeline_num=6)
     request = PlanRequest.of(
-        line(seed), config, cluster, AnalyticPricer(device=cluster.device), ROWS, ALL, None
+        split_line(seed, NUM_BLOCKS), config, cluster, AnalyticPricer(device=cluster.device), ROWS, ALL, None
     )
     problem = request.problem(request.costs())
     solution = search(problem).solution
@@ -155,4 +137,4 @@ def test_what_was_taken_before_is_told() -> None:
 
 def test_orders_over_values_that_skip_stages_are_checked() -> None:
     problem, solution = found_in(3)
-    assert is_safe(problem, solution, line(3))
+    assert is_safe(problem, solution, split_line(3, NUM_BLOCKS))

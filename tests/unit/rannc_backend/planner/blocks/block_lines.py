@@ -6,6 +6,7 @@ In: a seed. Out: `BlockGraph`s of a line of blocks with skips and shared paramet
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import sympy
@@ -33,6 +34,23 @@ def random_line(seed: int, num_blocks: int) -> BlockGraph:
     return BlockGraph(
         blocks=blocks, flows=tuple(flows), parameters=tuple(sorted(uses, key=lambda use: use.name))
     )
+
+
+@cache
+def split_line(seed: int, num_blocks: int) -> BlockGraph:
+    """The same, with backwards that have second parts: half of their FLOPs."""
+    graph = random_line(seed, num_blocks)
+    blocks = tuple(
+        replace(
+            block,
+            operators=tuple(
+                replace(each, weight_flops=each.backward_flops / 2, kept_bytes=block.saved_bytes)
+                for each in block.operators
+            ),
+        )
+        for block in graph.blocks
+    )
+    return replace(graph, blocks=blocks)
 
 
 def _block(index: int, kind: int, work: int, values: int, weights: int, workspace: int) -> Block:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,35 +24,18 @@ from rannc_backend.schedule.orders import schedule_named
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.settings.options import Config
 from tests.schedule_lists import SEVERAL_STAGES
-from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
+from tests.unit.rannc_backend.planner.blocks.block_lines import random_line, split_line
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 
 NUM_BLOCKS, ROWS, NUM_LANES = 24, 24, 3
 ALL = ("1f1b", "fill_drain", "zb_h1", "list_scheduled", "interleaved", "zb_v")
 
 
-@cache
-def line(seed: int) -> Any:
-    """Blocks whose backwards have second parts: half of their FLOPs."""
-    graph = random_line(seed, NUM_BLOCKS)
-    blocks = tuple(
-        replace(
-            block,
-            operators=tuple(
-                replace(each, weight_flops=each.backward_flops / 2, kept_bytes=block.saved_bytes)
-                for each in block.operators
-            ),
-        )
-        for block in graph.blocks
-    )
-    return replace(graph, blocks=blocks)
-
-
 def request_of(seed: int, schedules: tuple[str, ...], **options: Any) -> PlanRequest:
     cluster = local_cpu(NUM_LANES, memory_bytes=64 * BYTES_PER_GB)
     config = Config(mem_margin=0.0, pipeline_num=6, **options)
     pricer = AnalyticPricer(device=cluster.device)
-    return PlanRequest.of(line(seed), config, cluster, pricer, ROWS, schedules, None)
+    return PlanRequest.of(split_line(seed, NUM_BLOCKS), config, cluster, pricer, ROWS, schedules, None)
 
 
 def problem_of(seed: int, schedules: tuple[str, ...] = ALL, **options: Any) -> SearchProblem:
@@ -65,7 +47,7 @@ def plan_of(
     seed: int, schedules: tuple[str, ...], limit_bytes: float = 64 * BYTES_PER_GB, **options: Any
 ) -> Plan:
     return plan_blocks(
-        line(seed),
+        split_line(seed, NUM_BLOCKS),
         Config(mem_margin=0.0, pipeline_num=6, **options),
         cluster=local_cpu(NUM_LANES, memory_bytes=int(limit_bytes)),
         batch_rows=ROWS,

@@ -88,4 +88,4 @@ def test_a_rank_with_one_stage_has_nothing_of_others_to_come() -> None:
     assert executor._others_to_come() == {}
     assert executor._label == "stage 1"
     assert executor_of({})._label == "no stage"
-    assert executor_of({0: stage_of("a"), 2: stage_of("b")})._label == "stage 0 and 2"
+    assert executor_of({0: stage_of("a"), 2: stage_of("b")})._label == "stages 0 and 2"
