@@ -208,6 +208,14 @@ def lanes_of_stages(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, lanes.values()))
 
 
+def lane_bytes(sizes: Iterable[tuple[int, int]]) -> int:
+    """What a rank needs with all of its stages, of the peak and the workspace of each, which is in it: stages run one
+    after the other, so that the largest workspace serves all.
+    """
+    peaks, workspaces = zip(*sizes, strict=True)
+    return sum(peaks) - sum(workspaces) + max(workspaces)
+
+
 class OutputPlan(_Record):
     """A value with rows that the model gives back: the node `name`, of code of `module` ("" where that is not
     known), made in `stage`. `num_bytes` are of all rows of a step.
@@ -327,9 +335,10 @@ class Plan(_Record):
         return max(self.lane_peak_bytes(lane[0]) for lane in self.lanes)
 
     def lane_peak_bytes(self, stage: int) -> int:
-        """Predicted memory of a rank that computes `stage`, and of its other stages."""
+        """Predicted memory of a rank that computes `stage`, with its other stages: see `lane_bytes`."""
         ranks = self.stages[stage].ranks
-        return sum(other.predicted.peak_bytes for other in self.stages if other.ranks == ranks)
+        own = [other.predicted for other in self.stages if other.ranks == ranks]
+        return lane_bytes((cost.peak_bytes, cost.workspace_bytes) for cost in own)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
         """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads

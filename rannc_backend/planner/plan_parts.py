@@ -28,11 +28,11 @@ from rannc_backend.planner.search.problem import (
     plans_step_seconds,
     plans_terms,
 )
-from rannc_backend.planner.search.several_stages import stage_terms, step_seconds
+from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Lanes, Schedule, one_stage_each
-from rannc_backend.schedule.list_run import LaneCosts, held_bytes
+from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
@@ -90,7 +90,7 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
     pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     tables, costs = pricer.tables, []
     lanes = lanes_of(solution)
-    num_stages_of = {stage: len(lane) for lane in lanes for stage in lane}
+    limits = _limits(problem, pricer, solution, lanes)
     for index, terms in enumerate(solution_terms(problem, solution)):
         option = int(np.searchsorted(tables.replicas, solution.replicas[index]))
         begin, end = solution.bounds[index], solution.bounds[index + 1]
@@ -106,13 +106,23 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
                 gradient=gradient,
                 flight_bytes=float(tables.flight_bytes[(budget, *place)]),
                 kept_bytes=float(tables.kept_bytes[place]),
-                limit_bytes=problem.memory_bytes / num_stages_of[index]
-                - float(tables.fixed_bytes[(budget, *place)]),
+                limit_bytes=limits[index],
             )
         )
     described = schedule_named(problem.own_order)
     assert isinstance(described, ListScheduled), f"{described} is made for no plan"
     return replace(described, costs=tuple(costs), lanes_of_plan=lanes)
+
+
+def _limits(problem: SearchProblem, pricer: Pricer, solution: Solution, lanes: Lanes) -> dict[int, float]:
+    """By stage, what its micro-batches may hold: see `list_run.limits_in_lane`."""
+    limits: dict[int, float] = {}
+    for lane in lanes:
+        sizes = [fixed_parts(problem, pricer, solution, stage) for stage in lane]
+        workspaces = [workspace for _, workspace in sizes]
+        others = [fixed for fixed, _ in sizes]
+        limits |= zip(lane, limits_in_lane(problem.memory_bytes, others, workspaces), strict=True)
+    return limits
 
 
 def lanes_of(solution: Solution) -> Lanes:

@@ -218,6 +218,7 @@ class PlanRequest:
             lane_starts=pins.starts,
             lane_stage_of=pins.stage_of,
             work_floor=costs.work_floor,
+            workspace=costs.workspace_bytes,
         )
 
     @property

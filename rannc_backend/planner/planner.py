@@ -24,6 +24,7 @@ from rannc_backend.ir.plan import (
     StageCost,
     StagePlan,
     WhatIf,
+    lane_bytes,
     lanes_of_stages,
 )
 from rannc_backend.log.progress import Progress
@@ -227,7 +228,10 @@ def _with_outputs(
 
 def _fullest(stages: Sequence[StagePlan]) -> int:
     """Of a rank, with all of its stages."""
-    return max(sum(stages[index].predicted.peak_bytes for index in lane) for lane in lanes_of_stages(stages))
+    return max(
+        lane_bytes((stages[x].predicted.peak_bytes, stages[x].predicted.workspace_bytes) for x in lane)
+        for lane in lanes_of_stages(stages)
+    )
 
 
 def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:

@@ -380,6 +380,19 @@ class _Run:
             yield sent.send(m, lane.free), self.stages[receiver].lane
 
 
+def limits_in_lane(
+    limit_bytes: float, others: Sequence[float], workspaces: Sequence[float]
+) -> tuple[float, ...]:
+    """What micro-batches may hold in each stage of a lane, of which only the sum counts.
+
+    Args:
+        others: what each stage needs beside micro-batches and its workspace.
+        workspaces: of each stage; they run one after the other, so that the largest serves all.
+    """
+    left = (limit_bytes - max(workspaces)) / len(others)
+    return tuple(left - other for other in others)
+
+
 LaneCounts = frozenset[tuple[tuple[int, int], ...]]
 
 

@@ -20,10 +20,10 @@ from typing import Literal, get_args
 
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
-from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan
+from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan, lane_bytes
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.edges import chain_edges
-from rannc_backend.schedule.list_run import LaneCosts, held_bytes
+from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName, order_on, runs_on, schedule_named
@@ -72,6 +72,7 @@ class StageSimulation:
     allreduce_seconds: float
     busy_seconds: float
     idle_share: float
+    workspace_bytes: int
     peak_bytes: int
     is_listed: bool
     spans: tuple[Span, ...]
@@ -95,8 +96,8 @@ class PlanSimulation:
         return all(self.lane_peak_bytes(lane) <= memory_bytes for lane in self.lanes)
 
     def lane_peak_bytes(self, lane: Sequence[int]) -> int:
-        """Of a rank that has these stages."""
-        return sum(self.stages[index].peak_bytes for index in lane)
+        """Of a rank that has these stages: see `ir.plan.lane_bytes`."""
+        return lane_bytes((self.stages[x].peak_bytes, self.stages[x].workspace_bytes) for x in lane)
 
 
 def simulate_plan(
@@ -190,14 +191,24 @@ def _described(plan: Plan, name: ScheduleName) -> Schedule:
     if not isinstance(described, ListScheduled):
         return described
     _check_size(plan.num_stages, plan.num_micro_batches)
-    costs = tuple(_lane_costs(plan, stage) for stage in plan.stages)
+    limits = _limits(plan)
+    costs = tuple(_lane_costs(plan, stage, limits[stage.index]) for stage in plan.stages)
     return replace(described, costs=costs, lanes_of_plan=plan.lanes)
 
 
-def _lane_costs(plan: Plan, stage: StagePlan) -> LaneCosts:
+def _limits(plan: Plan) -> dict[int, float]:
+    """By stage, what its micro-batches may hold: see `list_run.limits_in_lane`."""
+    limits: dict[int, float] = {}
+    for lane in plan.lanes:
+        costs = [plan.stages[index].predicted for index in lane]
+        workspaces = [cost.workspace_bytes for cost in costs]
+        others = [cost.peak_bytes - cost.workspace_bytes - cost.activation_bytes for cost in costs]
+        limits |= zip(lane, limits_in_lane(plan.memory_limit_bytes, others, workspaces), strict=True)
+    return limits
+
+
+def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
     cost = _stage_cost(plan, stage, plan.num_micro_batches)
-    other_bytes = stage.predicted.peak_bytes - stage.predicted.activation_bytes
-    num_stages = len(next(lane for lane in plan.lanes if stage.index in lane))
     return LaneCosts(
         forward=cost.seconds.forward,
         inputs=cost.seconds.backward - cost.seconds.weight,
@@ -206,7 +217,7 @@ def _lane_costs(plan: Plan, stage: StagePlan) -> LaneCosts:
         gradient=cost.gradient_seconds,
         flight_bytes=cost.seconds.activation_bytes,
         kept_bytes=cost.seconds.kept_bytes,
-        limit_bytes=plan.memory_limit_bytes / num_stages - other_bytes,
+        limit_bytes=limit_bytes,
     )
 
 
@@ -358,6 +369,9 @@ def _stage_simulation(
         allreduce_seconds=cost.seconds.allreduce,
         busy_seconds=sum(span.end - span.start for span in spans if span.kind != "allreduce"),
         idle_share=idle_share,
+        workspace_bytes=stage.predicted.workspace_bytes
+        if peak_bytes == stage.predicted.peak_bytes
+        else cost.at_rows.workspace_bytes,
         peak_bytes=peak_bytes,
         is_listed=cost.is_listed,
         spans=tuple(spans),

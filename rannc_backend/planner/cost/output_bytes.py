@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import OutputPlan, StagePlan, lanes_of_stages
+from rannc_backend.ir.plan import OutputPlan, StagePlan, lane_bytes, lanes_of_stages
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import replica_rows
@@ -67,7 +67,8 @@ def why_left_out(stages: Sequence[StagePlan], needed: Sequence[float], limit_byt
     """Why outputs that need so many bytes on each rank of each stage are not delivered; "" if they are."""
     worst, reason = 0.0, ""
     for lane in lanes_of_stages(stages):
-        left = limit_bytes - sum(stages[index].predicted.peak_bytes for index in lane)
+        own = [stages[index].predicted for index in lane]
+        left = limit_bytes - lane_bytes((cost.peak_bytes, cost.workspace_bytes) for cost in own)
         num_bytes = sum(needed[index] for index in lane)
         missing = num_bytes - OUTPUT_SHARE * left
         if missing > worst:

@@ -301,6 +301,26 @@ class IntervalCosts:
             workspace=float(prices.workspace_bytes[0]),
         )
 
+    def workspace_bytes(self, num_micro_batches: int, begin: int, end: int, replicas: int) -> Floats:
+        """[budgets]: the workspace in `fixed_bytes` of an interval."""
+        rows = self.replica_rows(num_micro_batches, replicas)
+        column = int(np.searchsorted(self._rows, rows))
+        first, result = self.pricer.budgets[0], np.empty(len(self.budgets))
+        for index, budget in enumerate(self.budgets):
+            priced_as = self._priced_as(budget)
+            prices = self._prices[first if priced_as is None else priced_as][begin:end]
+            saved = np.array([price.saved_bytes[column] for price in prices])
+            let_go = np.cumsum(saved - self._held_gradients[begin:end])
+            needed = (np.array([price.workspace_bytes[column] for price in prices]) + let_go).max() - let_go[
+                -1
+            ]
+            kept = saved.sum()
+            if priced_as == SEGMENTS_BUDGET:
+                kept = max(0.0, kept - float(self.segments.leaving(begin, end, [rows])[0]))
+            needed += _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + kept)
+            result[index] = needed + kept if priced_as is None else needed
+        return result
+
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
         blocks = self.graph.blocks

@@ -122,7 +122,8 @@ class SearchProblem:
     sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
     made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
     several stages on each rank, tried with what the search finds; `only_lane_schedules`: nothing else is asked for.
-    `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans.
+    `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans. `workspace(m, begin, end, replicas)`: of a
+    stage's `fixed_bytes`, by budget, what the stages of a rank need in turn; None: nothing is known of it.
     """
 
     num_blocks: int
@@ -141,6 +142,7 @@ class SearchProblem:
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
     work_floor: Callable[[int], WorkFloor] | None = None
+    workspace: Callable[[int, int, int, int], Floats] | None = None
     own_order: ScheduleName = ""
     only_own_order: bool = False
     lane_starts: tuple[int, ...] = ()

@@ -160,6 +160,28 @@ def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple
     return tuple(bounds)
 
 
+def fixed_parts(
+    problem: SearchProblem, pricer: Pricer, solution: Solution, stage: int
+) -> tuple[float, float]:
+    """What a stage needs whatever is in flight, without its workspace, and that: bytes."""
+    fixed, workspaces = _fixed_parts_of(problem, pricer, solution, stage)
+    budget = problem.budgets.index(solution.budgets[stage])
+    return float(fixed[budget]), float(workspaces[budget])
+
+
+def _fixed_parts_of(
+    problem: SearchProblem, pricer: Pricer, solution: Solution, stage: int
+) -> tuple[Floats, Floats]:
+    """The same of all budgets."""
+    begin, length, option = place = _places(pricer, solution)[stage]
+    fixed: Floats = pricer.tables.fixed_bytes[(slice(None), *place)]
+    if problem.workspace is None:
+        return fixed, np.zeros(len(fixed))
+    replicas = int(pricer.tables.replicas[option])
+    workspace = problem.workspace(solution.num_micro_batches, begin, begin + length + 1, replicas)
+    return fixed - workspace, workspace
+
+
 def _budgets(pricer: Pricer, solution: Solution, lanes: Lanes) -> tuple[float, ...] | None:
     """Of each stage, with which its lane fits into memory and is fastest; None where a lane does not fit."""
     problem, tables = pricer.problem, pricer.tables
@@ -167,6 +189,10 @@ def _budgets(pricer: Pricer, solution: Solution, lanes: Lanes) -> tuple[float, .
     places = _places(pricer, solution)
     chosen = [0.0] * solution.num_stages
     counts = held_by(schedule, solution.num_stages, solution.num_micro_batches)
+    fixed, workspaces = zip(
+        *(_fixed_parts_of(problem, pricer, solution, stage) for stage in range(solution.num_stages)),
+        strict=True,
+    )
     for lane, all_counts in zip(lanes, counts, strict=True):
         best, fastest = None, np.inf
         for budgets in itertools.product(range(len(problem.budgets)), repeat=len(lane)):
@@ -176,8 +202,11 @@ def _budgets(pricer: Pricer, solution: Solution, lanes: Lanes) -> tuple[float, .
                 continue
             flight = [float(tables.flight_bytes[part]) for part in parts]
             kept = [float(tables.kept_bytes[places[stage]]) for stage in lane]
-            fixed = sum(float(tables.fixed_bytes[part]) for part in parts)
-            if fixed + sum(fullest(all_counts, flight, kept)) <= problem.memory_bytes:
+            others = sum(float(fixed[stage][budget]) for budget, stage in zip(budgets, lane, strict=True))
+            workspace = max(
+                float(workspaces[stage][budget]) for budget, stage in zip(budgets, lane, strict=True)
+            )
+            if others + workspace + sum(fullest(all_counts, flight, kept)) <= problem.memory_bytes:
                 best, fastest = budgets, seconds
         if best is None:
             return None
