@@ -65,7 +65,8 @@ from rannc_backend.runtime.torch_internals import trace_artifact, without_anomal
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import Ranks, World
-from rannc_backend.settings.options import Config, check_same_options
+from rannc_backend.settings.options import Config
+from rannc_backend.settings.same_options import check_same_options
 from rannc_backend.stages.compiled_stage import CompileCache
 from rannc_backend.stages.cut_stages import StageCut
 from rannc_backend.stages.graph_dump import pass_dump

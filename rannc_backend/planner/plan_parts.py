@@ -31,7 +31,7 @@ from rannc_backend.planner.search.problem import (
 from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Lanes, Schedule, one_stage_each
+from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
@@ -62,7 +62,7 @@ def priced(
     None if it does not fit.
     """
     if solution.has_several_stages:
-        seconds = step_seconds(problem, solution, schedule_named(solution.schedule))
+        seconds = step_seconds(problem, solution, solution.described)
         return replace(solution, step_seconds=seconds, own_order="")
     schedule = schedule or solution.schedule
     pricer = Pricer(problem, solution.num_micro_batches, schedule, solution.longest_stage)
@@ -89,7 +89,7 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
     """The schedule that is made for a solution, within the memory that its stages leave."""
     pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     tables, costs = pricer.tables, []
-    lanes = lanes_of(solution)
+    lanes = solution.lanes
     limits = _limits(problem, pricer, solution, lanes)
     for index, terms in enumerate(solution_terms(problem, solution)):
         option = int(np.searchsorted(tables.replicas, solution.replicas[index]))
@@ -123,13 +123,6 @@ def _limits(problem: SearchProblem, pricer: Pricer, solution: Solution, lanes: L
         others = [fixed for fixed, _ in sizes]
         limits |= zip(lane, limits_in_lane(problem.memory_bytes, others, workspaces), strict=True)
     return limits
-
-
-def lanes_of(solution: Solution) -> Lanes:
-    """The stages of each lane."""
-    if solution.has_several_stages:
-        return schedule_named(solution.schedule).lanes(solution.num_stages)
-    return one_stage_each(solution.num_stages)
 
 
 def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) -> float:
@@ -168,7 +161,7 @@ def stage_plans(
     work = [float(each.forward[0] + each.backward[0]) for each in terms]
     busy = {
         stage: solution.num_micro_batches * sum(work[other] for other in lane)
-        for lane in lanes_of(solution)
+        for lane in solution.lanes
         for stage in lane
     }
     return tuple(
@@ -188,8 +181,7 @@ def stage_plans(
 
 def _in_flight(solution: Solution) -> tuple[int, ...]:
     """By stage, the most micro-batches in flight."""
-    schedule = schedule_named(solution.schedule)
-    return schedule.in_flight_bounds(solution.num_stages, solution.num_micro_batches)
+    return solution.described.in_flight_bounds(solution.num_stages, solution.num_micro_batches)
 
 
 def _memory(
@@ -210,7 +202,7 @@ def _memory(
 def _held(solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, ...]:
     """By stage, what it keeps of micro-batches: at most, or where ranks have several, when they hold most."""
     schedule, number, count = (
-        schedule_named(solution.schedule),
+        solution.described,
         solution.num_micro_batches,
         solution.num_stages,
     )

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
+from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MEGABYTE = 2**20
 _MAX_DEVICES_SUGGESTED = 4096
+_STAGES_PER_LANE = (2, 3, 4, 5, 6)  # that are tried
 _MEMORY_HEADROOM = 2.0  # stages that need more than so many times the limit are not priced
 _MAX_NUMBERS_TRIED = 3  # of micro-batches, in errors about large models
 
@@ -61,6 +62,7 @@ class PlanRequest:
     num_stages: int | None
     replicas: int | None
     stage_replicas: tuple[int, ...] | None
+    stages_per_lane: tuple[int, ...] = (2,)
     recompute: float | None = None
     most_micro_batches: int = 1
     without: tuple[tuple[str, PlanRequest], ...] = ()
@@ -84,8 +86,10 @@ class PlanRequest:
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
             config, fixed = _of_whole_batch(config, fixed), None
+        schedules = _with_stages_per_rank(schedules, config.stages_per_rank)
         num_stages = len(fixed) if fixed else config.partition_num or None
-        num_stages, fixed = _lanes_asked_for(schedules, num_stages, fixed)
+        is_free = num_stages is None
+        num_stages, fixed = _lanes_asked_for(schedules, num_stages, fixed, config.stages_per_rank)
         num_devices, num_blocks = cluster.num_devices, len(graph.blocks)
         needed = sum(fixed) if fixed else (num_stages or 1) * (config.replica_num or 1)
         if needed > num_devices or (fixed and needed != num_devices):
@@ -136,11 +140,14 @@ class PlanRequest:
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
             stage_replicas=fixed,
+            stages_per_lane=(config.stages_per_rank,)
+            if config.stages_per_rank
+            else _STAGES_PER_LANE[: None if is_free else 1],
             recompute=config.fixed_recompute,
             most_micro_batches=most if not config.pipeline_num else 1,
         )
-        is_free = alone or graph.whole_batch or stage_replicas is not None
-        return made if is_free else made._with_freed(config)
+        as_it_is = alone or graph.whole_batch or stage_replicas is not None
+        return made if as_it_is else made._with_freed(config)
 
     def _with_freed(self, config: Config) -> PlanRequest:
         """This request, which the options made, beside those without each of them that restricts it."""
@@ -202,6 +209,7 @@ class PlanRequest:
             own_order=next(iter(_made_for_plans(self.schedules)), ""),
             only_own_order=not set(self.schedules) - set(_made_for_plans(self.schedules)),
             lane_schedules=() if self._asks_for_stages else lane_schedules,
+            stages_per_lane=self.stages_per_lane,
             only_lane_schedules=only_lanes,
             micro_batches=costs.micro_batches,
             budgets=costs.budgets,
@@ -344,20 +352,40 @@ def _made_for_plans(names: Iterable[ScheduleName]) -> tuple[ScheduleName, ...]:
     return tuple(name for name in names if schedule_named(name).is_made_for_plans)
 
 
+def _with_stages_per_rank(schedules: tuple[ScheduleName, ...], number: int) -> tuple[ScheduleName, ...]:
+    """Those that have so many stages on each rank; 0: all. Raises `OptionValueError`."""
+    if not number:
+        return schedules
+    described = [schedule_named(name) for name in schedules]
+    found = tuple(
+        each.name
+        for each in described
+        if (each.stages_per_lane > 1) == (number > 1) and each.with_stages_per_lane(number) is not None
+    )
+    if not found:
+        raise OptionValueError(
+            "stages_per_rank",
+            value=number,
+            source="options",
+            expected=f"a number of stages that {' or '.join(schedules)} can have on a rank",
+        )
+    return found
+
+
 def _lanes_asked_for(
-    schedules: Sequence[ScheduleName], num_stages: int | None, fixed: tuple[int, ...] | None
+    schedules: Sequence[ScheduleName],
+    num_stages: int | None,
+    fixed: tuple[int, ...] | None,
+    stages_per_rank: int,
 ) -> tuple[int | None, tuple[int, ...] | None]:
     """Where ranks are to compute several stages: how many lanes, and their replicas, for numbers that are given by
     stage. Raises `InfeasiblePlanError`.
     """
     described = schedule_named(schedules[0])
-    per_lane = described.stages_per_lane
-    if (
-        num_stages is None
-        or per_lane == 1
-        or any(schedule_named(name).stages_per_lane != per_lane for name in schedules)
-    ):
+    if num_stages is None or any(schedule_named(name).stages_per_lane == 1 for name in schedules):
         return num_stages, fixed
+    per_lane = stages_per_rank or described.stages_per_lane
+    described = described.with_stages_per_lane(per_lane) or described
     if num_stages % per_lane:
         raise InfeasiblePlanError(
             f"schedule {described} has {per_lane} stages on each rank, and {num_stages} stages are asked for"
@@ -404,8 +432,11 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         "partition_num",
         "replica_num",
         "stage_replicas",
+        "stages_per_rank",
     ):
         value = getattr(config, name)
+        if name == "stages_per_rank" and (config.stage_replicas or config.partition_num):
+            continue  # numbers by stage say nothing without it
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
     if config.fixed_recompute is not None and not config.checkpointing:

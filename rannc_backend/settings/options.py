@@ -8,14 +8,13 @@ planner decides" for every number of things. One GB is 1024**3 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from rannc_backend.errors import RanksDifferError
 from rannc_backend.settings.choices import (
     SCHEDULE_ALIASES,
     activation_budget,
@@ -52,6 +51,12 @@ class Config(BaseModel):
     )
 
     partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
+    stages_per_rank: int = Field(
+        0,
+        ge=0,
+        description="Number of stages that each rank computes: 1, or more under schedule interleaved (any number) or "
+        "zb_v (2); 0: the planner decides.",
+    )
     replica_num: int = Field(
         0, ge=0, description="Number of replicas of every stage; 0: the planner decides."
     )
@@ -235,8 +240,8 @@ class Config(BaseModel):
     schedule: str = Field(
         "auto",
         description="Order of forwards and backwards; auto: the fastest that gives exact results. zb_h1: backwards in "
-        "two parts; list_scheduled: likewise, in an order made for the plan. interleaved, zb_v: two stages on each rank, "
-        "with whole backwards, and in two parts. gpipe is another name of fill_drain.",
+        "two parts; list_scheduled: likewise, in an order made for the plan. interleaved, zb_v: several stages on each "
+        "rank, with whole backwards, and two in the shape of a V, with backwards in two parts. gpipe is another name of fill_drain.",
     )
     outputs: Literal["auto", "all", "loss"] = Field(
         "auto",
@@ -470,28 +475,6 @@ class Config(BaseModel):
 def environment_name(item: str) -> str:
     """The environment variable of an item: "pipeline_num" gives "RANNC_PIPELINE_NUM"."""
     return ENVIRONMENT_PREFIX + item.upper()
-
-
-def is_own(item: str) -> bool:
-    """Whether an item may have another value on each rank: a path, or what is logged."""
-    extra = Config.model_fields[item].json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("own"))
-
-
-def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
-    """Raise RanksDifferError for the first item whose value is not the same on all ranks.
-
-    Items that are a rank's own affair (`is_own`) may differ; where rank 0 alone uses one, its value counts.
-
-    Args:
-        options_by_rank: `Config.model_dump()` of each rank, in rank order.
-    """
-    for item in Config.model_fields:
-        if is_own(item):
-            continue
-        values = [repr(options[item]) for options in options_by_rank]
-        if len(set(values)) > 1:
-            raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)
 
 
 def _disagreement(item: str, relation: str, other: str) -> PydanticCustomError:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.transfer import allreduce_terms, shared_allreduce_terms
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Count
-from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.description import Count, Lanes, Schedule
+from rannc_backend.schedule.orders import ScheduleName, on_lanes, schedule_named
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -121,7 +121,8 @@ class SearchProblem:
     (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
     sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
     made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
-    several stages on each rank, tried with what the search finds; `only_lane_schedules`: nothing else is asked for.
+    several stages on each rank, tried with what the search finds, with each of `stages_per_lane`; `only_lane_schedules`:
+    nothing else is asked for.
     `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans. `workspace(m, begin, end, replicas)`: of a
     stage's `fixed_bytes`, by budget, what the stages of a rank need in turn; None: nothing is known of it.
     """
@@ -148,6 +149,7 @@ class SearchProblem:
     lane_starts: tuple[int, ...] = ()
     lane_stage_of: tuple[tuple[int, int], ...] = ()
     lane_schedules: tuple[ScheduleName, ...] = ()
+    stages_per_lane: tuple[int, ...] = (2,)
     only_lane_schedules: bool = False
 
     def __post_init__(self) -> None:
@@ -210,6 +212,21 @@ class Solution:
     def has_several_stages(self) -> bool:
         """Whether ranks compute several stages."""
         return self.base is not None
+
+    @property
+    def lanes(self) -> Lanes:
+        """The stages of each rank, first stages ascending."""
+        at: dict[int, list[int]] = {}
+        for stage, place in enumerate(self.places):
+            at.setdefault(place, []).append(stage)
+        return tuple(map(tuple, at.values()))
+
+    @property
+    def described(self) -> Schedule:
+        """The schedule, as it runs on these lanes."""
+        made = on_lanes(schedule_named(self.schedule), self.lanes)
+        assert made is not None, f"{self.schedule} does not run on {self.lanes}"
+        return made
 
     @property
     def num_ranks(self) -> int:
