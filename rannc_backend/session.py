@@ -461,15 +461,14 @@ class Session:
     def _report_measured(self, records: list[dict[str, Any]]) -> None:
         assert self.plan is not None, "measured before planned"
         self.measured = records[self.world.rank]
-        report = report_of(self.plan, records) if self.world.rank == 0 else None
-        if report is None:
+        if self.world.rank != 0:
             return
+        report = report_of(self.plan, records)
         logger.info("%s", report.table())
         if self.config.run_file:
+            file, text = self.config.run_file, report.to_json()
             try:
-                write_text(
-                    self.config.run_file, report.to_json(), what="measured steps", named_by="option run_file"
-                )
+                write_text(file, text, what="measured steps", named_by="option run_file")
             except UserInputError as error:
                 logger.warning("%s", error)  # no reason to end a run that works
 
