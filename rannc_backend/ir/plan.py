@@ -134,8 +134,9 @@ class StageCost(_Record):
     `idle_share`: part of the predicted step in which the rank computes nothing. Bytes are the most that lies
     in memory at one time: activations of all micro-batches in flight and what is kept between the two parts of
     backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need only while they run
-    in `workspace_bytes`;
-    `peak_bytes` is the sum of the six.
+    in `workspace_bytes`; `peak_bytes` is the sum of the six. Where one replica updates a parameter,
+    `new_values_seconds` is once per step, to send new values to the others, and `elsewhere_bytes` of optimizer state
+    are on those.
     """
 
     forward_seconds: Amount
@@ -143,6 +144,7 @@ class StageCost(_Record):
     weight_seconds: Amount = 0.0  # plans of before it was known say nothing
     transfer_seconds: Amount
     allreduce_seconds: Amount
+    new_values_seconds: Amount = 0.0
     parameter_bytes: Count
     gradient_bytes: Count
     optimizer_bytes: Count
@@ -150,6 +152,7 @@ class StageCost(_Record):
     buffer_bytes: Count
     workspace_bytes: Count
     peak_bytes: Count
+    elsewhere_bytes: Count = 0
     idle_share: Share
 
 

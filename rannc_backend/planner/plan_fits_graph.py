@@ -101,8 +101,8 @@ def check_options(
             "all" if config.outputs == "all" else "",
             "none beside the loss" if plan.outputs_left_out else "all",
         ),
-        ("zero_stage", config.zero_stage, plan.zero_stage),
-        ("zero_ngroups", config.zero_ngroups if config.zero_stage else 0, plan.zero_ngroups),
+        ("zero_stage", config.zero_stage.removeprefix("auto"), str(plan.zero_stage)),
+        ("zero_ngroups", config.zero_ngroups if config.zero_level else 0, plan.zero_ngroups),
         (
             "stage_replicas",
             "" if whole_batch else config.stage_replicas,

@@ -96,7 +96,7 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
         begin, end = solution.bounds[index], solution.bounds[index + 1]
         place = (begin, end - begin - 1, option)
         budget = problem.budgets.index(solution.budgets[index])
-        forward, backward, message, gradient, _, _, weight = (float(column[0]) for column in terms.columns())
+        forward, backward, message, gradient, _, _, weight, _ = (float(x[0]) for x in terms.columns())
         costs.append(
             LaneCosts(
                 forward=forward,
@@ -130,11 +130,11 @@ def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) ->
     if solution.has_several_stages:
         return step_seconds(problem, solution, schedule)
     columns = zip(*(terms.columns() for terms in solution_terms(problem, solution)), strict=True)
-    *kept, weight = (np.stack(column, axis=1) for column in columns)
+    *kept, weight, new_values = (np.stack(column, axis=1) for column in columns)
     number = solution.num_micro_batches
     chain = chains_step_seconds(*kept, num_micro_batches=number, schedule=schedule, weight=weight)
     work = (np.array(solution.replicas) * (kept[0] + kept[1])).sum()
-    return float(max(chain[0], number * work / problem.num_cores))
+    return float(max(chain[0], number * work / problem.num_cores) + new_values.max())
 
 
 def stage_plans(
@@ -230,7 +230,7 @@ def _stage(
     begin, end = solution.bounds[index], solution.bounds[index + 1]
     number, replicas, budget = solution.num_micro_batches, solution.replicas[index], solution.budgets[index]
     memory, held = holds
-    forward, backward, message, gradient, allreduce, buckets, weight = (
+    forward, backward, message, gradient, allreduce, buckets, weight, new_values = (
         float(column[0]) for column in terms.columns()
     )
     sizes = {
@@ -248,8 +248,10 @@ def _stage(
         weight_seconds=min(weight, backward),
         transfer_seconds=message + gradient,
         allreduce_seconds=allreduce,
+        new_values_seconds=new_values,
         **whole,
         peak_bytes=sum(whole.values()),
+        elsewhere_bytes=math.floor(memory.elsewhere),
         idle_share=max(0.0, 1 - busy_seconds / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
     )
     rows = costs.replica_rows(number, replicas)

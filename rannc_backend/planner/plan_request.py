@@ -41,7 +41,7 @@ class PlanRequest:
     """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free
     beside it.
 
-    `update_groups`: see `IntervalCosts`.
+    `update_groups`: see `IntervalCosts`; `free_groups`: those of plans whose updates may be divided, where that is free.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     `without`: the same request without each option that restricts the plan, by the option as it was set.
@@ -58,6 +58,7 @@ class PlanRequest:
     memory_margin: float
     optimizer_factor: float
     update_groups: int | None
+    free_groups: int | None
     bucket_bytes: float
     num_stages: int | None
     replicas: int | None
@@ -135,7 +136,8 @@ class PlanRequest:
             memory_bytes=limit * (1 - config.mem_margin),
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
-            update_groups=config.zero_ngroups if config.zero_stage else None,
+            update_groups=config.zero_ngroups if config.zero_level else None,
+            free_groups=config.zero_ngroups if config.zero_level is None else None,
             bucket_bytes=config.bucket_mb * MEGABYTE,
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
@@ -167,12 +169,19 @@ class PlanRequest:
 
         limits = list(_limits(config, self.cluster))
         others = [(text, freed(name)) for name, text in limits]
+        if config.zero_level is not None:
+            others.append(
+                (
+                    f"zero_stage={config.zero_stage}",
+                    freed("zero_stage").with_updates(divided=not config.zero_level),
+                )
+            )
         # An option may restrict nothing that there is.
         same = [replace(other, most_micro_batches=self.most_micro_batches) == self for _, other in others]
         return replace(
             self,
             without=tuple(item for item, is_same in zip(others, same) if not is_same),
-            without_all=freed(*(name for name, _ in limits if name != "mem_limit_gb")),
+            without_all=freed(*(name for name, _ in limits if name != "mem_limit_gb"), "zero_stage"),
         )
 
     def costs(
@@ -225,6 +234,8 @@ class PlanRequest:
             stage_of=() if only_lanes else pins.stage_of,
             lane_starts=pins.starts,
             lane_stage_of=pins.stage_of,
+            update_groups=costs.update_groups,
+            value_bytes=costs.sums.trainable,
             work_floor=costs.work_floor,
             workspace=costs.workspace_bytes,
         )
@@ -287,14 +298,11 @@ class PlanRequest:
         others = [
             (f"without {text}", freed) for text, freed in self.without if not text.startswith("mem_limit_gb")
         ]
-        together = self.without_all or self
+        together = (self.without_all or self).with_updates(divided=True)
         if self.graph.outputs and self.graph.has_loss:
             bare = self.graph.without_outputs()
             others.append(("outputs=auto", replace(self, graph=bare)))
             together = replace(together, graph=bare)
-        if self.may_divide_updates:
-            others.append(("zero_stage=1", self.under_zero()))
-            together = together.under_zero()
         found = tuple(text for text, other in others if other.is_feasible(other._tried))
         if found or len(others) < 2:
             return found
@@ -310,13 +318,16 @@ class PlanRequest:
 
     @property
     def may_divide_updates(self) -> bool:
-        """Whether updates could be divided over replicas, and are not."""
+        """Whether the plan may say whether updates are divided, and stages may have replicas among which to divide them."""
         fixed = self.stage_replicas or ((self.replicas,) if self.replicas else (self.cluster.num_devices,))
-        return self.update_groups is None and max(fixed) > 1
+        return self.free_groups is not None and max(fixed) > 1
 
-    def under_zero(self) -> PlanRequest:
-        """The same with one replica that updates a parameter."""
-        return replace(self, update_groups=1)
+    def with_updates(self, *, divided: bool) -> PlanRequest:
+        """The same, and so is what it is `without`, with the answer to that; as it is where the answer was given."""
+        without = tuple((text, other.with_updates(divided=divided)) for text, other in self.without)
+        freed = None if self.without_all is None else self.without_all.with_updates(divided=divided)
+        groups = self.free_groups if divided and self.free_groups else self.update_groups
+        return replace(self, update_groups=groups, free_groups=None, without=without, without_all=freed)
 
     def is_feasible(self, micro_batches: tuple[int, ...] | None = None) -> bool:
         """Whether there is a plan, with some of these numbers of micro-batches."""

@@ -27,7 +27,6 @@ ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
 )
 MORE_DEVICES = "twice the devices"
 WITHOUT = "without "  # and an option as it was set
-DIVIDED_STATE = "optimizer state divided over replicas (zero_stage 1)"
 # What binds where a change gains most, and the change in a few words.
 _BINDING = {
     ONE_MORE_DEVICE: ("the number of devices", "one more device"),
@@ -55,16 +54,7 @@ def what_if(
         if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
             best = chosen  # it fits as well with more of anything
         result.append(_record(change, best))
-    result += _without_options(request, problem, chosen, now)
-    more_memory = next(record for record in result if record.change == MORE_MEMORY)
-    if request.may_divide_updates and _saves(more_memory, chosen) >= _NOTICEABLE:
-        divided = request.under_zero()
-        problem = divided.problem(divided.costs(), memory_bytes=problem.memory_bytes)
-        best = _planned_again(divided, problem, chosen, shortly)
-        if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
-            best = chosen
-        result.append(_record(DIVIDED_STATE, best))
-    return tuple(result)
+    return (*result, *_without_options(request, problem, chosen, now))
 
 
 def _without_options(

@@ -134,6 +134,8 @@ def simulate_plan(
     busy = {
         stage: seconds for lane, seconds in zip(plan.lanes, step.busy_seconds, strict=True) for stage in lane
     }
+    new_values = max(stage.predicted.new_values_seconds for stage in plan.stages)
+    whole = step.makespan_seconds + new_values
     stages = tuple(
         _stage_simulation(
             stage,
@@ -143,9 +145,7 @@ def simulate_plan(
             peak_bytes=_peak_bytes(
                 plan, stage, costs[stage.index].at_rows, held[stage.index], own_held[stage.index]
             ),
-            idle_share=max(0.0, 1.0 - busy[stage.index] / step.makespan_seconds)
-            if step.makespan_seconds
-            else 0.0,
+            idle_share=max(0.0, 1.0 - busy[stage.index] / whole) if whole else 0.0,
         )
         for stage in plan.stages
     )
@@ -158,7 +158,8 @@ def simulate_plan(
     return PlanSimulation(
         schedule=schedule,
         num_micro_batches=count,
-        step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share)),
+        step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share))
+        + new_values,
         idle_share=sum(stages[lane[0]].idle_share * plan.stages[lane[0]].num_replicas for lane in plan.lanes)
         / plan.num_working_ranks,
         stages=stages,

@@ -134,12 +134,13 @@ class Config(BaseModel):
         description="In how many parts of its parameters an optimizer steps, one after the other, so that what the "
         "step needs besides is smaller; the result is the same.",
     )
-    zero_stage: int = Field(
-        0,
-        ge=0,
-        le=2,
+    zero_stage: str = Field(
+        "auto",
+        pattern=r"^(auto|0|1|2)$",
+        json_schema_extra={"accepts": '"auto", 0, 1 or 2'},
         description="1: each parameter has one replica of its stage that updates it and keeps its optimizer state; "
-        "2: which also keeps its gradient alone; 0: every replica updates all.",
+        "2: which also keeps its gradient alone; 0: every replica updates all; auto: 1 where memory makes that faster, "
+        "else 0.",
     )
     zero_ngroups: int = Field(
         1,
@@ -392,6 +393,11 @@ class Config(BaseModel):
         return {name: number_or_truth(text) for name, text in pairs}
 
     @property
+    def zero_level(self) -> int | None:
+        """`zero_stage` as a number; None when the planner decides."""
+        return None if self.zero_stage == "auto" else int(self.zero_stage)
+
+    @property
     def fixed_recompute(self) -> float | None:
         """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
         if self.checkpointing:
@@ -438,7 +444,7 @@ class Config(BaseModel):
     def _schedule_by_its_own_name(cls, value: str) -> str:
         return value if value == "auto" else check_schedule_name(SCHEDULE_ALIASES.get(value, value))
 
-    @field_validator("recompute", mode="before")
+    @field_validator("recompute", "zero_stage", mode="before")
     @classmethod
     def _number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value

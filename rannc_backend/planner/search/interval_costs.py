@@ -40,12 +40,13 @@ from rannc_backend.planner.cost.transfer import allreduce_terms, communicator_me
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import (
     ParameterSums,
+    WorkFloor,
     first_at_or_after,
     largest_over,
     over,
     seconds_over,
 )
-from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
+from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
@@ -290,10 +291,12 @@ class IntervalCosts:
             )
         )
         place = (begin, end - begin - 1)
+        updated = float(self._updated_bytes(np.array([replicas]))[place][0])
         return MemoryParts(
             parameters=float(self.sums.parameters[place]),
             gradients=float(self.sums.gradients[place]),
-            optimizer=float(self.optimizer_factor * self._updated_bytes(np.array([replicas]))[place][0]),
+            optimizer=self.optimizer_factor * updated,
+            elsewhere=self.optimizer_factor * max(0.0, float(self.sums.trainable[place]) - updated),
             activations=float(prices.saved_bytes[0] + received[0]),
             kept=float(prices.kept_bytes[0]),
             messages=float(messages),

@@ -130,7 +130,7 @@ def _least_seconds_of(problem: SearchProblem, solution: Solution) -> float:
     """Below which no order of these stages can fall."""
     costs = []
     for terms in stage_terms(problem, solution):
-        forward, backward, message, gradient, _, _, weight = (float(column[0]) for column in terms.columns())
+        forward, backward, message, gradient, _, _, weight, _ = (float(x[0]) for x in terms.columns())
         inputs = backward - weight
         costs.append(
             LaneCosts(forward=forward, inputs=inputs, weights=weight, message=message, gradient=gradient)
@@ -175,7 +175,7 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
             allreduce=allreduce,
             num_buckets=int(buckets),
         )
-        for forward, backward, _, _, allreduce, buckets, weight in columns
+        for forward, backward, _, _, allreduce, buckets, weight, _ in columns
     ]
     messages = {}
     for stage in range(1, num_stages):
@@ -187,7 +187,8 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
         replicas * (seconds.forward + seconds.backward)
         for replicas, seconds in zip(solution.replicas, stages, strict=True)
     )
-    return max(step.makespan_seconds, number * work / problem.num_cores)
+    new_values = max(column[-1] for column in columns)
+    return max(step.makespan_seconds, number * work / problem.num_cores) + new_values
 
 
 def _places(pricer: Pricer, solution: Solution) -> list[tuple[int, int, int]]:

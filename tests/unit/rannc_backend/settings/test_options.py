@@ -37,7 +37,7 @@ OTHER_VALUES = {
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),
     "num_apply_group": (3, "3"),
-    "zero_stage": (2, "2"),
+    "zero_stage": ("2", "2"),
     "zero_ngroups": (2, "2"),
     "recompute": ("0.5", "0.5"),
     "checkpointing": (True, "true"),
