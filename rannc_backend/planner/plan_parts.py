@@ -31,9 +31,10 @@ from rannc_backend.planner.search.problem import (
 from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Lanes, Schedule
+from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
+from rannc_backend.schedule.lowering import waiting_bytes
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
 _WORTH_NAMING = 0.01  # share of a stage's memory
@@ -90,7 +91,7 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
     pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     tables, costs = pricer.tables, []
     lanes = solution.lanes
-    limits = _limits(problem, pricer, solution, lanes)
+    limits = _limits(pricer, solution)
     for index, terms in enumerate(solution_terms(problem, solution)):
         option = int(np.searchsorted(tables.replicas, solution.replicas[index]))
         begin, end = solution.bounds[index], solution.bounds[index + 1]
@@ -107,6 +108,8 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
                 flight_bytes=float(tables.flight_bytes[(budget, *place)]),
                 kept_bytes=float(tables.kept_bytes[place]),
                 limit_bytes=limits[index],
+                message_bytes=float(tables.message_bytes[place]),
+                gradient_bytes=float(tables.gradient_bytes[place]),
             )
         )
     described = schedule_named(problem.own_order)
@@ -114,14 +117,13 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
     return replace(described, costs=tuple(costs), lanes_of_plan=lanes)
 
 
-def _limits(problem: SearchProblem, pricer: Pricer, solution: Solution, lanes: Lanes) -> dict[int, float]:
+def _limits(pricer: Pricer, solution: Solution) -> dict[int, float]:
     """By stage, what its micro-batches may hold: see `list_run.limits_in_lane`."""
     limits: dict[int, float] = {}
-    for lane in lanes:
-        sizes = [fixed_parts(problem, pricer, solution, stage) for stage in lane]
-        workspaces = [workspace for _, workspace in sizes]
-        others = [fixed for fixed, _ in sizes]
-        limits |= zip(lane, limits_in_lane(problem.memory_bytes, others, workspaces), strict=True)
+    sizes = fixed_parts(pricer, solution)
+    for lane in solution.lanes:
+        others, workspaces = zip(*(sizes[stage] for stage in lane), strict=True)
+        limits |= zip(lane, limits_in_lane(pricer.problem.memory_bytes, others, workspaces), strict=True)
     return limits
 
 
@@ -157,7 +159,7 @@ def stage_plans(
         _memory(costs, solution, index, flights, known[index])
         for index, flights in enumerate(_in_flight(solution))
     ]
-    held = _held(solution, memories)
+    held = _held(costs, solution, memories)
     work = [float(each.forward[0] + each.backward[0]) for each in terms]
     busy = {
         stage: solution.num_micro_batches * sum(work[other] for other in lane)
@@ -199,8 +201,10 @@ def _memory(
     )
 
 
-def _held(solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, ...]:
-    """By stage, what it keeps of micro-batches: at most, or where ranks have several, when they hold most."""
+def _held(costs: IntervalCosts, solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, ...]:
+    """By stage, what it keeps of micro-batches: at most, or where ranks have several, when they hold most, and messages
+    that have come before they are used.
+    """
     schedule, number, count = (
         solution.described,
         solution.num_micro_batches,
@@ -208,7 +212,15 @@ def _held(solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, .
     )
     if solution.has_several_stages:
         flight, kept = [memory.activations for memory in memories], [memory.kept for memory in memories]
-        return held_bytes(schedule, count, number, flight, kept)
+        held = held_bytes(schedule, count, number, flight, kept)
+        messages = [
+            costs.message_bytes(begin, end, [costs.replica_rows(number, replicas)])
+            for begin, end, replicas in zip(
+                solution.bounds, solution.bounds[1:], solution.replicas, strict=False
+            )
+        ]
+        values, gradients = ([float(sizes[part][0]) for sizes in messages] for part in range(2))
+        return tuple(map(sum, zip(held, waiting_bytes(schedule, number, values, gradients), strict=True)))
     return tuple(
         flights * memory.activations
         + float(schedule.kept_memory(count - index, count, number, memory.kept, memory.activations))

@@ -19,7 +19,7 @@ from rannc_backend.planner.plan_parts import longest_compute, own_order_of, pric
 from rannc_backend.planner.search.equal_split import even_shares
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
 from rannc_backend.planner.search.search import TOLERANCE
-from rannc_backend.planner.search.several_stages import lane_plans
+from rannc_backend.planner.search.several_stages import fits, lane_plans
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName
@@ -108,6 +108,8 @@ def in_own_order(problem: SearchProblem, solution: Solution) -> Solution:
     """The same in an order that is made for it, if the problem has one, and it is faster or nothing else is asked for."""
     own = own_order_of(problem, solution) if problem.own_order else None
     if own is None or (solution.num_stages == 1 and not problem.only_own_order):
+        return solution
+    if solution.has_several_stages and not fits(problem, solution, own):
         return solution
     seconds = priced_in(problem, solution, own)
     if problem.only_own_order or seconds < solution.step_seconds * (1 - _FASTER):

@@ -33,13 +33,14 @@ from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
 from rannc_backend.schedule.orders import merged
 
 _INFINITY = float("inf")
+_FEW = 6  # micro-batches of one of a lane's stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneCosts:
     """Seconds of one micro-batch on a stage, `message` and `gradient` of the messages that come to it from the stage
     before and go back there; bytes that one micro-batch holds from F to I and from I to W, and that all may hold: of a
-    lane, what its stages may hold together.
+    lane, what its stages may hold together, with messages that have come early, of the sizes of the two.
     """
 
     forward: float = 1.0
@@ -50,6 +51,8 @@ class LaneCosts:
     flight_bytes: float = 0.0
     kept_bytes: float = 0.0
     limit_bytes: float = _INFINITY
+    message_bytes: float = 0.0
+    gradient_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +61,10 @@ class Rule:
 
     `most_in_flight`: of the stages that are still to come, as a multiple (0: any number). `forward_first`: until
     so many are in flight. `gap`: a W is begun where nothing is known to come within this part of its seconds.
-    `by_groups`: of the forwards of several stages on a lane, those of so many micro-batches as there are lanes come
-    before those of the next; else those of the stage that is nearest to the end.
+    `by_groups`: micro-batches come in equal groups, of as many as there are lanes at least: a lane with several stages
+    runs its first one for all of a group, then the next; and its backwards likewise, from the last one. A stage is then
+    never without a micro-batch of a group when it begins with it. Else what comes first is of the stage that is nearest to
+    the end, and `most_in_flight` for groups is a multiple of half of what is then needed.
     """
 
     most_in_flight: float
@@ -139,8 +144,9 @@ def lower_bound_seconds(
 
 @dataclass(slots=True)
 class _Channel:
-    """Messages to a neighbour, as `lowering.lower` has them travel: a receive is posted when the message before it is used,
-    and no more than two are on their way. `is_local`: the neighbour is a stage of the same lane; nothing travels.
+    """Messages to a neighbour, as `lowering.lower_lanes` has them travel: a receive is posted when the message before it is
+    used, or, where lanes have several stages, before it is sent; and no more than two are on their way. `is_local`: the
+    neighbour is a stage of the same lane; nothing travels.
     """
 
     seconds: float
@@ -150,9 +156,9 @@ class _Channel:
     arrived: list[float]
 
     @classmethod
-    def of(cls, seconds: float, number: int, *, is_local: bool) -> _Channel:
+    def of(cls, seconds: float, number: int, *, is_local: bool, is_early: bool) -> _Channel:
         empty = [_INFINITY] * number
-        return cls(seconds, is_local, [*empty], [0.0, *empty[1:]], [*empty])
+        return cls(seconds, is_local, [*empty], [0.0] * number if is_early else [0.0, *empty[1:]], [*empty])
 
     def send(self, micro_batch: int, now: float) -> float:
         """When it arrives, if that is known."""
@@ -164,6 +170,8 @@ class _Channel:
         following = micro_batch + 1
         if following == len(self.posted):
             return _INFINITY
+        if self.posted[following] == 0.0:
+            return _INFINITY  # posted long ago: sending it says when it arrives
         self.posted[following] = now
         return self._arrive(following)
 
@@ -274,15 +282,18 @@ class _Run:
     def __init__(
         self, costs: Sequence[LaneCosts], lanes: Lanes, number: int, rule: Rule, splits_backward: bool
     ) -> None:
-        self.rule, self.splits_backward, self.num_lanes = rule, splits_backward, len(lanes)
+        self.rule, self.splits_backward = rule, splits_backward
+        self.num_lanes = len(lanes)
+        self.group = -(-number // max(1, number // len(lanes)))
+        is_early = len(lanes) < len(costs)
         lane_of = {stage: place for place, lane in enumerate(lanes) for stage in lane}
         channels: list[tuple[_Channel | None, _Channel | None]] = [(None, None)]
         for index, cost in enumerate(costs[1:], start=1):
             is_local = lane_of[index] == lane_of[index - 1]
             channels.append(
                 (
-                    _Channel.of(cost.message, number, is_local=is_local),
-                    _Channel.of(cost.gradient, number, is_local=is_local),
+                    _Channel.of(cost.message, number, is_local=is_local, is_early=is_early),
+                    _Channel.of(cost.gradient, number, is_local=is_local, is_early=is_early),
                 )
             )
         channels.append((None, None))
@@ -302,13 +313,21 @@ class _Run:
         self.lanes = [
             _Lane(
                 stages=[stages[stage] for stage in lane],
-                most_in_flight=rule.most_in_flight * sum(len(costs) - stage for stage in lane) / len(lane)
-                or _INFINITY,
+                most_in_flight=self._most_in_flight(place, lane) or _INFINITY,
                 limit_bytes=sum(costs[stage].limit_bytes for stage in lane),
                 number=number,
             )
-            for lane in lanes
+            for place, lane in enumerate(lanes)
         ]
+
+    def _most_in_flight(self, place: int, lane: Sequence[int]) -> float:
+        """See `Rule`."""
+        if self.rule.by_groups:
+            # What Megatron's schedule has, and a few more, without which lanes of different speeds wait for each other.
+            ahead = 2 * (self.num_lanes - 1 - place) + (len(lane) - 1) * self.group + 1
+            return self.rule.most_in_flight / 2 * (ahead + min(_FEW, (self.num_lanes + len(lane)) // 2 + 1))
+        num_stages = len(self.stages)
+        return self.rule.most_in_flight * sum(num_stages - stage for stage in lane) / len(lane)
 
     def run(self) -> Listed | None:
         """None where the lanes get stuck."""
@@ -346,13 +365,11 @@ class _Run:
     def _sequence(self, coming: _Coming) -> tuple[int, ...]:
         """What comes first has the least."""
         stage = coming.stage
-        if not coming.is_forward:
-            return int(self.rule.forward_first), stage.num_inputs, -stage.index
-        m = len(stage.forward_ends)
-        after = int(not self.rule.forward_first)
+        after = int(self.rule.forward_first != coming.is_forward)
+        m = len(stage.forward_ends) if coming.is_forward else stage.num_inputs
         if self.rule.by_groups:
-            return after, m // self.num_lanes, stage.index, m
-        return after, -stage.index
+            return after, m // self.group, stage.index if coming.is_forward else -stage.index, m
+        return (after, -stage.index) if coming.is_forward else (after, m, -stage.index)
 
     def _do(self, lane: _Lane, coming: _Coming, now: float) -> Iterator[tuple[float, int]]:
         stage = coming.stage
@@ -445,6 +462,16 @@ def fullest(counts: LaneCounts, flight_bytes: Sequence[float], kept_bytes: Seque
         for each in sorted(counts)
     )
     return max(held, key=sum)
+
+
+def most_held(program: Sequence[Action], costs: Sequence[LaneCosts]) -> float:
+    """Bytes that a lane holds of micro-batches at its fullest moment."""
+    held = most = 0.0
+    for action in program:
+        cost = costs[action.stage]
+        held += _IN_FLIGHT[action.kind] * cost.flight_bytes + _KEPT[action.kind] * cost.kept_bytes
+        most = max(most, held)
+    return most
 
 
 def peaks_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ Out: an order. Of the orders that a few rules make (see `schedule/list_run.py`),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,9 +20,11 @@ from rannc_backend.schedule.list_run import (
     Rule,
     list_order,
     lower_bound_seconds,
+    most_held,
     peaks_of,
     safe_order,
 )
+from rannc_backend.schedule.lowering import waiting_in
 
 _INFINITY = float("inf")
 _NEAR = 1e-3  # of the lower bound: no other rule is tried
@@ -35,10 +37,16 @@ _RULES = tuple(
 # Of lanes with several stages. Those of several gaps differ little.
 _LANE_RULES = tuple(
     Rule(most_in_flight=most, forward_first=first, gap=gap, by_groups=groups)
-    for groups in (True, False)
-    for most, first in ((1.0, False), (1.5, False), (0.0, False), (1.5, True), (2.0, True))
+    for groups, most, first in (
+        (True, 2.0, True),
+        (True, 1.5, True),
+        (True, 0.0, False),
+        (False, 2.0, True),
+        (False, 0.0, False),
+    )
     for gap in (0.0, 1.0)
 )
+_MOST_TRIES = 3  # with less and less memory, where messages that come early take some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,33 @@ class ListScheduled(Schedule):
 
 @lru_cache(maxsize=64)
 def _best_order(costs: tuple[LaneCosts, ...], lanes: Lanes, num_micro_batches: int) -> Order:
+    """Where lanes have several stages, messages may come long before they are used, as the order has it: if a lane has no
+    memory for them it gets as much less for micro-batches.
+    """
+    if len(lanes) == len(costs):
+        return _fastest_within(costs, lanes, num_micro_batches)
+    limits = [cost.limit_bytes for cost in costs]
+    for _ in range(_MOST_TRIES):
+        limited = tuple(replace(cost, limit_bytes=limit) for cost, limit in zip(costs, limits, strict=True))
+        order = _fastest_within(limited, lanes, num_micro_batches)
+        waiting = waiting_in(
+            order, [cost.message_bytes for cost in costs], [cost.gradient_bytes for cost in costs]
+        )
+        is_over = False
+        for program, lane in zip(order, lanes, strict=True):
+            allowed = sum(costs[stage].limit_bytes for stage in lane)
+            over = most_held(program, costs) + sum(waiting[stage] for stage in lane) - allowed
+            if over > 0:
+                is_over = True
+                for stage in lane:
+                    # Twice: with less memory other messages come early.
+                    limits[stage] -= 2 * over / len(lane)
+        if not is_over:
+            break
+    return order
+
+
+def _fastest_within(costs: tuple[LaneCosts, ...], lanes: Lanes, num_micro_batches: int) -> Order:
     best, shortest = None, _INFINITY
     enough = lower_bound_seconds(costs, num_micro_batches, lanes) * (1 + _NEAR)
     is_chain = len(lanes) == len(costs)

@@ -34,14 +34,17 @@ every program that is run.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import FORWARD_VALUES, INPUT, OUTPUT, Action, ActionKind, Channel, Program
+from rannc_backend.schedule.description import Order, Schedule
 from rannc_backend.schedule.edges import EdgeSpec, Phase, active_channels, is_training
-from rannc_backend.schedule.orders import select_phase
+from rannc_backend.schedule.orders import ends_of, select_phase
 from rannc_backend.schedule.simulator import run_to_end
 
 # Kinds by direction of the channel: what makes a message, then the four steps of moving it.
@@ -111,6 +114,7 @@ def lower(
     num_micro_batches: int,
     *,
     window: int = 1,
+    windows: Mapping[tuple[int, int], int] | None = None,
     first_at_begin: bool = False,
 ) -> dict[int, Program]:
     """The program of each lane.
@@ -121,6 +125,7 @@ def lower(
         phase: what one call of the programs does.
         num_micro_batches: micro-batches of the call.
         window: how many micro-batches ahead of their use receives are posted (0: right before).
+        windows: larger ones, by (source, destination).
         first_at_begin: the first ones, as many as the window has, at the begin of the program.
 
     Raises:
@@ -134,7 +139,8 @@ def lower(
         unknown = [place for place in channel[:2] if place >= 0 and place not in lane_of_stage]
         if unknown:
             raise ValueError(f"channel {channel} names stage {unknown[0]}, which the order does not run")
-        _lower_channel(channel, lanes, lane_of_stage, phase, window, first_at_begin)
+        own = max(window, (windows or {}).get((channel.source, channel.destination), 0))
+        _lower_channel(channel, lanes, lane_of_stage, phase, own, first_at_begin)
     if is_training(phase):
         _add_reductions(lane_of_stage)
     return {index: lane.program() for index, lane in enumerate(lanes)}
@@ -143,11 +149,11 @@ def lower(
 def lower_lanes(
     order: Sequence[Program], edges: Iterable[EdgeSpec], phase: Phase, num_micro_batches: int
 ) -> dict[int, Program]:
-    """As `lower`, also where lanes have several stages: with the smallest window, of the powers of two, with which all
-    programs come to their end.
+    """As `lower`, also where lanes have several stages: with windows with which nobody waits to send (`receive_windows`), and
+    if programs get stuck for what skips stages, with larger ones.
 
-    There is one: with all receives posted at the begin, nothing but values is waited for, and those come in the sequence in
-    which an order that can be done makes them.
+    There are such: with all receives posted at the begin, nothing but values is waited for, and those come in the sequence
+    in which an order that can be done makes them.
 
     Raises:
         ScheduleError: the order cannot be done.
@@ -155,9 +161,11 @@ def lower_lanes(
     edges = tuple(edges)
     if len(order) == len({action.stage for lane in order for action in lane}):
         return lower(order, edges, phase, num_micro_batches)
-    window = 1
+    window, windows = 1, receive_windows(select_phase(order, phase))
     while True:
-        programs = lower(order, edges, phase, num_micro_batches, window=window, first_at_begin=True)
+        programs = lower(
+            order, edges, phase, num_micro_batches, window=window, windows=windows, first_at_begin=True
+        )
         try:
             run_to_end(programs)
         except ScheduleError:
@@ -166,6 +174,76 @@ def lower_lanes(
             window = min(2 * window, num_micro_batches)
         else:
             return programs
+
+
+def receive_windows(order: Order) -> dict[tuple[int, int], int]:
+    """By (source, destination) of neighbouring stages on two lanes: how many micro-batches ahead receives are posted so that
+    no message that is made waits for its receive, if forwards take one unit, whole backwards two, and messages nothing.
+    """
+    ends = ends_of(order, backward_units=2)
+    lane_of = {action.stage: lane for lane, program in enumerate(order) for action in program}
+    made: dict[tuple[int, int], list[int]] = {}
+    used: dict[tuple[int, int], list[int]] = {}
+    for action, end in ends.items():
+        kind, stage = action.kind, action.stage
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            continue
+        is_forward = kind is ActionKind.FORWARD
+        following, before = (stage + 1, stage - 1) if is_forward else (stage - 1, stage + 1)
+        if lane_of.get(following, lane_of[stage]) != lane_of[stage]:
+            made.setdefault((stage, following), []).append(end)
+        if lane_of.get(before, lane_of[stage]) != lane_of[stage]:
+            begin = end - (2 if kind is ActionKind.BACKWARD else 1)
+            used.setdefault((before, stage), []).append(begin)
+    windows = {}
+    for pair, times in made.items():
+        begins = sorted(used.get(pair, ()))
+        windows[pair] = max(
+            place - bisect_right(begins, time) + 1 for place, time in enumerate(sorted(times))
+        )
+    return windows
+
+
+def waiting_bytes(
+    schedule: Schedule, num_micro_batches: int, values: Sequence[float], gradients: Sequence[float]
+) -> tuple[float, ...]:
+    """`waiting_in` of the order of a schedule, which is for the lanes of these stages."""
+    windows = _windows(schedule, len(values), num_micro_batches)
+    return _waiting(windows, values, gradients)
+
+
+def waiting_in(order: Order, values: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
+    """By stage, the bytes of messages that have come before they are used, beside one of values and one of gradients: what
+    `receive_windows` asks for.
+
+    Args:
+        order: of lanes some of which have several stages.
+        values: by stage, what comes of a micro-batch from the stage before.
+        gradients: by stage, what goes back there.
+    """
+    return _waiting(receive_windows(order), values, gradients)
+
+
+def _waiting(
+    windows: Mapping[tuple[int, int], int], values: Sequence[float], gradients: Sequence[float]
+) -> tuple[float, ...]:
+    num_stages = len(values)
+
+    def bytes_of(source: int, stage: int, num_bytes: float) -> float:
+        return max(0, windows.get((source, stage), 0) - 1) * num_bytes
+
+    return tuple(
+        bytes_of(stage - 1, stage, values[stage])
+        + (bytes_of(stage + 1, stage, gradients[stage + 1]) if stage + 1 < num_stages else 0.0)
+        for stage in range(num_stages)
+    )
+
+
+@lru_cache(maxsize=64)
+def _windows(schedule: Schedule, num_stages: int, num_micro_batches: int) -> dict[tuple[int, int], int]:
+    if len(schedule.lanes(num_stages)) == num_stages:
+        return {}  # a chain, which `lower` serves as it is
+    return receive_windows(schedule.order(num_stages, num_micro_batches))
 
 
 def _lower_channel(

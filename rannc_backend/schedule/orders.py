@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Sequence
 from functools import cache
 
+from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import Action, ActionKind, Program
 from rannc_backend.schedule.description import Lanes, Order, Schedule
 from rannc_backend.schedule.edges import Phase
@@ -93,7 +94,7 @@ def merged(order: Order, lanes: Lanes) -> Order:
     Nothing hangs: the computations are merged in the sequence of their ends in a run of the order in which each takes one
     unit of time. All that one of them needs has ended before it, so the sequence of all lanes together can be done.
     """
-    ends = _unit_ends(order)
+    ends = ends_of(order)
     return tuple(
         tuple(
             sorted(
@@ -105,32 +106,41 @@ def merged(order: Order, lanes: Lanes) -> Order:
     )
 
 
-def _unit_ends(order: Order) -> dict[Action, int]:
-    """When each computation of a chain ends, if each takes one unit and values come at once."""
+def ends_of(order: Order, backward_units: int = 1) -> dict[Action, int]:
+    """When each computation ends, if each takes one unit, a whole backward perhaps more, and values come at once.
+
+    Raises:
+        ScheduleError: the order gets stuck.
+    """
+    lane_of = {action.stage: lane for lane, program in enumerate(order) for action in program}
     ends: dict[Action, int] = {}
     places = [0] * len(order)
     waiting = list(range(len(order)))
     while waiting:
-        stage = waiting.pop()
-        program: Program = order[stage]
-        while places[stage] < len(program):
-            action = program[places[stage]]
-            needed = _needed(action, order)
+        lane = waiting.pop()
+        program: Program = order[lane]
+        while places[lane] < len(program):
+            action = program[places[lane]]
+            needed = _needed(action, len(lane_of))
             if any(each not in ends for each in needed):
                 break
-            before = ends[program[places[stage] - 1]] if places[stage] else 0
-            ends[action] = max([before, *(ends[each] for each in needed)]) + 1
-            places[stage] += 1
-            waiting += [other for other in (stage - 1, stage + 1) if 0 <= other < len(order)]
-    assert len(ends) == sum(map(len, order)), "an order that gets stuck"
+            before = ends[program[places[lane] - 1]] if places[lane] else 0
+            units = backward_units if action.kind is ActionKind.BACKWARD else 1
+            ends[action] = max([before, *(ends[each] for each in needed)]) + units
+            places[lane] += 1
+            near = {lane_of.get(action.stage - 1), lane_of.get(action.stage + 1)} - {None, lane}
+            waiting += [other for other in near if other is not None]
+    for lane, program in enumerate(order):
+        if places[lane] < len(program):
+            raise ScheduleError("(an order that gets stuck)", action=str(program[places[lane]]))
     return ends
 
 
-def _needed(action: Action, order: Order) -> list[Action]:
+def _needed(action: Action, num_stages: int) -> list[Action]:
     """What other stages must have done before."""
     if action.kind is ActionKind.FORWARD:
         return [Action(action.stage - 1, action.kind, action.micro_batch)] if action.stage else []
-    if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and action.stage + 1 < len(order):
+    if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and action.stage + 1 < num_stages:
         # All stages split their backwards, or none does.
         return [Action(action.stage + 1, action.kind, action.micro_batch)]
     return []

@@ -25,7 +25,7 @@ from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
-from rannc_backend.schedule.lowering import lower_lanes
+from rannc_backend.schedule.lowering import lower_lanes, waiting_bytes
 from rannc_backend.schedule.orders import ScheduleName, on_lanes, order_on, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
@@ -219,6 +219,8 @@ def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
         flight_bytes=cost.seconds.activation_bytes,
         kept_bytes=cost.seconds.kept_bytes,
         limit_bytes=limit_bytes,
+        message_bytes=cost.at_rows.rows * stage.received_bytes_per_row,
+        gradient_bytes=cost.at_rows.rows * stage.gradient_bytes_per_row,
     )
 
 
@@ -406,12 +408,21 @@ def _held_bytes(
     plan: Plan, costs: Sequence[RowCost], schedule: Schedule, num_micro_batches: int
 ) -> tuple[float, ...]:
     """By stage, what micro-batches in flight save and what is kept between the two parts of backwards; of lanes with
-    several stages, when the lane holds most.
+    several stages, when the lane holds most, and messages that have come before they are used.
     """
     flight = [cost.activation_bytes for cost in costs]
     kept = [cost.kept_bytes for cost in costs]
     if isinstance(schedule, ListScheduled) or schedule.stages_per_lane > 1:
-        return held_bytes(schedule, plan.num_stages, num_micro_batches, flight, kept)
+        held = held_bytes(schedule, plan.num_stages, num_micro_batches, flight, kept)
+        values = [
+            cost.rows * stage.received_bytes_per_row for cost, stage in zip(costs, plan.stages, strict=True)
+        ]
+        gradients = [
+            cost.rows * stage.gradient_bytes_per_row for cost, stage in zip(costs, plan.stages, strict=True)
+        ]
+        return tuple(
+            map(sum, zip(held, waiting_bytes(schedule, num_micro_batches, values, gradients), strict=True))
+        )
     bounds = schedule.in_flight_bounds(plan.num_stages, num_micro_batches)
     beside = (
         schedule.kept_memory(

@@ -14,8 +14,8 @@ from rannc_backend.schedule.list_run import LaneCosts, Rule, fastest_order, peak
 
 _WHOLE = LaneCosts(forward=1.0, inputs=2.0, weights=0.0)
 _INTERLEAVED_RULES = (
-    Rule(most_in_flight=2.0, forward_first=True),
     Rule(most_in_flight=2.0, forward_first=True, by_groups=True),
+    Rule(most_in_flight=2.0, forward_first=True),
     Rule(most_in_flight=1.5, forward_first=True),
 )
 
@@ -48,8 +48,8 @@ class Interleaved(_OwnLanes):
 
     The pipeline fills in stages of a v-th of the length, so ranks compute nothing for a v-th of the time under 1F1B, and
     messages are v times as many. The order is that of list scheduling with equal stages, of the fastest of a few rules:
-    forwards of a lane's later stages come before those of its earlier ones, or in groups of p micro-batches. Where
-    micro-batches come in multiples of p, ranks compute nothing for (p - 1) (F + B) of such a stage.
+    micro-batches in equal groups of p or more, or forwards of a lane's later stages before those of its earlier ones. With
+    p micro-batches or more, ranks compute nothing for (p - 1) (F + B) of such a stage, or little more.
     """
 
     def lanes(self, num_stages: int) -> Lanes:

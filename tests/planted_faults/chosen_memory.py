@@ -110,9 +110,61 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "lanes-that-need-what-their-largest-stage-does",
             "ir/plan.py",
-            "return sum(other.predicted.peak_bytes for other in self.stages if other.ranks == ranks)",
-            "return max(other.predicted.peak_bytes for other in self.stages if other.ranks == ranks)",
+            "return sum(peaks) - sum(workspaces) + max(workspaces)",
+            "return max(peaks)",
             unit("ir/plan"),
+        ),
+        (
+            "every-stage-of-a-rank-with-a-workspace-of-its-own",
+            "planner/search/several_stages.py",
+            "self.workspace[index].max() + held",
+            "self.workspace[index].sum() + held",
+            unit("planner/search/several_stages"),
+        ),
+        (
+            "messages-that-wait-for-their-receives",
+            "schedule/lowering.py",
+            "place - bisect_right(begins, time) + 1 for place",
+            "0 * (place - bisect_right(begins, time)) + 1 for place",
+            unit("schedule/several_stages"),
+        ),
+        (
+            "messages-that-come-early-take-no-memory",
+            "schedule/lowering.py",
+            "return max(0, windows.get((source, stage), 0) - 1) * num_bytes",
+            "return 0 * num_bytes",
+            unit("schedule/several_stages"),
+        ),
+        (
+            "as-many-stages-on-a-rank-as-schedules-are-named-for",
+            "schedule/several_stages.py",
+            "return replace(self, stages_per_lane=count) if count >= 2 else None",
+            "return self if count >= 2 else None",
+            unit("schedule/several_stages"),
+        ),
+        # who updates parameters, in the search
+        (
+            "new-values-that-take-no-time",
+            "planner/search/problem.py",
+            "seconds[fits] = computed + new_values.max(axis=1)",
+            "seconds[fits] = computed + 0 * new_values.max(axis=1)",
+            unit("planner/planner"),
+        ),
+        (
+            "one-owner-of-a-sum-pays-for-all",
+            "planner/search/problem.py",
+            "return seconds / 2 if problem.update_groups == 1 else seconds",
+            "return seconds",
+            unit("planner/planner"),
+        ),
+        (
+            "updates-are-divided-wherever-they-may-be",
+            "planner/planner.py",
+            "if not request.may_divide_updates or _fits_anyhow(plain):",
+            "if request.may_divide_updates:\n        return request.with_updates(divided=True), _found(\n"
+            "            _choose(request.with_updates(divided=True), progress, memory), plain)\n"
+            "    if not request.may_divide_updates or _fits_anyhow(plain):",
+            unit("planner/what_binds"),
         ),
         (
             "stages-of-a-lane-that-share-nothing-out",

@@ -20,7 +20,7 @@ from rannc_backend.planner.search.problem import INFINITY, Floats, Pricer, Searc
 from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, held_by, lower_bound_seconds
-from rannc_backend.schedule.lowering import lower_lanes
+from rannc_backend.schedule.lowering import lower_lanes, waiting_bytes
 from rannc_backend.schedule.orders import order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
@@ -234,13 +234,31 @@ def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple
     return tuple(bounds)
 
 
-def fixed_parts(
-    problem: SearchProblem, pricer: Pricer, solution: Solution, stage: int
-) -> tuple[float, float]:
-    """What a stage needs whatever is in flight, without its workspace, and that: bytes."""
-    fixed, workspaces = _fixed_parts_of(problem, pricer, solution, stage)
-    budget = problem.budgets.index(solution.budgets[stage])
-    return float(fixed[budget]), float(workspaces[budget])
+def fixed_parts(pricer: Pricer, solution: Solution) -> list[tuple[float, float]]:
+    """By stage, what it needs whatever is in flight, without its workspace, and that: bytes."""
+    problem, found = pricer.problem, []
+    for stage, budget in enumerate(map(problem.budgets.index, solution.budgets)):
+        fixed, workspaces = _fixed_parts_of(problem, pricer, solution, stage)
+        found.append((float(fixed[budget]), float(workspaces[budget])))
+    return found
+
+
+def fits(problem: SearchProblem, solution: Solution, schedule: Schedule) -> bool:
+    """Whether each lane has memory for the order of a schedule that is for these lanes."""
+    pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
+    budgets = [problem.budgets.index(budget) for budget in solution.budgets]
+    return all(
+        memory.num_bytes([budgets[stage] for stage in lane]) <= problem.memory_bytes
+        for lane, memory in _lane_memories(pricer, solution, schedule)
+    )
+
+
+def _waiting_bytes(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...]:
+    tables, places = pricer.tables, _places(pricer, solution)
+    values, gradients = (
+        [float(sizes[place]) for place in places] for sizes in (tables.message_bytes, tables.gradient_bytes)
+    )
+    return waiting_bytes(schedule, solution.num_micro_batches, values, gradients)
 
 
 def _fixed_parts_of(
@@ -258,26 +276,39 @@ def _fixed_parts_of(
 
 def _budgets(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...] | None:
     """Of each stage, with which its lane fits into memory and is fastest; None where a lane does not fit."""
-    problem, tables = pricer.problem, pricer.tables
-    places = _places(pricer, solution)
-    counts = held_by(schedule, solution.num_stages, solution.num_micro_batches)
+    problem = pricer.problem
     chosen = [0.0] * solution.num_stages
-    for lane, all_counts in zip(schedule.lanes(solution.num_stages), counts, strict=True):
-        parts = [_fixed_parts_of(problem, pricer, solution, stage) for stage in lane]
-        memory = LaneMemory(
-            counts=np.array(sorted(all_counts), dtype=float),
-            seconds=np.array([tables.backward[(slice(None), *places[stage])] for stage in lane]),
-            fixed=np.array([fixed for fixed, _ in parts]),
-            workspace=np.array([workspace for _, workspace in parts]),
-            flight=np.array([tables.flight_bytes[(slice(None), *places[stage])] for stage in lane]),
-            kept=np.array([tables.kept_bytes[places[stage]] for stage in lane]),
-        )
+    for lane, memory in _lane_memories(pricer, solution, schedule):
         best = memory.fastest(problem.memory_bytes)
         if best is None:
             return None
         for stage, budget in zip(lane, best, strict=True):
             chosen[stage] = problem.budgets[budget]
     return tuple(chosen)
+
+
+def _lane_memories(
+    pricer: Pricer, solution: Solution, schedule: Schedule
+) -> Iterator[tuple[tuple[int, ...], LaneMemory]]:
+    """By lane, its stages, and what they need under the order of a schedule that is for these lanes."""
+    tables, places = pricer.tables, _places(pricer, solution)
+    counts = held_by(schedule, solution.num_stages, solution.num_micro_batches)
+    waiting = _waiting_bytes(pricer, solution, schedule)
+    for lane, all_counts in zip(schedule.lanes(solution.num_stages), counts, strict=True):
+        parts = [_fixed_parts_of(pricer.problem, pricer, solution, stage) for stage in lane]
+        yield (
+            lane,
+            LaneMemory(
+                counts=np.array(sorted(all_counts), dtype=float),
+                seconds=np.array([tables.backward[(slice(None), *places[stage])] for stage in lane]),
+                fixed=np.array(
+                    [fixed + waiting[stage] for stage, (fixed, _) in zip(lane, parts, strict=True)]
+                ),
+                workspace=np.array([workspace for _, workspace in parts]),
+                flight=np.array([tables.flight_bytes[(slice(None), *places[stage])] for stage in lane]),
+                kept=np.array([tables.kept_bytes[places[stage]] for stage in lane]),
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
