@@ -262,7 +262,7 @@ AREAS = (
         tests=(
             *passes("stage/split_backward"),
             *unit("schedule/split_backwards", "schedule/several_stages", "planner/own_orders"),
-            *unit("planner/search/search"),
+            *unit("planner/search/search", "planner/search/several_stages"),
         ),
     ),
     Area(
