@@ -461,9 +461,9 @@ class Session:
     def _report_measured(self, records: list[dict[str, Any]]) -> None:
         assert self.plan is not None, "measured before planned"
         self.measured = records[self.world.rank]
-        if self.world.rank != 0:
+        report = report_of(self.plan, records) if self.world.rank == 0 else None
+        if report is None:
             return
-        report = report_of(self.plan, records)
         logger.info("%s", report.table())
         if self.config.run_file:
             file, text = self.config.run_file, report.to_json()

@@ -36,7 +36,7 @@ def lane_plans(problem: SearchProblem, best: Solution) -> list[Solution]:
     lanes with the smallest micro-batches. Of many, those are priced that would be fastest if ranks idled only while stages
     fill.
     """
-    tried = []
+    tried: list[tuple[float, int, Solution, Schedule]] = []
     for base in _bases(problem, best):
         work = _least_seconds(problem, base)
         for name, per_lane in itertools.product(problem.lane_schedules, problem.stages_per_lane):
