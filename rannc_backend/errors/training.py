@@ -49,7 +49,7 @@ class CoupledOptimizerError(UserInputError):
             f"{optimizer} {how}, and each rank updates a part of them only",
             cure=f"{option}Use one that updates each parameter from that parameter alone (SGD, Adam, AdamW, "
             "Adafactor, Muon, Lion), with rannc_backend.clip_grad_norm_ for the norm of all gradients; or "
-            "plan one stage (RANNC_PARTITION_NUM=1) without zero_stage.",
+            "plan one stage (RANNC_PARTITION_NUM=1) with zero_stage=0.",
         )
 
 
