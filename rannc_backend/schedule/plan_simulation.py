@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan, lane_bytes
-from rannc_backend.schedule.description import Schedule
+from rannc_backend.schedule.chain import chains_step_seconds
+from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
@@ -222,6 +226,67 @@ def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
         message_bytes=cost.at_rows.rows * stage.received_bytes_per_row,
         gradient_bytes=cost.at_rows.rows * stage.gradient_bytes_per_row,
     )
+
+
+class PipelineShape(NamedTuple):
+    """What the order of the actions and uneven stages make of a pipeline.
+
+    `bubble`: share of the step in which the ranks that have a stage compute nothing, in a run without messages and
+    reductions. `balance`: seconds of the fastest stage over those of the slowest, of one micro-batch on a replica.
+    """
+
+    bubble: float
+    balance: float
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        lanes: Lanes,
+        num_micro_batches: int,
+        stages: Sequence[StageSeconds],
+        replicas: Sequence[int],
+    ) -> PipelineShape:
+        """Of these stages, each on so many ranks."""
+        work = [stage.forward + stage.backward for stage in stages]
+        busy = num_micro_batches * sum(map(operator.mul, replicas, work))
+        step = _compute_seconds(schedule, lanes, num_micro_batches, stages)
+        there = step * sum(replicas[lane[0]] for lane in lanes)
+        return cls(
+            bubble=max(0.0, 1 - busy / there) if there else 0.0,
+            balance=min(work) / max(work) if max(work) else 1.0,
+        )
+
+
+def _compute_seconds(
+    schedule: Schedule, lanes: Lanes, num_micro_batches: int, stages: Sequence[StageSeconds]
+) -> float:
+    """Of a step without messages and reductions."""
+    if len(lanes) == len(stages):
+        columns = np.array([[stage.forward, stage.backward, stage.weight] for stage in stages])
+        forward, backward, weight = columns.T[:, None]
+        nothing = np.zeros_like(forward)
+        step = chains_step_seconds(
+            forward, backward, nothing, nothing, nothing, nothing + 1,
+            num_micro_batches=num_micro_batches, schedule=schedule, weight=weight,
+        )  # fmt: skip
+        return float(step[0])
+    order = order_on(schedule, lanes, num_micro_batches)
+    programs = lower_lanes(order, chain_edges(len(stages)), "train", num_micro_batches)
+    return simulate(programs, [replace(stage, allreduce=0.0) for stage in stages], {}).makespan_seconds
+
+
+def shape_of(plan: Plan) -> PipelineShape:
+    """Of a plan with its own order and number of micro-batches.
+
+    Raises:
+        PlanError: a step of too many spans.
+    """
+    number = plan.num_micro_batches
+    if len(plan.lanes) < plan.num_stages:
+        _check_size(plan.num_stages, number)
+    stages = [_stage_cost(plan, stage, number).seconds for stage in plan.stages]
+    return PipelineShape.of(schedule_of(plan), plan.lanes, number, stages, plan.stage_replicas)
 
 
 def most_micro_batches(plan: Plan) -> int:
