@@ -31,7 +31,7 @@ from rannc_backend.planner.search.problem import (
 from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Schedule
+from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import waiting_bytes

@@ -119,7 +119,7 @@ def simulate_plan(
     planned = schedule_of(plan)
     described = planned if schedule == plan.schedule else _described(plan, schedule)
     order = order_on(described, plan.lanes, count)
-    costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
+    costs = [stage_cost(plan, stage, count) for stage in plan.stages]
     messages = {}
     for index in range(1, plan.num_stages):
         if plan.stages[index - 1].ranks != plan.stages[index].ranks:
@@ -213,7 +213,7 @@ def _limits(plan: Plan) -> dict[int, float]:
 
 
 def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
-    cost = _stage_cost(plan, stage, plan.num_micro_batches)
+    cost = stage_cost(plan, stage, plan.num_micro_batches)
     return LaneCosts(
         forward=cost.seconds.forward,
         inputs=cost.seconds.backward - cost.seconds.weight,
@@ -285,7 +285,7 @@ def shape_of(plan: Plan) -> PipelineShape:
     number = plan.num_micro_batches
     if len(plan.lanes) < plan.num_stages:
         _check_size(plan.num_stages, number)
-    stages = [_stage_cost(plan, stage, number).seconds for stage in plan.stages]
+    stages = [stage_cost(plan, stage, number).seconds for stage in plan.stages]
     return PipelineShape.of(schedule_of(plan), plan.lanes, number, stages, plan.stage_replicas)
 
 
@@ -340,7 +340,9 @@ def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StageCost:
+class StageTimes:
+    """Seconds of a stage and of its messages, at the number of rows that `at_rows` is for; see `cost_at`."""
+
     seconds: StageSeconds
     at_rows: RowCost
     is_listed: bool
@@ -348,7 +350,8 @@ class _StageCost:
     gradient_seconds: float
 
 
-def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageCost:
+def stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> StageTimes:
+    """Of one micro-batch, of so many."""
     own_rows = replica_rows(plan, stage.num_replicas, plan.num_micro_batches)
     rows = replica_rows(plan, stage.num_replicas, num_micro_batches)
     cost, is_listed = cost_at(stage, rows)
@@ -363,7 +366,7 @@ def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageC
     planned = sum(_message_seconds(plan, stage, own_rows))
     # What the planner charged for its own number of rows is known; the links of the cluster say how it grows.
     correction = stage.predicted.transfer_seconds / planned if planned else 0.0
-    return _StageCost(
+    return StageTimes(
         seconds=StageSeconds(
             forward=cost.forward_seconds,
             backward=cost.backward_seconds,
@@ -419,7 +422,7 @@ def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
 
 def _stage_simulation(
     stage: StagePlan,
-    cost: _StageCost,
+    cost: StageTimes,
     spans: list[Span],
     *,
     num_in_flight: int,

@@ -56,6 +56,27 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("planner/search/limits", "planner/planner_limits"),
         ),
         (
+            "a-bound-above-what-orders-can-do",
+            "schedule/list_run.py",
+            "weights = num_micro_batches * sum(costs[stage].weights for stage in lane)",
+            "weights = (1 + num_micro_batches) * sum(costs[stage].weights for stage in lane)",
+            unit("report/order_bound"),
+        ),
+        (
+            "a-bound-without-the-shortest-end",
+            "schedule/list_run.py",
+            "after_inputs = max(tails[first] + ends[0], ends[first])",
+            "after_inputs = 0.0",
+            unit("report/order_bound"),
+        ),
+        (
+            "cores-that-ranks-share-bound-nothing",
+            "report/order_bound.py",
+            "num_cores = plan.cluster.num_devices * plan.cluster.core_share",
+            "num_cores = plan.cluster.num_devices",
+            unit("report/order_bound"),
+        ),
+        (
             "balance-the-wrong-way-round",
             "planner/search/limits.py",
             "fastest_seconds / self.balance",
