@@ -143,14 +143,16 @@ def ours(name: str, flags: argparse.Namespace, own_rows: Tensor) -> Contender:
 
 
 def as_played(plan: Plan, flags: argparse.Namespace) -> Plan:
-    """The plan with the seconds that its layers sleep, and none for messages."""
+    """The plan with the seconds that its layers sleep, and none for messages. Nobody waits for an input gradient of the first
+    stage: all of its backward is in the second part.
+    """
     seconds, stages = layer_seconds(flags), []
     for stage in plan.stages:
         count = len({path for path in stage.modules if path.startswith("layers.")})
         update = {
             "forward_seconds": count * seconds.forward,
             "backward_seconds": count * (seconds.inputs + seconds.weights),
-            "weight_seconds": count * seconds.weights,
+            "weight_seconds": count * (seconds.weights + (seconds.inputs if stage.index == 0 else 0.0)),
             "transfer_seconds": 0.0,
         }
         stages.append(stage.model_copy(update={"predicted": stage.predicted.model_copy(update=update)}))
