@@ -24,6 +24,7 @@ from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
+from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.schedule.orders import ScheduleName, on_lanes, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut, StageCut, cut_stages
@@ -118,6 +119,11 @@ def check_options(
                 f"{found}",
                 cure=f"leave {item} out when a deployment is loaded, or plan again.",
             )
+    if broken := PipelineLimits.of(config).broken_by_plan(plan):
+        raise PlanError(
+            f"the plan in {config.deployment_file!r} does not keep an option: {broken}",
+            cure="change that option or leave it out when a deployment is loaded, or plan again.",
+        )
 
 
 def _check_ranks(plan: Plan) -> None:

@@ -31,11 +31,13 @@ from rannc_backend.planner.search.problem import (
 from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Schedule
+from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import waiting_bytes
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.plan_simulation import PipelineShape
+from rannc_backend.schedule.simulator import StageSeconds
 
 _WORTH_NAMING = 0.01  # share of a stage's memory
 _MOST_NAMED = 3  # stages
@@ -125,6 +127,29 @@ def _limits(pricer: Pricer, solution: Solution) -> dict[int, float]:
         others, workspaces = zip(*(sizes[stage] for stage in lane), strict=True)
         limits |= zip(lane, limits_in_lane(pricer.problem.memory_bytes, others, workspaces), strict=True)
     return limits
+
+
+def keeps_limits(problem: SearchProblem, solution: Solution) -> bool:
+    """Whether a solution in its order keeps the limits of the problem."""
+    if not problem.limits:
+        return True
+    return not problem.limits.broken_by(*judged(problem, solution))
+
+
+def judged(problem: SearchProblem, solution: Solution) -> tuple[PipelineShape, Schedule, Lanes, int]:
+    """What `PipelineLimits.broken_by` asks of a solution."""
+    stages = [
+        StageSeconds(
+            forward=float(terms.forward[0]),
+            backward=float(terms.backward[0]),
+            weight=float(min(terms.weight[0], terms.backward[0])),
+        )
+        for terms in solution_terms(problem, solution)
+    ]
+    schedule = own_order_of(problem, solution) if solution.own_order else solution.described
+    lanes, number = solution.lanes, solution.num_micro_batches
+    shape = PipelineShape.of(schedule, lanes, number, stages, solution.replicas)
+    return shape, schedule, lanes, number
 
 
 def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) -> float:

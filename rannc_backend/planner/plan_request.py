@@ -23,7 +23,9 @@ from rannc_backend.planner.search.feasibility import (
     smallest_memory,
 )
 from rannc_backend.planner.search.interval_costs import IntervalCosts
-from rannc_backend.planner.search.problem import SearchProblem, useful_micro_batches
+from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits
+from rannc_backend.planner.search.problem import SearchProblem
+from rannc_backend.planner.search.quick_bounds import useful_micro_batches
 from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 
@@ -66,6 +68,7 @@ class PlanRequest:
     stages_per_lane: tuple[int, ...] = (2,)
     recompute: float | None = None
     most_micro_batches: int = 1
+    limits: PipelineLimits = PipelineLimits()
     without: tuple[tuple[str, PlanRequest], ...] = ()
     without_all: PlanRequest | None = None
 
@@ -147,6 +150,7 @@ class PlanRequest:
             else _STAGES_PER_LANE[: None if is_free else 1],
             recompute=config.fixed_recompute,
             most_micro_batches=most if not config.pipeline_num else 1,
+            limits=PipelineLimits.of(config),
         )
         as_it_is = alone or graph.whole_batch or stage_replicas is not None
         return made if as_it_is else made._with_freed(config)
@@ -238,6 +242,7 @@ class PlanRequest:
             value_bytes=costs.sums.trainable,
             work_floor=costs.work_floor,
             workspace=costs.workspace_bytes,
+            limits=self.limits,
         )
 
     @property
@@ -444,6 +449,8 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         "replica_num",
         "stage_replicas",
         "stages_per_rank",
+        BUBBLE,
+        BALANCE,
     ):
         value = getattr(config, name)
         if name == "stages_per_rank" and (config.stage_replicas or config.partition_num):

@@ -40,12 +40,13 @@ from rannc_backend.planner.cost.output_bytes import (
 from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
 from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.planner.explanations import alternatives, without_zero
-from rannc_backend.planner.plan_parts import block_plans, describe_stage, priced, stage_plans
+from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_limits, priced, stage_plans
 from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
-from rannc_backend.planner.settling import is_safe, settle, with_own_order
-from rannc_backend.planner.what_binds import binding, what_if
+from rannc_backend.planner.settling import attempts, is_safe, settle, with_own_order
+from rannc_backend.planner.what_binds import binding, refused_by_limits, what_if
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.settings.options import Config
 
@@ -135,11 +136,13 @@ def plan_blocks(
         alternatives=others,
         what_if=changes,
     )
-    if not chosen.own_order:
-        return plan
-    base = priced(choice.problem, chosen)
-    base_seconds = chosen.step_seconds if base is None else base.step_seconds
-    return with_own_order(plan, chosen.own_order, base_seconds, only=choice.problem.only_own_order)
+    if chosen.own_order:
+        base = priced(replace(choice.problem, limits=PipelineLimits()), chosen)
+        base_seconds = chosen.step_seconds if base is None else base.step_seconds
+        plan = with_own_order(plan, chosen.own_order, base_seconds, only=choice.problem.only_own_order)
+    if broken := request.limits.broken_by_plan(plan):
+        raise InfeasiblePlanError(broken)
+    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +199,7 @@ def _choose_updates(
 
 def _found(choice: _Choice | None, request: PlanRequest) -> _Choice:
     if choice is None:
-        raise request.infeasible()
+        raise refused_by_limits(request, request.problem(request.costs())) or request.infeasible()
     return choice
 
 
@@ -229,19 +232,10 @@ def _choose(
     least = math.inf
     whole_stages = memory.whole_stages
     for _ in range(_MAX_SEARCHES):
-        searched = replace(problem, cluster=request.searched(problem.cluster))
-        search = StageSearch(searched, progress=progress, seconds=limit_seconds)
-        result = search.run()
-        if result.solution is None:
+        found = _searched(request, problem, progress, limit_seconds)
+        if found is None:
             break
-        equal = None if search.equal is None else priced(problem, search.equal)
-        solution = settle(problem, result.solution, equal)
-        if solution.own_order and not is_safe(problem, solution, request.graph):
-            told = logger.warning if problem.only_own_order else logger.info
-            told(
-                "an order made for the plan would get stuck over values that skip stages; it keeps its schedule"
-            )
-            solution = settle(replace(problem, own_order="", only_own_order=False), result.solution, equal)
+        search, result, equal, solution = found
         stages = stage_plans(request.graph, costs, problem, solution)
         ended = progress is not None and progress.cancelled()
         if (
@@ -275,6 +269,32 @@ def _choose(
         f"{size_text(request.memory_bytes)}",
         smallest_bytes=least / (1 - request.memory_margin),
     )
+
+
+def _searched(
+    request: PlanRequest, problem: SearchProblem, progress: Progress | None, limit_seconds: float
+) -> tuple[StageSearch, SearchResult, Solution | None, Solution] | None:
+    """A search, what it found, the best equal split, and the plan to take; None where nothing fits and keeps the limits
+    whose step is found to take less than `limit_seconds`.
+    """
+    for tried in attempts(problem):
+        searched = replace(tried, cluster=request.searched(tried.cluster))
+        search = StageSearch(searched, progress=progress, seconds=limit_seconds)
+        result = search.run()
+        if result.solution is None:
+            continue
+        equal = None if search.equal is None else priced(tried, search.equal)
+        solution = settle(tried, result.solution, equal)
+        if solution.own_order and not is_safe(tried, solution, request.graph):
+            told = logger.warning if tried.only_own_order else logger.info
+            told(
+                "an order made for the plan would get stuck over values that skip stages; it keeps its schedule"
+            )
+            solution = settle(replace(tried, own_order="", only_own_order=False), result.solution, equal)
+        if keeps_limits(problem, solution):
+            equal = equal if equal is not None and keeps_limits(problem, equal) else None
+            return search.under(problem.limits), result, equal, solution
+    return None
 
 
 def _may_lack_outputs(graph: BlockGraph, config: Config) -> bool:

@@ -6,7 +6,7 @@ plan with an order of its own, where that is faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,15 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import INPUT
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Alternative, Plan, StagePlan
-from rannc_backend.planner.plan_parts import longest_compute, own_order_of, priced, priced_in
+from rannc_backend.planner.plan_parts import (
+    keeps_limits,
+    longest_compute,
+    own_order_of,
+    priced,
+    priced_in,
+)
 from rannc_backend.planner.search.equal_split import even_shares
+from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
 from rannc_backend.planner.search.search import TOLERANCE
 from rannc_backend.planner.search.several_stages import fits, lane_plans
@@ -87,6 +94,8 @@ def _with_several_stages(problem: SearchProblem, best: Solution) -> Solution:
     if not problem.lane_schedules or (best.num_stages == 1 and not problem.only_lane_schedules):
         return best
     tried = [in_own_order(problem, each) for each in lane_plans(problem, best)[:_MOST_ORDERED]]
+    if not problem.only_lane_schedules:
+        tried = [each for each in tried if keeps_limits(problem, each)]
     found = min(tried, key=lambda each: each.step_seconds, default=None)
     if found is None:
         return best
@@ -112,9 +121,19 @@ def in_own_order(problem: SearchProblem, solution: Solution) -> Solution:
     if solution.has_several_stages and not fits(problem, solution, own):
         return solution
     seconds = priced_in(problem, solution, own)
-    if problem.only_own_order or seconds < solution.step_seconds * (1 - _FASTER):
-        return replace(solution, step_seconds=seconds, own_order=problem.own_order)
-    return solution
+    ordered = replace(solution, step_seconds=seconds, own_order=problem.own_order)
+    is_taken = problem.only_own_order or seconds < solution.step_seconds * (1 - _FASTER)
+    is_allowed = problem.only_own_order or keeps_limits(problem, ordered)
+    return ordered if is_taken and is_allowed else solution
+
+
+def attempts(problem: SearchProblem) -> Iterator[SearchProblem]:
+    """The problem without its limits, whose best plan is the best under them too where it keeps them, as it often does; then
+    the problem itself, whose search takes longer.
+    """
+    if problem.limits:
+        yield replace(problem, limits=PipelineLimits())
+    yield problem
 
 
 def with_own_order(plan: Plan, name: ScheduleName, base_seconds: float, *, only: bool) -> Plan:

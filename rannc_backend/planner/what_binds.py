@@ -7,17 +7,20 @@ a short search without proof.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.plan import StageCost, StagePlan, WhatIf
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.explanations import SAME
-from rannc_backend.planner.plan_parts import priced
+from rannc_backend.planner.plan_parts import judged, keeps_limits, priced
 from rannc_backend.planner.plan_request import PlanRequest
+from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits, least_bubble
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
-from rannc_backend.planner.settling import settle
+from rannc_backend.planner.settling import attempts, settle
 from rannc_backend.report.words import percent_text
 
 ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
@@ -36,6 +39,7 @@ _BINDING = {
 _SMALL = 500  # blocks x devices: searched in some tenths of a second, so for each change again
 _SMALL_WITH_NUMBERS = 5000  # blocks x devices x numbers of micro-batches: the same where these change
 _NOTICEABLE = 0.01  # share of the step: what gains less binds nothing
+_MOST_TRIED = 6  # values of a limit, in errors
 
 
 def what_if(
@@ -133,11 +137,96 @@ def _planned_again(
     start = start.base or start
     if shortly:
         problem = replace(problem, schedules=(start.schedule,))
-    search = StageSearch(replace(problem, cluster=request.searched(problem.cluster)))
-    found = search.run_shortly(start) if shortly else search.run().solution
-    if found is None:
+    return _within_limits(request, problem, start if shortly else None)
+
+
+def _within_limits(
+    request: PlanRequest, problem: SearchProblem, start: Solution | None = None
+) -> Solution | None:
+    """The plan that the planner would take; with `start`, a good one near it. None where nothing fits and keeps the limits."""
+    for tried in attempts(problem):
+        search = StageSearch(replace(tried, cluster=request.searched(tried.cluster)))
+        found = search.run().solution if start is None else search.run_shortly(start)
+        if found is None:
+            continue
+        best = settle(tried, found, None if search.equal is None else priced(tried, search.equal))
+        if keeps_limits(problem, best):
+            return best
+    return None
+
+
+def refused_by_limits(request: PlanRequest, problem: SearchProblem) -> InfeasiblePlanError | None:
+    """Which limits of pipelines keep every plan out, and values with which there is one; None where nothing fits without
+    them either.
+    """
+    limits = problem.limits
+    is_set = {BUBBLE: limits.bubble > 0, BALANCE: limits.balance > 0}
+    for groups in (((BUBBLE,), (BALANCE,)), ((BUBBLE, BALANCE),)):
+        reasons, would_do = [], []
+        for options in groups:
+            if not all(is_set[option] for option in options):
+                continue
+            found = _nearest(request, problem, options)
+            if found is not None:
+                values, reason = found
+                reasons.append(reason)
+                would_do.append(" and ".join(f"{option}={values[option]:g}" for option in options))
+        if would_do:
+            would_do += _others_that_free(request, problem)
+            return InfeasiblePlanError("; ".join(reasons), options_that_would_do=would_do)
+    return None
+
+
+def _others_that_free(request: PlanRequest, problem: SearchProblem) -> Iterator[str]:
+    """Options without which a plan keeps the limits; of small problems."""
+    for text, freed in request.without:
+        if freed.limits == request.limits and problem.num_blocks * problem.num_devices <= _SMALL:
+            memory_bytes = freed.memory_bytes - (request.memory_bytes - problem.memory_bytes)
+            if _within_limits(freed, freed.problem(freed.costs(), memory_bytes=memory_bytes)) is not None:
+                yield f"{WITHOUT}{text}"
+
+
+def _nearest(
+    request: PlanRequest, problem: SearchProblem, options: Sequence[str]
+) -> tuple[dict[str, float], str] | None:
+    """Values of these options with which there is a plan, as near to those that are set as a few searches find, and what is
+    wrong with the plan that leaving them out gives.
+    """
+    limits = problem.limits
+    freed = replace(
+        limits,
+        bubble=0.0 if BUBBLE in options else limits.bubble,
+        balance=0.0 if BALANCE in options else limits.balance,
+    )
+    best = _within_limits(request, replace(problem, limits=freed))
+    if best is None:
         return None
-    return settle(problem, found, None if search.equal is None else priced(problem, search.equal))
+    reason = limits.broken_by(*judged(problem, best))
+    tried_at_most = _MOST_TRIED if problem.num_blocks * problem.num_devices <= _SMALL else 0
+    refused, allowed = limits, _limits_of(problem, best, freed)
+    for _ in range(tried_at_most):
+        middle = replace(
+            freed,
+            bubble=(refused.bubble + allowed.bubble) / 2 if BUBBLE in options else freed.bubble,
+            balance=(refused.balance + allowed.balance) / 2 if BALANCE in options else freed.balance,
+        )
+        found = _within_limits(request, replace(problem, limits=middle))
+        if found is None:
+            refused = middle
+        else:
+            allowed = _limits_of(problem, found, freed)
+    values = {
+        BUBBLE: math.ceil(1000 * allowed.bubble) / 1000,
+        BALANCE: math.floor(1000 * allowed.balance) / 1000,
+    }
+    return values, reason
+
+
+def _limits_of(problem: SearchProblem, solution: Solution, freed: PipelineLimits) -> PipelineLimits:
+    """The narrowest limits that a solution keeps, of those that are not set in `freed`."""
+    shape, schedule, lanes, number = judged(problem, solution)
+    bubble = freed.bubble or max(shape.bubble, least_bubble(schedule, lanes, number))
+    return PipelineLimits(bubble=bubble, balance=freed.balance or shape.balance)
 
 
 def binding(plan: Solution, stages: Sequence[StagePlan], changes: Sequence[WhatIf], *, ended: bool) -> str:

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from rannc_backend.ir.plan import Plan, StagePlan
 from rannc_backend.report.drawing import ROW_HEIGHT, WIDTH, timeline_drawings
 from rannc_backend.report.modules import ModuleNode, children_in_runs, module_tree, stage_modules
+from rannc_backend.report.order_bound import order_bound_seconds, order_bound_text
 from rannc_backend.report.tables import (
     alternative_text,
     divided_text,
@@ -161,7 +162,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Name, value and a remark of the figures on top, and the term that explains the remark, if one does."""
     most, limit = plan.peak_bytes, plan.memory_limit_bytes
     idle = plan.world_size - plan.num_working_ranks
-    step = plan.predicted_step_seconds
+    step, bound = plan.predicted_step_seconds, order_bound_seconds(plan)
     tiles = [
         ("step", seconds_text(step), proof_text(plan), "proof"),
         (
@@ -172,6 +173,18 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
         ),
         ("micro-batches", str(plan.num_micro_batches), f"of {count_text(plan.batch_rows, 'row')} in all", ""),
         ("schedule", plan.schedule, "", ""),
+        *(
+            [
+                (
+                    "lower bound",
+                    seconds_text(bound),
+                    f"of any order of these stages; {order_bound_text(plan, bound)}",
+                    "",
+                )
+            ]
+            if bound
+            else []
+        ),
         ("stages run by", plan.stage_compiler, "", ""),
         *(
             [

@@ -10,6 +10,7 @@ from typing import Any
 
 from rannc_backend.ir.plan import Plan
 from rannc_backend.report.modules import module_tree, stage_modules
+from rannc_backend.report.order_bound import order_bound_seconds
 
 _OF_PLAN = (
     "model_name", "fingerprint", "world_size", "batch_rows", "num_micro_batches", "schedule", "memory_limit_bytes",
@@ -18,10 +19,11 @@ _OF_PLAN = (
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """The plan without what only a run needs; keys are those of the plan's own JSON."""
+    """The plan without what only a run needs; keys are those of the plan's own JSON, and `order_bound_seconds`."""
     root = module_tree(plan)
     return {
         **{name: getattr(plan, name) for name in _OF_PLAN},
+        "order_bound_seconds": order_bound_seconds(plan),
         "num_stages": plan.num_stages,
         "stage_replicas": list(plan.stage_replicas),
         "stages": [

@@ -19,6 +19,7 @@ from rich.text import Text
 from rannc_backend.ir.plan import Alternative, Plan, StagePlan
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.report.modules import module_tree, stage_modules
+from rannc_backend.report.order_bound import order_bound_seconds, order_bound_text
 from rannc_backend.report.words import (
     change_text,
     count_text,
@@ -71,6 +72,11 @@ def headline(plan: Plan) -> RenderableType:
             ),
         ),
     ]
+    if bound := order_bound_seconds(plan):
+        told = (
+            f"no order of these stages takes less than {seconds_text(bound)}; {order_bound_text(plan, bound)}"
+        )
+        lines.append(_fact("lower bound", Text(told)))
     if plan.equal_split_seconds is not None:
         lines.append(_fact("equal split", Text(equal_split_text(plan))))
     lines += [

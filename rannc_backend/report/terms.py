@@ -15,6 +15,8 @@ _OF_PAGE = {
     "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards "
     "first; zb_h1, zb_v and list_scheduled run weight gradients by themselves, where a rank would be idle; interleaved "
     "has two or more stages on each rank, zb_v two",
+    "lower bound": "seconds below which no order of these stages' forwards and backwards can bring the step: of each "
+    "rank its work, after the earliest start and before the shortest end; and the longest chain of one micro-batch",
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",

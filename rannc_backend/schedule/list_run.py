@@ -117,29 +117,41 @@ def safe_order(lanes: Lanes, num_micro_batches: int, *, splits_backward: bool) -
 
 
 def lower_bound_seconds(
-    costs: Sequence[LaneCosts], num_micro_batches: int, lanes: Lanes | None = None
+    costs: Sequence[LaneCosts],
+    num_micro_batches: int,
+    lanes: Lanes | None = None,
+    late: Sequence[float] | None = None,
 ) -> float:
-    """Below which no order's step can fall: of each lane, when its first forward can begin and its work; and the longest
-    chain of what waits for each other.
+    """Below which no order's step can fall, whether backwards have two parts or one: of each lane, when its first forward
+    can begin, its work, and the shortest end after that; and the longest chain of what waits for each other.
 
     Args:
         lanes: the stages of each; None: each stage is a lane.
+        late: by stage, how long after its last computation its gradients are reduced; None: they are at once.
     """
-    lanes = lanes or one_stage_each(len(costs))
+    lanes, late = lanes or one_stage_each(len(costs)), late or [0.0] * len(costs)
     lane_of = {stage: number for number, lane in enumerate(lanes) for stage in lane}
-    heads, back = [0.0], sum(cost.inputs for cost in costs)
+    heads, tails = (
+        [0.0],
+        [0.0],
+    )  # until the first F may begin; from the end of an I to that of the first stage's
     for stage, (cost, following) in enumerate(zip(costs, costs[1:], strict=False)):
         travels = lane_of[stage] != lane_of[stage + 1]
         heads.append(heads[-1] + cost.forward + travels * following.message)
-        back += travels * following.gradient
-    chain = heads[-1] + costs[-1].forward + back + costs[0].weights
-    work = [
-        heads[lane[0]]
-        + num_micro_batches
-        * sum(costs[stage].forward + costs[stage].inputs + costs[stage].weights for stage in lane)
-        for lane in lanes
-    ]
-    return max(chain, *work)
+        tails.append(tails[-1] + cost.inputs + travels * following.gradient)
+    ends = [
+        cost.weights + after for cost, after in zip(costs, late, strict=True)
+    ]  # after an I of the same stage
+    down = heads[-1] + costs[-1].forward + costs[-1].inputs + tails[-1]
+    bounds = [down - tail + end for tail, end in zip(tails, ends, strict=True)]
+    for lane in lanes:
+        work = num_micro_batches * sum(costs[stage].forward + costs[stage].inputs for stage in lane)
+        weights = num_micro_batches * sum(costs[stage].weights for stage in lane)
+        first = min(lane)  # it has the first F and the last I
+        after_inputs = max(tails[first] + ends[0], ends[first])
+        after_all = min(late[stage] for stage in lane)
+        bounds.append(heads[first] + work + max(after_inputs, weights + after_all))
+    return max(bounds)
 
 
 @dataclass(slots=True)

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, NO_MICRO_BATCH, ActionKind, Channel
 from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, StagePlan, lane_bytes
-from rannc_backend.schedule.description import Schedule
+from rannc_backend.schedule.chain import chains_step_seconds
+from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
@@ -115,7 +119,7 @@ def simulate_plan(
     planned = schedule_of(plan)
     described = planned if schedule == plan.schedule else _described(plan, schedule)
     order = order_on(described, plan.lanes, count)
-    costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
+    costs = [stage_cost(plan, stage, count) for stage in plan.stages]
     messages = {}
     for index in range(1, plan.num_stages):
         if plan.stages[index - 1].ranks != plan.stages[index].ranks:
@@ -209,7 +213,7 @@ def _limits(plan: Plan) -> dict[int, float]:
 
 
 def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
-    cost = _stage_cost(plan, stage, plan.num_micro_batches)
+    cost = stage_cost(plan, stage, plan.num_micro_batches)
     return LaneCosts(
         forward=cost.seconds.forward,
         inputs=cost.seconds.backward - cost.seconds.weight,
@@ -222,6 +226,67 @@ def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
         message_bytes=cost.at_rows.rows * stage.received_bytes_per_row,
         gradient_bytes=cost.at_rows.rows * stage.gradient_bytes_per_row,
     )
+
+
+class PipelineShape(NamedTuple):
+    """What the order of the actions and uneven stages make of a pipeline.
+
+    `bubble`: share of the step in which the ranks that have a stage compute nothing, in a run without messages and
+    reductions. `balance`: seconds of the fastest stage over those of the slowest, of one micro-batch on a replica.
+    """
+
+    bubble: float
+    balance: float
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        lanes: Lanes,
+        num_micro_batches: int,
+        stages: Sequence[StageSeconds],
+        replicas: Sequence[int],
+    ) -> PipelineShape:
+        """Of these stages, each on so many ranks."""
+        work = [stage.forward + stage.backward for stage in stages]
+        busy = num_micro_batches * sum(map(operator.mul, replicas, work))
+        step = _compute_seconds(schedule, lanes, num_micro_batches, stages)
+        there = step * sum(replicas[lane[0]] for lane in lanes)
+        return cls(
+            bubble=max(0.0, 1 - busy / there) if there else 0.0,
+            balance=min(work) / max(work) if max(work) else 1.0,
+        )
+
+
+def _compute_seconds(
+    schedule: Schedule, lanes: Lanes, num_micro_batches: int, stages: Sequence[StageSeconds]
+) -> float:
+    """Of a step without messages and reductions."""
+    if len(lanes) == len(stages):
+        columns = np.array([[stage.forward, stage.backward, stage.weight] for stage in stages])
+        forward, backward, weight = columns.T[:, None]
+        nothing = np.zeros_like(forward)
+        step = chains_step_seconds(
+            forward, backward, nothing, nothing, nothing, nothing + 1,
+            num_micro_batches=num_micro_batches, schedule=schedule, weight=weight,
+        )  # fmt: skip
+        return float(step[0])
+    order = order_on(schedule, lanes, num_micro_batches)
+    programs = lower_lanes(order, chain_edges(len(stages)), "train", num_micro_batches)
+    return simulate(programs, [replace(stage, allreduce=0.0) for stage in stages], {}).makespan_seconds
+
+
+def shape_of(plan: Plan) -> PipelineShape:
+    """Of a plan with its own order and number of micro-batches.
+
+    Raises:
+        PlanError: a step of too many spans.
+    """
+    number = plan.num_micro_batches
+    if len(plan.lanes) < plan.num_stages:
+        _check_size(plan.num_stages, number)
+    stages = [stage_cost(plan, stage, number).seconds for stage in plan.stages]
+    return PipelineShape.of(schedule_of(plan), plan.lanes, number, stages, plan.stage_replicas)
 
 
 def most_micro_batches(plan: Plan) -> int:
@@ -275,7 +340,9 @@ def cost_at(stage: StagePlan, rows: int) -> tuple[RowCost, bool]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StageCost:
+class StageTimes:
+    """Seconds of a stage and of its messages, at the number of rows that `at_rows` is for; see `cost_at`."""
+
     seconds: StageSeconds
     at_rows: RowCost
     is_listed: bool
@@ -283,7 +350,8 @@ class _StageCost:
     gradient_seconds: float
 
 
-def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageCost:
+def stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> StageTimes:
+    """Of one micro-batch, of so many."""
     own_rows = replica_rows(plan, stage.num_replicas, plan.num_micro_batches)
     rows = replica_rows(plan, stage.num_replicas, num_micro_batches)
     cost, is_listed = cost_at(stage, rows)
@@ -298,7 +366,7 @@ def _stage_cost(plan: Plan, stage: StagePlan, num_micro_batches: int) -> _StageC
     planned = sum(_message_seconds(plan, stage, own_rows))
     # What the planner charged for its own number of rows is known; the links of the cluster say how it grows.
     correction = stage.predicted.transfer_seconds / planned if planned else 0.0
-    return _StageCost(
+    return StageTimes(
         seconds=StageSeconds(
             forward=cost.forward_seconds,
             backward=cost.backward_seconds,
@@ -354,7 +422,7 @@ def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
 
 def _stage_simulation(
     stage: StagePlan,
-    cost: _StageCost,
+    cost: StageTimes,
     spans: list[Span],
     *,
     num_in_flight: int,

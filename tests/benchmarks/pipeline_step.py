@@ -96,9 +96,19 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4)
 
 
-def rannc(name: str, sizes: Sizes, flags: argparse.Namespace, tokens: Tensor, **options: Any) -> Contender:
-    """This backend on this rank's rows."""
-    model = new_model(sizes)
+def rannc(
+    name: str,
+    sizes: Sizes | None,
+    flags: argparse.Namespace,
+    tokens: Tensor,
+    *,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Contender:
+    """This backend on this rank's rows. `model`: which gives its loss; None: that of these sizes."""
+    if model is None:
+        assert sizes is not None, "a model has sizes"
+        model = new_model(sizes)
     optimizer = optimizer_of(model)
     call = torch.compile(
         model, backend="rannc", options={"stage_compiler": flags.compiler, "outputs": "loss", **options}
@@ -205,6 +215,9 @@ class Taken:
     page_faults: int
 
 
+Report = Callable[[argparse.Namespace, dict[str, list[Taken]], dict[str, float]], list[dict[str, Any]]]
+
+
 def timed(step: Callable[[], float | None]) -> Taken:
     """Do one step."""
     parallel = dist.is_initialized()
@@ -228,8 +241,12 @@ def known_loss(loss: float | None) -> float:
     return value.item()
 
 
-def work(flags: argparse.Namespace) -> None:
-    """One rank: warm up each contender, then time them by turns; rank 0 prints."""
+def work(
+    flags: argparse.Namespace,
+    contenders_of: Callable[[argparse.Namespace], list[Contender]] = contenders_of,
+    report: Report | None = None,
+) -> None:
+    """One rank: warm up each contender, then time them by turns; rank 0 prints. `report`: None: see below."""
     torch.set_num_threads(1)
     if flags.ranks > 1:
         rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ)
@@ -244,7 +261,7 @@ def work(flags: argparse.Namespace) -> None:
             if number:
                 taken[contender.name].append(step)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in report(flags, taken, first_losses):
+        for line in (report or report_of)(flags, taken, first_losses):
             print(json.dumps(line), flush=True)
     sys.stdout.flush()
     if dist.is_initialized():
@@ -253,7 +270,7 @@ def work(flags: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def report(
+def report_of(
     flags: argparse.Namespace, taken: dict[str, list[Taken]], losses: dict[str, float]
 ) -> list[dict[str, Any]]:
     """The lines: medians, then ratios."""

@@ -271,6 +271,11 @@ AREAS = (
         tests=unit("planner/search/search"),
     ),
     Area(
+        name="planner: limits",
+        files={"planner/search/limits.py": 1},
+        tests=unit("planner/search/limits", "planner/planner_limits"),
+    ),
+    Area(
         name="planner: cuts",
         files={"planner/blocks/line_cuts.py": 1, "planner/blocks/coarsening.py": 1},
         tests=unit("planner/blocks/blocks_line"),

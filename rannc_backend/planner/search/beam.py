@@ -35,7 +35,7 @@ class Level:
     `used`: ranks up to the last stage's end. `path`: P; `drain`: from the last stage's backward to the end of
     the path;
     `own`: the largest bound from one stage alone; `excess`, `longest`: the largest of the schedule's
-    `exact_peaks`; `work`: sum of r c. `bounds`: for every way to complete it.
+    `exact_peaks`; `fastest`, `slowest`: the least and the largest c; `work`: sum of r c. `bounds`: for every way to complete it.
     """
 
     parents: Ints
@@ -48,6 +48,8 @@ class Level:
     own: Floats
     excess: Floats
     longest: Floats
+    fastest: Floats
+    slowest: Floats
     work: Floats
     bounds: Floats
 
@@ -60,9 +62,11 @@ class Level:
     @classmethod
     def start(cls) -> Level:
         """The plan without stages."""
-        dtypes = [np.int64] * 5 + [np.float64] * 7
+        dtypes = [np.int64] * 5 + [np.float64] * 9
         columns: list[NDArray[Any]] = [np.zeros(1, dtype=dtype) for dtype in dtypes]
-        return cls(*columns)
+        level = cls(*columns)
+        level.fastest = np.full(1, np.inf)
+        return level
 
     @classmethod
     def join(cls, parts: list[Level]) -> Level:
@@ -209,6 +213,8 @@ class Beam:
             own=np.maximum(level.own[states], own),
             excess=np.maximum(level.excess[states], excess),
             longest=np.maximum(level.longest[states], longest),
+            fastest=np.minimum(level.fastest[states], compute),
+            slowest=np.maximum(level.slowest[states], compute),
             work=level.work[states] + replicas * compute,
             bounds=compute,
         )
@@ -229,7 +235,9 @@ class Beam:
             sum_of_rows = sums.path[steps] * level.path + sums.compute[steps] * level.work
             sum_of_rows += sums.tables[steps, left][:, level.ends] - sums.price[steps] * free
             result = np.maximum(result, sum_of_rows.max(axis=0))
-        return np.where(sums.rest("devices", left, level.ends, 0) > free, np.inf, result)
+        hopeless = sums.rest("devices", left, level.ends, 0) > free
+        hopeless |= level.slowest > self.bounds.pricer.problem.limits.slowest_of(level.fastest)
+        return np.where(hopeless, np.inf, result)
 
     def _best(self, level: Level) -> Level:
         """At most `width` partial plans: those with the least bounds, not too many of them alike."""

@@ -23,9 +23,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_backend.planner.search.peaks import Peaks
 from rannc_backend.planner.search.problem import Floats, Ints, Pricer
-from rannc_backend.planner.search.sums import Cell, Choices, Row, Sums, shape_rows
+from rannc_backend.planner.search.sums import Cell, Choices, Peaks, Row, Sums, shape_rows
 
 _BISECTIONS = 10
 _BISECTED_TO = 0.004
@@ -271,6 +270,8 @@ class Shapes:
             kept = np.isfinite(compute) & (self.pricer.num_micro_batches * compute < self.limit)
             for block, here in wishes:
                 kept &= ((begins <= block) & (block <= begins + lengths)) == here
+            # The slowest stage takes at least as long as a micro-batch on all devices at once.
+            kept &= problem.limits.slowest_of(compute) >= self.least_path
             if forced is not None:
                 kept &= tables.replicas[options] == forced
             if cell.option is not None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from rannc_backend.planner.search.bounds import Cell, Shapes
-from rannc_backend.planner.search.moves import honours, make_solution
+from rannc_backend.planner.search.moves import honours, make_solution, pack
 from rannc_backend.planner.search.problem import (
     Floats,
     Ints,
@@ -146,9 +146,9 @@ def _bounds(cell: Cell, forward: Floats, backward: Floats, weight: Floats) -> Fl
     return cell.described.bound_of_stages(cell.num_micro_batches, forward, backward, weight)
 
 
-def even_shares(pricer: Pricer, plan: Solution) -> Solution | None:
+def even_shares(pricer: Pricer, plan: Solution, shapes: Shapes | None = None) -> Solution | None:
     """`plan` with cuts that make the stages' seconds as equal as they can be; None where that does not
-    fit.
+    fit. `shapes`: of the pricer, where they are known.
     """
     cell = Cell(
         schedule=pricer.schedule,
@@ -156,7 +156,8 @@ def even_shares(pricer: Pricer, plan: Solution) -> Solution | None:
         num_stages=plan.num_stages,
         placement=plan.placement,
     )
-    shapes, options = Shapes(pricer), np.searchsorted(pricer.tables.replicas, plan.replicas)
+    shapes = shapes or Shapes(pricer)
+    options = np.searchsorted(pricer.tables.replicas, plan.replicas)
     num_blocks = pricer.problem.num_blocks
     unit = shapes.unit
     least = np.full(num_blocks + 1, np.inf)
@@ -181,6 +182,33 @@ def even_shares(pricer: Pricer, plan: Solution) -> Solution | None:
     if not np.isfinite(seconds):
         return None
     return make_solution(pricer, cell, bounds, options, places, step_seconds=seconds)
+
+
+def best_even_shares(shapes: Shapes, counts: Sequence[int]) -> Solution | None:
+    """The fastest of the plans with even shares of the computing, so many stages, and equally many replicas of each (or
+    those that are asked for) that are allowed; None if there is none.
+    """
+    pricer, problem = shapes.pricer, shapes.pricer.problem
+    best: Solution | None = None
+    for count in counts:
+        equal = [(int(replicas),) * count for replicas in pricer.tables.replicas]
+        for replicas in equal if problem.stage_replicas is None else [problem.stage_replicas]:
+            if len(replicas) != count or sum(replicas) > problem.num_devices:
+                continue
+            plan = Solution(
+                schedule=pricer.schedule,
+                num_micro_batches=pricer.num_micro_batches,
+                placement="stage_major",
+                bounds=(),
+                replicas=replicas,
+                places=pack(replicas, 0),
+                budgets=(),
+                step_seconds=float("inf"),
+            )
+            even = even_shares(pricer, plan, shapes)
+            if even is not None and honours(problem, even.bounds, replicas):
+                best = even if best is None or even.step_seconds < best.step_seconds else best
+    return best
 
 
 def _step_seconds(pricer: Pricer, bounds: Ints, options: Ints, places: Ints, placement: Placement) -> float:

@@ -2,7 +2,7 @@
 
 In: `SearchProblem`s. Out: answers for error messages. A plan fits if the fewest devices on which its stages
 fit, each with the micro-batches that its place keeps in flight, are no more than there are; that is a
-shortest path.
+shortest path. Of the limits of pipelines, only the one on numbers of stages is known here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def cut_that_fits(problem: SearchProblem) -> Cut | None:
 
 def _cut_of(shapes: Shapes) -> Cut | None:
     problem, pricer = shapes.pricer.problem, shapes.pricer
-    counts = list(problem.stage_counts)
+    most_stages = problem.limits.most_stages(pricer.described, pricer.num_micro_batches)
+    counts = [count for count in problem.stage_counts if count <= most_stages]
     if not counts:
         return None
     depends = problem.stage_replicas is not None or bool(problem.stage_of)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.transfer import allreduce_terms, shared_allreduce_terms
+from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.over_intervals import Floats, Ints, WorkFloor
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Count, Lanes, Schedule
@@ -73,11 +74,11 @@ class SearchProblem:
     sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
     made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
     several stages on each rank, tried with what the search finds, with each of `stages_per_lane`; `only_lane_schedules`:
-    nothing else is asked for.
-    `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans. `workspace(m, begin, end, replicas)`: of a
-    stage's `fixed_bytes`, by budget, what the stages of a rank need in turn; None: nothing is known of it.
-    `update_groups`: of the replicas of a stage, one of which in each updates a parameter and sends it, of `value_bytes`
-    [first block, blocks - 1], to the others; None: all update all.
+    nothing else is asked for. `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans.
+    `workspace(m, begin, end, replicas)`: of a stage's `fixed_bytes`, by budget, what the stages of a rank need in turn;
+    None: nothing is known of it. `update_groups`: of the replicas of a stage, one of which in each updates a parameter and
+    sends it, of `value_bytes` [first block, blocks - 1], to the others; None: all update all. `limits`: of plans with one
+    stage on each rank; others are checked when they are made.
     """
 
     num_blocks: int
@@ -106,6 +107,7 @@ class SearchProblem:
     lane_schedules: tuple[ScheduleName, ...] = ()
     stages_per_lane: tuple[int, ...] = (2,)
     only_lane_schedules: bool = False
+    limits: PipelineLimits = PipelineLimits()
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
@@ -402,7 +404,7 @@ def _neighbours_near(num_stages: int, replicas: int, per_node: int, stage: int) 
 def plans_step_seconds(
     pricer: Pricer, bounds: Ints, options: Ints, places: Ints, placement: Placement = "stage_major"
 ) -> Floats:
-    """Simulated seconds of a step of each of n plans of p stages, inf where one does not fit.
+    """Simulated seconds of a step of each of n plans of p stages, inf where one does not fit or keep the limits.
 
     bounds [n, p + 1], options and places [n, p] as in `Solution`; lengths are at least 1.
     """
@@ -416,9 +418,12 @@ def plans_step_seconds(
             *kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule, weight=weight
         )
         # Where devices share cores the cores have all of the work to do, whoever waits.
-        work = (pricer.tables.replicas[options[fits]] * (kept[0] + kept[1])).sum(axis=1)
-        computed = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
-        seconds[fits] = computed + new_values.max(axis=1)
+        replicas = pricer.tables.replicas[options[fits]]
+        work = (replicas * (kept[0] + kept[1])).sum(axis=1)
+        number, limits = pricer.num_micro_batches, pricer.problem.limits
+        computed = np.maximum(chains, number * work / pricer.problem.num_cores)
+        allowed = limits.allow(pricer.described, number, kept[0], kept[1], weight, replicas)
+        seconds[fits] = np.where(allowed, computed + new_values.max(axis=1), np.inf)
     return seconds
 
 
@@ -461,15 +466,3 @@ def plans_terms(
             terms.backward[lengths > known] = np.inf
         result.append(terms)
     return result
-
-
-def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[int, ...]:
-    """Numbers of micro-batches in [smallest, largest] worth trying: of those with equally large ones only the
-    fewest.
-
-    No more than the batch has rows.
-    """
-    chosen: dict[int, int] = {}
-    for number in range(min(smallest, batch_rows), min(largest, batch_rows) + 1):
-        chosen.setdefault(-(-batch_rows // number), number)
-    return tuple(sorted(chosen.values()))

@@ -32,10 +32,11 @@ ROUNDED_DOWN = 1 - 1e-9  # of sums that are summed up otherwise than in tables
 
 
 def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batches: int) -> dict[int, float]:
-    """Number of stages -> lower bound of the step, for those numbers in which anything may fit; 0 where
-    nothing is known.
+    """Number of stages -> lower bound of the step, for those numbers in which anything may fit and the bubble may be
+    small enough; 0 where nothing is known.
     """
     counts = np.array(problem.stage_counts, dtype=np.int64)
+    counts = counts[counts <= problem.limits.most_stages(schedule_named(schedule), num_micro_batches)]
     if problem.work_floor is None or not len(counts):
         return dict.fromkeys(counts.tolist(), 0.0)
     floor = problem.work_floor(num_micro_batches)
@@ -61,3 +62,15 @@ def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batch
         for alpha, beta in replace(cell, num_stages=count).quick_weights():
             bounds[row] = np.maximum(bounds[row], alpha * path[row] + beta * low)
     return dict(zip(counts.tolist(), (bounds.min(axis=1) * ROUNDED_DOWN).tolist(), strict=True))
+
+
+def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Numbers of micro-batches in [smallest, largest] worth trying: of those with equally large ones only the
+    fewest.
+
+    No more than the batch has rows.
+    """
+    chosen: dict[int, int] = {}
+    for number in range(min(smallest, batch_rows), min(largest, batch_rows) + 1):
+        chosen.setdefault(-(-batch_rows // number), number)
+    return tuple(sorted(chosen.values()))

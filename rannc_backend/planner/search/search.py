@@ -21,7 +21,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +29,8 @@ import numpy as np
 from rannc_backend.log.progress import Progress
 from rannc_backend.planner.search.beam import Beam
 from rannc_backend.planner.search.bounds import Cell, CellBounds, Shapes
-from rannc_backend.planner.search.equal_split import Candidate, best_equal_split
+from rannc_backend.planner.search.equal_split import Candidate, best_equal_split, best_even_shares
+from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.moves import first_cells, honours, make_solution, neighbours
 from rannc_backend.planner.search.problem import (
     Floats,
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 1e-9  # relative: plans that are less faster than this count as equally fast
 _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
 _MAX_IMPROVEMENTS = 30
+_MOST_EVEN = 4  # numbers of micro-batches of each schedule, and of stages, whose even shares are tried
 _SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many times the best are of no interest
 
 Entry = tuple[
@@ -194,11 +196,29 @@ class StageSearch:
             if equal.step_seconds < self.limit:
                 self.best, self.seconds = equal, equal.step_seconds
 
+    def _try_even_shares(self, candidates: Sequence[Candidate]) -> None:
+        """Where no equal split keeps the limits: even shares of few stages, in the most promising numbers of micro-batches
+        and the largest, with which stages idle least.
+        """
+        if self.best is not None or not self.problem.limits:
+            return
+        by_bound = sorted(candidates, key=lambda item: item.lower_bound)
+        by_number = sorted(candidates, key=lambda item: -item.num_micro_batches)
+        most = _MOST_EVEN * len(self.problem.schedules)
+        for candidate in {id(item): item for item in [*by_bound[:most], *by_number[:most]]}.values():
+            if candidate.lower_bound >= self.limit:
+                continue
+            shapes = Shapes(self._pricer(candidate.schedule, candidate.num_micro_batches))
+            found = best_even_shares(shapes, sorted(candidate.bounds)[:_MOST_EVEN])
+            if found is not None and found.step_seconds < self.limit:
+                self.best, self.seconds = found, found.step_seconds
+
     def _first_cells(self) -> list[Entry]:
         """All cells that may hold a faster plan than the first found, as a heap."""
         entries = self.entries
         candidates = self._candidates()
         self._try_equal_splits(candidates)
+        self._try_even_shares(candidates)
         if self.best is not None:
             self._improve()
         ordered = sorted(candidates, key=lambda item: item.lower_bound)
@@ -261,6 +281,14 @@ class StageSearch:
         for cell in cells:
             other._walk_narrowly(cell)
         return other.best
+
+    def under(self, limits: PipelineLimits) -> StageSearch:
+        """This search, asked from now on for plans that keep the limits."""
+        if self.problem.limits == limits:
+            return self
+        other = StageSearch(replace(self.problem, limits=limits), self.effort, self.progress)
+        other.best, other.seconds, other.equal = self.best, self.seconds, self.equal
+        return other
 
     def _walk_narrowly(self, cell: Cell) -> None:
         """Look for a plan faster than the best in a cell of which nothing is known."""

@@ -221,10 +221,13 @@ def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple
         wanted += max(0.0, whole * replicas[stage] - done[lane]) / num_left
         cuts.append(int(np.abs(sums - wanted).argmin()))
         done[lane] += float(sums[cuts[-1]] - sums[cuts[-2] if len(cuts) > 1 else 0])
-    for start in sorted(set(problem.lane_starts) - {0}):
-        nearest = min(range(len(cuts)), key=lambda place: abs(cuts[place] - start), default=None)
-        if nearest is None:
+    starts, nearest = sorted(set(problem.lane_starts) - {0}), -1
+    for number, start in enumerate(starts, start=1):
+        # Each moves a cut of its own, in sequence.
+        free = range(nearest + 1, len(cuts) - len(starts) + number)
+        if not free:
             return None
+        nearest = min(free, key=lambda place: abs(cuts[place] - start))
         cuts[nearest] = start
     bounds = [0, *cuts, problem.num_blocks]
     for place in range(1, len(bounds) - 1):

@@ -33,6 +33,8 @@ OTHER_VALUES = {
     "pipeline_num": (4, "4"),
     "min_pipeline": (2, "2"),
     "max_pipeline": (8, "8"),
+    "max_pipeline_bubble_ratio": (0.2, "0.2"),
+    "max_pipeline_unbalance_ratio": (0.5, "0.5"),
     "mem_limit_gb": (1.5, "1.5"),
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),

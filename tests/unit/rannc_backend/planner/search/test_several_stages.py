@@ -228,3 +228,15 @@ def test_where_the_search_may_choose_it_takes_what_is_fastest(seed: int) -> None
 def test_where_numbers_of_stages_are_given_ranks_have_one() -> None:
     assert problem_of(0, partition_num=3).lane_schedules == ()
     assert problem_of(0).lane_schedules == SEVERAL_STAGES
+
+
+@pytest.mark.parametrize("starts", [(1, 2, 3), (21, 22, 23), (1, 2, 22, 23), (3, 7, 8, 12, 20)], ids=str)
+def test_every_module_that_must_start_a_stage_moves_a_cut_of_its_own(starts: tuple[int, ...]) -> None:
+    problem = replace(problem_of(0, ("zb_v",)), lane_starts=starts)
+    base = search(replace(problem, num_stages=NUM_LANES)).solution
+    assert base is not None
+    made = several_stages(problem, base, schedule_named("zb_v"))
+    assert made is not None and set(starts) <= set(made.bounds)
+    # More of them than a plan has cuts cannot be had.
+    many = replace(problem, lane_starts=tuple(range(1, 2 * NUM_LANES + 1)))
+    assert several_stages(many, base, schedule_named("zb_v")) is None
