@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.model_batches import labelled_tokens, normal, regression, tokens
 from tests.model_entry import Batch, Entry
-from tests.models_layers import ChannelsLast, Gated, SpectralNorm, TiedRing
+from tests.models_layers import ChannelsLast, Gated, Parted, SpectralNorm, TiedRing
 from tests.models_rannc import (
     IGNORED,
     VOCABULARY,
@@ -391,6 +391,7 @@ CONTRACT: tuple[Entry, ...] = (
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
     _outside("spectral_norm", SpectralNorm, WIDTH, deep=True),
+    _inside("parted", Parted, regression(WIDTH), positional=("x", "target")),
     _inside("gated", Gated, regression(WIDTH), positional=("x", "target")),
     _outside(
         "channels_last",

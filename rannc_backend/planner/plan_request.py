@@ -40,7 +40,7 @@ class PlanRequest:
     """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free
     beside it.
 
-    `update_groups`: see `IntervalCosts`.
+    `update_groups`: see `IntervalCosts`. `recompute_last_stage`: see `SearchProblem`.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     `without`: the same request without each option that restricts the plan, by the option as it was set.
@@ -62,6 +62,7 @@ class PlanRequest:
     replicas: int | None
     stage_replicas: tuple[int, ...] | None
     recompute: float | None = None
+    recompute_last_stage: int = -1
     most_micro_batches: int = 1
     without: tuple[tuple[str, PlanRequest], ...] = ()
     without_all: PlanRequest | None = None
@@ -137,6 +138,7 @@ class PlanRequest:
             replicas=None if fixed else config.replica_num or None,
             stage_replicas=fixed,
             recompute=config.fixed_recompute,
+            recompute_last_stage=config.recompute_last_stage,
             most_micro_batches=most if not config.pipeline_num else 1,
         )
         is_free = alone or graph.whole_batch or stage_replicas is not None
@@ -189,6 +191,7 @@ class PlanRequest:
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
             replica_counts=self.stage_replicas or ((self.replicas,) if self.replicas else ()),
             only_budget=self.recompute,
+            some_keep_all=self.recompute_last_stage >= 0,
         )
 
     def problem(self, costs: IntervalCosts, *, memory_bytes: float | None = None) -> SearchProblem:
@@ -218,6 +221,8 @@ class PlanRequest:
             lane_starts=pins.starts,
             lane_stage_of=pins.stage_of,
             work_floor=costs.work_floor,
+            only_budget=self.recompute,
+            recompute_last_stage=self.recompute_last_stage,
         )
 
     @property
@@ -408,7 +413,10 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
     if config.fixed_recompute is not None and not config.checkpointing:
-        yield "recompute", f"recompute={config.recompute}"
+        name = "recompute_modules" if config.recompute_modules else "recompute"
+        yield name, f"{name}={getattr(config, name)}"
+    if config.recompute_last_stage >= 0:
+        yield "recompute_last_stage", f"recompute_last_stage={config.recompute_last_stage}"
     if 0 < config.mem_limit_gb * BYTES_PER_GB < cluster.device.memory_bytes:
         yield "mem_limit_gb", f"mem_limit_gb={config.mem_limit_gb:g}"
 

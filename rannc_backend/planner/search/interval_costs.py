@@ -61,8 +61,8 @@ class IntervalCosts:
 
     `update_groups`: of the replicas of a stage, one of which in each updates a parameter; None: all replicas update
     all. `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all
-    stages, None where it is chosen; one that the pricer does not know is priced as the next larger. Immutable
-    but for the cache of tables.
+    stages, None where it is chosen, `some_keep_all`: but for those that keep all; one that the pricer does not know is
+    priced as the next larger. Immutable but for the cache of tables.
     """
 
     graph: BlockGraph
@@ -75,6 +75,7 @@ class IntervalCosts:
     update_groups: int | None = None
     replica_counts: tuple[int, ...] = ()
     only_budget: float | None = None
+    some_keep_all: bool = False
     outputs: OutputBytes = field(init=False)
     segments: Segments = field(init=False)
     max_length: int = field(init=False)
@@ -113,7 +114,7 @@ class IntervalCosts:
     def budgets(self) -> tuple[float, ...]:
         """Activation budgets in the order of the tables."""
         if self.only_budget is not None:
-            return (self.only_budget,)
+            return tuple(dict.fromkeys((self.only_budget, *((1.0,) if self.some_keep_all else ()))))
         return tuple(dict.fromkeys((*self.pricer.budgets, SEGMENTS_BUDGET, NO_BUDGET)))
 
     def traced_budget(self, budget: float) -> float:
@@ -209,11 +210,15 @@ class IntervalCosts:
             self.pricer.prices(self._alike[block.index], rows, first)
             for block in self.graph.blocks[begin:end]
         ]
-        parts, priced_as, leaving = whole, self._priced_as(budget), np.zeros(len(rows))
+        parts, priced_as = whole, self._priced_as(budget)
+        leaving, again = np.zeros(len(rows)), np.zeros((end - begin, len(rows)))
         if priced_as == SEGMENTS_BUDGET:
             everything = [self.pricer.prices(block, rows, first) for block in self._alike]
-            parts = self.segments.prices(everything, rows)[begin:end]
-            leaving = self.segments.leaving(begin, end, rows)
+            parts = self.segments.prices(everything, rows, self._told_prices(rows))[begin:end]
+            if self._is_told:
+                again = self.segments.told_again(everything, np.array(begin), np.arange(begin, end))
+            else:
+                leaving = self.segments.leaving(begin, end, rows)
         elif priced_as not in (first, None):
             parts = [
                 self.pricer.prices(self._alike[block.index], rows, priced_as)
@@ -227,7 +232,7 @@ class IntervalCosts:
         let_go = np.cumsum(
             [part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0
         )
-        workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
+        workspace = np.max([part.workspace_bytes for part in parts] + let_go + again - let_go[-1], axis=0)
         kept = np.sum([part.kept_bytes for part in whole], axis=0)
         if traced is not None:
             saved, kept = evaluate([traced.saved_bytes, traced.kept_bytes], rows)
@@ -301,6 +306,15 @@ class IntervalCosts:
             workspace=float(prices.workspace_bytes[0]),
         )
 
+    @property
+    def _is_told(self) -> bool:
+        """Whether stages with segments compute again what the user names."""
+        return SEGMENTS_BUDGET in self.pricer.budgets
+
+    def _told_prices(self, rows: Sequence[int]) -> list[BlockPrices] | None:
+        found = [self.pricer.prices(block, rows, SEGMENTS_BUDGET) for block in self._alike if self._is_told]
+        return found or None
+
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
         blocks = self.graph.blocks
@@ -339,7 +353,8 @@ class IntervalCosts:
             known = {key: self.pricer.prices(block, rows, budget) for key, block in first.items()}
             self._prices[budget] = [known[key] for key in keys]
         if SEGMENTS_BUDGET in budgets:
-            self._prices[SEGMENTS_BUDGET] = self.segments.prices(self._prices[self.pricer.budgets[0]], rows)
+            whole = self._prices[self.pricer.budgets[0]]
+            self._prices[SEGMENTS_BUDGET] = self.segments.prices(whole, rows, self._told_prices(rows))
         self._returned = self.outputs.by_block(rows)
 
     def _place_flows(self) -> None:
@@ -354,7 +369,8 @@ class IntervalCosts:
             "awaited": [],
             "leaving": [],
         }
-        between = {flow.name for flow in self.segments.kept} if SEGMENTS_BUDGET in self.budgets else set()
+        has_kept = SEGMENTS_BUDGET in self.budgets and not self._is_told
+        between = {flow.name for flow in self.segments.kept if has_kept}
         for index, flow in enumerate(flows):
             begins, ends = first_at_or_after(flow.consumers, flow.producer + 1)
             entries["received"].append((begins, ends - begins, index, 1.0))
@@ -412,6 +428,11 @@ class IntervalCosts:
         whole = self._prices[self.pricer.budgets[0]]
         forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
         weight = np.stack([price.weight_seconds[columns] for price in whole]) + self._accumulation[:, None]
+        again: Floats | float = 0.0
+        if self._is_told:
+            begins = np.arange(len(ends))[:, None]
+            places = np.minimum(begins + np.arange(max_length)[None, :], len(ends) - 1)
+            again = self.segments.told_again(whole, begins, places)[:, :, columns]
         # Filled in place: stacking parts of this size takes as long as computing them.
         backwards, fixed_bytes, flight_bytes = (
             np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
@@ -430,7 +451,9 @@ class IntervalCosts:
             let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
             workspace = (
                 largest_over(
-                    np.stack([price.workspace_bytes[columns] for price in prices]) + let_go, max_length
+                    np.stack([price.workspace_bytes[columns] for price in prices]) + let_go,
+                    max_length,
+                    again if priced_as == SEGMENTS_BUDGET else 0.0,
                 )
                 - let_go[ends - 1]
             )

@@ -32,11 +32,13 @@ def seconds_over(values: Floats, ends: Ints) -> Floats:
     return sums
 
 
-def largest_over(values: Floats, max_length: int) -> Floats:
-    """[L, N, columns]: the largest of values [L, columns] in each interval."""
+def largest_over(values: Floats, max_length: int, added: Floats | float = 0.0) -> Floats:
+    """[L, N, columns]: the largest of values [L, columns] in each interval. `added`: to the values, by the first block of
+    the interval and the place in it.
+    """
     padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
     places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
-    return np.maximum.accumulate(padded[places], axis=1)
+    return np.maximum.accumulate(padded[places] + added, axis=1)
 
 
 def first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:

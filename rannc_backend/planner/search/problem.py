@@ -122,7 +122,8 @@ class SearchProblem:
     sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
     made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
     several stages on each rank, tried with what the search finds; `only_lane_schedules`: nothing else is asked for.
-    `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans.
+    `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans. `recompute_last_stage`: stages after it keep all;
+    -1: there is none such. `only_budget`: of the others, None where it is chosen.
     """
 
     num_blocks: int
@@ -147,9 +148,20 @@ class SearchProblem:
     lane_stage_of: tuple[tuple[int, int], ...] = ()
     lane_schedules: tuple[ScheduleName, ...] = ()
     only_lane_schedules: bool = False
+    only_budget: float | None = None
+    recompute_last_stage: int = -1
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
+
+    def allowed_budgets(self, stage: int | Ints) -> NDArray[np.bool_]:
+        """[budgets, *stage.shape]: which budgets a stage may have, by its number."""
+        numbers = np.asarray(stage)
+        budgets = np.array(self.budgets).reshape(-1, *(1,) * numbers.ndim)
+        if self.recompute_last_stage < 0:
+            return np.broadcast_to(budgets >= 0, (len(budgets), *numbers.shape))
+        own = budgets >= 0 if self.only_budget is None else budgets == self.only_budget
+        return np.where(numbers > self.recompute_last_stage, budgets == 1.0, own)
 
     @property
     def num_devices(self) -> int:
@@ -273,6 +285,10 @@ class Pricer:
         backward, fixed, flight = (
             part[everywhere] for part in (tables.backward, tables.fixed_bytes, tables.flight_bytes)
         )
+        if num_stages is not None and self.problem.recompute_last_stage >= 0:
+            allowed = self.problem.allowed_budgets(num_stages - num_stages_to_end)
+            spread = allowed.reshape(*allowed.shape, *(1,) * (backward.ndim - allowed.ndim))
+            backward = np.where(spread, backward, np.inf)
         if num_stages is not None and self.described.splits_backward:
             fixed = fixed + self.described.kept_memory(
                 num_stages_to_end, num_stages, self.num_micro_batches, tables.kept_bytes[index], flight

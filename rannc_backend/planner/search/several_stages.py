@@ -166,10 +166,13 @@ def _budgets(pricer: Pricer, solution: Solution, lanes: Lanes) -> tuple[float, .
     schedule = schedule_named(solution.schedule)
     places = _places(pricer, solution)
     chosen = [0.0] * solution.num_stages
+    allowed = problem.allowed_budgets(np.arange(solution.num_stages))
     counts = held_by(schedule, solution.num_stages, solution.num_micro_batches)
     for lane, all_counts in zip(lanes, counts, strict=True):
         best, fastest = None, np.inf
         for budgets in itertools.product(range(len(problem.budgets)), repeat=len(lane)):
+            if not all(allowed[budget, stage] for budget, stage in zip(budgets, lane, strict=True)):
+                continue
             parts = [(budget, *places[stage]) for budget, stage in zip(budgets, lane, strict=True)]
             seconds = sum(float(tables.backward[part]) for part in parts)
             if not seconds < fastest:
