@@ -20,8 +20,7 @@ def _copied(x: Tensor) -> Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return x.clone()
     # Elements that lie in memory once and are seen several times stay so.
-    memory = x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())  # type: ignore[call-overload]
-    return memory
+    return x.new_empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride())
 
 
 def _as_shown(x: Tensor) -> Tensor:

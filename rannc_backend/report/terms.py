@@ -38,7 +38,8 @@ _OF_PAGE = {
     "transfer": "the message from the stage before, and the gradients back, for one micro-batch; runs beside "
     "computing",
     "kept": "share of the activations that are kept for backward; the others are computed again; segments: "
-    "what goes from segment to segment is kept",
+    "what goes from segment to segment is kept; marked: what the model marks; around modules: all but what stays inside "
+    "of the modules that recompute_modules names",
     "memory": "what one rank of each stage needs at its fullest moment",
     "weights": "the parameters and buffers of a stage's modules",
     "gradients": "one for each element of a trained parameter",

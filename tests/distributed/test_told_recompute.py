@@ -36,6 +36,11 @@ EQUAL = (
     _case("zb_v", replicas="1,1,1,1", options=_modules("h.0,h.1.mlp", schedule="zb_v"), stages_per_rank=2),
     _case("tied", "tied_embedding", "2,1", options=_modules("ROOT")),
     _case("modes", check="modes", options=_modules("GPT2Block")),
+    _case(
+        "last_stage",
+        replicas="1,1,1",
+        options={"recompute": "segments", "recompute_last_stage": 1, "check_gradients": True},
+    ),
     _case("marked", "parted", options={"recompute": "marked"}),
     _case("marked_zb_h1", "parted", "1,1,1", options={"recompute": "marked", "schedule": "zb_h1"}),
     _case("marked_cut", "parted", options={"recompute": "marked", "stage_starts": "parts.2.2"}),

@@ -20,7 +20,7 @@ from rannc_backend.report.comparison import compare, difference_report
 from rannc_backend.report.modules import children_in_runs, module_tree, path_tree, stage_modules
 from rannc_backend.report.page import plan_page
 from rannc_backend.report.summary import plan_summary
-from rannc_backend.report.tables import bar, memory_text, outputs_text, plan_report
+from rannc_backend.report.tables import bar, memory_text, outputs_text, plan_report, shape_text
 from rannc_backend.report.timeline_text import timeline
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
@@ -367,6 +367,19 @@ def test_numbers_in_words() -> None:
     assert words.kept_text((1.0,)) == "all" and words.kept_text((0.0, 0.5)) == "0 % to 50 %"
     assert words.kept_text((SEGMENTS_BUDGET,)) == "segments"
     assert words.kept_text((0.25, SEGMENTS_BUDGET, 1.0)) == "segments to 100 %"
+    assert words.kept_text((SEGMENTS_BUDGET,), "h,Block") == "around modules"
+    assert words.kept_text((SEGMENTS_BUDGET, 1.0), "marked") == "marked to 100 %"
+    assert [words.told_text(told) for told in ("", "marked", "h,B\x1b")] == [
+        "",
+        "recompute of all but marked tensors",
+        "recompute of modules h,B\\x1b",
+    ]
+
+
+def test_a_plan_says_what_the_user_wants_computed_again() -> None:
+    plan = sample_plan().model_copy(update={"told_recompute": "transformer.h"})
+    assert "recompute of modules transformer.h" in shape_text(plan)
+    assert "recompute of" not in shape_text(sample_plan())
 
 
 def test_outputs_are_named_with_their_bytes_and_why_they_are_left_out() -> None:
