@@ -391,7 +391,6 @@ CONTRACT: tuple[Entry, ...] = (
     _outside("frozen", Frozen, WIDTH),
     _outside("lora", Lora, WIDTH, deep=True),
     _outside("spectral_norm", SpectralNorm, WIDTH, deep=True),
-    _inside("parted", Parted, regression(WIDTH), positional=("x", "target")),
     _inside("gated", Gated, regression(WIDTH), positional=("x", "target")),
     _outside(
         "channels_last",
@@ -467,6 +466,7 @@ CONTRACT: tuple[Entry, ...] = (
         deep=True,
     ),
     _inside("padded", Padded, labelled_tokens, positional=("x", "labels"), deep=True),
+    _inside("parted", Parted, regression(WIDTH), positional=("x", "target")),
 )
 ENTRIES: Mapping[str, Entry] = {entry.name: entry for entry in RANNC_SUITE + RANNC_SPARE + CONTRACT}
 HUGGING_FACE_NAMES: tuple[str, ...] = ("gpt2", "gpt2_cache", "bert", "llama", "mixtral", "vit", "resnet")
