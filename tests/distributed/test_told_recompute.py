@@ -67,11 +67,17 @@ def test_equals_one_process(case: Case, outcome_of: OutcomeOf) -> None:
 @pytest.mark.parametrize(
     ("options", "noticed"),
     [
-        (_modules("Drifting", check_gradients=True, schedule="1f1b"), "parameter p_second_layer_"),
-        (_modules("Drifting", check_gradients=True, schedule="zb_h1"), "input tanh"),
-        (_modules("head", check_gradients=True), ""),
-        pytest.param(_modules("Drifting"), "", marks=pytest.mark.full),
-        pytest.param(_modules("Drifting", verify_recomp=True), "", marks=pytest.mark.full),
+        pytest.param(
+            _modules("Drifting", check_gradients=True, schedule="1f1b"),
+            "parameter p_second_layer_",
+            id="whole",
+        ),
+        pytest.param(
+            _modules("Drifting", check_gradients=True, schedule="zb_h1"), "input tanh", id="in_two_parts"
+        ),
+        pytest.param(_modules("head", check_gradients=True), "", id="alike"),
+        pytest.param(_modules("Drifting"), "", id="silent", marks=pytest.mark.full),
+        pytest.param(_modules("Drifting", verify_recomp=True), "", id="logged", marks=pytest.mark.full),
     ],
 )
 def test_gradients_that_differ_with_recompute_end_the_job_on_all_ranks(
