@@ -178,7 +178,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
             if plan.zero_stage
             else []
         ),
-        *([("recompute", "told", told_text(plan.told_recompute), "kept")] if plan.told_recompute else []),
+        *([("recompute", "told", told_text(plan.told_recompute), "")] if plan.told_recompute else []),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
         (
             "peak memory",

@@ -18,6 +18,7 @@ _OF_PAGE = {
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",
+    "recompute": "what backward computes again instead of keeping it, where the user names it and the search does not choose",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
     "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",

@@ -21,8 +21,8 @@ from rannc_backend.report.modules import children_in_runs, module_tree, path_tre
 from rannc_backend.report.page import plan_page
 from rannc_backend.report.summary import plan_summary
 from rannc_backend.report.tables import bar, memory_text, outputs_text, plan_report, shape_text
-from rannc_backend.report.timeline_text import timeline
-from rannc_backend.schedule.plan_simulation import simulate_plan
+from rannc_backend.report.timeline_text import _cell, timeline
+from rannc_backend.schedule.plan_simulation import Span, simulate_plan
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from tests.unit.rannc_backend.ir.sample_plans import GB, replaced, sample_plan
 
@@ -420,3 +420,14 @@ def test_memory_of_ranks_with_several_stages_is_that_of_all() -> None:
     )
     assert memory_text(plan).startswith(f"at most {words.size_text(max(alone))}, on stage ")
     assert memory_text(shared).startswith(f"at most {words.size_text(sum(alone))}, on stages 0 and 1, of ")
+
+
+def test_a_part_of_the_timeline_shows_what_it_has_most_of() -> None:
+    """Two forwards beside an all-reduce that is longer than each: the number is that of the longer forward."""
+    spans = (
+        Span(kind="forward", micro_batch=1, start=0.0, end=0.3),
+        Span(kind="allreduce", micro_batch=0, start=0.3, end=0.65),
+        Span(kind="forward", micro_batch=2, start=0.65, end=0.96),
+    )
+    two, one = _cell(spans, 0, 0.0, 1.0, False), _cell(spans[:1], 0, 0.0, 0.4, False)
+    assert (two[0], two[1]) == (_cell(spans[2:], 0, 0.65, 0.96, False)) and two != one
