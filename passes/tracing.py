@@ -102,6 +102,9 @@ def inline(node: fx.Node, inner: InnerGraph) -> list[fx.Node]:
             _inherit(copies[item], node)
             new_nodes.append(copies[item])
     outputs = [copies[item] if isinstance(item, fx.Node) else item for item in inner.outputs]
+    for item, output in zip(_taken(node), outputs, strict=False):
+        if item is not None and item.meta.get("kept") and isinstance(output, fx.Node):
+            output.meta["kept"] = True  # see passes/stage/recompute.py
     if not isinstance(node.meta["val"], (tuple, list)):
         node.replace_all_uses_with(outputs[0])
     else:
@@ -113,6 +116,15 @@ def inline(node: fx.Node, inner: InnerGraph) -> list[fx.Node]:
     # what nobody uses goes at once, so that no later pass refuses it
     kept = [item for item in reversed(new_nodes) if item.users or graph.erase_node(item)]
     return kept[::-1]
+
+
+def _taken(node: fx.Node) -> list[fx.Node | None]:
+    """The node, or what takes each element of its tuple."""
+    value = node.meta["val"]
+    if not isinstance(value, (tuple, list)):
+        return [node]
+    takers = {arguments_of(user)[1]: user for user in node.users if user.target is operator.getitem}
+    return [takers.get(place) for place in range(len(value))]
 
 
 def inline_value(marker: fx.Node, inner: InnerGraph) -> fx.Node:
@@ -129,8 +141,8 @@ def inline_value(marker: fx.Node, inner: InnerGraph) -> fx.Node:
 
 
 def _inherit(node: fx.Node, origin: fx.Node) -> None:
-    """Keep who asked for the node: the user's line and module."""
-    for key in ("stack_trace", "module_path", "nn_module_stack"):
+    """Keep who asked for the node: the user's line and modules."""
+    for key in ("stack_trace", "module_path", "module_stack"):
         if key in origin.meta:
             node.meta[key] = origin.meta[key]
 

@@ -42,7 +42,7 @@ from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
-from rannc_backend.runtime.step.step_state import RuntimeOutput, Stage, StepShapes
+from rannc_backend.runtime.step.step_state import RuntimeOutput, StepShapes
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.trace.copy_report import CopyLog
@@ -54,7 +54,7 @@ from rannc_backend.schedule.plan_simulation import schedule_of
 from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
-from rannc_backend.stages.checked_stage import DisplayedStage, VerifiedStage
+from rannc_backend.stages.checked_stage import watched
 from rannc_backend.stages.compiled_stage import CompileCache, CompiledStage, compile_stage
 from rannc_backend.stages.cut_stages import StageCut, backward_order, edge_specs, edges_of
 from rannc_backend.stages.graph_dump import dump_graphs, pass_dump
@@ -351,7 +351,16 @@ class Deployer:
                         lengths,
                         schedule.splits_backward,
                     )
-                    stages[index] = self._watched(compiled, index, kind)
+                    stages[index] = watched(
+                        compiled,
+                        self.plan.stages[index].recompute,
+                        index,
+                        config,
+                        is_trained=kind != "infer",
+                        rank=self.world.rank,
+                        step=lambda: self.counter.number,
+                        describe=describe_values,
+                    )
             return Executor(
                 world=self.world,
                 stages=stages,
@@ -373,15 +382,6 @@ class Deployer:
             )
 
         return make
-
-    def _watched(self, compile_with: Callable[[float], CompiledStage], index: int, kind: str) -> Stage:
-        """A compiled stage, looked at while it runs if the options ask for it."""
-        budget = self.plan.stages[index].recompute
-        compiled = compile_with(budget)
-        stage: CompiledStage | VerifiedStage = compiled
-        if self.config.verify_recomp and kind != "infer" and budget < 1.0:
-            stage = VerifiedStage(compiled, compile_with(1.0), index)
-        return DisplayedStage(stage, index, describe_values) if self.config.display_act_value else stage
 
     def _compile(
         self,

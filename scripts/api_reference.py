@@ -26,6 +26,7 @@ SECTIONS = {
     "Deferred initialization": ("rannc_backend.api.materialize", "rannc_backend.api.record_model"),
     "Tracing and memory": ("rannc_backend.api.trace", "rannc_backend.api.memory"),
     "Custom operators": ("rannc_backend.passes.batch.row_wise",),
+    "Recompute": ("rannc_backend.kernels.checkpoint_mark",),
     "Options and errors": ("rannc_backend.settings.options", "rannc_backend.errors.base"),
     "RaNNC": ("rannc_backend.pyrannc.rannc_module", "rannc_backend.pyrannc.tensor_coll"),
 }

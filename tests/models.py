@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.model_batches import labelled_tokens, normal, regression, tokens
 from tests.model_entry import Batch, Entry
-from tests.models_layers import ChannelsLast, Gated, SpectralNorm, TiedRing
+from tests.models_layers import ChannelsLast, Gated, Parted, SpectralNorm, TiedRing
 from tests.models_rannc import (
     IGNORED,
     VOCABULARY,
@@ -466,6 +466,7 @@ CONTRACT: tuple[Entry, ...] = (
         deep=True,
     ),
     _inside("padded", Padded, labelled_tokens, positional=("x", "labels"), deep=True),
+    _inside("parted", Parted, regression(WIDTH), positional=("x", "target")),
 )
 ENTRIES: Mapping[str, Entry] = {entry.name: entry for entry in RANNC_SUITE + RANNC_SPARE + CONTRACT}
 HUGGING_FACE_NAMES: tuple[str, ...] = ("gpt2", "gpt2_cache", "bert", "llama", "mixtral", "vit", "resnet")

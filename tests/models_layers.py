@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import rannc_backend
 from tests.models_rannc import WIDTH
 
 
@@ -73,4 +74,21 @@ class TiedRing(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
+        return F.mse_loss(x, target), x
+
+
+class Parted(nn.Module):
+    """Parts of several layers, whose results the model marks; one value goes past them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+        )
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        gate = torch.sigmoid(self.gate(x))
+        for part in self.parts:
+            x = rannc_backend.checkpoint_tensor(x + gate * torch.tanh(part(x)))
         return F.mse_loss(x, target), x

@@ -50,6 +50,7 @@ def share_equal_values(graph: fx.Graph) -> int:
             continue
         first = known.setdefault((node.target, argument_key(node.args), argument_key(node.kwargs)), node)
         if first is not node:
+            first.meta.update({"kept": True} if node.meta.get("kept") else {})
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             num_shared += 1

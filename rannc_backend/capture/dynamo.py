@@ -331,17 +331,19 @@ def is_argument(source: Any, code: CodeType) -> bool:
     )
 
 
-def module_path(meta: dict[str, Any], path_of_module: dict[int, str]) -> str:
-    """Dotted path of the innermost module that a node belongs to, "" if none.
+def module_stack(meta: dict[str, Any], path_of_module: dict[int, str]) -> tuple[tuple[str, str], ...]:
+    """The calls of modules that a node was made in, the outermost first: dotted path, and which call of the module it
+    was.
 
-    `path_of_module`: id of each module below the root -> its dotted path.
+    `path_of_module`: id of each module -> its dotted path.
     """
-    for key in reversed(meta.get("nn_module_stack") or {}):
-        # Dynamo's key is the module's id, followed by "@1" at a second call of the same module.
-        number = key.split("@")[0]
-        if number.isdigit() and int(number) in path_of_module:
-            return path_of_module[int(number)]
-    return ""
+    # Dynamo's key is the module's id, followed by "@1" at a second call of the same module.
+    keys = [key.partition("@") for key in meta.get("nn_module_stack") or {}]
+    return tuple(
+        (path_of_module[int(number)], call)
+        for number, _, call in keys
+        if number.isdigit() and int(number) in path_of_module
+    )
 
 
 def break_reasons_since(restart: RestartReason | None) -> tuple[str, ...]:

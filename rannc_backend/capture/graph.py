@@ -41,7 +41,7 @@ from rannc_backend.capture.dynamo import (
     find_dynamo_call,
     guard_as_they_are,
     marked_sizes,
-    module_path,
+    module_stack,
     previous_restart,
     restart_trace,
     run_without_check_of_guards,
@@ -61,6 +61,7 @@ from rannc_backend.ir.length import NO_LENGTHS, Length, LengthDims, length_name,
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.pipeline import run_passes, with_facts
+from rannc_backend.passes.stage.recompute import KEPT, lift_marks
 
 __all__ = [
     "CapturedGraph",
@@ -82,9 +83,9 @@ class CapturedGraph:
 
     `graph_module` mutates nothing. Its output is one flat tuple: the user's outputs in Dynamo's order
     (`num_user_outputs` of them), then the new value of each buffer in `buffer_updates`. Node metadata: "val"
-    (fake tensors of `fake_mode`, batch sizes are expressions of `rows_symbol`), "stack_trace" (user's lines)
-    and "module_path" (dotted path of the user's module, "" if none). Batch inputs must be passed as
-    contiguous tensors.
+    (fake tensors of `fake_mode`, batch sizes are expressions of `rows_symbol`), "stack_trace" (user's lines),
+    "module_path" (dotted path of the user's module, "" if none) and "module_stack" (see `module_stack`). Batch inputs
+    must be passed as contiguous tensors.
     """
 
     graph_module: fx.GraphModule
@@ -114,10 +115,12 @@ class CapturedGraph:
             buffer_updates=self.buffer_updates,
         )
         paths = "".join(f"path {test.text}\n" for test in self.size_tests)
+        nodes = enumerate(self.graph_module.graph.nodes)
+        marks = "".join(f"kept {place}\n" for place, node in nodes if node.meta.get(KEPT))
         return replace(
             self,
-            fingerprint=fingerprint(text + paths),
-            plan_fingerprint=fingerprint(without_order_of_outputs(text)),
+            fingerprint=fingerprint(text + paths + marks),
+            plan_fingerprint=fingerprint(without_order_of_outputs(text) + marks),
         )
 
     def numbers_at(self, lengths: Sequence[int] | None = None) -> dict[sympy.Symbol, sympy.Integer]:
@@ -311,6 +314,8 @@ def captured_of(
         )
     inputs = (*(_length_input(length) for length in found), *inputs)
     _tidy_metadata(trace.graph_module, root)
+    lift_marks(trace.graph_module.graph)
+    trace.graph_module.recompile()
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
     inputs = in_order_of_use(canonical, inputs)
     captured = CapturedGraph(
@@ -434,10 +439,10 @@ def _tidy_metadata(graph_module: fx.GraphModule, root: nn.Module) -> None:
     """Keep what the rest of the backend relies on; the remainder holds on to the graph that was traced."""
     paths = {id(module): name for name, module in root.named_modules()}
     for node in graph_module.graph.nodes:
-        path = module_path(node.meta, paths)
+        stack = module_stack(node.meta, paths)
         kept = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
         node.meta.clear()
-        node.meta.update(kept, module_path=path)
+        node.meta.update(kept, module_path=stack[-1][0] if stack else "", module_stack=stack)
 
 
 def renew_guards(

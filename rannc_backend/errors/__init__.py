@@ -46,6 +46,7 @@ from rannc_backend.errors.models import (
 )
 from rannc_backend.errors.options import (
     ConfigurationFileError,
+    NoMarkedTensorError,
     OptionValueError,
     StagePinError,
     UnknownModuleError,
@@ -72,6 +73,7 @@ from rannc_backend.errors.ranks import (
 )
 from rannc_backend.errors.training import (
     CoupledOptimizerError,
+    GradientsDifferError,
     GroupedStepError,
     PartialStateError,
     PlainGradientError,
@@ -99,6 +101,7 @@ __all__ = [
     "DataDependentControlFlowError",
     "FactoryError",
     "GraphBreakError",
+    "GradientsDifferError",
     "GroupedStepError",
     "InfeasiblePlanError",
     "InternalError",
@@ -106,6 +109,7 @@ __all__ = [
     "ModelDevicesError",
     "ModelError",
     "NoBatchDimensionError",
+    "NoMarkedTensorError",
     "OptionValueError",
     "OutOfStepError",
     "OutputNotAvailableError",

@@ -47,14 +47,27 @@ class ConfigurationFileError(UserInputError):
 class UnknownModuleError(UserInputError):
     """An option names a module that has no operator in the model's graph."""
 
-    def __init__(self, name: str, *, valid: Iterable[str], option: str) -> None:
+    def __init__(self, name: str, *, valid: Iterable[str], option: str, kinds: str = "") -> None:
+        """`kinds`: what names there are, if not all dotted names of modules and nothing else."""
         near = nearest(name, sorted(valid), cutoff=0.0)
         self.name = name
         self.nearest = near[0] if near else None
         super().__init__(
             f"option {option!r} names {name!r}, but no module of that name computes anything from the batch",
-            cure=f"{did_you_mean(near)}Names are as model.named_modules() gives them.",
+            cure=did_you_mean(near) + (kinds or "Names are as model.named_modules() gives them."),
             place=f"option {option!r}",
+        )
+
+
+class NoMarkedTensorError(UserInputError):
+    """Marked tensors are to be kept, and the model marks none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "option 'recompute' is 'marked', and the model marks no tensor that it computes from the batch",
+            cure="write x = rannc_backend.checkpoint_tensor(x) in the model's forward for tensors that are to be kept; or "
+            "name modules with recompute_modules, or set recompute to 'segments' or 'auto'.",
+            place="option 'recompute'",
         )
 
 

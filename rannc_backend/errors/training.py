@@ -53,6 +53,29 @@ class CoupledOptimizerError(UserInputError):
         )
 
 
+class GradientsDifferError(RanncError):
+    """A backward that computes values again has other gradients than one that keeps them (option check_gradients)."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int,
+        stage: int,
+        micro_batch: int,
+        difference: float,
+        tolerance: float,
+    ) -> None:
+        self.rank, self.stage, self.micro_batch, self.difference = rank, stage, micro_batch, difference
+        super().__init__(
+            f"the gradient of {what} differs by {difference:.3g} of its norm between a backward with recompute and one "
+            f"without (tolerance {tolerance:.1g}): rank {rank}, stage {stage}, micro-batch {micro_batch}",
+            cure="look for an operation between the stage's inputs and that value which gives other values when it runs "
+            "again (a custom operator with a state or random numbers of its own); keep its result with recompute='1', or "
+            "train without check_gradients if the difference is known and small.",
+        )
+
+
 class GroupedStepError(UserInputError):
     """An optimizer cannot step its parameters in parts, as `num_apply_group` asks."""
 

@@ -44,7 +44,9 @@ class OperatorCost:
 class Block:
     """`saved_bytes` are kept from forward to backward; `workspace_bytes`: for each operator what lies in memory
     while it runs (the largest counts). `structure`: a hash, equal for blocks with the same operators, shapes,
-    dtypes, parameter shapes and wiring; such blocks cost the same at any number of rows."""
+    dtypes, parameter shapes and wiring; such blocks cost the same at any number of rows. `again_from`: the first of the
+    blocks from which the user wants something computed again together with something of this one; -1 where there is
+    none."""
 
     index: int
     structure: str
@@ -55,12 +57,13 @@ class Block:
     operators: tuple[OperatorCost, ...]
     saved_bytes: Size
     workspace_bytes: tuple[Size, ...]
+    again_from: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """A value that later blocks read: sent once to each stage that reads it; its gradient comes back if it
-    `needs_grad`.
+    `needs_grad`. `is_again`: the user wants it computed again rather than kept.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Flow:
     consumers: tuple[int, ...]
     num_bytes: Size
     needs_grad: bool
+    is_again: bool = False
 
     def __post_init__(self) -> None:
         assert self.consumers and all(self.producer < block for block in self.consumers), (

@@ -277,7 +277,9 @@ class Plan(_Record):
     `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was
     not looked at could be faster; 0 for a proven optimum. `proven_for`: schedules that this holds for, if not for all that
     could be chosen. `equal_split_seconds`: predicted step of the best
-    plan with equally many blocks and replicas in every stage; None where there is none. `outputs_left_out`: why
+    plan with equally many blocks and replicas in every stage; None where there is none. `told_recompute`: names of the
+    modules that stages with `SEGMENTS_BUDGET` compute again, "marked" where they keep what the model marks, "" where they
+    compute again the segments of the blocks. `outputs_left_out`: why
     the user does not get `outputs`; "" where every rank gets its rows of them.
     """
 
@@ -292,6 +294,7 @@ class Plan(_Record):
     stage_compiler: StageCompiler = "inductor"  # plans of before the choice was there say nothing
     zero_stage: Annotated[int, Field(ge=0, le=2)] = 0  # likewise
     zero_ngroups: PositiveCount = 1
+    told_recompute: Text = ""
     outputs: tuple[OutputPlan, ...] = ()
     outputs_left_out: Text = ""
     memory_limit_bytes: Count

@@ -28,7 +28,7 @@ from rannc_backend.settings import user_files
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.user_files import UserFile
 
-FORMAT = "rannc blocks 4"
+FORMAT = "rannc blocks 5"
 _BEGINNING = b'{"format":"rannc blocks'
 _MAX_CHARACTERS = 400_000_000
 #: Options that decide which blocks there are.
@@ -41,6 +41,7 @@ _BLOCK_OPTIONS = (
     "stage_pins",
     "stage_compiler",
     "recompute",
+    "recompute_modules",
     "checkpointing",
     "costs",
     "whole_batch",

@@ -21,6 +21,7 @@ from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, Part
 from rannc_backend.planner.cost.profile import BlockProfile, Job, Point, Profile, Setting, StageProfile
 from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.report.run_report import RunReport
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.user_files import UserFile, kind_of, read_text
 
@@ -153,7 +154,9 @@ class Pricing:
         for stage in plan.stages:
             begin, end = (min(stage.blocks), max(stage.blocks) + 1) if stage.blocks else (0, 0)
             rows = replica_rows(plan.batch_rows, plan.num_micro_batches, len(stage.ranks))
-            budget = stage.recompute if stage.recompute in self._pricer.budgets else 1.0
+            # What belongs to a segment is not known to who measures.
+            known_there = stage.recompute in self._pricer.budgets and stage.recompute != SEGMENTS_BUDGET
+            budget = stage.recompute if known_there else 1.0
             key = (tuple(block.structure for block in blocks[begin:end]), budget, rows)
             if stage.blocks and key not in known:
                 jobs.setdefault(key, Job(begin=begin, end=end, budget=budget, rows=(rows,)))

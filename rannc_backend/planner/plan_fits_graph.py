@@ -23,9 +23,10 @@ from rannc_backend.planner.blocks.cut_blocks import has_loss, parameter_use
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
-from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
+from rannc_backend.planner.projection import recomputed_nodes, stage_of_plan
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.schedule.orders import ScheduleName, on_lanes, schedule_named, schedule_names
+from rannc_backend.settings.choices import MARKED
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut, StageCut, cut_stages
 
@@ -102,6 +103,8 @@ def check_options(
             "all" if config.outputs == "all" else "",
             "none beside the loss" if plan.outputs_left_out else "all",
         ),
+        ("recompute_modules", config.recompute_modules, plan.told_recompute),
+        ("recompute", MARKED if config.recompute == MARKED else "", plan.told_recompute),
         ("zero_stage", config.zero_stage.removeprefix("auto"), str(plan.zero_stage)),
         ("zero_ngroups", config.zero_ngroups if config.zero_level else 0, plan.zero_ngroups),
         (
@@ -112,6 +115,10 @@ def check_options(
     )
     if config.replica_num and not whole_batch and set(plan.stage_replicas) != {config.replica_num}:
         asked += (("replica_num", config.replica_num, ",".join(map(str, plan.stage_replicas))),)
+    last = config.recompute_last_stage
+    again = max((stage.index for stage in plan.stages if stage.recompute < 1.0), default=last)
+    if 0 <= last < again:
+        asked += (("recompute_last_stage", f"none after stage {last}", f"recompute in stage {again}"),)
     for item, wanted, found in asked:
         if wanted and wanted != found:
             raise PlanError(
@@ -321,7 +328,7 @@ def cut_by_plan(
 ) -> StageCut:
     """The stages of a graph, and what they hand on. ``planned_lengths``: see `outputs_left_out`."""
     left_out = outputs_left_out(plan, analysis, stage_of, planned_lengths, config)
-    return cut_stages(analysis, stage_of, plan.num_stages, left_out, segment_of_nodes(plan, analysis))
+    return cut_stages(analysis, stage_of, plan.num_stages, left_out, recomputed_nodes(plan, analysis))
 
 
 def choose_schedule(split: BatchSplit, needs_grad: Collection[str], config: Config) -> ScheduleName:

@@ -31,6 +31,7 @@ from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks.block_partitions import partition_blocks
 from rannc_backend.planner.blocks.cut_blocks import block_graph
 from rannc_backend.planner.blocks.measure import LeadingProfiler
+from rannc_backend.planner.blocks.told_recompute import check_told, told_recompute
 from rannc_backend.planner.blocks.traced_stages import MAX_NODES, TracedStages
 from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.cluster.cluster import Cluster
@@ -148,6 +149,7 @@ def _plan_analysis(
             graph=model.graph,
             compiler=stage_compiler(config),
             segments=Segments(model.graph, fused=stage_compiler(config) == "inductor"),
+            told=told_recompute(config.told_recompute, analysis),
             most_nodes=math.inf if config.stage_memory == "traced" else MAX_NODES,
         )
     return plan_prepared(model, question, profiler=profiler, whole_stages=traced, timed=timed)
@@ -174,6 +176,8 @@ def prepare(
     activation budget. `like`: the blocks of the same graph at other lengths.
     """
     captured, config = analysis.captured, settled_for(analysis, question.config, question.cluster)
+    check_told(config.told_recompute, analysis)
+    recomputed = told_recompute(config.told_recompute, analysis)
     with question.step_timer.step("blocks") as details:
         graph = block_graph(
             analysis.split,
@@ -184,11 +188,13 @@ def prepare(
             batch_rows=question.batch_rows,
             rows_symbol=captured.rows_symbol,
             like=like,
+            recomputed=recomputed,
         )
         distinct = {block.structure: block for block in graph.blocks}
         details.append(f"{len(graph.blocks)} blocks, {len(distinct)} distinct")
+    budgets = priced_budgets(config.fixed_recompute, is_told=bool(config.told_recompute))
     with question.step_timer.step("prices"):
-        partitions: Partitions = NoPartitions(priced_budgets(config.fixed_recompute, BUDGETS[:1]))
+        partitions: Partitions = NoPartitions(budgets if config.fixed_recompute is not None else BUDGETS[:1])
         if graph.blocks and not config.prices_by_rules:
             partitions = partition_blocks(
                 analysis,
@@ -198,7 +204,8 @@ def prepare(
                 rows=question.batch_rows
                 if graph.whole_batch
                 else max(1, question.batch_rows // question.cluster.num_devices),
-                budget=config.fixed_recompute,
+                budgets=budgets,
+                recomputed=recomputed,
                 progress=question.progress,
             )
         return PlannableModel.of(

@@ -32,10 +32,10 @@ from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Lanes, Schedule
-from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
+from rannc_backend.schedule.list_run import LaneCosts, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import waiting_bytes
-from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.orders import ScheduleName, held_bytes, schedule_named
 from rannc_backend.schedule.plan_simulation import PipelineShape
 from rannc_backend.schedule.simulator import StageSeconds
 

@@ -44,6 +44,7 @@ class PlanRequest:
     beside it.
 
     `update_groups`: see `IntervalCosts`; `free_groups`: those of plans whose updates may be divided, where that is free.
+    `recompute_last_stage`: see `SearchProblem`.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     `without`: the same request without each option that restricts the plan, by the option as it was set.
@@ -67,6 +68,7 @@ class PlanRequest:
     stage_replicas: tuple[int, ...] | None
     stages_per_lane: tuple[int, ...] = (2,)
     recompute: float | None = None
+    recompute_last_stage: int = -1
     most_micro_batches: int = 1
     limits: PipelineLimits = PipelineLimits()
     without: tuple[tuple[str, PlanRequest], ...] = ()
@@ -149,6 +151,7 @@ class PlanRequest:
             if config.stages_per_rank
             else _STAGES_PER_LANE[: None if is_free else 1],
             recompute=config.fixed_recompute,
+            recompute_last_stage=config.recompute_last_stage,
             most_micro_batches=most if not config.pipeline_num else 1,
             limits=PipelineLimits.of(config),
         )
@@ -209,6 +212,7 @@ class PlanRequest:
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
             replica_counts=self.stage_replicas or ((self.replicas,) if self.replicas else ()),
             only_budget=self.recompute,
+            some_keep_all=self.recompute_last_stage >= 0,
         )
 
     def problem(self, costs: IntervalCosts, *, memory_bytes: float | None = None) -> SearchProblem:
@@ -243,6 +247,8 @@ class PlanRequest:
             work_floor=costs.work_floor,
             workspace=costs.workspace_bytes,
             limits=self.limits,
+            only_budget=self.recompute,
+            recompute_last_stage=self.recompute_last_stage,
         )
 
     @property
@@ -458,7 +464,10 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
     if config.fixed_recompute is not None and not config.checkpointing:
-        yield "recompute", f"recompute={config.recompute}"
+        name = "recompute_modules" if config.recompute_modules else "recompute"
+        yield name, f"{name}={getattr(config, name)}"
+    if config.recompute_last_stage >= 0:
+        yield "recompute_last_stage", f"recompute_last_stage={config.recompute_last_stage}"
     if 0 < config.mem_limit_gb * BYTES_PER_GB < cluster.device.memory_bytes:
         yield "mem_limit_gb", f"mem_limit_gb={config.mem_limit_gb:g}"
 

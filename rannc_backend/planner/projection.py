@@ -17,6 +17,7 @@ from rannc_backend.errors import PlanError, UnsupportedModelError, user_location
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.passes.batch.layouts import Layout
+from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
 from rannc_backend.planner.blocks.staged_nodes import (
     Input,
     StagedGraph,
@@ -25,6 +26,7 @@ from rannc_backend.planner.blocks.staged_nodes import (
     output_nodes,
     placeholders_behind,
 )
+from rannc_backend.planner.blocks.told_recompute import told_recompute
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 _CURE = "correct the plan, or let the planner write it again."
@@ -131,19 +133,21 @@ def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict
     return {node.name: stage for node, stage in stages.items()}
 
 
-def segment_of_nodes(plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
-    """The segment of every staged node, where a stage of the plan computes one segment at a time again; else none.
+def recomputed_nodes(plan: Plan, analysis: GraphAnalysis) -> Recomputed:
+    """What stages of the plan compute again that do so by segments; nothing where none does.
 
     A node of another graph than the planned one goes to the first segment, not before those of its inputs, that reads
     one of its parameters. Which one it is decides about memory alone.
     """
     if all(stage.recompute != SEGMENTS_BUDGET for stage in plan.stages):
-        return {}
+        return NOTHING_RECOMPUTED
+    if plan.told_recompute:
+        return told_recompute(plan.told_recompute, analysis)
     split, inputs = analysis.split, analysis.captured.inputs
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
     planned = {name: block.segment for block in plan.blocks for name in block.nodes}
     if all(node.name in planned for node in staged.nodes):
-        return planned
+        return Recomputed(segment_of=planned)
     fqns = {item.name: item.fqn for item in inputs if item.kind == "parameter"}
     readers: dict[str, list[int]] = {}
     for block in plan.blocks:
@@ -158,7 +162,7 @@ def segment_of_nodes(plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
             later = [place for place in readers.get(fqns.get(item.name) or "", ()) if place >= number]
             number = min(later, default=number)
         found[node.name] = number
-    return found
+    return Recomputed(segment_of=found)
 
 
 def _owners(plan: Plan, inputs: Sequence[Input]) -> dict[str, tuple[str, frozenset[int]]]:

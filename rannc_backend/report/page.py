@@ -39,6 +39,7 @@ from rannc_backend.report.words import (
     seconds_text,
     size_text,
     stages_text,
+    told_text,
     zero_text,
 )
 from rannc_backend.schedule.orders import schedule_named
@@ -198,6 +199,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
             if plan.zero_stage
             else []
         ),
+        *([("recompute", "told", told_text(plan.told_recompute), "")] if plan.told_recompute else []),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
         (
             "peak memory",
@@ -272,7 +274,7 @@ def _stage_views(plan: Plan) -> list[StageView]:
                     *((kind, seconds_text(value)) for kind, value in seconds),
                     ("all-reduce", seconds_text(cost.allreduce_seconds)),
                     ("idle", percent_text(cost.idle_share)),
-                    ("kept", kept_text((stage.recompute,))),
+                    ("kept", kept_text((stage.recompute,), plan.told_recompute)),
                 ),
                 memory=size_text(cost.peak_bytes),
                 memory_share=percent_text(plan.lane_peak_bytes(stage.index) / limit) if limit else "",

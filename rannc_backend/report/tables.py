@@ -30,6 +30,7 @@ from rannc_backend.report.words import (
     seconds_text,
     size_text,
     stages_text,
+    told_text,
     zero_text,
 )
 
@@ -98,6 +99,7 @@ def shape_text(plan: Plan) -> str:
         f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of "
         f"{count_text(plan.batch_rows, 'row')} in all, schedule {plan.schedule}, stages {plan.stage_compiler}"
         f"{', ' + zero_text(plan.zero_stage, plan.zero_ngroups) if plan.zero_stage else ''}"
+        f"{', ' + told_text(plan.told_recompute) if plan.told_recompute else ''}"
     )
 
 
@@ -201,7 +203,7 @@ def seconds_table(plan: Plan) -> Table:
             seconds_text(cost.backward_seconds),
             seconds_text(cost.transfer_seconds),
             seconds_text(cost.allreduce_seconds),
-            kept_text((stage.recompute,)),
+            kept_text((stage.recompute,), plan.told_recompute),
             percent_text(cost.idle_share),
             Text(bar(cost.idle_share), style="yellow"),
         )

@@ -20,6 +20,7 @@ _OF_PAGE = {
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",
+    "recompute": "what backward computes again instead of keeping it, where the user names it and the search does not choose",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
     "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",
@@ -40,7 +41,8 @@ _OF_PAGE = {
     "transfer": "the message from the stage before, and the gradients back, for one micro-batch; runs beside "
     "computing",
     "kept": "share of the activations that are kept for backward; the others are computed again; segments: "
-    "what goes from segment to segment is kept",
+    "what goes from segment to segment is kept; marked: what the model marks; around modules: all but what stays inside "
+    "of the modules that recompute_modules names",
     "memory": "what one rank of each stage needs at its fullest moment",
     "weights": "the parameters and buffers of a stage's modules",
     "gradients": "one for each element of a trained parameter",

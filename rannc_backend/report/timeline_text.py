@@ -113,20 +113,21 @@ def _cells(stage: StageSimulation, step_seconds: float, num_cells: int, is_coars
 def _cell(spans: Sequence[Span], begin: int, start: float, end: float, is_coarse: bool) -> tuple[str, str]:
     """Character and style of one cell; `begin`: the first span that ends after `start`."""
     filled: dict[str, float] = {}
-    longest: tuple[float, Span | None] = (0.0, None)
+    longest: dict[str, tuple[float, Span]] = {}
     for index in range(begin, len(spans)):
         each = spans[index]
         if each.start >= end:
             break
         inside = min(each.end, end) - max(each.start, start)
         filled[each.kind] = filled.get(each.kind, 0.0) + inside
-        longest = max(longest, (inside, each), key=lambda pair: pair[0])
-    span = longest[1]
-    if span is None or 2 * sum(filled.values()) < end - start:
+        longest[each.kind] = max(
+            longest.get(each.kind, (0.0, each)), (inside, each), key=lambda pair: pair[0]
+        )
+    if not filled or 2 * sum(filled.values()) < end - start:
         return IDLE, "dim"
     kind = max(filled, key=lambda name: filled[name])
     if kind == "allreduce":
         return REDUCTION, _STYLES[kind]
     if is_coarse:
         return _COARSE[kind], _STYLES[kind]
-    return _DIGITS[span.kind][span.micro_batch % 10], _STYLES.get(span.kind, "dim")
+    return _DIGITS[kind][longest[kind][1].micro_batch % 10], _STYLES.get(kind, "dim")

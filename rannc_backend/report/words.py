@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rannc_backend.errors import BYTES_PER_GB
-from rannc_backend.settings.choices import SEGMENTS, SEGMENTS_BUDGET
+from rannc_backend.settings.choices import MARKED, SEGMENTS, SEGMENTS_BUDGET
 
 BYTES_PER_MB = 1024**2
 
@@ -99,13 +99,25 @@ def stages_text(replicas: Sequence[int]) -> str:
     return f"{stages} on {replicas_text(replicas)} ranks"
 
 
-def kept_text(recompute: Sequence[float]) -> str:
-    """Shares of the activations that are kept: "all", "50 %", "segments", "none"; from-to where stages differ."""
+def kept_text(recompute: Sequence[float], told: str = "") -> str:
+    """Shares of the activations that are kept: "all", "50 %", "segments", "none"; from-to where stages differ. `told`:
+    `Plan.told_recompute`; with it "marked", or "around modules".
+    """
     low, high = min(recompute), max(recompute)
     if low == high and low in (0, 1):
         return "all" if low else "none"
-    ends = [SEGMENTS if share == SEGMENTS_BUDGET else percent_text(share) for share in (low, high)]
+    segments = (MARKED if told == MARKED else "around modules") if told else SEGMENTS
+    ends = [segments if share == SEGMENTS_BUDGET else percent_text(share) for share in (low, high)]
     return " to ".join(dict.fromkeys(ends))
+
+
+def told_text(told: str) -> str:
+    """What the user wants computed again, of `Plan.told_recompute`; "" where that is nothing."""
+    if not told:
+        return ""
+    return (
+        "recompute of all but marked tensors" if told == MARKED else f"recompute of modules {printable(told)}"
+    )
 
 
 def zero_text(zero_stage: int, num_groups: int) -> str:

@@ -14,14 +14,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
-from rannc_backend.ir.action import Action, ActionKind
+from rannc_backend.ir.action import Action
 from rannc_backend.schedule.description import (
     Lanes,
     Order,
-    Schedule,
     backward_of,
     forward_of,
     inputs_of,
@@ -30,7 +28,7 @@ from rannc_backend.schedule.description import (
     with_split_backwards,
 )
 from rannc_backend.schedule.one_f_one_b import SCHEDULE as ONE_F_ONE_B
-from rannc_backend.schedule.orders import merged
+from rannc_backend.schedule.orders import IN_FLIGHT, KEPT, merged
 
 _INFINITY = float("inf")
 _FEW = 6  # micro-batches of one of a lane's stages
@@ -422,91 +420,11 @@ def limits_in_lane(
     return tuple(left - other for other in others)
 
 
-LaneCounts = frozenset[tuple[tuple[int, int], ...]]
-
-
-@lru_cache(maxsize=64)
-def held_by(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[LaneCounts, ...]:
-    """By lane of a schedule: of each of its stages how many micro-batches are in flight and how many kept, all that
-    occur.
-    """
-    lanes = schedule.lanes(num_stages)
-    found = []
-    for program, stages in zip(schedule.order(num_stages, num_micro_batches), lanes, strict=True):
-        place = {stage: index for index, stage in enumerate(stages)}
-        counts = [[0, 0] for _ in stages]
-        seen = {tuple((0, 0) for _ in stages)}
-        for action in program:
-            count = counts[place[action.stage]]
-            count[0] += _IN_FLIGHT[action.kind]
-            count[1] += _KEPT[action.kind]
-            seen.add(tuple((flying, kept) for flying, kept in counts))
-        found.append(frozenset(seen))
-    return tuple(found)
-
-
-def held_bytes(
-    schedule: Schedule,
-    num_stages: int,
-    num_micro_batches: int,
-    flight_bytes: Sequence[float],
-    kept_bytes: Sequence[float],
-) -> tuple[float, ...]:
-    """By stage, what it holds under the order of a schedule when its lane holds most; both are of one micro-batch of each
-    stage.
-    """
-    lanes = schedule.lanes(num_stages)
-    result = [0.0] * num_stages
-    for lane, counts in zip(lanes, held_by(schedule, num_stages, num_micro_batches), strict=True):
-        flight, kept = ([sizes[stage] for stage in lane] for sizes in (flight_bytes, kept_bytes))
-        for stage, num_bytes in zip(lane, fullest(counts, flight, kept), strict=True):
-            result[stage] = num_bytes
-    return tuple(result)
-
-
-def fullest(counts: LaneCounts, flight_bytes: Sequence[float], kept_bytes: Sequence[float]) -> list[float]:
-    """Of each stage of one lane, what it holds when the lane holds most. `counts`: see `held_by`."""
-    held = (
-        [
-            flying * flight + kept * kept_size
-            for flight, kept_size, (flying, kept) in zip(flight_bytes, kept_bytes, each, strict=True)
-        ]
-        for each in sorted(counts)
-    )
-    return max(held, key=sum)
-
-
 def most_held(program: Sequence[Action], costs: Sequence[LaneCosts]) -> float:
     """Bytes that a lane holds of micro-batches at its fullest moment."""
     held = most = 0.0
     for action in program:
         cost = costs[action.stage]
-        held += _IN_FLIGHT[action.kind] * cost.flight_bytes + _KEPT[action.kind] * cost.kept_bytes
+        held += IN_FLIGHT[action.kind] * cost.flight_bytes + KEPT[action.kind] * cost.kept_bytes
         most = max(most, held)
     return most
-
-
-def peaks_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """By stage: the most micro-batches in flight, and kept, that the order of a schedule has at one time."""
-    lanes = schedule.lanes(num_stages)
-    found = held_by(schedule, num_stages, num_micro_batches)
-    peaks = {
-        stage: (max(each[place][0] for each in counts), max(each[place][1] for each in counts))
-        for lane, counts in zip(lanes, found, strict=True)
-        for place, stage in enumerate(lane)
-    }
-    return tuple(peaks[stage] for stage in range(num_stages))
-
-
-_IN_FLIGHT = {
-    ActionKind.FORWARD: 1,
-    ActionKind.BACKWARD: -1,
-    ActionKind.BACKWARD_INPUT: -1,
-    ActionKind.BACKWARD_WEIGHT: 0,
-}
-_KEPT = {
-    ActionKind.FORWARD: 0,
-    ActionKind.BACKWARD: 0,
-    ActionKind.BACKWARD_INPUT: 1,
-    ActionKind.BACKWARD_WEIGHT: -1,
-}

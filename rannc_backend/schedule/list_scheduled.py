@@ -21,10 +21,10 @@ from rannc_backend.schedule.list_run import (
     list_order,
     lower_bound_seconds,
     most_held,
-    peaks_of,
     safe_order,
 )
 from rannc_backend.schedule.lowering import waiting_in
+from rannc_backend.schedule.orders import peaks_of
 
 _INFINITY = float("inf")
 _NEAR = 1e-3  # of the lower bound: no other rule is tried

@@ -2,14 +2,14 @@
 
 In: a name of the list in `settings/choices.py`, numbers of stages and micro-batches. Out: the `Schedule`; per
 lane a tuple of compute actions (`2F0`, `2B0`), without any communication; `lowering` adds that. Everything
-after an order reads stages off the actions.
+after an order reads stages off the actions. And what orders hold: how many micro-batches are in flight at one time.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import Action, ActionKind, Program
@@ -18,6 +18,20 @@ from rannc_backend.schedule.edges import Phase
 from rannc_backend.settings import choices
 
 ScheduleName = str
+LaneCounts = frozenset[tuple[tuple[int, int], ...]]
+# What a computation adds to the micro-batches in flight, and to those that are kept for their W.
+IN_FLIGHT = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: -1,
+    ActionKind.BACKWARD_INPUT: -1,
+    ActionKind.BACKWARD_WEIGHT: 0,
+}
+KEPT = {
+    ActionKind.FORWARD: 0,
+    ActionKind.BACKWARD: 0,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: -1,
+}
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -144,3 +158,66 @@ def _needed(action: Action, num_stages: int) -> list[Action]:
         # All stages split their backwards, or none does.
         return [Action(action.stage + 1, action.kind, action.micro_batch)]
     return []
+
+
+@lru_cache(maxsize=64)
+def held_by(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[LaneCounts, ...]:
+    """By lane of a schedule: of each of its stages how many micro-batches are in flight and how many kept, all that
+    occur.
+    """
+    lanes = schedule.lanes(num_stages)
+    found = []
+    for program, stages in zip(schedule.order(num_stages, num_micro_batches), lanes, strict=True):
+        place = {stage: index for index, stage in enumerate(stages)}
+        counts = [[0, 0] for _ in stages]
+        seen = {tuple((0, 0) for _ in stages)}
+        for action in program:
+            count = counts[place[action.stage]]
+            count[0] += IN_FLIGHT[action.kind]
+            count[1] += KEPT[action.kind]
+            seen.add(tuple((flying, kept) for flying, kept in counts))
+        found.append(frozenset(seen))
+    return tuple(found)
+
+
+def held_bytes(
+    schedule: Schedule,
+    num_stages: int,
+    num_micro_batches: int,
+    flight_bytes: Sequence[float],
+    kept_bytes: Sequence[float],
+) -> tuple[float, ...]:
+    """By stage, what it holds under the order of a schedule when its lane holds most; both are of one micro-batch of each
+    stage.
+    """
+    lanes = schedule.lanes(num_stages)
+    result = [0.0] * num_stages
+    for lane, counts in zip(lanes, held_by(schedule, num_stages, num_micro_batches), strict=True):
+        flight, kept = ([sizes[stage] for stage in lane] for sizes in (flight_bytes, kept_bytes))
+        for stage, num_bytes in zip(lane, fullest(counts, flight, kept), strict=True):
+            result[stage] = num_bytes
+    return tuple(result)
+
+
+def fullest(counts: LaneCounts, flight_bytes: Sequence[float], kept_bytes: Sequence[float]) -> list[float]:
+    """Of each stage of one lane, what it holds when the lane holds most. `counts`: see `held_by`."""
+    held = (
+        [
+            flying * flight + kept * kept_size
+            for flight, kept_size, (flying, kept) in zip(flight_bytes, kept_bytes, each, strict=True)
+        ]
+        for each in sorted(counts)
+    )
+    return max(held, key=sum)
+
+
+def peaks_of(schedule: Schedule, num_stages: int, num_micro_batches: int) -> tuple[tuple[int, int], ...]:
+    """By stage: the most micro-batches in flight, and kept, that the order of a schedule has at one time."""
+    lanes = schedule.lanes(num_stages)
+    found = held_by(schedule, num_stages, num_micro_batches)
+    peaks = {
+        stage: (max(each[place][0] for each in counts), max(each[place][1] for each in counts))
+        for lane, counts in zip(lanes, found, strict=True)
+        for place, stage in enumerate(lane)
+    }
+    return tuple(peaks[stage] for stage in range(num_stages))

@@ -27,10 +27,10 @@ from rannc_backend.ir.plan import MAX_AMOUNT, ClusterAssumption, Plan, RowCost, 
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
-from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
+from rannc_backend.schedule.list_run import LaneCosts, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import lower_lanes, waiting_bytes
-from rannc_backend.schedule.orders import ScheduleName, on_lanes, order_on, schedule_named
+from rannc_backend.schedule.orders import ScheduleName, held_bytes, on_lanes, order_on, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
 MAX_SPANS = 1_000_000  # forwards and backwards that are simulated: about a minute
@@ -414,9 +414,8 @@ def _spans(step: SimulatedStep, num_stages: int) -> list[list[Span]]:
         kind = _SPAN_KINDS.get(timed.action.kind)
         if kind is not None and (kind != "allreduce" or timed.end > timed.start):
             micro_batch = NO_MICRO_BATCH if kind == "allreduce" else timed.action.micro_batch
-            spans[timed.action.stage].append(
-                Span(kind=kind, micro_batch=micro_batch, start=timed.start, end=timed.end)
-            )
+            span = Span(kind=kind, micro_batch=micro_batch, start=timed.start, end=timed.end)
+            spans[timed.action.stage].append(span)
     return [sorted(of_stage, key=lambda span: (span.start, span.end)) for of_stage in spans]
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rannc_backend.schedule.description import Count, Lanes, Order, Schedule
-from rannc_backend.schedule.list_run import LaneCosts, Rule, fastest_order, peaks_of
+from rannc_backend.schedule.list_run import LaneCosts, Rule, fastest_order
+from rannc_backend.schedule.orders import peaks_of
 
 _WHOLE = LaneCosts(forward=1.0, inputs=2.0, weights=0.0)
 _INTERLEAVED_RULES = (

@@ -29,6 +29,10 @@ SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})
 #: time again. Not a share of anything: less than any budget that is, more than keeping nothing.
 SEGMENTS_BUDGET = 0.001
 SEGMENTS = "segments"  # that budget, as option recompute says it
+MARKED = "marked"  # that budget with one segment, of which the tensors are kept that the model has marked
+
+NAME_PATTERN = r"[^\s,=]+"
+NAMES_PATTERN = rf"^({NAME_PATTERN}(,{NAME_PATTERN})*)?$"
 
 
 def check_schedule_name(name: str) -> str:
@@ -44,7 +48,18 @@ def activation_budget(recompute: str) -> float | None:
     """The activation budget that option recompute asks for; None for "auto"."""
     if recompute == "auto":
         return None
-    return SEGMENTS_BUDGET if recompute == SEGMENTS else float(recompute)
+    return SEGMENTS_BUDGET if recompute in (SEGMENTS, MARKED) else float(recompute)
+
+
+def names_as_text(value: object) -> object:
+    """A list of names as the text that an option is, with commas between; anything else as it is."""
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return ",".join(value) if is_list else value  # type: ignore[arg-type]
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The names of such a text, each once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def number_or_truth(text: str) -> float:

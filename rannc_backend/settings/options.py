@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from rannc_backend.settings.choices import (
+    NAME_PATTERN,
+    NAMES_PATTERN,
     SCHEDULE_ALIASES,
     activation_budget,
     check_schedule_name,
+    names_as_text,
     number_or_truth,
 )
+from rannc_backend.settings.recompute_options import RecomputeOptions
 
 ENVIRONMENT_PREFIX = "RANNC_"
 ITEMS_DISAGREE = "items_disagree"
@@ -35,20 +39,14 @@ _OWN_PATH: JsonDict = {"accepts": "a path, at least 1 character", **_OWN}
 
 # More is no number of ranks, and a number of thousands of digits is none for int().
 _COUNT = r"[1-9][0-9]{0,8}"
-_NAME = r"[^\s,=]+"
-_NAMES = rf"^({_NAME}(,{_NAME})*)?$"
-_PADDING = rf"{_NAME}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
+_PADDING = rf"{NAME_PATTERN}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
 _BY_NAME = ("stage_pins", "pad_inputs")  # texts that may be given as a dict
 
 
-class Config(BaseModel):
+class Config(RecomputeOptions):
     """Options of one compiled model; frozen. Build it with ``resolve_config``, which reports invalid
     values.
     """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
-    )
 
     partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
     stages_per_rank: int = Field(
@@ -84,7 +82,7 @@ class Config(BaseModel):
     )
     stage_starts: str = Field(
         "",
-        pattern=_NAMES,
+        pattern=NAMES_PATTERN,
         json_schema_extra={
             "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
             'or ""'
@@ -93,7 +91,7 @@ class Config(BaseModel):
     )
     keep_together: str = Field(
         "",
-        pattern=_NAMES,
+        pattern=NAMES_PATTERN,
         json_schema_extra={
             "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
             'or ""'
@@ -102,7 +100,7 @@ class Config(BaseModel):
     )
     stage_pins: str = Field(
         "",
-        pattern=rf"^({_NAME}=[0-9]{{1,9}}(,{_NAME}=[0-9]{{1,9}})*)?$",
+        pattern=rf"^({NAME_PATTERN}=[0-9]{{1,9}}(,{NAME_PATTERN}=[0-9]{{1,9}})*)?$",
         json_schema_extra={
             "accepts": 'module=stage with commas between, as "encoder=0,decoder=1" (a dict in options), or ""'
         },
@@ -161,19 +159,6 @@ class Config(BaseModel):
         ge=1,
         description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
         "stay within a group.",
-    )
-    recompute: str = Field(
-        "auto",
-        pattern=r"^(auto|segments|0(\.[0-9]+)?|1(\.0+)?)$",
-        json_schema_extra={"accepts": '"auto", "segments", or a number from 0 to 1'},
-        description="Activation budget of every stage: 1 recomputes nothing, 0 all; segments: all, but a part of "
-        "the stage (about a layer) at a time, whose input is kept; auto: as much as memory asks for, per stage.",
-    )
-    checkpointing: bool = Field(False, description="True: every stage recomputes all it can, as recompute=0.")
-    verify_recomp: bool = Field(
-        False,
-        description="True: every backward also runs without recompute, and gradients that differ are logged. "
-        "Slow; takes its memory.",
     )
     costs: Literal["auto", "analytic", "measured", "rules"] = Field(
         "auto",
@@ -412,13 +397,6 @@ class Config(BaseModel):
         return None if self.zero_stage == "auto" else int(self.zero_stage)
 
     @property
-    def fixed_recompute(self) -> float | None:
-        """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
-        if self.checkpointing:
-            return 0.0
-        return activation_budget(self.recompute)
-
-    @property
     def prices_by_rules(self) -> bool:
         """Whether blocks are priced without what each one saves and computes again."""
         return self.costs == "rules"
@@ -458,23 +436,17 @@ class Config(BaseModel):
     def _schedule_by_its_own_name(cls, value: str) -> str:
         return value if value == "auto" else check_schedule_name(SCHEDULE_ALIASES.get(value, value))
 
-    @field_validator("recompute", "zero_stage", mode="before")
+    @field_validator("zero_stage", mode="before")
     @classmethod
-    def _number_as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    def _level_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("stage_starts", "keep_together", "stage_pins", "pad_inputs", mode="before")
     @classmethod
     def _join_names(cls, value: object, info: ValidationInfo) -> object:
         if info.field_name in _BY_NAME and isinstance(value, Mapping):
             return ",".join(f"{name}={item}" for name, item in value.items())
-        if (
-            info.field_name not in _BY_NAME
-            and isinstance(value, list | tuple)
-            and all(isinstance(name, str) for name in value)
-        ):
-            return ",".join(value)
-        return value
+        return value if info.field_name in _BY_NAME else names_as_text(value)
 
     @model_validator(mode="after")
     def _check_items_agree(self) -> Config:
@@ -487,6 +459,9 @@ class Config(BaseModel):
             raise _disagreement("stage_replicas", "no other number than", "replica_num")
         if self.run_file and not self.num_measured_steps:
             raise _disagreement("run_file", "empty without", "report_steps")
+        if self.recompute_modules and (self.checkpointing or self.recompute != "auto"):
+            other = "checkpointing" if self.checkpointing else "recompute"
+            raise _disagreement("recompute_modules", "empty with", other)
         if self.checkpointing and activation_budget(self.recompute):
             raise _disagreement("checkpointing", "False with", "recompute")
         return self

@@ -29,12 +29,12 @@ from rannc_backend.kernels.gradient_writes import listening
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.passes.pipeline import with_dump_of_now
+from rannc_backend.passes.stage.recompute import segments_of
 from rannc_backend.passes.stage.split_stages import StageGraph, StageInput, StageOutput
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.rare_collections import rare_collections
 from rannc_backend.stages.build import StageBuilder, StageFunctions, Stored
 from rannc_backend.stages.gradient_sink import GradientSink, ScratchGradients, open_targets
-from rannc_backend.stages.joint_graph import segments_of
 from rannc_backend.stages.signature import Sizes, StageSignature, signature_of, structural_hash
 from rannc_backend.stages.variants import Variants, with_hints
 

@@ -13,9 +13,9 @@ from rannc_backend.capture.graph import GraphInput
 from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.passes.pipeline import PassError
+from rannc_backend.passes.stage.recompute import Recomputed, mark_segments
 from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.stages.joint_graph import mark_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def cut_stages(
     stage_of: Mapping[str, int],
     num_stages: int,
     left_out: OutputsLeftOut,
-    segment_of: Mapping[str, int],
+    recomputed: Recomputed,
 ) -> StageCut:
-    """Cut the row-wise graph. ``segment_of``: by name of a node, where stages compute segments again."""
+    """Cut the row-wise graph. ``recomputed``: what stages compute again that do so by segments."""
     split = analysis.split
     try:
         graphs = split_stages(
@@ -79,7 +79,7 @@ def cut_stages(
     except PassError as error:
         raise mixed_batch_error(error) from error
     for graph in graphs:
-        mark_segments(graph.graph_module, segment_of)
+        mark_segments(graph.graph_module, recomputed)
     edges = edges_of(analysis, graphs, all_outputs=not left_out.always)
     training_edges = edges_of(analysis, graphs, all_outputs=False) if left_out.why else edges
     return StageCut(graphs=graphs, edges=edges, training_edges=training_edges, left_out=left_out)

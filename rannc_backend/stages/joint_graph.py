@@ -32,18 +32,17 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.pipeline import Pass
 from rannc_backend.passes.stage.liveness import storages
+from rannc_backend.passes.stage.recompute import choose_recomputed, lift_marks, with_mark
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 aten = torch.ops.aten
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """One list of inputs, which the call empties."""
 
-_SEGMENT = "ac_graph_id"  # torch's name for a region that is checkpointed: traces pass it on
 # Operators that functionalization has left without a derivative, and the forms that have one but write
 # running statistics.
 _MUTATING_FORMS = {
@@ -245,6 +244,7 @@ class _JointTracer:
             ]
             function = without_mutation(self._run) if functionalized else self._run
             joint = make_fx(function, decomposition_table=self._decompositions)(*self._primals, *tangents)
+        lift_marks(joint.graph)
         self._name_inputs(joint, wanted)
         return joint
 
@@ -316,6 +316,9 @@ class _DifferentiableInterpreter(fx.Interpreter):
     way.
     """
 
+    def run_node(self, n: fx.Node) -> Any:
+        return with_mark(n, super().run_node(n))
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _MUTATING_FORMS:
             assert not kwargs, f"{target} with keyword arguments {kwargs}"
@@ -346,29 +349,11 @@ def clean_tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def mark_segments(stage: fx.GraphModule, segment_of: Mapping[str, int]) -> None:
-    """Say to which segment the values of a stage graph belong, by their names in the row-wise graph. The joint graph
-    of the stage will say it too.
-    """
-    for node in stage.graph.nodes:
-        name = node.meta.get("value_name")
-        if node.op == "call_function" and name in segment_of:
-            node.meta[_SEGMENT] = segment_of[name]
-
-
-def segments_of(stage: fx.GraphModule) -> tuple[int, ...]:
-    """What `mark_segments` has said, by node, from 0 on; -1 of those that belong to none."""
-    marks = [node.meta.get(_SEGMENT, -1) for node in stage.graph.nodes]
-    first = min((mark for mark in marks if mark >= 0), default=0)
-    return tuple(mark - first if mark >= 0 else mark for mark in marks)
-
-
 @contextlib.contextmanager
 def _computed_again_by_segment(joint: fx.GraphModule) -> Iterator[Callable[..., Any]]:
-    """Gives the partitioner that computes again what belongs to a segment, and saves what goes to a later one."""
-    own = [node for node in joint.graph.nodes if _SEGMENT in node.meta]
+    """Gives the partitioner that computes again what belongs to a segment, and saves what leaves it."""
     partition = min_cut_rematerialization_partition
-    if own:
+    if choose_recomputed(joint):
         # The partitioner takes the state of random numbers for what attention reads; graphs have numbers of their own
         # in place of random ones (passes/batch/randomness.py), and attention is computed without dropout.
         known = {**partition.__globals__, "has_recomputable_rng_ops": lambda graph_module: False}
@@ -377,8 +362,6 @@ def _computed_again_by_segment(joint: fx.GraphModule) -> Iterator[Callable[..., 
         )
         made.__kwdefaults__ = partition.__kwdefaults__
         partition = made
-    for node in own:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     try:
         yield partition
     finally:

@@ -255,6 +255,14 @@ RANDOM = (
         options={"recompute": "segments"},
         **_RANDOM,
     ),
+    _case(
+        "random-1-1-modules",
+        num_micro_batches=2,
+        replicas="1,1",
+        rows=(5, 3),
+        options={"recompute_modules": "layers,Dropout"},
+        **_RANDOM,
+    ),
     *(
         _case(
             f"random-1-1-1-1-{schedule}",

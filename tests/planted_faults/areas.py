@@ -221,6 +221,15 @@ AREAS = (
         tests=passes("stage/equal_values", "golden", "graph_queries"),
     ),
     Area(
+        name="recompute that is told",
+        files={
+            "passes/stage/recompute.py": 2,
+            "planner/blocks/told_recompute.py": 4,
+            "stages/checked_stage.py": 2,
+        },
+        tests=unit("planner/blocks/told_recompute", "stages/joint_graph", "runtime/comm/transport_watch"),
+    ),
+    Area(
         name="single scatters",
         files={"passes/stage/single_scatters.py": 2},
         tests=passes("stage/single_scatters"),

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -107,6 +108,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._rows, self._reads, self._kept = rows, answers, kept
         self._modules: list[nn.Module] = []
+        self._calls: list[int] = []  # of each of them, how many it has had before
+        self._num_calls: Counter[int] = Counter()  # by id
         self._sized: dict[sympy.Symbol, tuple[torch.Tensor, int]] = {}
         self._guard_places: dict[int, str] = {}  # the user's lines, by position as above
         self.packed = PackedSequences(self._is_longest)
@@ -202,7 +205,11 @@ class Watch(TorchFunctionMode):
         meta = fx.traceback.get_current_meta()
         meta["stack_trace"] = trace
         meta["custom"] = {_CALLED: func}
-        meta["nn_module_stack"] = {str(id(module)): ("", type(module)) for module in self._modules}
+        # As Dynamo has it: the second call of a module is another key.
+        meta["nn_module_stack"] = {
+            f"{id(module)}@{number}" if number else str(id(module)): ("", type(module))
+            for module, number in zip(self._modules, self._calls, strict=True)
+        }
 
     def size_tests(self) -> tuple[SizeTest, ...]:
         """Tests of the batch size by Python code, which a step's batch must meet as the capture's did.
@@ -305,11 +312,15 @@ class Watch(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             self._modules.append(module)
+            self._calls.append(self._num_calls[id(module)])
+            self._num_calls[id(module)] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # A module whose forward has raised an error that the model caught never leaves.
-        while threading.get_ident() == self._thread and self._modules and self._modules.pop() is not module:
-            pass
+        while threading.get_ident() == self._thread and self._modules:
+            self._calls.pop()
+            if self._modules.pop() is module:
+                break
 
 
 def keep_second_derivatives(graph: fx.Graph) -> None:

@@ -24,6 +24,7 @@ from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.block_graph import Block, BlockGraph, OperatorCost
 from rannc_backend.log.progress import Progress
 from rannc_backend.passes.stage.liveness import live_bytes, storage_bytes, storages, virtual_values
+from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed, mark_segments
 from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
 from rannc_backend.planner.blocks.partitions import StagePartition, partitions_of
 from rannc_backend.planner.cost.compute import (
@@ -36,7 +37,8 @@ from rannc_backend.planner.cost.compute import (
     operator_cost,
     operator_name,
 )
-from rannc_backend.planner.cost.pricing import BUDGETS, BlockPartition, priced_budgets
+from rannc_backend.planner.cost.pricing import BUDGETS, BlockPartition
+from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,14 @@ class BlockPartitions:
         init=False, default_factory=dict
     )  # value -> (block, position)
 
+    # Values that later blocks of a stage compute again, and the blocks that make them.
+    _again: frozenset[str] = field(init=False)
+    _makes_again: frozenset[int] = field(init=False)
+
     def __post_init__(self) -> None:
+        again = [flow for flow in self.graph.flows if flow.is_again]
+        self._again = frozenset(flow.name for flow in again)
+        self._makes_again = frozenset(flow.producer for flow in again)
         for index, stage in enumerate(self.stages):
             for position, item in enumerate(stage.inputs):
                 if item.kind == "boundary":
@@ -115,11 +124,13 @@ class BlockPartitions:
         parts = self._of_structure(block)[budget]
         values: sympy.Expr = sympy.Integer(0)
         gradients: sympy.Expr = sympy.Integer(0)
+        again: sympy.Expr = sympy.Integer(0)
         for flow in self.graph.flows:
             if not 0 <= flow.producer < block.index <= flow.consumers[-1]:
                 continue
             if not self._is_kept(flow.name, flow.producer, budget):
                 values += flow.num_bytes
+                again += flow.num_bytes if budget == SEGMENTS_BUDGET else 0
             if flow.needs_grad and block.index < flow.consumers[-1]:
                 gradients += flow.num_bytes
         # What a stage computes again for several blocks may lie in memory at one time; blocks alone cannot
@@ -128,11 +139,13 @@ class BlockPartitions:
         forward = [sympy.expand(amount + values) for amount in parts.forward_workspace]
         return (
             *forward,
-            *(sympy.expand(share * (amount + gradients)) for amount in parts.backward_workspace),
+            *(sympy.expand(share * (amount + gradients + again)) for amount in parts.backward_workspace),
         )
 
     def _is_kept(self, name: str, producer: int, budget: float) -> bool:
         """Whether a value is among the saved bytes of the block that makes it."""
+        if budget == SEGMENTS_BUDGET and name in self._again:
+            return False
         parts = self._of_structure(self.graph.blocks[producer]).get(budget)
         names = [output.name for output in self.stages[producer].outputs]
         own = parts is not None and name in names and names.index(name) in parts.saved_outputs
@@ -159,6 +172,8 @@ class BlockPartitions:
 
     def _is_saved_later(self, name: str, budget: float) -> bool:
         for index, position in self._readers.get(name, ()):
+            if budget == SEGMENTS_BUDGET and index in self._makes_again:
+                return True
             parts = self._of_structure(self.graph.blocks[index]).get(budget)
             if parts is None or position in parts.saved_inputs:
                 return True
@@ -194,25 +209,30 @@ def partition_blocks(
     *,
     compiler: str,
     rows: int,
-    budget: float | None = None,
+    budgets: tuple[float, ...] = BUDGETS,
+    recomputed: Recomputed = NOTHING_RECOMPUTED,
     progress: Progress | None = None,
 ) -> BlockPartitions:
     """Cut each block out as a stage; with `progress`, trace them all now.
 
     Args:
-        budget: the activation budget of all stages, 0 to 1; None: it is still to be chosen.
+        budgets: activation budgets, 1.0 first.
+        recomputed: what is computed again at SEGMENTS_BUDGET.
         compiler: "eager" or "inductor", as stages will be compiled.
         rows: about how many rows a replica will compute; the partitioner weighs sizes with it.
     """
+    stages = block_stages(analysis, graph)
+    for stage in stages:
+        mark_segments(stage.graph_module, recomputed)
     partitions = BlockPartitions(
         graph=graph,
-        stages=block_stages(analysis, graph),
+        stages=stages,
         needs_grad=needs_grad_in_training(analysis),
         trained=analysis.trained_parameters,
         rows_symbol=analysis.captured.rows_symbol,
         compiler=compiler,
         rows=max(2, rows),
-        budgets=priced_budgets(budget),
+        budgets=budgets,
     )
     if progress is not None:
         partitions.trace(progress)

@@ -32,6 +32,7 @@ from rannc_backend.ir.block_graph import (
 )
 from rannc_backend.kernels.gradient_writes import sum_dtype
 from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
 from rannc_backend.passes.stage.split_stages import OutputOfRowwise
 from rannc_backend.planner.blocks.atom_graph import AtomGraph, AtomValue, contract, reorder
 from rannc_backend.planner.blocks.coarsening import line_order
@@ -79,6 +80,7 @@ def block_graph(
     batch_rows: int,
     rows_symbol: sympy.Symbol | None = None,
     like: BlockGraph | None = None,
+    recomputed: Recomputed = NOTHING_RECOMPUTED,
 ) -> BlockGraph:
     """The blocks to plan a split graph with, balanced for batches of about `batch_rows` rows; none where
     nothing depends on the batch.
@@ -86,6 +88,7 @@ def block_graph(
     Args:
         rows_symbol: if given, all sizes must be over it.
         like: blocks of the same graph at other lengths, whose nodes these blocks have too.
+        recomputed: what the user wants computed again.
     """
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
     whole_batch = split.whole_batch is not None
@@ -104,6 +107,7 @@ def block_graph(
         pins=StagePins.from_config(config),
         like=like,
         wide_sums=config.wide_sums,
+        recomputed=recomputed,
     )
     if rows_symbol is not None:
         # Sizes that come from a graph are expressions.
@@ -141,6 +145,7 @@ def build_block_graph(
     by_time: bool = True,
     like: BlockGraph | None = None,
     wide_sums: bool = False,
+    recomputed: Recomputed = NOTHING_RECOMPUTED,
 ) -> BlockGraph:
     """Cut the graph into at most `max_blocks` blocks. A graph with no more possible cuts than that is cut at
     all of them.
@@ -150,7 +155,7 @@ def build_block_graph(
         pins: what the user asked of the stages; more of them than `max_blocks` allows give more blocks.
         num_clusters: as `choose_blocks`.
         by_time: make blocks alike in time; False: in the bytes that they keep for backward.
-        like: as `block_graph`.
+        like, recomputed: as `block_graph`.
         wide_sums: gradients of 16 bits are summed in 32.
 
     Raises UnknownModuleError, StagePinError.
@@ -158,7 +163,7 @@ def build_block_graph(
     assert staged.atoms, "a graph without a node that depends on the batch has no blocks"
     kinds = Kinds(needs_grad)
     costs = _atom_costs(staged, kinds, needs_grad)
-    builder = _Builder(staged, inputs, outputs, needs_grad, kinds, wide_sums=wide_sums)
+    builder = _Builder(staged, inputs, outputs, needs_grad, kinds, recomputed, wide_sums=wide_sums)
     if like is not None:
         return builder.build(_line_of(like, staged), costs)
     atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
@@ -306,6 +311,7 @@ class _Builder:
     outputs: Sequence[OutputOfRowwise]
     needs_grad: Collection[str]
     kinds: Kinds
+    recomputed: Recomputed
     wide_sums: bool = False
     _workspaces: dict[tuple[object, ...], sympy.Expr] = field(default_factory=dict)
 
@@ -319,6 +325,7 @@ class _Builder:
         outputs, buffers = self._returned(block_of, len(groups))
         input_kind = {item.name: item.kind for item in self.inputs}
         blocks = []
+        first_of: dict[int, int] = {}  # what is computed again together -> its first block
         for index, nodes in enumerate(groups):
             operators = tuple(cost for atom in line.atoms[index] for cost in costs[atom])
             saved_bytes = sympy.Add(*saved[index])
@@ -333,6 +340,10 @@ class _Builder:
                     operators=operators,
                     saved_bytes=saved_bytes,
                     workspace_bytes=tuple(dict.fromkeys(self._workspace(node) for node in nodes)),
+                    again_from=min(
+                        (first_of.setdefault(part, index) for part in self.recomputed.parts_of(nodes)),
+                        default=-1,
+                    ),
                 )
             )
         return BlockGraph(
@@ -351,6 +362,7 @@ class _Builder:
         numbers: Sequence[object],
     ) -> str:
         block = block_of[nodes[0]]
+        again = self.recomputed.marks_of(nodes)
         return block_structure(
             self.staged,
             self.kinds,
@@ -359,7 +371,7 @@ class _Builder:
             is_kept=lambda node: any(
                 block_of.get(user) != block for user in node.users if user in block_of or user.op == "output"
             ),
-            numbers=numbers,
+            numbers=(*numbers, again) if again else numbers,
         )
 
     def _nodes_with_rows(self) -> list[fx.Node]:
@@ -453,6 +465,7 @@ class _Builder:
                         consumers=tuple(consumers),
                         num_bytes=value_bytes(node.meta.get("val")),
                         needs_grad=node.name in self.needs_grad,
+                        is_again=self.recomputed.is_again(node),
                     )
                 )
         return tuple(flows)

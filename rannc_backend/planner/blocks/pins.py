@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rannc_backend.errors import StagePinError, UnknownModuleError
 from rannc_backend.ir.block_graph import StageConstraints
 from rannc_backend.planner.blocks.atom_graph import AtomGraph
+from rannc_backend.settings.choices import names_in
 from rannc_backend.settings.options import Config
 
 
@@ -31,11 +32,11 @@ class StagePins:
     def from_config(cls, config: Config) -> StagePins:
         """From the options stage_starts, keep_together and stage_pins."""
         return cls(
-            starts=_names(config.stage_starts),
-            together=_names(config.keep_together),
+            starts=names_in(config.stage_starts),
+            together=names_in(config.keep_together),
             stages=tuple(
                 (name, int(stage))
-                for name, stage in (part.rsplit("=", 1) for part in _names(config.stage_pins))
+                for name, stage in (part.rsplit("=", 1) for part in names_in(config.stage_pins))
             ),
         )
 
@@ -186,7 +187,3 @@ def _check(starts: Mapping[int, str], stage_of: Mapping[int, tuple[int, str]], *
             )
         before_block, before_stage, before = block, stage, name
     assert all(block < num_blocks for block in stage_of), "a pinned block is not in the graph"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

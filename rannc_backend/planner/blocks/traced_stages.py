@@ -22,6 +22,7 @@ import sympy
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed, mark_segments
 from rannc_backend.planner.blocks.block_partitions import graph_costs, stage_needs_grad
 from rannc_backend.planner.blocks.measure import interval_stage
 from rannc_backend.planner.blocks.partitions import partitions_of
@@ -29,7 +30,6 @@ from rannc_backend.planner.cost.pricing import Interval, StageMemory
 from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.stages.compiled_stage import minds_rows
-from rannc_backend.stages.joint_graph import mark_segments
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ MAX_NODES = 400
 class TracedStages:
     """See `WholeStages`. Equal stages are traced once.
 
+    `told`: what the user wants computed again, in place of segments.
     `most_nodes`: no stage is traced where all distinct ones have more operators.
     """
 
@@ -48,6 +49,7 @@ class TracedStages:
     graph: BlockGraph
     compiler: str
     segments: Segments
+    told: Recomputed = NOTHING_RECOMPUTED
     most_nodes: float = MAX_NODES
     _known: dict[object, StageMemory | None] = field(init=False, default_factory=dict)
 
@@ -71,8 +73,12 @@ class TracedStages:
         """Equal for stages of equal blocks between equal neighbours, which decide what a stage hands on."""
         names = ["", *(block.structure for block in self.graph.blocks), ""]
         inside = self.segments.of_block[stage.begin : stage.end] if stage.budget == SEGMENTS_BUDGET else ()
-        numbers = tuple(number - inside[0] for number in inside)
+        # What the user names is part of the structure of a block.
+        numbers = tuple(number - inside[0] for number in inside if not self.told.segment_of)
         return self._rows_hint(stage), stage.budget, numbers, tuple(names[stage.begin : stage.end + 2])
+
+    def _recomputed(self) -> Recomputed:
+        return self.told if self.told.segment_of else Recomputed(segment_of=self.segments.of_node)
 
     def _rows_hint(self, stage: Interval) -> int:
         """As the stage will be compiled."""
@@ -82,7 +88,7 @@ class TracedStages:
         analysis = self.analysis
         graph = interval_stage(analysis, [block.nodes for block in self.graph.blocks], stage.begin, stage.end)
         if stage.budget == SEGMENTS_BUDGET:
-            mark_segments(graph.graph_module, self.segments.of_node)
+            mark_segments(graph.graph_module, self._recomputed())
         try:
             (partition,) = partitions_of(
                 graph,

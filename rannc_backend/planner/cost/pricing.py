@@ -31,13 +31,18 @@ Floats = NDArray[np.float64]
 
 ANALYTIC = "analytic"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
-"""The activation budgets at which blocks are partitioned; 0.0 and SEGMENTS_BUDGET are priced for whole stages."""
+"""The activation budgets at which blocks are partitioned; 0.0 and SEGMENTS_BUDGET are priced for whole stages, but for
+what the user names."""
 
 
-def priced_budgets(fixed: float | None, choices: tuple[float, ...] = BUDGETS) -> tuple[float, ...]:
-    """The budgets to price where the plan's is `fixed`, or (None) one of `choices`."""
+def priced_budgets(fixed: float | None, *, is_told: bool = False) -> tuple[float, ...]:
+    """The budgets to price where the plan's is `fixed`, or (None) any. `is_told`: stages compute again what the user
+    names, which blocks alone can tell.
+    """
     if fixed is None:
-        return choices
+        return BUDGETS
+    if is_told:
+        return (1.0, SEGMENTS_BUDGET)
     return (1.0,) if fixed in (0.0, SEGMENTS_BUDGET, 1.0) else (1.0, fixed)
 
 

@@ -12,13 +12,13 @@ Nets with Sublinear Memory Cost", for chains of equal layers).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_backend.ir.block_graph import BlockGraph, Flow
+from rannc_backend.ir.block_graph import Block, BlockGraph, Flow
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import BlockPrices
 
@@ -66,12 +66,17 @@ class Segments:
             if flow.producer >= 0 and number[flow.consumers[-1]] > number[flow.producer]
         )
 
-    def prices(self, whole: Sequence[BlockPrices], rows: Sequence[int]) -> list[BlockPrices]:
-        """What blocks cost at the numbers of rows, from what they cost where everything is kept.
+    def prices(
+        self, whole: Sequence[BlockPrices], rows: Sequence[int], told: Sequence[BlockPrices] | None = None
+    ) -> list[BlockPrices]:
+        """What blocks cost at the numbers of rows, from what they cost where everything is kept. `told`: what they cost
+        where each computes again what the user names, as if it were a stage.
 
         A block's backward computes it again first; its segment has then been computed again up to it and beyond. What
         leaves the stage at its end is among the saved bytes: see `leaving`.
         """
+        if told is not None:
+            return [self._told_price(*pair) for pair in zip(self.graph.blocks, whole, told, strict=True)]
         kept = np.zeros((len(whole), len(rows)))
         for flow, sizes in zip(
             self.kept, evaluate([flow.num_bytes for flow in self.kept], rows), strict=True
@@ -96,6 +101,28 @@ class Segments:
         """[rows]: bytes of the saved values of blocks that no other block of the interval reads."""
         found = [flow for flow in self.kept if begin <= flow.producer < end <= flow.consumers[0]]
         return evaluate([flow.num_bytes for flow in found], rows).sum(axis=0)
+
+    def _told_price(self, block: Block, whole: BlockPrices, told: BlockPrices) -> BlockPrices:
+        """A block from which something is computed again for a later one is computed again as a whole."""
+        again = whole.backward_seconds + whole.forward_seconds
+        if block.index not in self._read_again:
+            return told
+        return replace(told, backward_seconds=np.maximum(told.backward_seconds, again))
+
+    @cached_property
+    def _read_again(self) -> frozenset[int]:
+        return frozenset(flow.producer for flow in self.graph.flows if flow.is_again)
+
+    def told_again(
+        self, whole: Sequence[BlockPrices], begins: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> Floats:
+        """[..., rows]: what lies in memory at blocks `places` of stages that begin at blocks `begins`, of earlier blocks
+        from which the user wants something computed again together with something of theirs.
+        """
+        held = np.cumsum([self.again_share * price.saved_bytes for price in whole], axis=0)
+        held = np.concatenate([np.zeros_like(held[:1]), held])
+        firsts = [block.index if block.again_from < 0 else block.again_from for block in self.graph.blocks]
+        return np.asarray(held[places] - held[np.maximum(begins, np.array(firsts)[places])])
 
     def _kept_by_run(self) -> Floats:
         """[begin, end]: bytes that blocks from begin to end make for later ones."""

@@ -43,6 +43,7 @@ def quick(config: Config, kind: DeviceKind, num_elements: int) -> Config | None:
     is_open = (
         config.costs == "auto"
         and config.recompute == "auto"
+        and not config.recompute_modules
         and not config.checkpointing
         and config.stage_memory == "auto"
     )

@@ -1,5 +1,6 @@
 """What communication takes: seconds of one message and of an all-reduce over ranks that may lie on several nodes;
-memory of messages and communicators.
+memory of messages and communicators; numbers of
+replicas that differ in it.
 
 In: a `Link` or `Cluster`, bytes, ranks (numbers or numpy arrays). Out: seconds, bytes. Terms: the *terms* of an
 all-reduce are its latency and its seconds per byte, which depend on where its ranks are and not on what is
@@ -9,7 +10,7 @@ reduced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,32 @@ def shared_allreduce_terms(cluster: Cluster, ranks: Sequence[int]) -> tuple[floa
     """
     is_near = len({rank // cluster.devices_per_node for rank in ranks}) <= 1
     return ring_terms(cluster.intra_node if is_near else cluster.inter_node, 2 * len(ranks))
+
+
+def useful_replicas(
+    cluster: Cluster, most: int, rows_of: Callable[[int], int], chosen_anyway: Iterable[int]
+) -> Ints:
+    """Numbers of replicas worth trying, ascending: of those whose replicas get equally many rows the fewest, and the
+    fewest that fill nodes.
+
+    Args:
+        most: of replicas.
+        rows_of: rows of a replica of so many.
+        chosen_anyway: numbers that are tried if there may be so many.
+    """
+    chosen = {count for count in chosen_anyway if count <= most}
+    seen: set[int] = set()
+    for count in range(1, most + 1):
+        rows = rows_of(count)
+        fills = count > cluster.devices_per_node and count % cluster.devices_per_node == 0
+        if rows not in seen:
+            chosen.add(count)
+            seen.add(rows)
+            rate = allreduce_terms(cluster, range(count))[1]
+        elif fills and count not in chosen and allreduce_terms(cluster, range(count))[1] < rate:
+            chosen.add(count)
+            rate = allreduce_terms(cluster, range(count))[1]
+    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def message_memory(

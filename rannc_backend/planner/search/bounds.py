@@ -182,7 +182,7 @@ class Shapes:
         self.pricer, self.limit = pricer, limit
         self._choices: dict[tuple[object, ...], Choices] = {}
         self._messages: dict[str, Floats] = {}
-        self._backward: dict[tuple[int, int], Floats] = {}
+        self._backward: dict[tuple[int, int, tuple[bool, ...]], Floats] = {}
         self._distinct: dict[bytes, Floats] = {}
         self._allowed = self._everywhere()
 
@@ -238,13 +238,18 @@ class Shapes:
         backward, fixed, flight = (part[index] for part in parts)
         return tables.forward[self._useful], backward, fixed, flight
 
-    def _backward_of_useful(self, num_stages_to_end: int, num_stages: int) -> Floats:
-        """[n]; the same array for places at which the same budgets fit."""
+    def _backward_of_useful(self, num_stages_to_end: int, num_stages: int, *, or_more: bool) -> Floats:
+        """[n]; the same array for places at which the same budgets fit. `or_more`: plans may have more stages."""
         described, micro_batches = self.pricer.described, self.pricer.num_micro_batches
         number = described.in_flight(num_stages_to_end, micro_batches)
         kept = described.kept(num_stages_to_end, num_stages, micro_batches)
-        if (number, kept) not in self._backward:
+        problem, stage = self.pricer.problem, num_stages - num_stages_to_end
+        limits = 0 <= problem.recompute_last_stage and (stage > problem.recompute_last_stage or not or_more)
+        allowed = problem.allowed_budgets(stage) if limits else np.ones(len(problem.budgets), dtype=bool)
+        key = (number, kept, tuple(allowed.tolist()))
+        if key not in self._backward:
             forward, backward, fixed, flight = self._memory_of_useful
+            backward = np.where(allowed[:, None], backward, np.inf) if limits else backward
             fixed = fixed + described.kept_memory(
                 num_stages_to_end,
                 num_stages,
@@ -253,8 +258,8 @@ class Shapes:
                 flight,
             )
             seconds = self.pricer.backward_of(number, forward, backward, fixed, flight)[0]
-            self._backward[number, kept] = self._distinct.setdefault(seconds.tobytes(), seconds)
-        return self._backward[number, kept]
+            self._backward[key] = self._distinct.setdefault(seconds.tobytes(), seconds)
+        return self._backward[key]
 
     def choices(self, cell: Cell, num_stages_to_end: int, least_stages: int | None = None) -> Choices:
         """Stages that the place may have in memory and by the user's wishes; in plans of `least_stages` or more."""
@@ -262,7 +267,9 @@ class Shapes:
         stage = cell.num_stages - num_stages_to_end
         forced = None if problem.stage_replicas is None else problem.stage_replicas[stage]
         wishes = tuple((block, wanted == stage) for block, wanted in problem.stage_of)
-        backward = self._backward_of_useful(num_stages_to_end, least_stages or cell.num_stages)
+        backward = self._backward_of_useful(
+            num_stages_to_end, least_stages or cell.num_stages, or_more=bool(least_stages)
+        )
         key = (id(backward), forced, wishes, cell.placement, cell.option)
         if key not in self._choices:
             begins, lengths, options = self._useful

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -36,12 +37,12 @@ from rannc_backend.planner.cost.pricing import (
     replica_rows,
 )
 from rannc_backend.planner.cost.segments import Segments
-from rannc_backend.planner.cost.transfer import allreduce_terms, communicator_memory, message_memory
+from rannc_backend.planner.cost.transfer import communicator_memory, message_memory, useful_replicas
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import (
+    FlowSums,
     ParameterSums,
     WorkFloor,
-    first_at_or_after,
     largest_over,
     over,
     seconds_over,
@@ -62,8 +63,8 @@ class IntervalCosts:
 
     `update_groups`: of the replicas of a stage, one of which in each updates a parameter; None: all replicas update
     all. `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all
-    stages, None where it is chosen; one that the pricer does not know is priced as the next larger. Immutable
-    but for the cache of tables.
+    stages, None where it is chosen, `some_keep_all`: but for those that keep all; one that the pricer does not know is
+    priced as the next larger. Immutable but for the cache of tables.
     """
 
     graph: BlockGraph
@@ -76,6 +77,7 @@ class IntervalCosts:
     update_groups: int | None = None
     replica_counts: tuple[int, ...] = ()
     only_budget: float | None = None
+    some_keep_all: bool = False
     outputs: OutputBytes = field(init=False)
     segments: Segments = field(init=False)
     max_length: int = field(init=False)
@@ -89,8 +91,7 @@ class IntervalCosts:
     )  # [L], bytes of parameter gradients that stay until the stage's backward ends
     _rows: Ints = field(init=False)  # all numbers of rows of a replica that occur, ascending
     _prices: dict[float, list[BlockPrices]] = field(init=False)  # budget -> by block, over _rows
-    _flow_bytes: Floats = field(init=False)  # [flows, rows]
-    _flow_places: dict[str, tuple[Ints, Ints, Ints, Floats]] = field(init=False)
+    _flows: FlowSums = field(init=False)
     _returned: Floats = field(init=False)  # [L, rows]
     _tables: dict[int, MicroBatchTables] = field(init=False, default_factory=dict)
     _floors: dict[int, WorkFloor] = field(init=False, default_factory=dict)
@@ -108,13 +109,16 @@ class IntervalCosts:
         }
         self._rows = np.array(sorted(rows), dtype=np.int64)
         self._price_blocks()
-        self._place_flows()
+        has_kept = SEGMENTS_BUDGET in self.budgets and not self._is_told
+        self._flows = FlowSums.of(
+            self.graph, self._rows.tolist(), self.max_length, self.segments.kept if has_kept else ()
+        )
 
     @property
     def budgets(self) -> tuple[float, ...]:
         """Activation budgets in the order of the tables."""
         if self.only_budget is not None:
-            return (self.only_budget,)
+            return tuple(dict.fromkeys((self.only_budget, *((1.0,) if self.some_keep_all else ()))))
         return tuple(dict.fromkeys((*self.pricer.budgets, SEGMENTS_BUDGET, NO_BUDGET)))
 
     def traced_budget(self, budget: float) -> float:
@@ -134,24 +138,10 @@ class IntervalCosts:
         return replica_rows(self.batch_rows, num_micro_batches, replicas)
 
     def counts(self, num_micro_batches: int) -> Ints:
-        """Replica counts worth trying: of those whose replicas get equally many rows the fewest, and the
-        fewest that fill nodes.
-        """
-        cluster = self.cluster
-        most = min(cluster.num_devices, self.batch_rows // num_micro_batches)
-        chosen: set[int] = {count for count in self.replica_counts if count <= most}
-        seen: set[int] = set()
-        for count in range(1, most + 1):
-            rows = self.replica_rows(num_micro_batches, count)
-            fills = count > cluster.devices_per_node and count % cluster.devices_per_node == 0
-            if rows not in seen:
-                chosen.add(count)
-                seen.add(rows)
-                rate = allreduce_terms(cluster, range(count))[1]
-            elif fills and count not in chosen and allreduce_terms(cluster, range(count))[1] < rate:
-                chosen.add(count)
-                rate = allreduce_terms(cluster, range(count))[1]
-        return np.array(sorted(chosen), dtype=np.int64)
+        """Replica counts worth trying: see `useful_replicas`."""
+        most = min(self.cluster.num_devices, self.batch_rows // num_micro_batches)
+        rows_of = partial(self.replica_rows, num_micro_batches)
+        return useful_replicas(self.cluster, most, rows_of, self.replica_counts)
 
     def tables(self, num_micro_batches: int, max_length: int | None = None) -> MicroBatchTables:
         """Tables for one number of micro-batches, of intervals of at least `max_length` blocks (None: of
@@ -210,11 +200,15 @@ class IntervalCosts:
             self.pricer.prices(self._alike[block.index], rows, first)
             for block in self.graph.blocks[begin:end]
         ]
-        parts, priced_as, leaving = whole, self._priced_as(budget), np.zeros(len(rows))
+        parts, priced_as = whole, self._priced_as(budget)
+        leaving, again = np.zeros(len(rows)), np.zeros((end - begin, len(rows)))
         if priced_as == SEGMENTS_BUDGET:
             everything = [self.pricer.prices(block, rows, first) for block in self._alike]
-            parts = self.segments.prices(everything, rows)[begin:end]
-            leaving = self.segments.leaving(begin, end, rows)
+            parts = self.segments.prices(everything, rows, self._told_prices(rows))[begin:end]
+            if self._is_told:
+                again = self.segments.told_again(everything, np.array(begin), np.arange(begin, end))
+            else:
+                leaving = self.segments.leaving(begin, end, rows)
         elif priced_as not in (first, None):
             parts = [
                 self.pricer.prices(self._alike[block.index], rows, priced_as)
@@ -228,7 +222,7 @@ class IntervalCosts:
         let_go = np.cumsum(
             [part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0
         )
-        workspace = np.max([part.workspace_bytes for part in parts] + let_go - let_go[-1], axis=0)
+        workspace = np.max([part.workspace_bytes for part in parts] + let_go + again - let_go[-1], axis=0)
         kept = np.sum([part.kept_bytes for part in whole], axis=0)
         if traced is not None:
             saved, kept = evaluate([traced.saved_bytes, traced.kept_bytes], rows)
@@ -314,15 +308,28 @@ class IntervalCosts:
             prices = self._prices[first if priced_as is None else priced_as][begin:end]
             saved = np.array([price.saved_bytes[column] for price in prices])
             let_go = np.cumsum(saved - self._held_gradients[begin:end])
-            needed = (np.array([price.workspace_bytes[column] for price in prices]) + let_go).max() - let_go[
-                -1
-            ]
+            again: Floats | float = 0.0
+            if priced_as == SEGMENTS_BUDGET and self._is_told:
+                again = self.segments.told_again(self._prices[first], np.array(begin), np.arange(begin, end))[
+                    :, column
+                ]
+            workspaces = np.array([price.workspace_bytes[column] for price in prices])
+            needed = (workspaces + let_go + again).max() - let_go[-1]
             kept = saved.sum()
-            if priced_as == SEGMENTS_BUDGET:
+            if priced_as == SEGMENTS_BUDGET and not self._is_told:
                 kept = max(0.0, kept - float(self.segments.leaving(begin, end, [rows])[0]))
             needed += _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + kept)
             result[index] = needed + kept if priced_as is None else needed
         return result
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether stages with segments compute again what the user names."""
+        return SEGMENTS_BUDGET in self.pricer.budgets
+
+    def _told_prices(self, rows: Sequence[int]) -> list[BlockPrices] | None:
+        found = [self.pricer.prices(block, rows, SEGMENTS_BUDGET) for block in self._alike if self._is_told]
+        return found or None
 
     # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
@@ -362,55 +369,9 @@ class IntervalCosts:
             known = {key: self.pricer.prices(block, rows, budget) for key, block in first.items()}
             self._prices[budget] = [known[key] for key in keys]
         if SEGMENTS_BUDGET in budgets:
-            self._prices[SEGMENTS_BUDGET] = self.segments.prices(self._prices[self.pricer.budgets[0]], rows)
+            whole = self._prices[self.pricer.budgets[0]]
+            self._prices[SEGMENTS_BUDGET] = self.segments.prices(whole, rows, self._told_prices(rows))
         self._returned = self.outputs.by_block(rows)
-
-    def _place_flows(self) -> None:
-        """Where in [begin, length] each flow begins (or ceases, with a minus) to count, for intervals of
-        growing length.
-        """
-        flows = self.graph.flows
-        entries: dict[str, list[tuple[Ints, Ints, int, float]]] = {
-            "received": [],
-            "gradients": [],
-            "sent": [],
-            "awaited": [],
-            "leaving": [],
-        }
-        between = {flow.name for flow in self.segments.kept} if SEGMENTS_BUDGET in self.budgets else set()
-        for index, flow in enumerate(flows):
-            begins, ends = first_at_or_after(flow.consumers, flow.producer + 1)
-            entries["received"].append((begins, ends - begins, index, 1.0))
-            if flow.needs_grad:
-                entries["gradients"].append((begins, ends - begins, index, 1.0))
-            before = np.arange(flow.producer + 1)
-            if flow.name in between:
-                entries["leaving"].append((before, flow.producer - before, index, 1.0))
-                entries["leaving"].append((before, flow.consumers[0] - before, index, -1.0))
-            for kind in ("sent", "awaited") if flow.needs_grad else ("sent",):
-                entries[kind].append((before, flow.producer - before, index, 1.0))
-                entries[kind].append((before, flow.consumers[-1] - before, index, -1.0))
-        self._flow_places = {}
-        for kind, found in entries.items():
-            counts = [len(entry[0]) for entry in found]
-            begins, lengths = (
-                np.concatenate([np.zeros(0, dtype=np.int64), *(entry[part] for entry in found)])
-                for part in range(2)
-            )
-            labels, signs = (np.repeat(np.array([entry[part] for entry in found]), counts) for part in (2, 3))
-            kept = lengths < self.max_length
-            self._flow_places[kind] = (begins[kept], lengths[kept], labels[kept], signs[kept])
-        self._flow_bytes = evaluate([flow.num_bytes for flow in flows], self._rows.tolist())
-
-    def _sum_flows(self, kind: str, columns: Ints, max_length: int) -> Floats:
-        """[L, N, columns]: bytes of flows of a kind."""
-        begins, lengths, flows, signs = self._flow_places[kind]
-        kept = lengths < max_length
-        result = np.zeros((len(self.graph.blocks), max_length, len(columns)))
-        if kept.any():
-            moved = signs[kept, None] * self._flow_bytes[flows[kept]][:, columns]
-            np.add.at(result, (begins[kept], lengths[kept]), moved)
-        return np.maximum(np.cumsum(result, axis=1), 0.0)
 
     def _build_tables(self, num_micro_batches: int, max_length: int) -> MicroBatchTables:
         counts = self.counts(num_micro_batches)
@@ -419,7 +380,7 @@ class IntervalCosts:
         )
         columns = np.searchsorted(self._rows, rows)
         received, gradients, sent, awaited = (
-            self._sum_flows(kind, columns, max_length)
+            self._flows.over_intervals(kind, columns, max_length)
             for kind in ("received", "gradients", "sent", "awaited")
         )
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
@@ -435,6 +396,11 @@ class IntervalCosts:
         whole = self._prices[self.pricer.budgets[0]]
         forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
         weight = np.stack([price.weight_seconds[columns] for price in whole]) + self._accumulation[:, None]
+        again: Floats | float = 0.0
+        if self._is_told:
+            begins = np.arange(len(ends))[:, None]
+            places = np.minimum(begins + np.arange(max_length)[None, :], len(ends) - 1)
+            again = self.segments.told_again(whole, begins, places)[:, :, columns]
         # Filled in place: stacking parts of this size takes as long as computing them.
         backwards, fixed_bytes, flight_bytes = (
             np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
@@ -449,11 +415,13 @@ class IntervalCosts:
             own = np.stack([price.saved_bytes[columns] for price in prices])
             saved = over(own, ends)
             if priced_as == SEGMENTS_BUDGET:
-                saved = np.maximum(saved - self._sum_flows("leaving", columns, max_length), 0.0)
+                saved = np.maximum(saved - self._flows.over_intervals("leaving", columns, max_length), 0.0)
             let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
             workspace = (
                 largest_over(
-                    np.stack([price.workspace_bytes[columns] for price in prices]) + let_go, max_length
+                    np.stack([price.workspace_bytes[columns] for price in prices]) + let_go,
+                    max_length,
+                    again if priced_as == SEGMENTS_BUDGET else 0.0,
                 )
                 - let_go[ends - 1]
             )

@@ -1,4 +1,5 @@
-"""Sums and maxima over all intervals of blocks at once, the bytes of their parameters, and what stages need at least.
+"""Sums and maxima over all intervals of blocks at once, the bytes of their parameters and of
+what goes from block to block, and what stages need at least.
 
 In: values by block, [L] or [L, columns]; a `BlockGraph`. Out: tables [L, N, columns], by first block and number of blocks
 less one. A parameter of several blocks counts once in an interval that has them.
@@ -6,14 +7,15 @@ less one. A parameter of several blocks counts once in an interval that has them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_backend.ir.block_graph import BlockGraph, ParameterUse
+from rannc_backend.ir.block_graph import BlockGraph, Flow, ParameterUse
+from rannc_backend.planner.cost.expressions import evaluate
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,11 +40,13 @@ def seconds_over(values: Floats, ends: Ints) -> Floats:
     return sums
 
 
-def largest_over(values: Floats, max_length: int) -> Floats:
-    """[L, N, columns]: the largest of values [L, columns] in each interval."""
+def largest_over(values: Floats, max_length: int, added: Floats | float = 0.0) -> Floats:
+    """[L, N, columns]: the largest of values [L, columns] in each interval. `added`: to the values, by the first block of
+    the interval and the place in it.
+    """
     padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
     places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
-    return np.maximum.accumulate(padded[places], axis=1)
+    return np.maximum.accumulate(padded[places] + added, axis=1)
 
 
 def first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
@@ -108,6 +112,60 @@ class ParameterSums:
 
 def _sizes(use: ParameterUse) -> tuple[int, int, int, int]:
     return use.num_bytes, use.num_bytes * use.trainable, use.gradient_bytes, use.sum_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FlowSums:
+    """`places`: by kind of flows, where in [begin, length] each begins (or ceases, with a minus) to count, for intervals of
+    growing length; `num_bytes` [flows, rows].
+    """
+
+    num_blocks: int
+    places: Mapping[str, tuple[Ints, Ints, Ints, Floats]]
+    num_bytes: Floats
+
+    @classmethod
+    def of(cls, graph: BlockGraph, rows: Sequence[int], max_length: int, between: Iterable[Flow]) -> FlowSums:
+        """Of intervals of up to `max_length` blocks: what is "received", of that with "gradients"; what is "sent", of that
+        with an "awaited" gradient; and of flows `between` segments those "leaving" the interval.
+        """
+        kinds = ("received", "gradients", "sent", "awaited", "leaving")
+        entries: dict[str, list[tuple[Ints, Ints, int, float]]] = {kind: [] for kind in kinds}
+        kept_names = {flow.name for flow in between}
+        for index, flow in enumerate(graph.flows):
+            begins, ends = first_at_or_after(flow.consumers, flow.producer + 1)
+            entries["received"].append((begins, ends - begins, index, 1.0))
+            if flow.needs_grad:
+                entries["gradients"].append((begins, ends - begins, index, 1.0))
+            before = np.arange(flow.producer + 1)
+            if flow.name in kept_names:
+                entries["leaving"].append((before, flow.producer - before, index, 1.0))
+                entries["leaving"].append((before, flow.consumers[0] - before, index, -1.0))
+            for kind in ("sent", "awaited") if flow.needs_grad else ("sent",):
+                entries[kind].append((before, flow.producer - before, index, 1.0))
+                entries[kind].append((before, flow.consumers[-1] - before, index, -1.0))
+        places = {}
+        for kind, found in entries.items():
+            counts = [len(entry[0]) for entry in found]
+            begins, lengths = (
+                np.concatenate([np.zeros(0, dtype=np.int64), *(entry[part] for entry in found)])
+                for part in range(2)
+            )
+            labels, signs = (np.repeat(np.array([entry[part] for entry in found]), counts) for part in (2, 3))
+            kept = lengths < max_length
+            places[kind] = (begins[kept], lengths[kept], labels[kept], signs[kept])
+        num_bytes = evaluate([flow.num_bytes for flow in graph.flows], rows)
+        return cls(num_blocks=len(graph.blocks), places=places, num_bytes=num_bytes)
+
+    def over_intervals(self, kind: str, columns: Ints, max_length: int) -> Floats:
+        """[L, N, columns]: bytes of flows of a kind."""
+        begins, lengths, flows, signs = self.places[kind]
+        kept = lengths < max_length
+        result = np.zeros((self.num_blocks, max_length, len(columns)))
+        if kept.any():
+            moved = signs[kept, None] * self.num_bytes[flows[kept]][:, columns]
+            np.add.at(result, (begins[kept], lengths[kept]), moved)
+        return np.maximum(np.cumsum(result, axis=1), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

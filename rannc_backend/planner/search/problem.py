@@ -79,6 +79,8 @@ class SearchProblem:
     None: nothing is known of it. `update_groups`: of the replicas of a stage, one of which in each updates a parameter and
     sends it, of `value_bytes` [first block, blocks - 1], to the others; None: all update all. `limits`: of plans with one
     stage on each rank; others are checked when they are made.
+    `recompute_last_stage`: stages after it keep all; -1: there is none such. `only_budget`: of the others, None where it is
+    chosen.
     """
 
     num_blocks: int
@@ -108,9 +110,20 @@ class SearchProblem:
     stages_per_lane: tuple[int, ...] = (2,)
     only_lane_schedules: bool = False
     limits: PipelineLimits = PipelineLimits()
+    only_budget: float | None = None
+    recompute_last_stage: int = -1
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1 and self.micro_batches and self.schedules, f"nothing to search: {self}"
+
+    def allowed_budgets(self, stage: int | Ints) -> NDArray[np.bool_]:
+        """[budgets, *stage.shape]: which budgets a stage may have, by its number."""
+        numbers = np.asarray(stage)
+        budgets = np.array(self.budgets).reshape(-1, *(1,) * numbers.ndim)
+        if self.recompute_last_stage < 0:
+            return np.broadcast_to(budgets >= 0, (len(budgets), *numbers.shape))
+        own = budgets >= 0 if self.only_budget is None else budgets == self.only_budget
+        return np.where(numbers > self.recompute_last_stage, budgets == 1.0, own)
 
     @property
     def num_devices(self) -> int:
@@ -250,6 +263,10 @@ class Pricer:
         backward, fixed, flight = (
             part[everywhere] for part in (tables.backward, tables.fixed_bytes, tables.flight_bytes)
         )
+        if num_stages is not None and self.problem.recompute_last_stage >= 0:
+            allowed = self.problem.allowed_budgets(num_stages - num_stages_to_end)
+            spread = allowed.reshape(*allowed.shape, *(1,) * (backward.ndim - allowed.ndim))
+            backward = np.where(spread, backward, np.inf)
         if num_stages is not None and self.described.splits_backward:
             fixed = fixed + self.described.kept_memory(
                 num_stages_to_end, num_stages, self.num_micro_batches, tables.kept_bytes[index], flight

@@ -19,9 +19,9 @@ from rannc_backend.planner.search.moves import honours
 from rannc_backend.planner.search.problem import INFINITY, Floats, Pricer, SearchProblem, Solution, StageTerms
 from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
-from rannc_backend.schedule.list_run import LaneCosts, held_by, lower_bound_seconds
+from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
 from rannc_backend.schedule.lowering import lower_lanes, waiting_bytes
-from rannc_backend.schedule.orders import order_on, schedule_named
+from rannc_backend.schedule.orders import held_by, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
 _MOST_TRIED = 12  # plans
@@ -281,8 +281,10 @@ def _budgets(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[fl
     """Of each stage, with which its lane fits into memory and is fastest; None where a lane does not fit."""
     problem = pricer.problem
     chosen = [0.0] * solution.num_stages
+    allowed = problem.allowed_budgets(np.arange(solution.num_stages))
     for lane, memory in _lane_memories(pricer, solution, schedule):
-        best = memory.fastest(problem.memory_bytes)
+        seconds = np.where(allowed[:, list(lane)].T, memory.seconds, INFINITY)
+        best = replace(memory, seconds=seconds).fastest(problem.memory_bytes)
         if best is None:
             return None
         for stage, budget in zip(lane, best, strict=True):
@@ -343,12 +345,15 @@ class LaneMemory:
         return best[1] if best[0] < INFINITY else None
 
     def step_by_step(self, memory_bytes: float) -> tuple[int, ...] | None:
-        """As `fastest`, but changing one stage at a time, for most seconds, from what needs least with one budget for
-        all; there may be better ones.
+        """As `fastest`, but changing one stage at a time, for most seconds, from those that need least when all micro-batches
+        that a stage ever holds are in flight; there may be better ones.
         """
         num_stages, num_budgets = self.seconds.shape
-        even = [(budget,) * num_stages for budget in range(num_budgets)]
-        chosen = min(even, key=self.num_bytes)
+        most = self.counts[:, :, 0].max(axis=0)[:, None]
+        needed = np.where(
+            np.isfinite(self.seconds), self.fixed + self.workspace + most * self.flight, INFINITY
+        )
+        chosen = tuple(needed.argmin(axis=1).tolist())
         if self.num_bytes(chosen) > memory_bytes or self.num_seconds(chosen) == INFINITY:
             return None
         while True:

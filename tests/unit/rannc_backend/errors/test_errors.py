@@ -26,6 +26,7 @@ from rannc_backend.errors import (
     CoupledOptimizerError,
     DataDependentControlFlowError,
     FactoryError,
+    GradientsDifferError,
     GraphBreakError,
     GroupedStepError,
     InfeasiblePlanError,
@@ -34,6 +35,7 @@ from rannc_backend.errors import (
     ModelDevicesError,
     ModelError,
     NoBatchDimensionError,
+    NoMarkedTensorError,
     OptionValueError,
     OutOfStepError,
     OutputNotAvailableError,
@@ -221,6 +223,13 @@ EXAMPLES = [
             "train.py failed on rank 1: KeyError: 'x'", cure="start it by hand", place="train.py:3, in main"
         ),
         ["rank 1", "train.py:3", "start it by hand"],
+    ),
+    (NoMarkedTensorError(), ["'marked'", "rannc_backend.checkpoint_tensor(x)", "recompute_modules"]),
+    (
+        GradientsDifferError(
+            "parameter h.0.weight", rank=3, stage=1, micro_batch=2, difference=0.25, tolerance=1e-5
+        ),
+        ["h.0.weight", "0.25", "rank 3, stage 1, micro-batch 2", "check_gradients"],
     ),
     (
         ValueNotMadeError("wte.weight", use="norm"),

@@ -357,6 +357,7 @@ def test_missing_parts_are_named() -> None:
         "outputs",
         "outputs_left_out",
         "proven_for",
+        "told_recompute",
     }  # which plans of before do not have
     for key in data.keys() - later:
         less = copy.copy(data)
@@ -367,9 +368,11 @@ def test_missing_parts_are_named() -> None:
 
 def test_plans_of_before_do_without_what_came_later() -> None:
     data = json.loads(make_plan().to_json())
-    for key in ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for"):
+    later = ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for")
+    for key in (*later, "told_recompute"):
         del data[key]
     plan = Plan.from_json(json.dumps(data))
+    assert plan.told_recompute == ""
     assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
     assert (plan.outputs, plan.outputs_left_out) == ((), "")
 

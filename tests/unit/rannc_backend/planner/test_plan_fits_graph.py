@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.plan import Plan
+from rannc_backend.passes.stage.recompute import segments_of
 from rannc_backend.planner.plan_blocks import PlanningQuestion
 from rannc_backend.planner.plan_fits_graph import (
     check_options,
@@ -20,11 +21,10 @@ from rannc_backend.planner.plan_fits_graph import (
     outputs_left_out,
 )
 from rannc_backend.planner.plan_model import analyze_model, plan_analysis
-from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
+from rannc_backend.planner.projection import recomputed_nodes, stage_of_plan
 from rannc_backend.schedule.edges import OUTPUT
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut
-from rannc_backend.stages.joint_graph import segments_of
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 
 CLUSTER = local_cpu(2)
@@ -116,17 +116,38 @@ def test_a_plan_without_outputs_is_not_what_outputs_all_asks_for() -> None:
 
 def test_nodes_of_another_graph_belong_to_the_segments_of_their_parameters() -> None:
     plan, analysis, stage_of = planned(recompute="segments")
-    numbers = segment_of_nodes(plan, analysis)
+    numbers = recomputed_nodes(plan, analysis).segment_of
     assert numbers == {name: block.segment for block in plan.blocks for name in block.nodes}
     parted = plan.model_copy(
         update={"blocks": tuple(block.model_copy(update={"segment": block.index}) for block in plan.blocks)}
     )
     _, other, _ = planned(gives_loss=False)
-    found = segment_of_nodes(parted, other)
+    found = recomputed_nodes(parted, other).segment_of
     by_parameter = {name: block.segment for block in parted.blocks for name in block.parameters}
     assert set(found.values()) == set(by_parameter.values())
     order = [found[node.name] for node in other.split.rowwise.graph.nodes if node.name in found]
     assert order == sorted(order) and order[-1] == by_parameter["head.weight"]
     cut = cut_by_plan(parted, analysis, stage_of, [(), ()], Config())
     assert any(mark > 0 for graph in cut.graphs for mark in segments_of(graph.graph_module))
-    assert segment_of_nodes(plan.model_copy(update={"stages": planned()[0].stages}), analysis) == {}
+    kept = plan.model_copy(update={"stages": planned()[0].stages})
+    assert recomputed_nodes(kept, analysis).segment_of == {}
+
+
+def test_modules_that_are_computed_again_are_found_in_every_graph_by_their_names() -> None:
+    plan, analysis, stage_of = planned(recompute_modules="head")
+    assert plan.told_recompute == "head"
+    _, other, _ = planned(gives_loss=False)
+    for graph in (analysis, other):
+        named = {
+            node.name
+            for node in graph.split.rowwise.graph.nodes
+            if node.meta.get("module_path") == "head" and node.op == "call_function"
+        }
+        assert named and recomputed_nodes(plan, graph).segment_of == dict.fromkeys(named, 0)
+    cut = cut_by_plan(plan, analysis, stage_of, [(), ()], Config())
+    assert any(mark >= 0 for graph in cut.graphs for mark in segments_of(graph.graph_module))
+    schedules = exact_schedules(analysis.split, analysis.needs_grad)
+    check_options(plan, Config(recompute_modules="head"), schedules)
+    for config in (Config(recompute_modules="body"), Config(recompute="marked")):
+        with pytest.raises(PlanError, match="the option recompute"):
+            check_options(plan, config, schedules)

@@ -20,9 +20,9 @@ from rannc_backend.report.comparison import compare, difference_report
 from rannc_backend.report.modules import children_in_runs, module_tree, path_tree, stage_modules
 from rannc_backend.report.page import plan_page
 from rannc_backend.report.summary import plan_summary
-from rannc_backend.report.tables import bar, memory_text, outputs_text, plan_report
-from rannc_backend.report.timeline_text import timeline
-from rannc_backend.schedule.plan_simulation import simulate_plan
+from rannc_backend.report.tables import bar, memory_text, outputs_text, plan_report, shape_text
+from rannc_backend.report.timeline_text import _cell, timeline
+from rannc_backend.schedule.plan_simulation import Span, simulate_plan
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from tests.unit.rannc_backend.ir.sample_plans import GB, replaced, sample_plan
 
@@ -367,6 +367,19 @@ def test_numbers_in_words() -> None:
     assert words.kept_text((1.0,)) == "all" and words.kept_text((0.0, 0.5)) == "0 % to 50 %"
     assert words.kept_text((SEGMENTS_BUDGET,)) == "segments"
     assert words.kept_text((0.25, SEGMENTS_BUDGET, 1.0)) == "segments to 100 %"
+    assert words.kept_text((SEGMENTS_BUDGET,), "h,Block") == "around modules"
+    assert words.kept_text((SEGMENTS_BUDGET, 1.0), "marked") == "marked to 100 %"
+    assert [words.told_text(told) for told in ("", "marked", "h,B\x1b")] == [
+        "",
+        "recompute of all but marked tensors",
+        "recompute of modules h,B\\x1b",
+    ]
+
+
+def test_a_plan_says_what_the_user_wants_computed_again() -> None:
+    plan = sample_plan().model_copy(update={"told_recompute": "transformer.h"})
+    assert "recompute of modules transformer.h" in shape_text(plan)
+    assert "recompute of" not in shape_text(sample_plan())
 
 
 def test_outputs_are_named_with_their_bytes_and_why_they_are_left_out() -> None:
@@ -424,3 +437,14 @@ def test_what_dividing_updates_frees_and_costs() -> None:
     assert "level 2 frees up to 3 GB on a rank, and new values take 4 ms of the step" in " ".join(
         text.split()
     )
+
+
+def test_a_part_of_the_timeline_shows_what_it_has_most_of() -> None:
+    """Two forwards beside an all-reduce that is longer than each: the number is that of the longer forward."""
+    spans = (
+        Span(kind="forward", micro_batch=1, start=0.0, end=0.3),
+        Span(kind="allreduce", micro_batch=0, start=0.3, end=0.65),
+        Span(kind="forward", micro_batch=2, start=0.65, end=0.96),
+    )
+    two, one = _cell(spans, 0, 0.0, 1.0, False), _cell(spans[:1], 0, 0.0, 0.4, False)
+    assert (two[0], two[1]) == (_cell(spans[2:], 0, 0.65, 0.96, False)) and two != one

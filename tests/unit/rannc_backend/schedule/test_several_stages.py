@@ -14,14 +14,19 @@ from rannc_backend.schedule.edges import PHASES, EdgeSpec
 from rannc_backend.schedule.list_run import (
     LaneCosts,
     Rule,
-    held_bytes,
     list_order,
     lower_bound_seconds,
-    peaks_of,
 )
 from rannc_backend.schedule.list_scheduled import SCHEDULE as LIST_SCHEDULED
 from rannc_backend.schedule.lowering import lower, lower_lanes, receive_windows, waiting_bytes
-from rannc_backend.schedule.orders import build_order, on_lanes, order_on, schedule_named
+from rannc_backend.schedule.orders import (
+    build_order,
+    held_bytes,
+    on_lanes,
+    order_on,
+    peaks_of,
+    schedule_named,
+)
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program

@@ -11,10 +11,10 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import Action, ActionKind
 from rannc_backend.schedule.chain import chains_step_seconds, order_seconds
 from rannc_backend.schedule.edges import EdgeSpec
-from rannc_backend.schedule.list_run import LaneCosts, held_bytes, lower_bound_seconds
+from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
 from rannc_backend.schedule.list_scheduled import SCHEDULE, ListScheduled
 from rannc_backend.schedule.lowering import lower
-from rannc_backend.schedule.orders import build_order, schedule_named
+from rannc_backend.schedule.orders import build_order, held_bytes, schedule_named
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program
 from tests.schedule_lists import ONE_STAGE

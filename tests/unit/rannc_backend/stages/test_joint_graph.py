@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from rannc_backend.passes.stage.recompute import Recomputed, mark_segments, segments_of
 from rannc_backend.planner.blocks.partitions import StagePartition, partitions_of
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.stages import joint_graph
 from rannc_backend.stages.compiled_stage import CompileCache
-from rannc_backend.stages.joint_graph import mark_segments, segments_of, write_elsewhere
+from rannc_backend.stages.joint_graph import write_elsewhere
 from tests.unit.passes.golden import _joint
 from tests.unit.rannc_backend.stages.test_compiled_stage import EXACT, SIZES, captured, compare
 from tests.unit.stage_models import Rowwise, StageGraph
@@ -131,9 +132,8 @@ def marked(rowwise: Rowwise, num_stages: int, num_segments: int) -> tuple[StageG
     stages = rowwise.cut(num_stages)
     names = rowwise.staged_names
     for stage in stages:
-        mark_segments(
-            stage.graph_module, {name: num_segments * i // len(names) for i, name in enumerate(names)}
-        )
+        segments = {name: num_segments * i // len(names) for i, name in enumerate(names)}
+        mark_segments(stage.graph_module, Recomputed(segment_of=segments))
     return stages
 
 

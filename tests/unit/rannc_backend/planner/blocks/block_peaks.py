@@ -9,15 +9,16 @@ from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.passes.stage.recompute import Recomputed, mark_segments
 from rannc_backend.planner.blocks.block_partitions import needs_grad_in_training, stage_needs_grad
 from rannc_backend.planner.blocks.cut_blocks import block_graph
 from rannc_backend.planner.blocks.measure import example_inputs, interval_stage
+from rannc_backend.planner.blocks.told_recompute import told_recompute
 from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.plan_model import analyze_model
 from rannc_backend.runtime.trace.allocations import AllocationTracker
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.compiled_stage import compile_stage
-from rannc_backend.stages.joint_graph import mark_segments
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planner.planning_graphs import Chain, Filters, gpt2, llama
 
@@ -26,7 +27,7 @@ CLUSTER = local_cpu(2)
 
 
 @functools.lru_cache
-def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
+def analysed(name: str, told: str = "") -> tuple[GraphAnalysis, BlockGraph]:
     torch.manual_seed(0)
     if name in ("gpt2", "llama"):
         module, batch = gpt2(num_layers=2) if name == "gpt2" else llama(num_layers=4)
@@ -43,20 +44,23 @@ def analysed(name: str) -> tuple[GraphAnalysis, BlockGraph]:
         cluster=CLUSTER,
         batch_rows=16,
         rows_symbol=analysis.captured.rows_symbol,
+        recomputed=told_recompute(told, analysis),
     )
     return analysis, graph
 
 
 def measured_peak(
-    name: str, begin: int, end: int, rows: int, budget: float, *, as_trained: bool = False
+    name: str, begin: int, end: int, rows: int, budget: float, *, as_trained: bool = False, told: str = ""
 ) -> int:
     """Bytes beside inputs and parameters of one forward and backward of blocks [begin, end) as a stage.
 
-    `as_trained`: outputs that the user alone gets have no gradient where the loss alone is differentiated.
+    `as_trained`: outputs that the user alone gets have no gradient where the loss alone is differentiated. `told`: what
+    the user wants computed again, in place of segments.
     """
-    analysis, graph = analysed(name)
+    analysis, graph = analysed(name, told)
     stage_graph = interval_stage(analysis, [block.nodes for block in graph.blocks], begin, end)
-    mark_segments(stage_graph.graph_module, Segments(graph, fused=False).of_node)
+    segments = Recomputed(segment_of=Segments(graph, fused=False).of_node)
+    mark_segments(stage_graph.graph_module, told_recompute(told, analysis) if told else segments)
     stage = compile_stage(
         stage_graph,
         needs_grad=stage_needs_grad(analysis, stage_graph)

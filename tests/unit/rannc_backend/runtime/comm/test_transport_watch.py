@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rannc_backend.errors import CommunicationError
+from rannc_backend.errors import CommunicationError, GradientsDifferError
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.checked import WatchedTransport, describe_values, watch_transport
 from rannc_backend.runtime.comm.gloo import SingleTransport
@@ -234,6 +234,30 @@ def test_a_backward_with_recompute_is_compared(
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split("gradient of ")[1].split(":")[0] for message in messages] == found
     assert all(message.startswith("verify_recomp: stage 2") for message in messages)
+
+
+def test_the_first_step_is_refused_where_gradients_differ_and_later_ones_are_not_looked_at() -> None:
+    step = [4]
+    stage: Any = VerifiedStage(
+        FakeStage(1e-3, 1),  # type: ignore[arg-type]
+        FakeStage(0.0, 3),  # type: ignore[arg-type]
+        2,
+        rank=5,
+        step=lambda: step[0],
+        logs=False,
+        refuses=True,
+    )
+    first, second = (stage.forward([torch.ones(1), torch.ones(4)])[1] for _ in range(2))
+    step[0] = 5
+    later = stage.forward([torch.ones(1), torch.ones(4)])[1]
+    for saved, micro_batch in ((first, 0), (second, 1)):
+        with pytest.raises(GradientsDifferError, match=r"parameter w differs by 0.001 ") as raised:
+            stage.backward(saved, [torch.ones(4)], ScratchGradients({0: torch.empty(4)}))
+        assert (raised.value.rank, raised.value.stage, raised.value.micro_batch) == (5, 2, micro_batch)
+    taken = ScratchGradients({0: torch.empty(4)})
+    results = stage.backward(list(later), [torch.ones(4)], taken)
+    assert len(later) < len(first) and torch.equal(results[0], torch.full((4,), 2.001))
+    assert torch.equal(taken.gradients[0], torch.full((4,), 1.001))
 
 
 def test_differences_of_gradients() -> None:
