@@ -69,7 +69,7 @@ from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import World  # noqa: E402
-from rannc_backend.session import Session, fixed_shapes  # noqa: E402
+from rannc_backend.session import Session  # noqa: E402
 from rannc_backend.session_registry import REGISTRY  # noqa: E402
 from rannc_backend.settings.options import Config  # noqa: E402
 from rannc_backend.settings.rare_collections import rare_collections  # noqa: E402
@@ -167,7 +167,7 @@ def _deployed(
         return captured, values
 
     captured, values = captured_now(True)
-    session = _session_for(captured.root_module, resolution, fixed_shapes(captured))
+    session = _session_for(captured.root_module, resolution, capture.fixed_shapes(captured))
     runtime = None
     try:
         runtime = session.runtime_for(captured, *_sizes_of_call(captured, values))

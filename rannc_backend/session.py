@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
-from rannc_backend.capture.graph import CapturedGraph
+from rannc_backend.capture.graph import CapturedGraph, fixed_shapes
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.node_order import in_order_of_arguments
-from rannc_backend.deployment import Deployer
+from rannc_backend.deployment import Deployer, host_link_of
 from rannc_backend.errors import (
     InfeasiblePlanError,
     RanksDifferError,
@@ -50,6 +50,7 @@ from rannc_backend.report.run_report import report_of
 from rannc_backend.report.tables import plan_report, stdout_console
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.comm.checked import watch_transport
+from rannc_backend.runtime.comm.host_link import HostLink
 from rannc_backend.runtime.deferred import DeferredValues
 from rannc_backend.runtime.gradients.buckets import BufferPool
 from rannc_backend.runtime.gradients.choose_updates import choose_updates
@@ -100,6 +101,7 @@ class Session:
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
     pool: BufferPool = field(default_factory=BufferPool)
+    host_link: HostLink | None = None  # where the plan keeps parameters on the host
     plan: Plan | None = None
     schedule: str | None = None  # that the plan chose where a preferred one was possible
     table: ParameterTable | None = None
@@ -373,6 +375,8 @@ class Session:
         for name in self.changing_buffers:
             owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
+        if fresh:
+            self.host_link = host_link_of(plan, self.world.device)
         updates = self._updates(plan, root, ranks_of) if fresh or self.table is None else self.table.updates
         self.world.monitor.phase("giving parameters to their owners")
         if self.table is not None:
@@ -440,6 +444,7 @@ class Session:
             cache=self.cache,
             switches=self.switches,
             pool=self.pool,
+            host_link=self.host_link,
         )
 
     def _meter(self, runtime: GraphRuntime) -> StepMeter | None:
@@ -452,6 +457,7 @@ class Session:
             num_steps=self.config.num_measured_steps,
             expected_rows=self.plan.batch_rows,
             model_tensors=tuple(named_tensors(root).values()),
+            offloads=self.host_link is not None,
             gradient_tensors=runtime.buckets.tensors,
             message_tensors=runtime.message_tensors,
             deliver=self._report_measured,
@@ -476,17 +482,6 @@ class Session:
 def _without_model(analysis: GraphAnalysis) -> GraphAnalysis:
     """The analysis as a runtime keeps it: what a session holds must not keep its model alive."""
     return replace(analysis, captured=replace(analysis.captured, root_module=nn.Module()))
-
-
-def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
-    """Of the user's inputs: the sizes that are numbers in a graph."""
-    kinds = {item.name: item.kind for item in captured.inputs}
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    return tuple(
-        f"{node.name} {[size if isinstance(size, int) else '*' for size in node.meta['val'].shape]}"
-        for node in nodes
-        if kinds[node.name] in ("batch", "replicated")
-    )
 
 
 def _check_same(answers: list[dict[str, object]]) -> None:

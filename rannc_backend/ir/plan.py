@@ -92,6 +92,7 @@ class ClusterAssumption(_Record):
     device_kind: DeviceKind = "cuda"
     core_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)] = 1.0
     communicator_bytes: Count = 0
+    host_bytes_per_second: Amount = 0.0  # plans of before it was known say nothing
     device_memory_bytes: Count
     peak_flops: tuple[DtypeRate, ...]
     efficiencies: tuple[ClassEfficiency, ...] = ()
@@ -130,12 +131,12 @@ class StageCost(_Record):
     """Predicted cost of one stage on one of its ranks.
 
     Seconds of forward, backward and transfer are of one micro-batch, and so are `weight_seconds`, of the second part
-    of a backward, which computes gradients of parameters; `allreduce_seconds` is once per step.
-    `idle_share`: part of the predicted step in which the rank computes nothing. Bytes are the most that lies
-    in memory at one time: activations of all micro-batches in flight and what is kept between the two parts of
-    backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need only while they run
-    in `workspace_bytes`;
-    `peak_bytes` is the sum of the six.
+    of a backward, which computes gradients of parameters. Once per step: `allreduce_seconds`, and under `Plan.offload`
+    `offload_seconds`, of copies from and to the host, where `host_bytes` lie. `idle_share`: part of the predicted step
+    in which the rank computes nothing. Bytes are the most that lies in memory at one time: activations of all
+    micro-batches in flight and what is kept between the two parts of backwards, messages, returned outputs and
+    communicators in `buffer_bytes`, what operators need only while they run in `workspace_bytes`; `peak_bytes` is the
+    sum of the six.
     """
 
     forward_seconds: Amount
@@ -151,6 +152,8 @@ class StageCost(_Record):
     workspace_bytes: Count
     peak_bytes: Count
     idle_share: Share
+    offload_seconds: Amount = 0.0
+    host_bytes: Count = 0
 
 
 class RowCost(_Record):
@@ -289,6 +292,7 @@ class Plan(_Record):
     stage_compiler: StageCompiler = "inductor"  # plans of before the choice was there say nothing
     zero_stage: Annotated[int, Field(ge=0, le=2)] = 0  # likewise
     zero_ngroups: PositiveCount = 1
+    offload: Literal["none", "parameters"] = "none"
     outputs: tuple[OutputPlan, ...] = ()
     outputs_left_out: Text = ""
     memory_limit_bytes: Count
@@ -340,6 +344,11 @@ class Plan(_Record):
         own = [other.predicted for other in self.stages if other.ranks == ranks]
         return lane_bytes((cost.peak_bytes, cost.workspace_bytes) for cost in own)
 
+    @property
+    def offload_seconds(self) -> float:
+        """What copies between hosts and devices take of a step, on the slowest rank."""
+        return max(sum(self.stages[x].predicted.offload_seconds for x in lane) for lane in self.lanes)
+
     def owners(self, parameter: str) -> tuple[int, ...]:
         """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads
         it.
@@ -354,7 +363,7 @@ class Plan(_Record):
         lines = [
             f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), "
             f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}"
-            f"{f', ZeRO {self.zero_stage}' if self.zero_stage else ''}, step "
+            f"{f', ZeRO {self.zero_stage}' if self.zero_stage else ''}{', offload' * (self.offload != 'none')}, step "
             f"{_seconds(self.predicted_step_seconds)} predicted on {self.cluster.name}"
         ]
         for stage in self.stages:

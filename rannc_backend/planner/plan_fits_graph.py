@@ -102,6 +102,7 @@ def check_options(
             "none beside the loss" if plan.outputs_left_out else "all",
         ),
         ("zero_stage", config.zero_stage, plan.zero_stage),
+        ("offload", "" if config.offload == "none" else config.offload, plan.offload),
         ("zero_ngroups", config.zero_ngroups if config.zero_stage else 0, plan.zero_ngroups),
         (
             "stage_replicas",
@@ -248,10 +249,12 @@ def _check_memory(
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
             use = parameter_use(item.fqn, value, trainable=item.requires_grad, wide_sums=config.wide_sums)
-            least += (
-                use.num_bytes * (1 + config.opt_param_factor * share * use.trainable) + use.gradient_bytes
-            )
-            gradients += use.gradient_bytes * config.wide_sums
+            # On the host, but for copies and sums.
+            is_away = plan.offload != "none"
+            state = 0.0 if is_away else config.opt_param_factor * share * use.trainable
+            size = use.sum_bytes if is_away else use.gradient_bytes
+            least += use.num_bytes * (1 + state) + size
+            gradients += size * config.wide_sums
     # Who saved the plan may have summed gradients in another dtype.
     wider = max(0, gradients - sum(plan.stages[index].predicted.gradient_bytes for index in lane))
     needed = max(least, float(plan.lane_peak_bytes(lane[0]) + wider))

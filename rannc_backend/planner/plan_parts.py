@@ -141,7 +141,9 @@ def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) ->
     number = solution.num_micro_batches
     chain = chains_step_seconds(*kept, num_micro_batches=number, schedule=schedule, weight=weight)
     work = (np.array(solution.replicas) * (kept[0] + kept[1])).sum()
-    return float(max(chain[0], number * work / problem.num_cores))
+    bounds = np.array(solution.bounds)
+    copying = problem.copying(bounds[:-1], np.diff(bounds)).max()
+    return float(max(chain[0], number * work / problem.num_cores) + copying)
 
 
 def stage_plans(
@@ -175,6 +177,7 @@ def stage_plans(
         _stage(
             graph,
             costs,
+            problem,
             solution,
             index,
             terms[index],
@@ -227,6 +230,7 @@ def _held(solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, .
 def _stage(
     graph: BlockGraph,
     costs: IntervalCosts,
+    problem: SearchProblem,
     solution: Solution,
     index: int,
     terms: StageTerms,
@@ -259,6 +263,8 @@ def _stage(
         **whole,
         peak_bytes=sum(whole.values()),
         idle_share=max(0.0, 1 - busy_seconds / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
+        offload_seconds=float(problem.copying(np.array(begin), np.array(end - begin))),
+        host_bytes=math.ceil(memory.host),
     )
     rows = costs.replica_rows(number, replicas)
     received, returned = costs.message_bytes(begin, end, [rows])

@@ -15,6 +15,7 @@ from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
+from rannc_backend.planner.cost.transfer import offload_seconds
 from rannc_backend.planner.plan_parts import fullest_stages
 from rannc_backend.planner.search.feasibility import (
     cut_that_fits,
@@ -40,7 +41,7 @@ class PlanRequest:
     """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free
     beside it.
 
-    `update_groups`: see `IntervalCosts`.
+    `update_groups`, `offload`: see `IntervalCosts`.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     `without`: the same request without each option that restricts the plan, by the option as it was set.
@@ -57,6 +58,7 @@ class PlanRequest:
     memory_margin: float
     optimizer_factor: float
     update_groups: int | None
+    offload: bool
     bucket_bytes: float
     num_stages: int | None
     replicas: int | None
@@ -132,6 +134,7 @@ class PlanRequest:
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
             update_groups=config.zero_ngroups if config.zero_stage else None,
+            offload=config.offload == "parameters",
             bucket_bytes=config.bucket_mb * MEGABYTE,
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
@@ -186,6 +189,7 @@ class PlanRequest:
             pricer=self.pricer,
             optimizer_factor=self.optimizer_factor,
             update_groups=self.update_groups,
+            offload=self.offload,
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
             replica_counts=self.stage_replicas or ((self.replicas,) if self.replicas else ()),
             only_budget=self.recompute,
@@ -219,6 +223,9 @@ class PlanRequest:
             lane_stage_of=pins.stage_of,
             work_floor=costs.work_floor,
             workspace=costs.workspace_bytes,
+            offload_seconds=offload_seconds(costs.cluster, costs.sums.parameters, costs.sums.reduced)
+            if self.offload
+            else None,
         )
 
     @property
@@ -287,6 +294,9 @@ class PlanRequest:
         if self.may_divide_updates:
             others.append(("zero_stage=1", self.under_zero()))
             together = together.under_zero()
+        if not self.offload:
+            others.append(("offload=parameters", self.offloaded()))
+            together = together.offloaded()
         found = tuple(text for text, other in others if other.is_feasible(other._tried))
         if found or len(others) < 2:
             return found
@@ -309,6 +319,10 @@ class PlanRequest:
     def under_zero(self) -> PlanRequest:
         """The same with one replica that updates a parameter."""
         return replace(self, update_groups=1)
+
+    def offloaded(self) -> PlanRequest:
+        """The same with parameters on the host."""
+        return replace(self, offload=True)
 
     def is_feasible(self, micro_batches: tuple[int, ...] | None = None) -> bool:
         """Whether there is a plan, with some of these numbers of micro-batches."""

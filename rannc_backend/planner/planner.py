@@ -115,6 +115,7 @@ def plan_blocks(
         stage_compiler=stage_compiler(config),
         zero_stage=config.zero_stage,
         zero_ngroups=config.zero_ngroups,
+        offload=config.offload,
         outputs=output_plans(outputs, stages),
         outputs_left_out=left_out,
         memory_limit_bytes=int(request.memory_bytes),

@@ -23,6 +23,7 @@ from rannc_backend.report.words import (
     change_text,
     count_text,
     kept_text,
+    offload_text,
     percent_text,
     printable,
     ranges_text,
@@ -91,6 +92,7 @@ def shape_text(plan: Plan) -> str:
         f"{count_text(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of "
         f"{count_text(plan.batch_rows, 'row')} in all, schedule {plan.schedule}, stages {plan.stage_compiler}"
         f"{', ' + zero_text(plan.zero_stage, plan.zero_ngroups) if plan.zero_stage else ''}"
+        f"{', offload ' + offload_text(plan) if plan.offload != 'none' else ''}"
     )
 
 

@@ -18,6 +18,8 @@ _OF_PAGE = {
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",
+    "offload": "parameters: parameters, their gradients and the optimizer state lie on the host; a stage has copies on its "
+    "device from its first forward of a call to its last backward, and sums gradients there",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
     "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",

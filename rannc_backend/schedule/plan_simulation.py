@@ -163,7 +163,8 @@ def simulate_plan(
     return PlanSimulation(
         schedule=schedule,
         num_micro_batches=count,
-        step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share)),
+        step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share))
+        + plan.offload_seconds,
         idle_share=sum(stages[lane[0]].idle_share * plan.stages[lane[0]].num_replicas for lane in plan.lanes)
         / plan.num_working_ranks,
         stages=stages,

@@ -39,6 +39,9 @@ _COUNT = r"[1-9][0-9]{0,8}"
 _NAME = r"[^\s,=]+"
 _NAMES = rf"^({_NAME}(,{_NAME})*)?$"
 _PADDING = rf"{_NAME}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
+_MODULES: JsonDict = {
+    "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), or ""'
+}
 _BY_NAME = ("stage_pins", "pad_inputs")  # texts that may be given as a dict
 
 
@@ -80,19 +83,13 @@ class Config(BaseModel):
     stage_starts: str = Field(
         "",
         pattern=_NAMES,
-        json_schema_extra={
-            "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
-            'or ""'
-        },
+        json_schema_extra=_MODULES,
         description="Modules that must start a stage, by dotted name.",
     )
     keep_together: str = Field(
         "",
         pattern=_NAMES,
-        json_schema_extra={
-            "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
-            'or ""'
-        },
+        json_schema_extra=_MODULES,
         description="Modules that must each stay in one stage, by dotted name.",
     )
     stage_pins: str = Field(
@@ -141,6 +138,10 @@ class Config(BaseModel):
         ge=1,
         description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
         "stay within a group.",
+    )
+    offload: Literal["none", "parameters"] = Field(
+        "none",
+        description="parameters: they lie on the host, and so do gradients and optimizer state; stages have copies.",
     )
     recompute: str = Field(
         "auto",

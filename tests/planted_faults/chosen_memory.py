@@ -239,8 +239,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "sums-over-replicas-rounded-first",
             _DELAYED,
-            "layout = plan_buckets(mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums)",
-            "layout = plan_buckets(mine, table.owners, (), capacity_bytes, division)",
+            "mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums, device=device",
+            "mine, table.owners, (), capacity_bytes, division, device=device",
             unit("runtime/gradients/buckets"),
         ),
         (

@@ -1,5 +1,5 @@
 """What communication takes: seconds of one message and of an all-reduce over ranks that may lie on several nodes;
-memory of messages and communicators.
+memory of messages and communicators; copies between host and device.
 
 In: a `Link` or `Cluster`, bytes, ranks (numbers or numpy arrays). Out: seconds, bytes. Terms: the *terms* of an
 all-reduce are its latency and its seconds per byte, which depend on where its ranks are and not on what is
@@ -72,6 +72,15 @@ def shared_allreduce_terms(cluster: Cluster, ranks: Sequence[int]) -> tuple[floa
     """
     is_near = len({rank // cluster.devices_per_node for rank in ranks}) <= 1
     return ring_terms(cluster.intra_node if is_near else cluster.inter_node, 2 * len(ranks))
+
+
+def offload_seconds(
+    cluster: Cluster, parameter_bytes: NDArray[np.float64], gradient_bytes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Of a step whose parameters lie on the host: they come to the device once, and their gradients go back. Counted as
+    if nothing ran beside it.
+    """
+    return (parameter_bytes + gradient_bytes) / cluster.device.host_bytes_per_second
 
 
 def message_memory(

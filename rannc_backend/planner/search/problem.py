@@ -124,6 +124,7 @@ class SearchProblem:
     several stages on each rank, tried with what the search finds; `only_lane_schedules`: nothing else is asked for.
     `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans. `workspace(m, begin, end, replicas)`: of a
     stage's `fixed_bytes`, by budget, what the stages of a rank need in turn; None: nothing is known of it.
+    `offload_seconds`: of a step's copies between host and device; None: there are none.
     """
 
     num_blocks: int
@@ -142,6 +143,7 @@ class SearchProblem:
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
     work_floor: Callable[[int], WorkFloor] | None = None
+    offload_seconds: Floats | None = None
     workspace: Callable[[int, int, int, int], Floats] | None = None
     own_order: ScheduleName = ""
     only_own_order: bool = False
@@ -177,6 +179,12 @@ class SearchProblem:
         if self.work_floor is None:
             return self.num_blocks
         return self.work_floor(num_micro_batches).longest_stage(self.memory_bytes, limit / num_micro_batches)
+
+    def copying(self, begins: Ints, lengths: Ints) -> Floats:
+        """Seconds of intervals' copies between host and device; the slowest rank's are what a step takes longer."""
+        if self.offload_seconds is None:
+            return np.zeros(np.shape(begins))
+        return self.offload_seconds[begins, np.minimum(lengths, self.offload_seconds.shape[1]) - 1]
 
     def num_buckets(self, begins: Ints, lengths: Ints) -> Floats:
         """Messages in which the gradients of intervals are reduced."""
@@ -425,6 +433,7 @@ def plans_step_seconds(
         # Where devices share cores the cores have all of the work to do, whoever waits.
         work = (pricer.tables.replicas[options[fits]] * (kept[0] + kept[1])).sum(axis=1)
         seconds[fits] = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
+        seconds[fits] += pricer.problem.copying(bounds[fits, :-1], np.diff(bounds[fits], axis=1)).max(axis=1)
     return seconds
 
 

@@ -114,7 +114,10 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
         replicas * (seconds.forward + seconds.backward)
         for replicas, seconds in zip(solution.replicas, stages, strict=True)
     )
-    return max(step.makespan_seconds, number * work / problem.num_cores)
+    bounds = np.array(solution.bounds)
+    copying = problem.copying(bounds[:-1], np.diff(bounds))
+    longest = max(copying[list(lane)].sum() for lane in schedule.lanes(num_stages))
+    return max(step.makespan_seconds, number * work / problem.num_cores) + float(longest)
 
 
 def _places(pricer: Pricer, solution: Solution) -> list[tuple[int, int, int]]:

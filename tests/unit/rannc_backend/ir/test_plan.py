@@ -30,7 +30,11 @@ from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
 AMOUNTS = st.floats(min_value=0, max_value=1e30, allow_nan=False, allow_infinity=False)
 COUNTS = st.integers(min_value=0, max_value=2**63 - 1)
 SECONDS_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_seconds")]
-BYTES_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_bytes") and name != "peak_bytes"]
+BYTES_OF_STAGE = [
+    name
+    for name in StageCost.model_fields
+    if name.endswith("_bytes") and name not in ("peak_bytes", "host_bytes")
+]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
@@ -41,6 +45,7 @@ def costs(draw: st.DrawFn) -> StageCost:
         **{name: draw(AMOUNTS) for name in SECONDS_OF_STAGE},
         **parts,
         peak_bytes=sum(parts.values()),
+        host_bytes=draw(COUNTS),
         idle_share=draw(st.floats(0, 1)),
     )
 
@@ -350,6 +355,7 @@ def test_missing_parts_are_named() -> None:
         "stage_compiler",
         "zero_stage",
         "zero_ngroups",
+        "offload",
         "outputs",
         "outputs_left_out",
         "proven_for",
@@ -365,8 +371,12 @@ def test_plans_of_before_do_without_what_came_later() -> None:
     data = json.loads(make_plan().to_json())
     for key in ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for"):
         del data[key]
+    del data["offload"], data["cluster"]["host_bytes_per_second"]
+    for stage in data["stages"]:
+        del stage["predicted"]["offload_seconds"], stage["predicted"]["host_bytes"]
     plan = Plan.from_json(json.dumps(data))
     assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
+    assert (plan.offload, plan.offload_seconds, plan.stages[0].predicted.host_bytes) == ("none", 0, 0)
     assert (plan.outputs, plan.outputs_left_out) == ((), "")
 
 

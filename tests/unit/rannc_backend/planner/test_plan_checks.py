@@ -327,6 +327,7 @@ def test_memory_is_counted_from_the_parameters_and_not_from_what_the_file_says()
         ({"pipeline_num": 12}, "pipeline_num asks for 12"),
         ({"schedule": "fill_drain"}, "schedule asks for fill_drain"),
         ({"zero_stage": 1}, "zero_stage asks for 1"),
+        ({"offload": "parameters"}, "offload asks for parameters"),
     ],
 )
 def test_options_that_ask_for_something_else_are_told(options: dict[str, object], message: str) -> None:

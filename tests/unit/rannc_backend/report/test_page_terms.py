@@ -29,6 +29,7 @@ def body() -> ElementTree.Element:
             memory_limit_bytes=2 * most,
             cluster=replaced(plan.cluster, efficiencies=efficiencies),
             zero_stage=1,
+            offload="parameters",
             schedule="zb_h1",
         )
     )
