@@ -84,8 +84,10 @@ class HostLink:
         return self._copy([source], [target])
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros on the host, which the device copies to without it."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.layer is not None)
+        """Memory on the host, which the device copies to without it."""
+        if self.layer is None:
+            return torch.zeros(numel, dtype=dtype)
+        return self.layer.pinned(numel * dtype.itemsize).view(dtype)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> UnderWay:
         if self.layer is None:
