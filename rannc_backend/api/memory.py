@@ -70,10 +70,15 @@ def _record(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> di
     link = session.host_link
     if link is None:
         return found
+    step = found["step"]
     on_host = unique_bytes(parameters) + (found["gradients"] or 0) + (found["optimizer"] or 0)
     return found | {
         "parameters": unique_bytes(root.buffers()) + link.parameters.peak_bytes,
         "gradients": link.gradients.peak_bytes,
         "optimizer": 0,
+        # Which has copies and sums in it.
+        "step": None
+        if step is None
+        else max(0, step - link.parameters.peak_bytes - link.gradients.peak_bytes),
         "host": on_host,
     }

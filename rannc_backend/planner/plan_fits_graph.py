@@ -249,12 +249,9 @@ def _check_memory(
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
             use = parameter_use(item.fqn, value, trainable=item.requires_grad, wide_sums=config.wide_sums)
-            # On the host, but for copies and sums.
-            is_away = plan.offload != "none"
-            state = 0.0 if is_away else config.opt_param_factor * share * use.trainable
-            size = use.sum_bytes if is_away else use.gradient_bytes
-            least += use.num_bytes * (1 + state) + size
-            gradients += size * config.wide_sums
+            offload = plan.offload != "none"
+            least += use.held_bytes(config.opt_param_factor * share, offload=offload)
+            gradients += (use.sum_bytes if offload else use.gradient_bytes) * config.wide_sums
     # Who saved the plan may have summed gradients in another dtype.
     wider = max(0, gradients - sum(plan.stages[index].predicted.gradient_bytes for index in lane))
     needed = max(least, float(plan.lane_peak_bytes(lane[0]) + wider))

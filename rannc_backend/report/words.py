@@ -125,7 +125,7 @@ def offload_text(plan: Plan) -> str:
     freed = max(
         sum(cost.host_bytes - cost.parameter_bytes - cost.gradient_bytes for cost in lane) for lane in lanes
     )
-    return f"frees {size_text(freed)} of a rank's device, and copies take {seconds_text(plan.offload_seconds)} of a step"
+    return f"frees {size_text(freed)} on a device, and copies take {seconds_text(plan.offload_seconds)} of a step"
 
 
 def count_text(number: int, singular: str, plural: str | None = None) -> str:

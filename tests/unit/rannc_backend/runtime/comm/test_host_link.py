@@ -21,13 +21,13 @@ SIZE = 4
 
 
 def link(device: FakeDevice | None = None) -> HostLink:
-    return HostLink(
-        device=CPU, parameters=AllocationTracker(), gradients=AllocationTracker(), layer=device
-    )
+    return HostLink(device=CPU, parameters=AllocationTracker(), gradients=AllocationTracker(), layer=device)
 
 
 def parameters() -> dict[str, torch.Tensor]:
-    tensors = {name: torch.nn.Parameter(torch.full((SIZE,), float(value))) for value, name in enumerate("abt")}
+    tensors = {
+        name: torch.nn.Parameter(torch.full((SIZE,), float(value))) for value, name in enumerate("abt")
+    }
     return {"a": tensors["a"], "b": tensors["b"], "tied": tensors["t"]}
 
 

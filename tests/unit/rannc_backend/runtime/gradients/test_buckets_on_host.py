@@ -37,9 +37,7 @@ def make(
 ) -> tuple[GradientBuckets, GradientBuckets, HostLink]:
     """Buckets without a host, and with one."""
     made: list[Any] = []
-    host = HostLink(
-        device=torch.device("cpu"), parameters=AllocationTracker(), gradients=AllocationTracker()
-    )
+    host = HostLink(device=torch.device("cpu"), parameters=AllocationTracker(), gradients=AllocationTracker())
     for link in (None, host):
         parameters = {name: torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for name in owners}
         layout = plan_buckets(
