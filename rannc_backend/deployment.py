@@ -28,7 +28,6 @@ from rannc_backend.passes.pipeline import dumping
 from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
 from rannc_backend.runtime.comm.host_link import HostLink
-from rannc_backend.runtime.comm.streams import CudaLayer
 from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
 from rannc_backend.runtime.gradients.buckets import BufferPool
@@ -47,7 +46,6 @@ from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
 from rannc_backend.runtime.step.step_state import RuntimeOutput, Stage, StepShapes
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
-from rannc_backend.runtime.trace.allocations import AllocationTracker
 from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
@@ -458,18 +456,6 @@ class Deployer:
             return program, turns
 
         return make
-
-
-def host_link_of(plan: Plan, device: torch.device) -> HostLink | None:
-    """What brings parameters to this rank's device, where the plan keeps them on the host."""
-    if plan.offload == "none":
-        return None
-    return HostLink(
-        device=device,
-        parameters=AllocationTracker(),
-        gradients=AllocationTracker(),
-        layer=CudaLayer(device) if device.type == "cuda" else None,
-    )
 
 
 def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:

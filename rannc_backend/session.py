@@ -23,7 +23,7 @@ from rannc_backend.capture.analysis import GraphAnalysis, analyze
 from rannc_backend.capture.graph import CapturedGraph, fixed_shapes
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.node_order import in_order_of_arguments
-from rannc_backend.deployment import Deployer, host_link_of
+from rannc_backend.deployment import Deployer
 from rannc_backend.errors import (
     InfeasiblePlanError,
     RanksDifferError,
@@ -63,6 +63,7 @@ from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE, StepCounter
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
+from rannc_backend.runtime.trace.allocations import counted_host_link
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import Ranks, World
@@ -376,11 +377,12 @@ class Session:
             owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
         if fresh:
-            self.host_link = host_link_of(plan, self.world.device)
+            self.host_link = None if plan.offload == "none" else counted_host_link(self.world.device)
         updates = self._updates(plan, root, ranks_of) if fresh or self.table is None else self.table.updates
         self.world.monitor.phase("giving parameters to their owners")
         if self.table is not None:
             before: Mapping[str, tuple[int, ...]] | None = self.table.all_updaters
+            self.table.offloads = self.host_link is not None
             moved = self.table.transfer(ranks_of, updates)
         else:
             before = None
@@ -390,6 +392,7 @@ class Session:
                     holders, {parameter: name for name, parameter in root.named_parameters()}
                 )
             self.table = ParameterTable.build(root, ranks_of, self.world, self.number, updates)
+            self.table.offloads = self.host_link is not None
             self.table.states_on_all_ranks = self.config.states_on_all_ranks
             moved = self.table.settle(self.deferred_values, synchronize=self.config.sync_params_on_init)
         note_values(self.table, updates)

@@ -61,8 +61,8 @@ def what_if(
     frees = {DIVIDED_STATE: request.under_zero()} if request.may_divide_updates else {}
     frees |= {} if request.offload else {ON_HOST: request.offloaded()}
     for change, freer in frees.items() if _saves(more_memory, chosen) >= _NOTICEABLE else ():
-        again = freer.problem(freer.costs(), memory_bytes=problem.memory_bytes)
-        best = _planned_again(freer, again, chosen, shortly)
+        other = freer.problem(freer.costs(), memory_bytes=problem.memory_bytes)
+        best = _planned_again(freer, other, chosen, shortly)
         if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
             best = chosen
         result.append(_record(change, best))

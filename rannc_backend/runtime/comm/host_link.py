@@ -131,13 +131,17 @@ class StageParameters:
         self._to_come = list(reversed(dict.fromkeys(stages)))
         self._start_next()
 
-    def of(self, stage: int, name: str) -> torch.Tensor:
-        """The copy of a parameter, within a forward of ``stage``."""
+    def forward_begins(self, stage: int) -> None:
+        """A forward of ``stage`` is next; the copies of the stage after it are started with the first."""
         while stage not in self._copies:
+            assert self._to_come, f"a forward of stage {stage} that the program does not have"
             self._start_next()
         if stage in self._under_way:
             self._under_way.pop(stage).wait()
             self._start_next()
+
+    def of(self, stage: int, name: str) -> torch.Tensor:
+        """The copy of a parameter, within a forward of ``stage``."""
         return self._copies[stage][name]
 
     def forward_done(self, stage: int) -> None:

@@ -165,6 +165,8 @@ class Executor:
     def _forward(self, action: Action, state: StepState) -> None:
         index, m = action.stage, action.micro_batch
         stage = self.stages[index]
+        if self._copies is not None:
+            self._copies.forward_begins(index)
         args = [self._argument(index, slot, m, state) for slot in stage.inputs]
         if state.training:
             outputs, state.saved[index, m] = stage.forward(args, self._destinations("F", index, m, state))

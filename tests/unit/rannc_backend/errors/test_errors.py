@@ -34,6 +34,7 @@ from rannc_backend.errors import (
     ModelDevicesError,
     ModelError,
     NoBatchDimensionError,
+    OffloadError,
     OptionValueError,
     OutOfStepError,
     OutputNotAvailableError,
@@ -155,6 +156,7 @@ EXAMPLES = [
         InfeasiblePlanError("memory", options_that_would_do=["zero_stage=1", "without partition_num=2"]),
         ["What would do: other options: zero_stage=1, or without partition_num=2."],
     ),
+    (OffloadError("Dynamo traces it"), ["offload=parameters", "Dynamo traces it", "leave offload out"]),
     (ScheduleError("nobody receives it", action="2SF0>3", rank=2), ["rank 2", "2SF0>3", "nobody"]),
     (LaunchError("no launcher found", cure="use mpirun"), ["no launcher", "mpirun"]),
     (

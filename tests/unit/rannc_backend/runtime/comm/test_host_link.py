@@ -36,7 +36,8 @@ def run(copies: StageParameters, read: Callable[[int, str, torch.Tensor], None])
     copies.begin(PROGRAM)
     for action in PROGRAM:
         if str(action).partition("F")[1]:
-            for name in NAMES[action.stage]:
+            copies.forward_begins(action.stage)
+            for name in copies.names(action.stage):
                 read(action.stage, name, copies.of(action.stage, name))
             copies.forward_done(action.stage)
     copies.end()
@@ -66,11 +67,21 @@ def test_copies_are_new_in_each_run_and_gone_after_the_last_forward_unless_somet
     assert torch.equal(saved[0], torch.full((SIZE,), 1.0))
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_stage_may_have_no_parameters(without: int) -> None:
+    tensors, host, seen = parameters(), link(), []
+    names = NAMES | {without: []}
+    copies = StageParameters(link=host, tensors=tensors, names=names.__getitem__)
+    run(copies, lambda stage, name, copy: seen.append((stage, name)))
+    assert sorted(set(seen)) == sorted((1 - without, name) for name in NAMES[1 - without])
+    assert host.parameters.live_bytes == 0
+
+
 def test_a_run_that_was_not_ended_leaves_nothing_behind() -> None:
     tensors, host = parameters(), link()
     copies = StageParameters(link=host, tensors=tensors, names=NAMES.__getitem__)
     copies.begin(PROGRAM)
-    copies.of(0, "a")
+    copies.forward_begins(0)
     with torch.no_grad():
         tensors["a"].fill_(9.0)
     run(copies, lambda stage, name, copy: torch.testing.assert_close(copy, tensors[name].detach()))
@@ -106,7 +117,6 @@ def played(*, waits: bool = True, ends: bool = True) -> list[str]:
         with OnDevice(device):
             if not waits:
                 copies.begin(PROGRAM)
-                copies._under_way.clear()
                 copies.of(0, "a").add(1.0)
             else:
                 run(copies, lambda stage, name, copy: copy.add(1.0))

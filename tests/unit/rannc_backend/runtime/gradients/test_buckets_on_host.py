@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,14 @@ class Doubled:
         self.buffer.mul_(2)
 
 
+class Late(HostLink):
+    """A link whose copies to the host are there when the host has waited for them, and not before."""
+
+    def bring(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        made = source.clone()
+        return SimpleNamespace(wait=lambda: None, wait_on_host=lambda: target.copy_(made))
+
+
 def make(
     owners: dict[str, tuple[int, ...]],
     dtype: torch.dtype = torch.float32,
@@ -34,10 +43,11 @@ def make(
     *,
     wide: bool = False,
     stage: tuple[int, ...] = STAGE,
+    kind: type[HostLink] = HostLink,
 ) -> tuple[GradientBuckets, GradientBuckets, HostLink]:
     """Buckets without a host, and with one."""
     made: list[Any] = []
-    host = HostLink(device=torch.device("cpu"), parameters=AllocationTracker(), gradients=AllocationTracker())
+    host = kind(device=torch.device("cpu"), parameters=AllocationTracker(), gradients=AllocationTracker())
     for link in (None, host):
         parameters = {name: torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for name in owners}
         layout = plan_buckets(
@@ -82,10 +92,11 @@ def same(one: GradientBuckets, other: GradientBuckets) -> bool:
 @pytest.mark.parametrize("ranks", [STAGE, (0,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", [HostLink, Late])
 def test_gradients_are_the_same_and_accumulate_on_the_host(
-    ranks: tuple[int, ...], dtype: torch.dtype, wide: bool
+    ranks: tuple[int, ...], dtype: torch.dtype, wide: bool, kind: type[HostLink]
 ) -> None:
-    plain, offloaded, host = make(dict.fromkeys("abc", ranks), dtype, wide=wide)
+    plain, offloaded, host = make(dict.fromkeys("abc", ranks), dtype, wide=wide, kind=kind)
     for value in (1.0, 3.0, 1000.0):
         for buckets in (plain, offloaded):
             step(buckets, value, keep=value == 3.0, missing="b" if value == 1.0 else "")
