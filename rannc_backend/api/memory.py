@@ -71,7 +71,8 @@ def _record(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> di
     if link is None:
         return found
     step = found["step"]
-    on_host = unique_bytes(parameters) + (found["gradients"] or 0) + (found["optimizer"] or 0)
+    state = found["optimizer"]
+    on_host = None if state is None else unique_bytes(parameters) + (found["gradients"] or 0) + state
     return found | {
         "parameters": unique_bytes(root.buffers()) + link.parameters.peak_bytes,
         "gradients": link.gradients.peak_bytes,

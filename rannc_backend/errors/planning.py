@@ -93,7 +93,7 @@ class InfeasiblePlanError(UserInputError):
 
 
 class OffloadError(UserInputError):
-    """Parameters cannot lie on the host for a model that is compiled so. ``why``: what stands against it."""
+    """Parameters cannot lie on the host, as option offload asks, for a model that is compiled as it is."""
 
     default_cure = "compile the model itself, not a function that calls it, and without capture=dynamo; or leave offload out."
 
