@@ -283,10 +283,9 @@ def _prepare_without_dynamo(
             on_host = _lies_on_host(config, world)
             if on_host and config.capture == "dynamo":
                 raise OffloadError("Dynamo traces parameters where they lie")
-            tensors = [*(place.tensor() for place in places_of(module)), *call.tensors]
-            _check_device(
-                [each for each in tensors if not (on_host and isinstance(each, nn.Parameter))], world
-            )
+            # What is the model's goes to its place when that is deployed.
+            own = [] if on_host else [place.tensor() for place in places_of(module)]
+            _check_device([*own, *call.tensors], world)
             ranks = _ranks(config, world.device if on_host else None)
             found: list[Capture] = []
 

@@ -168,7 +168,7 @@ class PlanRequest:
         return replace(
             self,
             without=tuple(item for item, is_same in zip(others, same) if not is_same),
-            without_all=freed(*(name for name, _ in limits if name != "mem_limit_gb")),
+            without_all=freed(*(name for name, _ in limits if name not in ("mem_limit_gb", "offload"))),
         )
 
     def costs(
@@ -282,9 +282,11 @@ class PlanRequest:
 
     def _options_that_free(self) -> tuple[str, ...]:
         """Options with which there is a plan, each by itself; all together where none is enough."""
-        # How much memory would do is said by itself.
+        # How much memory would do is said by itself, and without offload it is more.
         others = [
-            (f"without {text}", freed) for text, freed in self.without if not text.startswith("mem_limit_gb")
+            (f"without {text}", freed)
+            for text, freed in self.without
+            if not text.startswith(("mem_limit_gb", "offload"))
         ]
         together = self.without_all or self
         if self.graph.outputs and self.graph.has_loss:
@@ -422,6 +424,8 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         value = getattr(config, name)
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
+    if config.offload != "none":
+        yield "offload", f"offload={config.offload}"
     if config.fixed_recompute is not None and not config.checkpointing:
         yield "recompute", f"recompute={config.recompute}"
     if 0 < config.mem_limit_gb * BYTES_PER_GB < cluster.device.memory_bytes:

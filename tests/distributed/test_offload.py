@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.choice import cases
+from tests.distributed import (
+    test_accumulation,
+    test_buffers,
+    test_checkpoints,
+    test_contract,
+    test_memory,
+    test_several_stages,
+    test_zero,
+)
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
 
 
 def _case(check: str, replicas: str, name: str = "", **members: Any) -> Case:
-    options = {"offload": "parameters"} | members.pop("options", {})
-    if "," in replicas:
-        options["stage_starts"] = "second"  # so that both stages have parameters, and share some
+    more = members.pop("options", {})
+    # Both stages have parameters, and share some.
+    placed = {"stage_starts": "second"} if "," in replicas else {}
     return Case(
-        name=f"offload-{name or check}-{replicas}-{'-'.join(map(str, list(options.values())[1:]))}",
+        name="-".join(
+            ["offload", name or check.removeprefix("offload_"), replicas, *map(str, more.values())]
+        ),
         check=check,
         replicas=replicas,
         world=sum(map(int, replicas.split(","))),
         num_micro_batches=2,
-        options=options,
+        options={"offload": "parameters"} | placed | more,
         limit_seconds=120,
         **members,
     )
@@ -51,14 +63,57 @@ CASES = (
     _case("offload_changes", "1,1"),
     _case("offload_changes", "2,2", options={"schedule": "fill_drain"}),
     _case("offload_held_graph", "1,1", parameters={"schedule": "1f1b"}),
-    _case("offload_held_graph", "1,1", "held_graph_deferred", parameters={"schedule": "fill_drain"}),
+    _case("offload_held_graph", "1,1", "held_deferred", parameters={"schedule": "fill_drain"}),
 )
 
 
-def _parameters(cases: Iterable[Case]) -> list[Any]:
-    return [pytest.param(case, id=case.name.removeprefix("offload-")) for case in cases]
-
-
-@pytest.mark.parametrize("case", _parameters(CASES))
+@pytest.mark.parametrize("case", cases(CASES, "offload"))
 def test_offload(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
+
+
+# Of other files, as they are there, with parameters on the host.
+_OTHERS = (
+    *test_contract.EQUAL,
+    *(case for case in test_contract.OTHER if "shared_sums" not in case.name),
+    *test_several_stages.EQUAL,
+    *test_several_stages.OTHER,
+    *test_accumulation.CASES,
+    *test_memory.OTHER,
+    *test_buffers.CASES,
+    *test_zero.CASES,
+)
+_BY_DEFAULT = (
+    "contract-frozen", "contract-tied_over_four", "contract-segments_inductor", "contract-modes", "contract-sizes_change",
+    "contract-retain_graph_zb_h1", "contract-rows_differentiated", "contract-forward_twice", "several-interleaved-accumulate",
+    "several-zb_v-mlp_loss-1,1,1,1,1,1,1,1", "several-zb_v-zero2", "accumulation-rounds_once-2,2-zero2", "memory-clipping_tied",
+)  # fmt: skip
+
+
+def _offloaded(case: Case) -> Case:
+    return replace(case, name=f"offload-{case.name}", options={**case.options, "offload": "parameters"})
+
+
+OTHERS = [_offloaded(case) for case in _OTHERS]
+IN_FULL = [
+    case.name.removeprefix("offload-")
+    for case in OTHERS
+    if case.name.removeprefix("offload-") not in _BY_DEFAULT
+]
+
+
+@pytest.mark.parametrize("case", cases(OTHERS, "offload", IN_FULL))
+def test_what_holds_without_holds_with_offload(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
+
+
+def test_dropout_is_the_same(outcome_of: OutcomeOf) -> None:
+    plain, two_stages = test_contract.RANDOM[0], _offloaded(test_contract.RANDOM[1])
+    test_contract.test_dropout_does_not_depend_on_the_plan((plain, two_stages), outcome_of)
+
+
+@pytest.mark.parametrize("which", ["saved", "loaded"])
+def test_checkpoints_on_another_layout(which: str, outcome_of: OutcomeOf) -> None:
+    """One job has its parameters on the host, and two replicas in the middle stage; the other has neither."""
+    for case in test_checkpoints.across(which, offload="parameters"):
+        outcome_of(case).raise_if_failed()

@@ -383,14 +383,14 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             _LINK,
             "copies, under_way = self.link.fetch(missing)",
             "copies, under_way = globals().setdefault((stage, id(self)), self.link.fetch(missing))",
-            (*unit("runtime/comm/host_link"), *_offload("offload_changes-1,1-second")),
+            (*unit("runtime/comm/host_link"), *_offload("changes-1,1")),
         ),
         (
             "copies-that-stay-after-their-last-forward",
             _LINK,
             "            del self._copies[stage]\n",
             "            pass\n",
-            (*unit("runtime/comm/host_link"), *_offload("offload_pools-1")),
+            (*unit("runtime/comm/host_link"), *_offload("pools-1")),
         ),
         (
             "a-copy-that-is-freed-while-it-is-under-way",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.plan import Plan
-from rannc_backend.planner.cluster.cluster import HOST_BYTES_PER_SECOND
+from rannc_backend.planner.cluster.cluster import HOST_BYTES_PER_SECOND, Cluster
 from rannc_backend.planner.cluster.cluster_file import load_cluster, shipped_clusters
 from rannc_backend.report.comparison import compare
 from rannc_backend.report.page import plan_page
@@ -26,11 +27,11 @@ def model() -> SplitModel:
     return split_model(*gpt2(num_layers=2))
 
 
-def make_plan(world_size: int, rows: int = 64, **options: object) -> Plan:
+def make_plan(world_size: int, rows: int = 64, cluster: Cluster | None = None, **options: object) -> Plan:
     item = model()
     return plan_stages(
         item.split, item.inputs, item.needs_grad, Config(**options), world_size=world_size, batch_rows=rows,
-        fingerprint="f" * 64, cluster=local_cpu(world_size, memory_bytes=8 * BYTES_PER_GB), model_name="gpt2",
+        fingerprint="f" * 64, cluster=cluster or local_cpu(world_size, memory_bytes=8 * BYTES_PER_GB), model_name="gpt2",
     )  # fmt: skip
 
 
@@ -94,6 +95,19 @@ def test_offload_that_would_do_is_named_and_does() -> None:
     with pytest.raises(InfeasiblePlanError) as caught:
         make(mem_limit_gb=0.1 * need)
     assert "offload=parameters" not in caught.value.options_that_would_do
+
+
+def test_what_offload_costs_is_said_where_there_is_room_without_it() -> None:
+    options = {"recompute": "1", "pipeline_num": 4, "partition_num": 1}
+    plain, offloaded = (make_plan(1, **options, offload=name) for name in ("none", "parameters"))
+    cost = 1 - plain.predicted_step_seconds / offloaded.predicted_step_seconds
+    assert cost > 0
+    slow = local_cpu(1, memory_bytes=8 * BYTES_PER_GB)
+    slow = replace(slow, device=replace(slow.device, host_bytes_per_second=1e7))
+    costly = make_plan(1, cluster=slow, **options, offload="parameters")
+    changes = {item.change: item.predicted_step_seconds for item in costly.what_if}
+    assert changes["without offload=parameters"] == pytest.approx(plain.predicted_step_seconds)
+    assert costly.binding.startswith("option offload=parameters: leaving it out would shorten the step by")
 
 
 def test_every_shipped_cluster_says_how_fast_its_hosts_are() -> None:
