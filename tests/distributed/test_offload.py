@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.choice import cases
+from tests import choice
 from tests.distributed import (
     test_accumulation,
     test_buffers,
@@ -67,7 +67,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", cases(CASES, "offload"))
+@pytest.mark.parametrize("case", choice.cases(CASES, "offload"))
 def test_offload(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 
@@ -102,18 +102,24 @@ IN_FULL = [
 ]
 
 
-@pytest.mark.parametrize("case", cases(OTHERS, "offload", IN_FULL))
+@pytest.mark.parametrize("case", choice.cases(OTHERS, "offload", IN_FULL))
 def test_what_holds_without_holds_with_offload(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 
 
-def test_dropout_is_the_same(outcome_of: OutcomeOf) -> None:
-    plain, two_stages = test_contract.RANDOM[0], _offloaded(test_contract.RANDOM[1])
-    test_contract.test_dropout_does_not_depend_on_the_plan((plain, two_stages), outcome_of)
+_DROPOUT = (test_contract.RANDOM[0], _offloaded(test_contract.RANDOM[1]))
 
 
-@pytest.mark.parametrize("which", ["saved", "loaded"])
-def test_checkpoints_on_another_layout(which: str, outcome_of: OutcomeOf) -> None:
-    """One job has its parameters on the host, and two replicas in the middle stage; the other has neither."""
-    for case in test_checkpoints.across(which, offload="parameters"):
+@pytest.mark.parametrize("cases", [pytest.param(_DROPOUT, id="two stages")])
+def test_dropout_is_the_same(cases: tuple[Case, Case], outcome_of: OutcomeOf) -> None:
+    test_contract.test_dropout_does_not_depend_on_the_plan(cases, outcome_of)
+
+
+_CHECKPOINTS = [test_checkpoints.across(which, offload="parameters") for which in ("saved", "loaded")]
+
+
+@pytest.mark.parametrize("cases", _CHECKPOINTS, ids=("saved", "loaded"))
+def test_checkpoints_on_another_layout(cases: list[Case], outcome_of: OutcomeOf) -> None:
+    """One job has its parameters on the host; one has two replicas in the middle stage."""
+    for case in cases:
         outcome_of(case).raise_if_failed()
