@@ -112,6 +112,11 @@ def check_options(
     )
     if config.replica_num and not whole_batch and set(plan.stage_replicas) != {config.replica_num}:
         asked += (("replica_num", config.replica_num, ",".join(map(str, plan.stage_replicas))),)
+    if plan.offload != "none" and config.offload == "none":
+        raise PlanError(
+            f"the plan in {config.deployment_file!r} keeps parameters on the host, and the option offload does not",
+            cure=f"set offload to {plan.offload}, or plan again.",
+        )
     for item, wanted, found in asked:
         if wanted and wanted != found:
             raise PlanError(

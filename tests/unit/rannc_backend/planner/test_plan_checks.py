@@ -318,6 +318,15 @@ def test_memory_is_counted_from_the_parameters_and_not_from_what_the_file_says()
         accept(data, mem_limit_gb=1e-9)
 
 
+def test_a_plan_with_offload_is_for_runs_with_it() -> None:
+    data = good()
+    data["offload"] = "parameters"
+    with pytest.raises(PlanError, match="keeps parameters on the host") as caught:
+        accept(data)
+    assert "set offload to parameters" in str(caught.value)
+    accept(data, offload="parameters")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
