@@ -67,7 +67,8 @@ from rannc_backend.runtime.trace.allocations import counted_host_link
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import Ranks, World
-from rannc_backend.settings.options import Config, check_same_options
+from rannc_backend.settings.options import Config
+from rannc_backend.settings.same_options import check_same_options
 from rannc_backend.stages.compiled_stage import CompileCache
 from rannc_backend.stages.cut_stages import StageCut
 from rannc_backend.stages.graph_dump import pass_dump
@@ -469,15 +470,13 @@ class Session:
     def _report_measured(self, records: list[dict[str, Any]]) -> None:
         assert self.plan is not None, "measured before planned"
         self.measured = records[self.world.rank]
-        report = report_of(self.plan, records) if self.world.rank == 0 else None
-        if report is None:
+        if self.world.rank != 0 or (report := report_of(self.plan, records)) is None:
             return
         logger.info("%s", report.table())
         if self.config.run_file:
+            file, text = self.config.run_file, report.to_json()
             try:
-                write_text(
-                    self.config.run_file, report.to_json(), what="measured steps", named_by="option run_file"
-                )
+                write_text(file, text, what="measured steps", named_by="option run_file")
             except UserInputError as error:
                 logger.warning("%s", error)  # no reason to end a run that works
 

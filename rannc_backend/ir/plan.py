@@ -131,12 +131,12 @@ class StageCost(_Record):
     """Predicted cost of one stage on one of its ranks.
 
     Seconds of forward, backward and transfer are of one micro-batch, and so are `weight_seconds`, of the second part
-    of a backward, which computes gradients of parameters. Once per step: `allreduce_seconds`, and under `Plan.offload`
-    `offload_seconds`, of copies from and to the host, where `host_bytes` lie. `idle_share`: part of the predicted step
-    in which the rank computes nothing. Bytes are the most that lies in memory at one time: activations of all
-    micro-batches in flight and what is kept between the two parts of backwards, messages, returned outputs and
-    communicators in `buffer_bytes`, what operators need only while they run in `workspace_bytes`; `peak_bytes` is the
-    sum of the six.
+    of a backward, which computes gradients of parameters. Once per step: `allreduce_seconds`; `new_values_seconds`, from
+    the replica that updates a parameter to the others, on which `elsewhere_bytes` of optimizer state are; `offload_seconds`, of
+    copies from and to the host, where `host_bytes` lie. `idle_share`: part of the predicted step in which the rank computes
+    nothing. Bytes are the most that lies in memory at one time: activations of all micro-batches in flight and what is kept
+    between the two parts of backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need
+    only while they run in `workspace_bytes`; `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
@@ -144,6 +144,7 @@ class StageCost(_Record):
     weight_seconds: Amount = 0.0  # plans of before it was known say nothing
     transfer_seconds: Amount
     allreduce_seconds: Amount
+    new_values_seconds: Amount = 0.0
     parameter_bytes: Count
     gradient_bytes: Count
     optimizer_bytes: Count
@@ -151,6 +152,7 @@ class StageCost(_Record):
     buffer_bytes: Count
     workspace_bytes: Count
     peak_bytes: Count
+    elsewhere_bytes: Count = 0
     idle_share: Share
     offload_seconds: Amount = 0.0
     host_bytes: Count = 0
@@ -350,9 +352,7 @@ class Plan(_Record):
         return max(sum(self.stages[x].predicted.offload_seconds for x in lane) for lane in self.lanes)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
-        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads
-        it.
-        """
+        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads it."""
         return tuple(
             sorted({rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks})
         )

@@ -8,6 +8,7 @@ proof: no better plan of their kind was found, but one may exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rannc_backend.ir.plan import Alternative
 from rannc_backend.planner.plan_parts import priced
@@ -16,6 +17,7 @@ from rannc_backend.planner.search.bounds import Cell
 from rannc_backend.planner.search.feasibility import least_bytes_of_one_stage
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import StageSearch
+from rannc_backend.planner.settling import settle
 from rannc_backend.schedule.orders import ScheduleName
 
 SAME = 1e-3  # relative difference of steps that are called equal
@@ -57,6 +59,25 @@ def alternatives(
     if equal is not None and (equal.bounds, equal.replicas) != (chosen.bounds, chosen.replicas):
         result.append(_lost("equally many blocks and replicas in every stage", equal, chosen))
     return tuple(result)
+
+
+def without_zero(undivided: SearchProblem, chosen: Solution) -> Alternative:
+    """What is found if every replica updates all, beside a plan in which one does (ZeRO)."""
+    label = "without ZeRO"
+    start = chosen.base or chosen
+    search = StageSearch(replace(undivided, schedules=(start.schedule,), lane_schedules=()))
+    found = search.run_shortly(start)
+    if found is None:
+        return Alternative(
+            num_stages=chosen.num_stages,
+            stage_replicas=chosen.replicas,
+            num_micro_batches=chosen.num_micro_batches,
+            schedule=chosen.schedule,
+            recompute=chosen.budgets,
+            predicted_step_seconds=None,
+            reason=f"{label}: nothing fits into {size_text(undivided.memory_bytes)}",
+        )
+    return _lost(label, settle(undivided, found, None), chosen)
 
 
 def few_numbers(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:

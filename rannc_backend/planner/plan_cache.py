@@ -27,7 +27,8 @@ import rannc_backend
 from rannc_backend.errors import RanncError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
-from rannc_backend.settings.options import Config, is_own
+from rannc_backend.settings.options import Config
+from rannc_backend.settings.same_options import is_own
 from rannc_backend.settings.user_files import (
     UserFile,
     find_text,

@@ -24,7 +24,7 @@ from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import segment_of_nodes, stage_of_plan
-from rannc_backend.schedule.orders import ScheduleName, runs_on, schedule_named, schedule_names
+from rannc_backend.schedule.orders import ScheduleName, on_lanes, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut, StageCut, cut_stages
 
@@ -64,7 +64,7 @@ def check_plan(
             f"the plan's schedule is {plan.schedule}, which does not give exact results for this model",
             cure=f"use {' or '.join(sorted(possible_schedules))}, or let the planner write the plan again.",
         )
-    if not runs_on(schedule_named(plan.schedule), plan.lanes):
+    if on_lanes(schedule_named(plan.schedule), plan.lanes) is None:
         lanes = "; ".join(map(lane_text, plan.lanes))
         raise PlanError(
             f"the plan's schedule {plan.schedule} does not run on its ranks, which have {lanes}",
@@ -101,9 +101,9 @@ def check_options(
             "all" if config.outputs == "all" else "",
             "none beside the loss" if plan.outputs_left_out else "all",
         ),
-        ("zero_stage", config.zero_stage, plan.zero_stage),
+        ("zero_stage", config.zero_stage.removeprefix("auto"), str(plan.zero_stage)),
+        ("zero_ngroups", config.zero_ngroups if config.zero_level else 0, plan.zero_ngroups),
         ("offload", "" if config.offload == "none" else config.offload, plan.offload),
-        ("zero_ngroups", config.zero_ngroups if config.zero_stage else 0, plan.zero_ngroups),
         (
             "stage_replicas",
             "" if whole_batch else config.stage_replicas,

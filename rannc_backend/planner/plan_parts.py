@@ -31,7 +31,7 @@ from rannc_backend.planner.search.problem import (
 from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Lanes, Schedule, one_stage_each
+from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
@@ -62,7 +62,7 @@ def priced(
     None if it does not fit.
     """
     if solution.has_several_stages:
-        seconds = step_seconds(problem, solution, schedule_named(solution.schedule))
+        seconds = step_seconds(problem, solution, solution.described)
         return replace(solution, step_seconds=seconds, own_order="")
     schedule = schedule or solution.schedule
     pricer = Pricer(problem, solution.num_micro_batches, schedule, solution.longest_stage)
@@ -89,14 +89,14 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
     """The schedule that is made for a solution, within the memory that its stages leave."""
     pricer = Pricer(problem, solution.num_micro_batches, solution.schedule, solution.longest_stage)
     tables, costs = pricer.tables, []
-    lanes = lanes_of(solution)
+    lanes = solution.lanes
     limits = _limits(problem, pricer, solution, lanes)
     for index, terms in enumerate(solution_terms(problem, solution)):
         option = int(np.searchsorted(tables.replicas, solution.replicas[index]))
         begin, end = solution.bounds[index], solution.bounds[index + 1]
         place = (begin, end - begin - 1, option)
         budget = problem.budgets.index(solution.budgets[index])
-        forward, backward, message, gradient, _, _, weight = (float(column[0]) for column in terms.columns())
+        forward, backward, message, gradient, _, _, weight, _ = (float(x[0]) for x in terms.columns())
         costs.append(
             LaneCosts(
                 forward=forward,
@@ -125,25 +125,18 @@ def _limits(problem: SearchProblem, pricer: Pricer, solution: Solution, lanes: L
     return limits
 
 
-def lanes_of(solution: Solution) -> Lanes:
-    """The stages of each lane."""
-    if solution.has_several_stages:
-        return schedule_named(solution.schedule).lanes(solution.num_stages)
-    return one_stage_each(solution.num_stages)
-
-
 def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) -> float:
     """Simulated seconds of a step of a solution in another schedule, whatever that needs in memory."""
     if solution.has_several_stages:
         return step_seconds(problem, solution, schedule)
     columns = zip(*(terms.columns() for terms in solution_terms(problem, solution)), strict=True)
-    *kept, weight = (np.stack(column, axis=1) for column in columns)
+    *kept, weight, new_values = (np.stack(column, axis=1) for column in columns)
     number = solution.num_micro_batches
     chain = chains_step_seconds(*kept, num_micro_batches=number, schedule=schedule, weight=weight)
     work = (np.array(solution.replicas) * (kept[0] + kept[1])).sum()
     bounds = np.array(solution.bounds)
     copying = problem.copying(bounds[:-1], np.diff(bounds)).max()
-    return float(max(chain[0], number * work / problem.num_cores) + copying)
+    return float(max(chain[0], number * work / problem.num_cores) + new_values.max() + copying)
 
 
 def stage_plans(
@@ -170,7 +163,7 @@ def stage_plans(
     work = [float(each.forward[0] + each.backward[0]) for each in terms]
     busy = {
         stage: solution.num_micro_batches * sum(work[other] for other in lane)
-        for lane in lanes_of(solution)
+        for lane in solution.lanes
         for stage in lane
     }
     return tuple(
@@ -191,8 +184,7 @@ def stage_plans(
 
 def _in_flight(solution: Solution) -> tuple[int, ...]:
     """By stage, the most micro-batches in flight."""
-    schedule = schedule_named(solution.schedule)
-    return schedule.in_flight_bounds(solution.num_stages, solution.num_micro_batches)
+    return solution.described.in_flight_bounds(solution.num_stages, solution.num_micro_batches)
 
 
 def _memory(
@@ -213,7 +205,7 @@ def _memory(
 def _held(solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, ...]:
     """By stage, what it keeps of micro-batches: at most, or where ranks have several, when they hold most."""
     schedule, number, count = (
-        schedule_named(solution.schedule),
+        solution.described,
         solution.num_micro_batches,
         solution.num_stages,
     )
@@ -242,7 +234,7 @@ def _stage(
     begin, end = solution.bounds[index], solution.bounds[index + 1]
     number, replicas, budget = solution.num_micro_batches, solution.replicas[index], solution.budgets[index]
     memory, held = holds
-    forward, backward, message, gradient, allreduce, buckets, weight = (
+    forward, backward, message, gradient, allreduce, buckets, weight, new_values = (
         float(column[0]) for column in terms.columns()
     )
     sizes = {
@@ -260,8 +252,10 @@ def _stage(
         weight_seconds=min(weight, backward),
         transfer_seconds=message + gradient,
         allreduce_seconds=allreduce,
+        new_values_seconds=new_values,
         **whole,
         peak_bytes=sum(whole.values()),
+        elsewhere_bytes=math.floor(memory.elsewhere),
         idle_share=max(0.0, 1 - busy_seconds / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
         offload_seconds=float(problem.copying(np.array(begin), np.array(end - begin))),
         host_bytes=math.ceil(memory.host),

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
+from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MEGABYTE = 2**20
 _MAX_DEVICES_SUGGESTED = 4096
+_STAGES_PER_LANE = (2, 3, 4, 5, 6)  # that are tried
 _MEMORY_HEADROOM = 2.0  # stages that need more than so many times the limit are not priced
 _MAX_NUMBERS_TRIED = 3  # of micro-batches, in errors about large models
 
@@ -41,7 +42,8 @@ class PlanRequest:
     """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free
     beside it.
 
-    `update_groups`, `offload`: see `IntervalCosts`.
+    `update_groups`, `offload`: see `IntervalCosts`; `free_groups`: those of plans whose updates may be divided, where that
+    is free.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     `without`: the same request without each option that restricts the plan, by the option as it was set.
@@ -59,10 +61,12 @@ class PlanRequest:
     optimizer_factor: float
     update_groups: int | None
     offload: bool
+    free_groups: int | None
     bucket_bytes: float
     num_stages: int | None
     replicas: int | None
     stage_replicas: tuple[int, ...] | None
+    stages_per_lane: tuple[int, ...] = (2,)
     recompute: float | None = None
     most_micro_batches: int = 1
     without: tuple[tuple[str, PlanRequest], ...] = ()
@@ -86,8 +90,10 @@ class PlanRequest:
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
             config, fixed = _of_whole_batch(config, fixed), None
+        schedules = _with_stages_per_rank(schedules, config.stages_per_rank)
         num_stages = len(fixed) if fixed else config.partition_num or None
-        num_stages, fixed = _lanes_asked_for(schedules, num_stages, fixed)
+        is_free = num_stages is None
+        num_stages, fixed = _lanes_asked_for(schedules, num_stages, fixed, config.stages_per_rank)
         num_devices, num_blocks = cluster.num_devices, len(graph.blocks)
         needed = sum(fixed) if fixed else (num_stages or 1) * (config.replica_num or 1)
         if needed > num_devices or (fixed and needed != num_devices):
@@ -133,17 +139,21 @@ class PlanRequest:
             memory_bytes=limit * (1 - config.mem_margin),
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
-            update_groups=config.zero_ngroups if config.zero_stage else None,
+            update_groups=config.zero_ngroups if config.zero_level else None,
+            free_groups=config.zero_ngroups if config.zero_level is None else None,
             offload=config.offload == "parameters",
             bucket_bytes=config.bucket_mb * MEGABYTE,
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
             stage_replicas=fixed,
+            stages_per_lane=(config.stages_per_rank,)
+            if config.stages_per_rank
+            else _STAGES_PER_LANE[: None if is_free else 1],
             recompute=config.fixed_recompute,
             most_micro_batches=most if not config.pipeline_num else 1,
         )
-        is_free = alone or graph.whole_batch or stage_replicas is not None
-        return made if is_free else made._with_freed(config)
+        as_it_is = alone or graph.whole_batch or stage_replicas is not None
+        return made if as_it_is else made._with_freed(config)
 
     def _with_freed(self, config: Config) -> PlanRequest:
         """This request, which the options made, beside those without each of them that restricts it."""
@@ -163,12 +173,21 @@ class PlanRequest:
 
         limits = list(_limits(config, self.cluster))
         others = [(text, freed(name)) for name, text in limits]
+        if config.zero_level is not None:
+            others.append(
+                (
+                    f"zero_stage={config.zero_stage}",
+                    freed("zero_stage").with_updates(divided=not config.zero_level),
+                )
+            )
         # An option may restrict nothing that there is.
         same = [replace(other, most_micro_batches=self.most_micro_batches) == self for _, other in others]
         return replace(
             self,
             without=tuple(item for item, is_same in zip(others, same) if not is_same),
-            without_all=freed(*(name for name, _ in limits if name not in ("mem_limit_gb", "offload"))),
+            without_all=freed(
+                *(name for name, _ in limits if name not in ("mem_limit_gb", "offload")), "zero_stage"
+            ),
         )
 
     def costs(
@@ -206,6 +225,7 @@ class PlanRequest:
             own_order=next(iter(_made_for_plans(self.schedules)), ""),
             only_own_order=not set(self.schedules) - set(_made_for_plans(self.schedules)),
             lane_schedules=() if self._asks_for_stages else lane_schedules,
+            stages_per_lane=self.stages_per_lane,
             only_lane_schedules=only_lanes,
             micro_batches=costs.micro_batches,
             budgets=costs.budgets,
@@ -221,6 +241,8 @@ class PlanRequest:
             stage_of=() if only_lanes else pins.stage_of,
             lane_starts=pins.starts,
             lane_stage_of=pins.stage_of,
+            update_groups=costs.update_groups,
+            value_bytes=costs.sums.trainable,
             work_floor=costs.work_floor,
             workspace=costs.workspace_bytes,
             offload_seconds=offload_seconds(costs.cluster, costs.sums.parameters, costs.sums.reduced)
@@ -288,14 +310,11 @@ class PlanRequest:
             for text, freed in self.without
             if not text.startswith(("mem_limit_gb", "offload"))
         ]
-        together = self.without_all or self
+        together = (self.without_all or self).with_updates(divided=True)
         if self.graph.outputs and self.graph.has_loss:
             bare = self.graph.without_outputs()
             others.append(("outputs=auto", replace(self, graph=bare)))
             together = replace(together, graph=bare)
-        if self.may_divide_updates:
-            others.append(("zero_stage=1", self.under_zero()))
-            together = together.under_zero()
         if not self.offload:
             others.append(("offload=parameters", self.offloaded()))
             together = together.offloaded()
@@ -314,13 +333,16 @@ class PlanRequest:
 
     @property
     def may_divide_updates(self) -> bool:
-        """Whether updates could be divided over replicas, and are not."""
+        """Whether the plan may say whether updates are divided, and stages may have replicas among which to divide them."""
         fixed = self.stage_replicas or ((self.replicas,) if self.replicas else (self.cluster.num_devices,))
-        return self.update_groups is None and max(fixed) > 1
+        return self.free_groups is not None and max(fixed) > 1
 
-    def under_zero(self) -> PlanRequest:
-        """The same with one replica that updates a parameter."""
-        return replace(self, update_groups=1)
+    def with_updates(self, *, divided: bool) -> PlanRequest:
+        """The same, and so is what it is `without`, with the answer to that; as it is where the answer was given."""
+        without = tuple((text, other.with_updates(divided=divided)) for text, other in self.without)
+        freed = None if self.without_all is None else self.without_all.with_updates(divided=divided)
+        groups = self.free_groups if divided and self.free_groups else self.update_groups
+        return replace(self, update_groups=groups, free_groups=None, without=without, without_all=freed)
 
     def offloaded(self) -> PlanRequest:
         """The same with parameters on the host."""
@@ -360,20 +382,40 @@ def _made_for_plans(names: Iterable[ScheduleName]) -> tuple[ScheduleName, ...]:
     return tuple(name for name in names if schedule_named(name).is_made_for_plans)
 
 
+def _with_stages_per_rank(schedules: tuple[ScheduleName, ...], number: int) -> tuple[ScheduleName, ...]:
+    """Those that have so many stages on each rank; 0: all. Raises `OptionValueError`."""
+    if not number:
+        return schedules
+    described = [schedule_named(name) for name in schedules]
+    found = tuple(
+        each.name
+        for each in described
+        if (each.stages_per_lane > 1) == (number > 1) and each.with_stages_per_lane(number) is not None
+    )
+    if not found:
+        raise OptionValueError(
+            "stages_per_rank",
+            value=number,
+            source="options",
+            expected=f"a number of stages that {' or '.join(schedules)} can have on a rank",
+        )
+    return found
+
+
 def _lanes_asked_for(
-    schedules: Sequence[ScheduleName], num_stages: int | None, fixed: tuple[int, ...] | None
+    schedules: Sequence[ScheduleName],
+    num_stages: int | None,
+    fixed: tuple[int, ...] | None,
+    stages_per_rank: int,
 ) -> tuple[int | None, tuple[int, ...] | None]:
     """Where ranks are to compute several stages: how many lanes, and their replicas, for numbers that are given by
     stage. Raises `InfeasiblePlanError`.
     """
     described = schedule_named(schedules[0])
-    per_lane = described.stages_per_lane
-    if (
-        num_stages is None
-        or per_lane == 1
-        or any(schedule_named(name).stages_per_lane != per_lane for name in schedules)
-    ):
+    if num_stages is None or any(schedule_named(name).stages_per_lane == 1 for name in schedules):
         return num_stages, fixed
+    per_lane = stages_per_rank or described.stages_per_lane
+    described = described.with_stages_per_lane(per_lane) or described
     if num_stages % per_lane:
         raise InfeasiblePlanError(
             f"schedule {described} has {per_lane} stages on each rank, and {num_stages} stages are asked for"
@@ -420,8 +462,11 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         "partition_num",
         "replica_num",
         "stage_replicas",
+        "stages_per_rank",
     ):
         value = getattr(config, name)
+        if name == "stages_per_rank" and (config.stage_replicas or config.partition_num):
+            continue  # numbers by stage say nothing without it
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
     if config.offload != "none":

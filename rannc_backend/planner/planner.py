@@ -39,7 +39,7 @@ from rannc_backend.planner.cost.output_bytes import (
 )
 from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
 from rannc_backend.planner.cost.small_models import stage_compiler
-from rannc_backend.planner.explanations import alternatives
+from rannc_backend.planner.explanations import alternatives, without_zero
 from rannc_backend.planner.plan_parts import block_plans, describe_stage, priced, stage_plans
 from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.problem import SearchProblem, Solution
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 _MAX_SEARCHES = 4  # with less and less memory, where whole stages need more than their blocks say
 _ROUNDED_UP = 1 + 1e-6
 _NEAR = 0.5  # of the limit
+_WORTH_DIVIDING = 5e-3  # of the step: for less, every replica updates all, as people know it
 
 
 def plan_blocks(
@@ -89,7 +90,8 @@ def plan_blocks(
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
-    choice = _choose(request, progress, whole_stages, always=config.stage_memory == "traced")
+    stage_memory = _StageMemory(whole_stages, config.stage_memory == "traced")
+    request, choice = _choose_updates(request, progress, stage_memory)
     chosen, equal = choice.solution, choice.equal
     if choice.problem.only_lane_schedules and not chosen.has_several_stages:
         logger.warning(
@@ -102,6 +104,8 @@ def plan_blocks(
     changes: tuple[WhatIf, ...] = ()
     if progress is None or not progress.cancelled():
         others = alternatives(request, choice.search, choice.problem, chosen, equal)
+        if choice.undivided is not None:
+            others = (*others, without_zero(choice.undivided, chosen))
         changes = what_if(request, choice.problem, chosen, choice.result)
     plan = Plan(
         schema_version=SCHEMA_VERSION,
@@ -113,7 +117,9 @@ def plan_blocks(
         num_micro_batches=chosen.num_micro_batches,
         schedule=chosen.schedule,
         stage_compiler=stage_compiler(config),
-        zero_stage=config.zero_stage,
+        zero_stage=config.zero_level
+        if config.zero_level is not None
+        else int(request.update_groups is not None),
         zero_ngroups=config.zero_ngroups,
         offload=config.offload,
         outputs=output_plans(outputs, stages),
@@ -139,7 +145,9 @@ def plan_blocks(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """What to do, and the search that found it. `equal`: the best equal split, if one fits."""
+    """What to do, and the search that found it. `equal`: the best equal split, if one fits. `undivided`: what else was
+    asked for, where the plan divides updates since that is faster.
+    """
 
     problem: SearchProblem
     search: StageSearch
@@ -148,21 +156,82 @@ class _Choice:
     solution: Solution
     stages: tuple[StagePlan, ...]
     segments: tuple[int, ...]
+    undivided: SearchProblem | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _StageMemory:
+    """What knows the memory of whole stages, and whether it is `always` asked, or where they come near to the limit."""
+
+    whole_stages: WholeStages | None
+    always: bool
+
+
+def _choose_updates(
+    request: PlanRequest, progress: Progress | None, memory: _StageMemory
+) -> tuple[PlanRequest, _Choice]:
+    """The fastest plan, and the request with the answer whether updates are divided over replicas (ZeRO 1).
+
+    Dividing them frees memory, so a plan with it is looked for first: no plan is faster than its lower bound, with or
+    without. Then one without it is, which is taken unless it is noticeably slower; where memory binds there is none below
+    that, which bounds soon prove. Where all of a model fits on each device, dividing gains nothing.
+    """
+    plain = request.with_updates(divided=False)
+    if not request.may_divide_updates or _fits_anyhow(plain):
+        return plain, _found(_choose(plain, progress, memory), plain)
+    divided = request.with_updates(divided=True)
+    choice = _found(_choose(divided, progress, memory), divided)
+    assert choice.result.solution is not None, "it was chosen from"
+    if progress is not None and progress.cancelled():
+        return divided, choice
+    limit = choice.result.solution.step_seconds * (1 + _WORTH_DIVIDING)
+    other = _choose(plain, progress, memory, limit)
+    if other is not None and other.solution.step_seconds <= choice.solution.step_seconds * (
+        1 + _WORTH_DIVIDING
+    ):
+        lower = min(other.result.lower_bound, choice.result.lower_bound)
+        return plain, replace(other, result=replace(other.result, lower_bound=lower))
+    undivided = plain.problem(plain.costs())
+    return divided, replace(choice, undivided=undivided)
+
+
+def _found(choice: _Choice | None, request: PlanRequest) -> _Choice:
+    if choice is None:
+        raise request.infeasible()
+    return choice
+
+
+def _fits_anyhow(request: PlanRequest) -> bool:
+    """Whether all blocks fit on one device, with all micro-batches in flight and nothing computed again, whatever their
+    number: then no plan lacks memory.
+    """
+    costs = request.costs()
+    if costs.max_length < len(request.graph.blocks):
+        return False
+    for number in {request.micro_batches[0], request.micro_batches[-1]}:
+        tables = costs.tables(number)
+        fixed, flight = (part[:, 0, -1, 0] for part in (tables.fixed_bytes, tables.flight_bytes))
+        best = int(tables.backward[:, 0, -1, 0].argmin())
+        if fixed[best] + number * flight[best] + number * tables.kept_bytes[0, -1, 0] > request.memory_bytes:
+            return False
+    return True
 
 
 def _choose(
-    request: PlanRequest, progress: Progress | None, whole_stages: WholeStages | None, *, always: bool
-) -> _Choice:
-    """The fastest plan whose stages fit, also as whole stages, which are looked at `always` or where they
-    come near to the limit.
+    request: PlanRequest, progress: Progress | None, memory: _StageMemory, limit_seconds: float = math.inf
+) -> _Choice | None:
+    """The fastest plan whose stages fit, also as whole stages; None where nothing fits whose step is found to take less
+    than the limit.
 
-    Raises `InfeasiblePlanError`.
+    Raises `InfeasiblePlanError` where what fits does not as whole stages.
     """
     costs = request.costs()
     problem = request.problem(costs)
     least = math.inf
+    whole_stages = memory.whole_stages
     for _ in range(_MAX_SEARCHES):
-        search = StageSearch(replace(problem, cluster=request.searched(problem.cluster)), progress=progress)
+        searched = replace(problem, cluster=request.searched(problem.cluster))
+        search = StageSearch(searched, progress=progress, seconds=limit_seconds)
         result = search.run()
         if result.solution is None:
             break
@@ -179,7 +248,7 @@ def _choose(
         if (
             whole_stages is not None
             and not ended
-            and (always or _fullest(stages) > _NEAR * request.memory_bytes)
+            and (memory.always or _fullest(stages) > _NEAR * request.memory_bytes)
         ):
             stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
         needed = _fullest(stages)
@@ -200,8 +269,8 @@ def _choose(
         )
         least = min(least, needed)
         problem = replace(problem, memory_bytes=problem.memory_bytes * request.memory_bytes / needed)
-    if math.isinf(least):
-        raise request.infeasible()
+    if math.isinf(least) or not math.isinf(limit_seconds):
+        return None
     raise InfeasiblePlanError(
         f"the fullest stage of the plans that were found needs {size_text(least)}, and plans may use "
         f"{size_text(request.memory_bytes)}",

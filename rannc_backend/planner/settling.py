@@ -15,11 +15,11 @@ from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import INPUT
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Alternative, Plan, StagePlan
-from rannc_backend.planner.plan_parts import lanes_of, longest_compute, own_order_of, priced, priced_in
+from rannc_backend.planner.plan_parts import longest_compute, own_order_of, priced, priced_in
 from rannc_backend.planner.search.equal_split import even_shares
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
 from rannc_backend.planner.search.search import TOLERANCE
-from rannc_backend.planner.search.several_stages import several_stages
+from rannc_backend.planner.search.several_stages import lane_plans
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.orders import ScheduleName
@@ -29,6 +29,7 @@ from rannc_backend.schedule.verify import verify
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 _FASTER = 5e-3  # relative: by less, a schedule that people know is preferred to an order of the plan's own
 _NEAR, _MOST_TRIED = 0.05, 6  # plans that may be the fastest in an order of their own: relative, and how many
+_MOST_ORDERED = 3  # plans with several stages on each rank that get an order of their own
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
@@ -85,8 +86,7 @@ def _with_several_stages(problem: SearchProblem, best: Solution) -> Solution:
     """A plan with several stages on each rank, where that is faster or nothing else is asked for."""
     if not problem.lane_schedules or (best.num_stages == 1 and not problem.only_lane_schedules):
         return best
-    made = [several_stages(problem, best, name) for name in problem.lane_schedules]
-    tried = [in_own_order(problem, each) for each in made if each is not None]
+    tried = [in_own_order(problem, each) for each in lane_plans(problem, best)[:_MOST_ORDERED]]
     found = min(tried, key=lambda each: each.step_seconds, default=None)
     if found is None:
         return best
@@ -182,7 +182,7 @@ def is_safe(problem: SearchProblem, solution: Solution, graph: BlockGraph) -> bo
     number = solution.num_micro_batches
     order = own_order_of(problem, solution).order(solution.num_stages, number)
     try:
-        lanes = lanes_of(solution)
+        lanes = solution.lanes
         programs = lower_lanes(order, edges, "train", number)
         verify(programs, edges, number, "train", lanes=lanes)
     except ScheduleError:

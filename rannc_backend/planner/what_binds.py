@@ -27,7 +27,6 @@ ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
 )
 MORE_DEVICES = "twice the devices"
 WITHOUT = "without "  # and an option as it was set
-DIVIDED_STATE = "optimizer state divided over replicas (zero_stage 1)"
 ON_HOST = "parameters and optimizer state on the host (offload=parameters)"
 # What binds where a change gains most, and the change in a few words.
 _BINDING = {
@@ -58,14 +57,13 @@ def what_if(
         result.append(_record(change, best))
     result += _without_options(request, problem, chosen, now)
     more_memory = next(record for record in result if record.change == MORE_MEMORY)
-    frees = {DIVIDED_STATE: request.under_zero()} if request.may_divide_updates else {}
-    frees |= {} if request.offload else {ON_HOST: request.offloaded()}
-    for change, freer in frees.items() if _saves(more_memory, chosen) >= _NOTICEABLE else ():
-        other = freer.problem(freer.costs(), memory_bytes=problem.memory_bytes)
-        best = _planned_again(freer, other, chosen, shortly)
+    if not request.offload and _saves(more_memory, chosen) >= _NOTICEABLE:
+        offloaded = request.offloaded()
+        other = offloaded.problem(offloaded.costs(), memory_bytes=problem.memory_bytes)
+        best = _planned_again(offloaded, other, chosen, shortly)
         if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
             best = chosen
-        result.append(_record(change, best))
+        result.append(_record(ON_HOST, best))
     return tuple(result)
 
 

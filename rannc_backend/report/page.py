@@ -19,6 +19,7 @@ from rannc_backend.report.drawing import ROW_HEIGHT, WIDTH, timeline_drawings
 from rannc_backend.report.modules import ModuleNode, children_in_runs, module_tree, stage_modules
 from rannc_backend.report.tables import (
     alternative_text,
+    divided_text,
     memory_text,
     outputs_text,
     proof_text,
@@ -174,7 +175,14 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
         ("schedule", plan.schedule, "", ""),
         ("stages run by", plan.stage_compiler, "", ""),
         *(
-            [("ZeRO", str(plan.zero_stage), zero_text(plan.zero_stage, plan.zero_ngroups), "")]
+            [
+                (
+                    "ZeRO",
+                    str(plan.zero_stage),
+                    f"{zero_text(plan.zero_stage, plan.zero_ngroups)}; {divided_text(plan)}",
+                    "",
+                )
+            ]
             if plan.zero_stage
             else []
         ),

@@ -77,6 +77,7 @@ def headline(plan: Plan) -> RenderableType:
     lines += [
         _fact("bound by", Text(printable(plan.binding))),
         _fact("memory", Text(memory_text(plan))),
+        *([_fact("ZeRO", Text(divided_text(plan)))] if plan.zero_stage else []),
         *([_fact("outputs", Text(outputs_text(plan)))] if plan.outputs else []),
         _fact("cluster", Text(cluster_text(plan))),
     ]
@@ -124,6 +125,19 @@ def memory_text(plan: Plan) -> str:
     limit = plan.memory_limit_bytes
     share = f" ({percent_text(plan.peak_bytes / limit)})" if limit else ""
     return f"at most {size_text(plan.peak_bytes)}, on {lane_text(worst)}, of {size_text(limit)} per device{share}"
+
+
+def divided_text(plan: Plan) -> str:
+    """What it frees, and what it costs, that one replica updates a parameter."""
+    costs = [stage.predicted for stage in plan.stages]
+    freed = max(sum(costs[index].elsewhere_bytes for index in lane) for lane in plan.lanes)
+    if not freed:
+        return "nothing is divided: no stage has replicas, or the plan does not say what is"
+    seconds = max(cost.new_values_seconds for cost in costs)
+    return (
+        f"level {plan.zero_stage} frees up to {size_text(freed)} on a rank, and new values take "
+        f"{seconds_text(seconds)} of the step"
+    )
 
 
 def outputs_text(plan: Plan) -> str:

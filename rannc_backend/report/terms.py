@@ -9,12 +9,12 @@ from types import MappingProxyType
 
 _OF_PAGE = {
     "step": "seconds from when all ranks begin one training step until the last is done, predicted by "
-    "simulation; without the optimizer",
+    "simulation; without the optimizer, with its new values sent to other replicas under ZeRO",
     "stages": "sets of nodes that one group of ranks computes each; together they are the model",
     "micro-batches": "intervals of the rows of the global batch; what one forward of a stage works on",
     "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards "
     "first; zb_h1, zb_v and list_scheduled run weight gradients by themselves, where a rank would be idle; interleaved "
-    "and zb_v have two stages on each rank",
+    "has two or more stages on each rank, zb_v two",
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",

@@ -98,6 +98,10 @@ class Schedule(ABC):
         """The stages of each lane. `num_stages`: a multiple of `stages_per_lane`."""
         return one_stage_each(num_stages)
 
+    def with_stages_per_lane(self, count: int) -> Schedule | None:
+        """The same with so many stages on each lane; None where there is no such order."""
+        return self if count == self.stages_per_lane else None
+
     @abstractmethod
     def order(self, num_stages: int, num_micro_batches: int) -> Order:
         """Per lane its forwards and backwards, of whatever stages it owns, in sequence. Both numbers are at

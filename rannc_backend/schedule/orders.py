@@ -69,21 +69,21 @@ def order_on(schedule: Schedule, lanes: Lanes, num_micro_batches: int) -> Order:
     Raises:
         ValueError: the schedule is for several stages per lane, and these lanes are others.
     """
-    num_stages = sum(map(len, lanes))
-    if schedule.stages_per_lane == 1:
-        order = schedule.order(num_stages, num_micro_batches)
-        return order if len(order) == len(lanes) else merged(order, lanes)
-    if not runs_on(schedule, lanes):
+    described = on_lanes(schedule, lanes)
+    if described is None:
         raise ValueError(f"schedule {schedule} does not run on lanes {lanes}")
-    return schedule.order(num_stages, num_micro_batches)
+    order = described.order(sum(map(len, lanes)), num_micro_batches)
+    return order if len(order) == len(lanes) else merged(order, lanes)
 
 
-def runs_on(schedule: Schedule, lanes: Lanes) -> bool:
-    """Whether a schedule has an order for these lanes."""
-    num_stages = sum(map(len, lanes))
+def on_lanes(schedule: Schedule, lanes: Lanes) -> Schedule | None:
+    """The schedule as it runs on these lanes: with as many stages on each of them, or, if it is one for a stage on each,
+    as it is; None where it has no order for them.
+    """
     if schedule.stages_per_lane == 1:
-        return True
-    return num_stages % schedule.stages_per_lane == 0 and schedule.lanes(num_stages) == lanes
+        return schedule
+    made = schedule.with_stages_per_lane(len(lanes[0]))
+    return made if made is not None and made.lanes(sum(map(len, lanes))) == lanes else None
 
 
 def merged(order: Order, lanes: Lanes) -> Order:

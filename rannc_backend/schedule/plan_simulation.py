@@ -26,7 +26,7 @@ from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, held_bytes, limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import lower_lanes
-from rannc_backend.schedule.orders import ScheduleName, order_on, runs_on, schedule_named
+from rannc_backend.schedule.orders import ScheduleName, on_lanes, order_on, schedule_named
 from rannc_backend.schedule.simulator import SimulatedStep, StageSeconds, simulate
 
 MAX_SPANS = 1_000_000  # forwards and backwards that are simulated: about a minute
@@ -114,11 +114,6 @@ def simulate_plan(
     _check_size(plan.num_stages, count)
     planned = schedule_of(plan)
     described = planned if schedule == plan.schedule else _described(plan, schedule)
-    if not runs_on(described, plan.lanes):
-        raise PlanError(
-            f"schedule {schedule} is for {described.stages_per_lane} stages on each rank, which this plan does not have",
-            cure=f"plan with schedule={schedule}.",
-        )
     order = order_on(described, plan.lanes, count)
     costs = [_stage_cost(plan, stage, count) for stage in plan.stages]
     messages = {}
@@ -139,6 +134,8 @@ def simulate_plan(
     busy = {
         stage: seconds for lane, seconds in zip(plan.lanes, step.busy_seconds, strict=True) for stage in lane
     }
+    new_values = max(stage.predicted.new_values_seconds for stage in plan.stages)
+    whole = step.makespan_seconds + new_values
     stages = tuple(
         _stage_simulation(
             stage,
@@ -148,9 +145,7 @@ def simulate_plan(
             peak_bytes=_peak_bytes(
                 plan, stage, costs[stage.index].at_rows, held[stage.index], own_held[stage.index]
             ),
-            idle_share=max(0.0, 1.0 - busy[stage.index] / step.makespan_seconds)
-            if step.makespan_seconds
-            else 0.0,
+            idle_share=max(0.0, 1.0 - busy[stage.index] / whole) if whole else 0.0,
         )
         for stage in plan.stages
     )
@@ -164,6 +159,7 @@ def simulate_plan(
         schedule=schedule,
         num_micro_batches=count,
         step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share))
+        + new_values
         + plan.offload_seconds,
         idle_share=sum(stages[lane[0]].idle_share * plan.stages[lane[0]].num_replicas for lane in plan.lanes)
         / plan.num_working_ranks,
@@ -188,7 +184,12 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _described(plan: Plan, name: ScheduleName) -> Schedule:
-    described = schedule_named(name)
+    described = on_lanes(schedule_named(name), plan.lanes)
+    if described is None:
+        raise PlanError(
+            f"schedule {name} is for several stages on each rank, others than this plan has there",
+            cure=f"plan with schedule={name}.",
+        )
     if not isinstance(described, ListScheduled):
         return described
     _check_size(plan.num_stages, plan.num_micro_batches)

@@ -1,4 +1,4 @@
-"""Schedules with two stages on each rank.
+"""Schedules with several stages on each rank.
 
 In: numbers of stages and micro-batches. Out: orders, and which stages a lane has. Both orders are made by list scheduling
 over equal stages (`schedule/list_run.py`), for any number of micro-batches.
@@ -6,7 +6,7 @@ over equal stages (`schedule/list_run.py`), for any number of micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rannc_backend.schedule.description import Count, Lanes, Order, Schedule
@@ -43,19 +43,23 @@ class _OwnLanes(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved(_OwnLanes):
-    """1F1B with two stages on each lane: of p lanes, lane l runs stages l and l + p (Narayanan et al. 2021, "Efficient
-    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
+    """1F1B with v stages on each lane, two or more: of p lanes, lane l runs stages l, l + p, ... (Narayanan et al. 2021,
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 
-    The pipeline fills in stages of half the length, so ranks compute nothing for half as long as under 1F1B, and messages are
-    twice as many. The order is that of list scheduling with equal stages, of the fastest of a few rules: forwards of a lane's second
-    stage come before those of its first, or in groups of p micro-batches. Where micro-batches come in multiples of p, ranks
-    compute nothing for (p - 1) (F + B) of such a stage.
+    The pipeline fills in stages of a v-th of the length, so ranks compute nothing for a v-th of the time under 1F1B, and
+    messages are v times as many. The order is that of list scheduling with equal stages, of the fastest of a few rules:
+    forwards of a lane's later stages come before those of its earlier ones, or in groups of p micro-batches. Where
+    micro-batches come in multiples of p, ranks compute nothing for (p - 1) (F + B) of such a stage.
     """
 
     def lanes(self, num_stages: int) -> Lanes:
         """See `Schedule`: lane l of p has stages l, l + p, ..."""
         count = num_stages // self.stages_per_lane
         return tuple(tuple(range(lane, num_stages, count)) for lane in range(count))
+
+    def with_stages_per_lane(self, count: int) -> Schedule | None:
+        """See `Schedule`: any number from two."""
+        return replace(self, stages_per_lane=count) if count >= 2 else None
 
     def order(self, num_stages: int, num_micro_batches: int) -> Order:
         """See `Schedule`."""

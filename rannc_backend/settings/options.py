@@ -8,14 +8,13 @@ planner decides" for every number of things. One GB is 1024**3 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from rannc_backend.errors import RanksDifferError
 from rannc_backend.settings.choices import (
     SCHEDULE_ALIASES,
     activation_budget,
@@ -55,6 +54,12 @@ class Config(BaseModel):
     )
 
     partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
+    stages_per_rank: int = Field(
+        0,
+        ge=0,
+        description="Number of stages that each rank computes: 1, or more under schedule interleaved (any number) or "
+        "zb_v (2); 0: the planner decides.",
+    )
     replica_num: int = Field(
         0, ge=0, description="Number of replicas of every stage; 0: the planner decides."
     )
@@ -126,12 +131,13 @@ class Config(BaseModel):
         description="In how many parts of its parameters an optimizer steps, one after the other, so that what the "
         "step needs besides is smaller; the result is the same.",
     )
-    zero_stage: int = Field(
-        0,
-        ge=0,
-        le=2,
+    zero_stage: str = Field(
+        "auto",
+        pattern=r"^(auto|0|1|2)$",
+        json_schema_extra={"accepts": '"auto", 0, 1 or 2'},
         description="1: each parameter has one replica of its stage that updates it and keeps its optimizer state; "
-        "2: which also keeps its gradient alone; 0: every replica updates all.",
+        "2: which also keeps its gradient alone; 0: every replica updates all; auto: 1 where memory makes that faster, "
+        "else 0.",
     )
     zero_ngroups: int = Field(
         1,
@@ -236,8 +242,8 @@ class Config(BaseModel):
     schedule: str = Field(
         "auto",
         description="Order of forwards and backwards; auto: the fastest that gives exact results. zb_h1: backwards in "
-        "two parts; list_scheduled: likewise, in an order made for the plan. interleaved, zb_v: two stages on each rank, "
-        "with whole backwards, and in two parts. gpipe is another name of fill_drain.",
+        "two parts; list_scheduled: likewise, in an order made for the plan. interleaved, zb_v: several stages on each "
+        "rank, with whole backwards, and two in the shape of a V, with backwards in two parts. gpipe is another name of fill_drain.",
     )
     outputs: Literal["auto", "all", "loss"] = Field(
         "auto",
@@ -388,6 +394,11 @@ class Config(BaseModel):
         return {name: number_or_truth(text) for name, text in pairs}
 
     @property
+    def zero_level(self) -> int | None:
+        """`zero_stage` as a number; None when the planner decides."""
+        return None if self.zero_stage == "auto" else int(self.zero_stage)
+
+    @property
     def fixed_recompute(self) -> float | None:
         """`recompute` as a number, 0 with `checkpointing`; None when the planner decides."""
         if self.checkpointing:
@@ -434,7 +445,7 @@ class Config(BaseModel):
     def _schedule_by_its_own_name(cls, value: str) -> str:
         return value if value == "auto" else check_schedule_name(SCHEDULE_ALIASES.get(value, value))
 
-    @field_validator("recompute", mode="before")
+    @field_validator("recompute", "zero_stage", mode="before")
     @classmethod
     def _number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -471,28 +482,6 @@ class Config(BaseModel):
 def environment_name(item: str) -> str:
     """The environment variable of an item: "pipeline_num" gives "RANNC_PIPELINE_NUM"."""
     return ENVIRONMENT_PREFIX + item.upper()
-
-
-def is_own(item: str) -> bool:
-    """Whether an item may have another value on each rank: a path, or what is logged."""
-    extra = Config.model_fields[item].json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("own"))
-
-
-def check_same_options(options_by_rank: Sequence[Mapping[str, object]]) -> None:
-    """Raise RanksDifferError for the first item whose value is not the same on all ranks.
-
-    Items that are a rank's own affair (`is_own`) may differ; where rank 0 alone uses one, its value counts.
-
-    Args:
-        options_by_rank: `Config.model_dump()` of each rank, in rank order.
-    """
-    for item in Config.model_fields:
-        if is_own(item):
-            continue
-        values = [repr(options[item]) for options in options_by_rank]
-        if len(set(values)) > 1:
-            raise RanksDifferError(f"values of the option {item!r}", value_by_rank=values)
 
 
 def _disagreement(item: str, relation: str, other: str) -> PydanticCustomError:

@@ -14,13 +14,15 @@ from tests.distributed.test_equality import check_ownership
 
 def _case(name: str, model: str, replicas: str, schedule: str, **members: Any) -> Case:
     """`replicas`: by stage; those of the second half are on the ranks of the first."""
+    per_rank = members.pop("stages_per_rank", 2)
     options = {"schedule": schedule} | members.pop("options", {})
+    options |= {"stages_per_rank": per_rank} if per_rank > 2 else {}
     return Case(
         name=f"several-{schedule}-{name}",
         model=model,
         replicas=replicas,
-        world=sum(int(number) for number in replicas.split(",")) // 2,
-        stages_per_rank=2,
+        world=sum(int(number) for number in replicas.split(",")) // per_rank,
+        stages_per_rank=per_rank,
         options=options,
         **{"num_micro_batches": 3, **members},
     )
@@ -48,6 +50,15 @@ EQUAL = (
     _case("inductor", "gpt2", "1,1,1,1", "interleaved", stage_compiler="inductor", limit_seconds=200.0),
     _case("inductor", "long_skip_loss", "1,1,1,1", "zb_v", stage_compiler="inductor", limit_seconds=200.0),
     _case("segments", "gpt2", "1,1,1,1", "zb_v", options={"recompute": "segments"}),
+    _case("three_each", "tied_embedding", "1,1,1,1,1,1", "interleaved", stages_per_rank=3),
+    _case(
+        "three_each_of_two",
+        "long_skip_loss",
+        "2,2,2,2,2,2",
+        "interleaved",
+        stages_per_rank=3,
+        num_micro_batches=2,
+    ),
     _case("one_rank", "gpt2", "1,1", "interleaved"),
     _case("one_micro_batch", "mlp_loss", "1,1,1,1", "zb_v", num_micro_batches=1),
     _case("many_micro_batches", "mlp_loss", "1,1,1,1", "interleaved", num_micro_batches=7),

@@ -127,7 +127,7 @@ class StageMemory:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryParts:
     """Bytes of one interval on one replica; `activations` of one micro-batch, and what is `kept` of one between the two
-    parts of its backward.
+    parts of its backward. `elsewhere`: optimizer state that other replicas keep for this one.
     """
 
     parameters: float
@@ -139,6 +139,7 @@ class MemoryParts:
     workspace: float
     kept: float
     host: float = 0.0  # not on the device: parameters, gradients and optimizer state that are offloaded
+    elsewhere: float = 0.0
 
     @property
     def buffers(self) -> float:

@@ -40,12 +40,13 @@ from rannc_backend.planner.cost.transfer import allreduce_terms, communicator_me
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import (
     ParameterSums,
+    WorkFloor,
     first_at_or_after,
     largest_over,
     over,
     seconds_over,
 )
-from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables, WorkFloor
+from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 _ACCUMULATION_MOVES = 3  # adding a gradient to its sum reads both and writes one
@@ -198,7 +199,6 @@ class IntervalCosts:
         rows = [self.replica_rows(num_micro_batches, int(count)) for count in counts]
         return np.searchsorted(self._rows, rows)
 
-    # ------------------------------------------------------------------ the parts of one stage
     def prices(
         self, begin: int, end: int, budget: float, rows: Sequence[int], traced: StageMemory | None = None
     ) -> BlockPrices:
@@ -297,6 +297,7 @@ class IntervalCosts:
             parameters=float(self.sums.parameters[place]),
             gradients=float(self.sums.gradients[place]),
             optimizer=self._device_factor * updated,
+            elsewhere=self._device_factor * max(0.0, float(self.sums.trainable[place]) - updated),
             host=float(self.sums.host[place]) + (self.optimizer_factor - self._device_factor) * updated,
             activations=float(prices.saved_bytes[0] + received[0]),
             kept=float(prices.kept_bytes[0]),
@@ -325,7 +326,6 @@ class IntervalCosts:
             result[index] = needed + kept if priced_as is None else needed
         return result
 
-    # ------------------------------------------------------------------ building
     def _size_parameters(self) -> None:
         blocks = self.graph.blocks
         uses = {use.name: use for use in self.graph.parameters}

@@ -1,4 +1,4 @@
-"""Sums and maxima over all intervals of blocks at once, and the bytes of their parameters.
+"""Sums and maxima over all intervals of blocks at once, the bytes of their parameters, and what stages need at least.
 
 In: values by block, [L] or [L, columns]; a `BlockGraph`. Out: tables [L, N, columns], by first block and number of blocks
 less one. A parameter of several blocks counts once in an interval that has them.
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rannc_backend.ir.block_graph import BlockGraph, ParameterUse
-from rannc_backend.planner.search.problem import Floats, Ints
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_INFINITY = float("inf")
+_ROUNDED_UP = 1 + 1e-9
 
 
 def over(values: Floats, ends: Ints) -> Floats:
@@ -111,3 +117,51 @@ class ParameterSums:
 
 def _sizes(use: ParameterUse) -> tuple[int, int, int, int]:
     return use.num_bytes, use.num_bytes * use.trainable, use.gradient_bytes, use.sum_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkFloor:
+    """For one number of micro-batches: `work` [blocks], at least what each block adds to the sum of replicas
+    x seconds of a micro-batch over all stages; `held_bytes` [first block, blocks - 1], at least what a stage
+    needs in memory; `most_replicas` of a stage."""
+
+    work: Floats
+    held_bytes: Floats
+    most_replicas: int
+
+    @cached_property
+    def _works(self) -> Floats:
+        """[first block, blocks - 1]: the work of stages."""
+        num_blocks, max_length = self.held_bytes.shape
+        sums = np.concatenate([[0.0], np.cumsum(self.work)])
+        ends = np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+        return sums[ends] - sums[:-1, None]
+
+    def of_stages(self, cuts: Ints) -> tuple[Floats, float]:
+        """The works [stages] of stages with bounds [stages + 1], and what the fullest needs at least in
+        memory: inf if it cannot fit.
+        """
+        lengths = np.diff(cuts)
+        if lengths.max() > self.held_bytes.shape[1]:
+            return np.zeros(len(lengths)), _INFINITY
+        index = cuts[:-1], lengths - 1
+        return self._works[index], float(self.held_bytes[index].max())
+
+    def largest_share(self, memory_bytes: float) -> float:
+        """The largest share of the work in one stage that may fit; 0 if none does."""
+        return float(self._works[self.held_bytes <= memory_bytes].max(initial=0.0)) / max(
+            float(self.work.sum()), 1e-300
+        )
+
+    def longest_stage(self, memory_bytes: float, most_seconds: float) -> int:
+        """The most blocks, 1 at least, of a stage that may fit and compute a micro-batch in so many
+        seconds.
+        """
+        num_blocks, max_length = self.held_bytes.shape
+        is_whole = np.add.outer(np.arange(num_blocks), np.arange(1, max_length + 1)) <= num_blocks
+        fitting = (
+            is_whole
+            & (self.held_bytes <= memory_bytes)
+            & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
+        )
+        return int(np.flatnonzero(fitting.any(axis=0)).max(initial=0)) + 1

@@ -26,16 +26,15 @@ from numpy.typing import NDArray
 
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.transfer import allreduce_terms, shared_allreduce_terms
+from rannc_backend.planner.search.over_intervals import Floats, Ints, WorkFloor
 from rannc_backend.schedule.chain import chains_step_seconds
-from rannc_backend.schedule.description import Count
-from rannc_backend.schedule.orders import ScheduleName, schedule_named
+from rannc_backend.schedule.description import Count, Lanes, Schedule
+from rannc_backend.schedule.orders import ScheduleName, on_lanes, schedule_named
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Budgets = NDArray[np.int8]  # which of the budgets
 Placement = Literal["stage_major", "replica_major"]
 INFINITY = float("inf")
-_ROUNDED_UP, _ROUNDED_DOWN = 1 + 1e-9, 1 - 1e-9
+_ROUNDED_DOWN = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,54 +61,6 @@ class MicroBatchTables:
     gradient_bytes: Floats  # [L, N, R]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WorkFloor:
-    """For one number of micro-batches: `work` [blocks], at least what each block adds to the sum of replicas
-    x seconds of a micro-batch over all stages; `held_bytes` [first block, blocks - 1], at least what a stage
-    needs in memory; `most_replicas` of a stage."""
-
-    work: Floats
-    held_bytes: Floats
-    most_replicas: int
-
-    @cached_property
-    def _works(self) -> Floats:
-        """[first block, blocks - 1]: the work of stages."""
-        num_blocks, max_length = self.held_bytes.shape
-        sums = np.concatenate([[0.0], np.cumsum(self.work)])
-        ends = np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
-        return sums[ends] - sums[:-1, None]
-
-    def of_stages(self, cuts: Ints) -> tuple[Floats, float]:
-        """The works [stages] of stages with bounds [stages + 1], and what the fullest needs at least in
-        memory: inf if it cannot fit.
-        """
-        lengths = np.diff(cuts)
-        if lengths.max() > self.held_bytes.shape[1]:
-            return np.zeros(len(lengths)), INFINITY
-        index = cuts[:-1], lengths - 1
-        return self._works[index], float(self.held_bytes[index].max())
-
-    def largest_share(self, memory_bytes: float) -> float:
-        """The largest share of the work in one stage that may fit; 0 if none does."""
-        return float(self._works[self.held_bytes <= memory_bytes].max(initial=0.0)) / max(
-            float(self.work.sum()), 1e-300
-        )
-
-    def longest_stage(self, memory_bytes: float, most_seconds: float) -> int:
-        """The most blocks, 1 at least, of a stage that may fit and compute a micro-batch in so many
-        seconds.
-        """
-        num_blocks, max_length = self.held_bytes.shape
-        is_whole = np.add.outer(np.arange(num_blocks), np.arange(1, max_length + 1)) <= num_blocks
-        fitting = (
-            is_whole
-            & (self.held_bytes <= memory_bytes)
-            & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
-        )
-        return int(np.flatnonzero(fitting.any(axis=0)).max(initial=0)) + 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchProblem:
     """`tables(m, n)` gives the costs of m micro-batches, of stages of at least n blocks. Arrays are indexed
@@ -121,10 +72,13 @@ class SearchProblem:
     (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
     sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
     made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
-    several stages on each rank, tried with what the search finds; `only_lane_schedules`: nothing else is asked for.
+    several stages on each rank, tried with what the search finds, with each of `stages_per_lane`; `only_lane_schedules`:
+    nothing else is asked for.
     `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans. `workspace(m, begin, end, replicas)`: of a
     stage's `fixed_bytes`, by budget, what the stages of a rank need in turn; None: nothing is known of it.
     `offload_seconds`: of a step's copies between host and device; None: there are none.
+    `update_groups`: of the replicas of a stage, one of which in each updates a parameter and sends it, of `value_bytes`
+    [first block, blocks - 1], to the others; None: all update all.
     """
 
     num_blocks: int
@@ -147,9 +101,12 @@ class SearchProblem:
     workspace: Callable[[int, int, int, int], Floats] | None = None
     own_order: ScheduleName = ""
     only_own_order: bool = False
+    update_groups: int | None = None
+    value_bytes: Floats | None = None
     lane_starts: tuple[int, ...] = ()
     lane_stage_of: tuple[tuple[int, int], ...] = ()
     lane_schedules: tuple[ScheduleName, ...] = ()
+    stages_per_lane: tuple[int, ...] = (2,)
     only_lane_schedules: bool = False
 
     def __post_init__(self) -> None:
@@ -220,6 +177,21 @@ class Solution:
         return self.base is not None
 
     @property
+    def lanes(self) -> Lanes:
+        """The stages of each rank, first stages ascending."""
+        at: dict[int, list[int]] = {}
+        for stage, place in enumerate(self.places):
+            at.setdefault(place, []).append(stage)
+        return tuple(map(tuple, at.values()))
+
+    @property
+    def described(self) -> Schedule:
+        """The schedule, as it runs on these lanes."""
+        made = on_lanes(schedule_named(self.schedule), self.lanes)
+        assert made is not None, f"{self.schedule} does not run on {self.lanes}"
+        return made
+
+    @property
     def num_ranks(self) -> int:
         """Ranks that compute a stage."""
         return sum(dict(zip(self.places, self.replicas, strict=True)).values())
@@ -237,8 +209,8 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTerms:
-    """Seconds of stages, all arrays of one shape: what `chains_step_seconds` takes. `backward` is inf where
-    nothing fits.
+    """Seconds of stages, all arrays of one shape: what `chains_step_seconds` takes, and `new_values`, which are sent after
+    the step. `backward` is inf where nothing fits.
     """
 
     forward: Floats
@@ -248,6 +220,7 @@ class StageTerms:
     allreduce: Floats
     num_buckets: Floats
     weight: Floats
+    new_values: Floats
 
     def columns(self) -> tuple[Floats, ...]:
         return tuple(getattr(self, name) for name in self.__slots__)
@@ -349,37 +322,57 @@ class Pricer:
             share = np.maximum(1.0, tables.rows[before_options] / tables.rows[options])
             message = self.links(near, tables.message_bytes[index] * share)
             gradient = self.links(near, tables.gradient_bytes[index] * share)
+        stride = num_stages if placement == "replica_major" else 1
         return StageTerms(
             forward=tables.forward[index],
             backward=self.backward(stages_to_end, index, num_stages)[0],
             message=message,
             gradient=gradient,
-            allreduce=self.allreduce(
-                begins, lengths, replicas, places, num_stages if placement == "replica_major" else 1
-            ),
+            allreduce=self.allreduce(begins, lengths, replicas, places, stride),
             num_buckets=problem.num_buckets(begins, lengths),
             weight=tables.weight[index],
+            new_values=self.new_values(begins, lengths, replicas, places, stride),
         )
 
-    def allreduce(self, begins: Ints, lengths: Ints, replicas: Ints, places: Ints, stride: int) -> Floats:
-        """Seconds of the all-reduce of stages with ranks places, places + stride, ..."""
+    def new_values(self, begins: Ints, lengths: Ints, replicas: Ints, places: Ints, stride: int) -> Floats:
+        """Seconds in which the replicas of stages get the parameters that others have updated: half of an all-reduce of
+        them within the largest group, as each rank receives all but its own part once. What other stages read too goes to
+        their ranks as well.
+        """
         problem = self.problem
-        per_node = problem.cluster.devices_per_node
+        if problem.update_groups is None or problem.value_bytes is None:
+            return np.zeros(len(begins))
+        in_group = -(-replicas // np.minimum(problem.update_groups, replicas))
+        latency, rate, _, _ = self._reduction_terms(in_group, places, stride).T
+        shared = problem.shared_gradient_bytes[begins, lengths - 1]
+        values = np.maximum(problem.value_bytes[begins, lengths - 1] - shared, 0.0)
+        seconds = np.where((in_group > 1) & (values > 0), latency + values * rate, 0.0)
+        _, _, latency, rate = self._reduction_terms(replicas, places, stride).T
+        return (seconds + np.where(shared > 0, latency + shared * rate, 0.0)) / 2
+
+    def _reduction_terms(self, replicas: Ints, places: Ints, stride: int) -> Floats:
+        """[stages, 4] of `reduction_terms`."""
+        per_node = self.problem.cluster.devices_per_node
         keys, inverse = np.unique(replicas * per_node + places % per_node, return_inverse=True)
-        terms = np.array(
-            [
-                reduction_terms(problem.cluster, int(key) // per_node, int(key) % per_node, stride)
-                for key in keys
-            ]
-        )
+        terms = [
+            reduction_terms(self.problem.cluster, int(key) // per_node, int(key) % per_node, stride)
+            for key in keys
+        ]
+        return np.array(terms)[inverse]
+
+    def allreduce(self, begins: Ints, lengths: Ints, replicas: Ints, places: Ints, stride: int) -> Floats:
+        """Seconds of the all-reduce of stages with ranks places, places + stride, ...; half of it where one replica alone
+        takes the sums.
+        """
+        problem = self.problem
         own, shared = (
             problem.own_gradient_bytes[begins, lengths - 1],
             problem.shared_gradient_bytes[begins, lengths - 1],
         )
-        own_latency, own_rate, shared_latency, shared_rate = terms[inverse].T
-        return np.where(own > 0, own_latency + own * own_rate, 0.0) + np.where(
-            shared > 0, shared_latency + shared * shared_rate, 0.0
-        )
+        own_latency, own_rate, shared_latency, shared_rate = self._reduction_terms(replicas, places, stride).T
+        seconds = np.where(own > 0, own_latency + own * own_rate, 0.0)
+        seconds += np.where(shared > 0, shared_latency + shared * shared_rate, 0.0)
+        return seconds / 2 if problem.update_groups == 1 else seconds
 
 
 def _fastest(forward: Floats, backward: Floats, fits: NDArray[np.bool_]) -> tuple[Floats, Budgets]:
@@ -426,14 +419,15 @@ def plans_step_seconds(
     fits = np.isfinite(columns[0]).all(axis=1) & np.isfinite(columns[1]).all(axis=1)
     seconds = np.full(len(bounds), np.inf)
     if fits.any():
-        *kept, weight = (column[fits] for column in columns)
+        *kept, weight, new_values = (column[fits] for column in columns)
         chains = chains_step_seconds(
             *kept, num_micro_batches=pricer.num_micro_batches, schedule=pricer.schedule, weight=weight
         )
         # Where devices share cores the cores have all of the work to do, whoever waits.
         work = (pricer.tables.replicas[options[fits]] * (kept[0] + kept[1])).sum(axis=1)
-        seconds[fits] = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
-        seconds[fits] += pricer.problem.copying(bounds[fits, :-1], np.diff(bounds[fits], axis=1)).max(axis=1)
+        computed = np.maximum(chains, pricer.num_micro_batches * work / pricer.problem.num_cores)
+        copying = pricer.problem.copying(bounds[fits, :-1], np.diff(bounds[fits], axis=1))
+        seconds[fits] = computed + new_values.max(axis=1) + copying.max(axis=1)
     return seconds
 
 

@@ -109,7 +109,9 @@ def search(
 
 @dataclass(slots=True, eq=False)
 class StageSearch:
-    """One search, which can be asked afterwards for the best plans of other shapes."""
+    """One search, which can be asked afterwards for the best plans of other shapes. `seconds`: of the best plan, and before
+    one is found, what plans must take less than.
+    """
 
     problem: SearchProblem
     effort: Effort = Effort()
@@ -117,7 +119,7 @@ class StageSearch:
     pricers: dict[tuple[str, int], Pricer] = field(init=False, default_factory=dict)
     shapes: dict[tuple[str, int], Shapes] = field(init=False, default_factory=dict)
     best: Solution | None = field(init=False, default=None)
-    seconds: float = field(init=False, default=float("inf"))
+    seconds: float = float("inf")
     num_candidates: int = field(init=False, default=0)
     left_out: float = field(init=False, default=float("inf"))
     equal: Solution | None = field(init=False, default=None)  # the best equal split
@@ -166,7 +168,12 @@ class StageSearch:
         return self.seconds * (1 - TOLERANCE)
 
     def _cancelled(self) -> bool:
-        return self.best is not None and self.progress is not None and self.progress.cancelled()
+        return self._has_limit and self.progress is not None and self.progress.cancelled()
+
+    @property
+    def _has_limit(self) -> bool:
+        """Whether a plan was found, or plans are known to be of no interest."""
+        return bool(np.isfinite(self.seconds))
 
     def _candidates(self) -> list[Candidate]:
         """Of all schedules and numbers of micro-batches, with quick bounds."""
@@ -196,7 +203,7 @@ class StageSearch:
             self._improve()
         ordered = sorted(candidates, key=lambda item: item.lower_bound)
         # Without a plan, what is found in one may bound the next.
-        for group in [ordered] if self.best is not None else [[candidate] for candidate in ordered]:
+        for group in [ordered] if self._has_limit else [[candidate] for candidate in ordered]:
             for candidate, found in zip(group, self._cells_of(group), strict=True):
                 if found is None:
                     self.left_out = min(self.left_out, candidate.lower_bound)
@@ -206,7 +213,7 @@ class StageSearch:
                     for index, (bound, cell, path) in enumerate(found)
                 ]
             self.interrupted = self.interrupted or self._cancelled()
-            if self.best is None:
+            if not self._has_limit:
                 self._try_narrowly(entries, self.effort.num_narrow_cells // 2)
         self._try_narrowly(entries, self.effort.num_narrow_cells)
         heap = [entry for entry in entries if entry[0] < self.limit]

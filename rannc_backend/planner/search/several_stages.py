@@ -1,42 +1,101 @@
 """Plans in which a rank computes several stages.
 
-In: a search problem, a plan of it in which each rank has one stage, a schedule for several. Out: a plan with as many times
-more stages, on the same lanes: stage after stage gets the share of the computing that its lane's replicas can do, and of
-the budgets of recompute those that are fastest within the memory of the lane. It is priced by simulating its programs.
-There is no proof that no better one exists.
+In: a search problem, a plan of it in which each rank has one stage, schedules for several. Out: plans with as many times
+more stages, on the same lanes or on others: stage after stage gets the share of the computing that its lane's replicas can
+do, and of the budgets of recompute those that are fastest within the memory of the lane. They are priced by simulating
+their programs. There is no proof that no better one exists.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, Channel
 from rannc_backend.planner.search.moves import honours
-from rannc_backend.planner.search.problem import Floats, Pricer, SearchProblem, Solution, StageTerms
+from rannc_backend.planner.search.problem import INFINITY, Floats, Pricer, SearchProblem, Solution, StageTerms
 from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
-from rannc_backend.schedule.list_run import fullest, held_by
+from rannc_backend.schedule.list_run import LaneCosts, held_by, lower_bound_seconds
 from rannc_backend.schedule.lowering import lower_lanes
-from rannc_backend.schedule.orders import ScheduleName, order_on, schedule_named
+from rannc_backend.schedule.orders import order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
+_MOST_TRIED = 12  # plans
+_MOST_NUMBERS = 2  # of micro-batches
+_MOST_COMBINATIONS = 700  # of budgets of a lane's stages that are all tried
 
-def several_stages(problem: SearchProblem, base: Solution, name: ScheduleName) -> Solution | None:
-    """The plan with the lanes and micro-batches of `base`, each lane with as many stages as the schedule has; None where
-    the blocks are too few, or nothing fits.
+
+def lane_plans(problem: SearchProblem, best: Solution) -> list[Solution]:
+    """Plans with the schedules and numbers of stages on each rank that the problem names, the fastest first.
+
+    They are made on the lanes and micro-batches of `best`, and, where numbers are free, on half and twice as many equal
+    lanes with the smallest micro-batches. Of many, those are priced that would be fastest if ranks idled only while stages
+    fill.
     """
-    schedule = schedule_named(name)
+    tried = []
+    for base in _bases(problem, best):
+        work = _least_seconds(problem, base)
+        for name, per_lane in itertools.product(problem.lane_schedules, problem.stages_per_lane):
+            described = schedule_named(name).with_stages_per_lane(per_lane)
+            if described is not None and (problem.only_lane_schedules or work < best.step_seconds):
+                filling = work * (base.num_stages - 1) / (per_lane * base.num_micro_batches)
+                tried.append((work + filling, len(tried), base, described))
+    tried.sort(key=lambda each: each[:2])
+    limit = INFINITY if problem.only_lane_schedules else best.step_seconds
+    made = [several_stages(problem, base, schedule, limit) for _, _, base, schedule in tried[:_MOST_TRIED]]
+    return sorted((each for each in made if each is not None), key=lambda each: each.step_seconds)
+
+
+def _bases(problem: SearchProblem, best: Solution) -> Iterator[Solution]:
+    """Lanes and micro-batches; the stages of all but the first are made up, one for each lane."""
+    yield best
+    if problem.stage_replicas is not None or best.placement != "stage_major":
+        return
+    counts = {best.num_stages // 2, best.num_stages, 2 * best.num_stages}
+    for count in sorted(counts) if problem.num_stages is None else [problem.num_stages]:
+        replicas = problem.replicas or problem.num_devices // max(count, 1)
+        if not 1 < count <= problem.num_blocks or replicas < 1 or count * replicas > problem.num_devices:
+            continue
+        numbers = [m for m in problem.micro_batches if replicas in problem.tables(m, 1).replicas]
+        for number in numbers[: -_MOST_NUMBERS - 1 : -1]:
+            if (count, number) != (best.num_stages, best.num_micro_batches):
+                yield replace(
+                    best,
+                    num_micro_batches=number,
+                    bounds=(*range(count), problem.num_blocks),
+                    replicas=(replicas,) * count,
+                    places=tuple(range(0, count * replicas, replicas)),
+                    budgets=(problem.budgets[0],) * count,
+                )
+
+
+def _least_seconds(problem: SearchProblem, base: Solution) -> float:
+    """Below which no step of a plan on these lanes can fall: all of its computing with the fastest budgets, shared out."""
+    tables = problem.tables(base.num_micro_batches, 1)
+    options = np.searchsorted(tables.replicas, base.replicas)
+    blocks = np.arange(problem.num_blocks)
+    per_replica = tables.forward[blocks, 0] + tables.backward[:, blocks, 0].min(axis=0)  # [blocks, options]
+    work = float((per_replica * tables.replicas).sum(axis=0)[options].min())
+    return base.num_micro_batches * work / sum(base.replicas)
+
+
+def several_stages(
+    problem: SearchProblem, base: Solution, schedule: Schedule, limit_seconds: float = INFINITY
+) -> Solution | None:
+    """The plan with the lanes and micro-batches of `base`, each lane with as many stages as the schedule has; None where
+    the blocks are too few, nothing fits, or no order of the stages takes less than the limit.
+    """
     num_stages = schedule.stages_per_lane * base.num_stages
     if num_stages > problem.num_blocks or base.placement != "stage_major":
         return None
     lanes = schedule.lanes(num_stages)
     lane_of = {stage: number for number, lane in enumerate(lanes) for stage in lane}
     replicas = tuple(base.replicas[lane_of[stage]] for stage in range(num_stages))
-    pricer = Pricer(problem, base.num_micro_batches, name, problem.num_blocks)
+    pricer = Pricer(problem, base.num_micro_batches, schedule.name, problem.num_blocks)
     bounds = _even_bounds(pricer, lanes, replicas)
     pinned = replace(
         problem,
@@ -50,19 +109,33 @@ def several_stages(problem: SearchProblem, base: Solution, name: ScheduleName) -
         return None
     solution = replace(
         base,
-        schedule=name,
+        schedule=schedule.name,
         bounds=bounds,
         replicas=replicas,
         places=tuple(base.places[lane_of[stage]] for stage in range(num_stages)),
         budgets=(problem.budgets[0],) * num_stages,
         own_order="",
     )
-    budgets = _budgets(pricer, solution, lanes)
+    budgets = _budgets(pricer, solution, schedule)
     if budgets is None:
         return None
     solution = replace(solution, budgets=budgets)
+    if _least_seconds_of(problem, solution) >= limit_seconds:
+        return None
     seconds = step_seconds(problem, solution, schedule)
     return replace(solution, step_seconds=seconds, base=base) if np.isfinite(seconds) else None
+
+
+def _least_seconds_of(problem: SearchProblem, solution: Solution) -> float:
+    """Below which no order of these stages can fall."""
+    costs = []
+    for terms in stage_terms(problem, solution):
+        forward, backward, message, gradient, _, _, weight, _ = (float(x[0]) for x in terms.columns())
+        inputs = backward - weight
+        costs.append(
+            LaneCosts(forward=forward, inputs=inputs, weights=weight, message=message, gradient=gradient)
+        )
+    return lower_bound_seconds(costs, solution.num_micro_batches, solution.lanes)
 
 
 def stage_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
@@ -102,13 +175,13 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
             allreduce=allreduce,
             num_buckets=int(buckets),
         )
-        for forward, backward, _, _, allreduce, buckets, weight in columns
+        for forward, backward, _, _, allreduce, buckets, weight, _ in columns
     ]
     messages = {}
     for stage in range(1, num_stages):
         messages[Channel(stage - 1, stage, FORWARD_VALUES)] = columns[stage][2]
         messages[Channel(stage, stage - 1, GRADIENTS)] = columns[stage][3]
-    order = order_on(schedule, schedule.lanes(num_stages), number)
+    order = order_on(schedule, solution.lanes, number)
     step = simulate(lower_lanes(order, chain_edges(num_stages), "train", number), stages, messages)
     work = sum(
         replicas * (seconds.forward + seconds.backward)
@@ -116,8 +189,9 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
     )
     bounds = np.array(solution.bounds)
     copying = problem.copying(bounds[:-1], np.diff(bounds))
-    longest = max(copying[list(lane)].sum() for lane in schedule.lanes(num_stages))
-    return max(step.makespan_seconds, number * work / problem.num_cores) + float(longest)
+    longest = float(max(copying[list(lane)].sum() for lane in schedule.lanes(num_stages)))
+    new_values = max(column[-1] for column in columns)
+    return max(step.makespan_seconds, number * work / problem.num_cores) + new_values + longest
 
 
 def _places(pricer: Pricer, solution: Solution) -> list[tuple[int, int, int]]:
@@ -185,34 +259,84 @@ def _fixed_parts_of(
     return fixed - workspace, workspace
 
 
-def _budgets(pricer: Pricer, solution: Solution, lanes: Lanes) -> tuple[float, ...] | None:
+def _budgets(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...] | None:
     """Of each stage, with which its lane fits into memory and is fastest; None where a lane does not fit."""
     problem, tables = pricer.problem, pricer.tables
-    schedule = schedule_named(solution.schedule)
     places = _places(pricer, solution)
-    chosen = [0.0] * solution.num_stages
     counts = held_by(schedule, solution.num_stages, solution.num_micro_batches)
-    fixed, workspaces = zip(
-        *(_fixed_parts_of(problem, pricer, solution, stage) for stage in range(solution.num_stages)),
-        strict=True,
-    )
-    for lane, all_counts in zip(lanes, counts, strict=True):
-        best, fastest = None, np.inf
-        for budgets in itertools.product(range(len(problem.budgets)), repeat=len(lane)):
-            parts = [(budget, *places[stage]) for budget, stage in zip(budgets, lane, strict=True)]
-            seconds = sum(float(tables.backward[part]) for part in parts)
-            if not seconds < fastest:
-                continue
-            flight = [float(tables.flight_bytes[part]) for part in parts]
-            kept = [float(tables.kept_bytes[places[stage]]) for stage in lane]
-            others = sum(float(fixed[stage][budget]) for budget, stage in zip(budgets, lane, strict=True))
-            workspace = max(
-                float(workspaces[stage][budget]) for budget, stage in zip(budgets, lane, strict=True)
-            )
-            if others + workspace + sum(fullest(all_counts, flight, kept)) <= problem.memory_bytes:
-                best, fastest = budgets, seconds
+    chosen = [0.0] * solution.num_stages
+    for lane, all_counts in zip(schedule.lanes(solution.num_stages), counts, strict=True):
+        parts = [_fixed_parts_of(problem, pricer, solution, stage) for stage in lane]
+        memory = LaneMemory(
+            counts=np.array(sorted(all_counts), dtype=float),
+            seconds=np.array([tables.backward[(slice(None), *places[stage])] for stage in lane]),
+            fixed=np.array([fixed for fixed, _ in parts]),
+            workspace=np.array([workspace for _, workspace in parts]),
+            flight=np.array([tables.flight_bytes[(slice(None), *places[stage])] for stage in lane]),
+            kept=np.array([tables.kept_bytes[places[stage]] for stage in lane]),
+        )
+        best = memory.fastest(problem.memory_bytes)
         if best is None:
             return None
-        for budget, stage in zip(best, lane, strict=True):
+        for stage, budget in zip(lane, best, strict=True):
             chosen[stage] = problem.budgets[budget]
     return tuple(chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LaneMemory:
+    """The stages of one lane: all but `counts` and `kept` are [stages, budgets]. `counts` [states, stages, 2]: how many
+    micro-batches are in flight and how many kept, as `held_by` has it; `kept` [stages].
+    """
+
+    counts: Floats
+    seconds: Floats
+    fixed: Floats
+    workspace: Floats
+    flight: Floats
+    kept: Floats
+
+    def fastest(self, memory_bytes: float) -> tuple[int, ...] | None:
+        """By stage a budget, so that the lane fits and its backwards are shortest; None where nothing fits. Of many
+        combinations, what `step_by_step` finds.
+        """
+        num_stages, num_budgets = self.seconds.shape
+        if num_budgets**num_stages > _MOST_COMBINATIONS:
+            return self.step_by_step(memory_bytes)
+        fitting = [
+            (self.num_seconds(each), each)
+            for each in itertools.product(range(num_budgets), repeat=num_stages)
+            if self.num_bytes(each) <= memory_bytes
+        ]
+        best = min(fitting, default=(INFINITY, ()))
+        return best[1] if best[0] < INFINITY else None
+
+    def step_by_step(self, memory_bytes: float) -> tuple[int, ...] | None:
+        """As `fastest`, but changing one stage at a time, for most seconds, from what needs least with one budget for
+        all; there may be better ones.
+        """
+        num_stages, num_budgets = self.seconds.shape
+        even = [(budget,) * num_stages for budget in range(num_budgets)]
+        chosen = min(even, key=self.num_bytes)
+        if self.num_bytes(chosen) > memory_bytes or self.num_seconds(chosen) == INFINITY:
+            return None
+        while True:
+            others = [
+                (*chosen[:stage], budget, *chosen[stage + 1 :])
+                for stage, budget in itertools.product(range(num_stages), range(num_budgets))
+                if self.seconds[stage, budget] < self.seconds[stage, chosen[stage]]
+            ]
+            fitting = [
+                (self.num_seconds(each), each) for each in others if self.num_bytes(each) <= memory_bytes
+            ]
+            if not fitting:
+                return chosen
+            chosen = min(fitting)[1]
+
+    def num_seconds(self, budgets: Sequence[int]) -> float:
+        return float(self.seconds[np.arange(len(budgets)), budgets].sum())
+
+    def num_bytes(self, budgets: Sequence[int]) -> float:
+        index = np.arange(len(budgets)), budgets
+        held = (self.counts[:, :, 0] @ self.flight[index] + self.counts[:, :, 1] @ self.kept).max()
+        return float(self.fixed[index].sum() + self.workspace[index].max() + held)

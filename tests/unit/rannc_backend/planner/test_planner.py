@@ -17,6 +17,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
 from rannc_backend.planner.blocks.partitions import partitions_of
 from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.transfer import ring_terms
 from rannc_backend.planner.projection import stage_of_plan
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.settings.options import Config
@@ -213,13 +214,43 @@ def test_smaller_micro_batches_that_would_do_are_named() -> None:
 def test_divided_optimizer_state_that_would_do_is_named() -> None:
     make = functools.partial(make_plan, "gpt2", 4, rows=64, replica_num=4, recompute="1", pipeline_num=1)
     need = make(zero_stage=1).stages[0].predicted.peak_bytes / BYTES_PER_GB
-    with pytest.raises(InfeasiblePlanError, match="other options: .*zero_stage=1") as caught:
-        make(mem_limit_gb=need / 0.9 * 1.0001)
-    assert "zero_stage=1" in caught.value.options_that_would_do
+    with pytest.raises(InfeasiblePlanError, match="other options: .*without zero_stage=0") as caught:
+        make(mem_limit_gb=need / 0.9 * 1.0001, zero_stage=0)
+    assert "without zero_stage=0" in caught.value.options_that_would_do
     assert make(mem_limit_gb=need / 0.9 * 1.0001, zero_stage=1).stage_replicas == (4,)
     with pytest.raises(InfeasiblePlanError) as caught:
         make(mem_limit_gb=0.5 * need)
-    assert "zero_stage=1" not in caught.value.options_that_would_do
+    assert not any("zero_stage" in option for option in caught.value.options_that_would_do)
+    free = make(mem_limit_gb=need / 0.9 * 1.0001)
+    assert free.zero_stage == 1 and free.stage_replicas == (4,)
+    (lost,) = (item for item in free.alternatives if item.reason.startswith("without ZeRO"))
+    assert lost.predicted_step_seconds is None and "nothing fits" in lost.reason
+
+
+@pytest.mark.parametrize(("replicas", "groups"), [(2, 1), (4, 1), (4, 2)])
+def test_new_values_are_in_the_step(replicas: int, groups: int) -> None:
+    """One owner of a gradient takes half of an all-reduce, and sends what is half of one of its group."""
+    cluster = local_cpu(replicas, memory_bytes=64 * BYTES_PER_GB)
+    asked = {"replica_num": replicas, "pipeline_num": 1, "schedule": "fill_drain", "recompute": "1"}
+    make = functools.partial(make_plan, "gpt2", replicas, rows=64, cluster=cluster, **asked)
+    plain = make(zero_stage=0)
+    divided = make(zero_stage=1, zero_ngroups=groups)
+    before, cost = plain.stages[0].predicted, divided.stages[0].predicted
+    assert before.new_values_seconds == before.elsewhere_bytes == 0
+    share = 1 if groups > 1 else 2
+    assert cost.allreduce_seconds == pytest.approx(before.allreduce_seconds / share, rel=1e-4)
+    latency, rate = ring_terms(cluster.intra_node, replicas // groups)
+    values = before.parameter_bytes
+    assert cost.new_values_seconds == pytest.approx((latency + values * rate) / 2, rel=0.01)
+    assert divided.predicted_step_seconds == pytest.approx(simulate_plan(divided).step_seconds, rel=1e-4)
+    if groups > 1:
+        later = divided.predicted_step_seconds - plain.predicted_step_seconds
+        assert later == pytest.approx(cost.new_values_seconds, rel=1e-3)
+    else:
+        # Nothing is lost where all-reduces do not run beside computing; else what can no longer do so.
+        assert divided.predicted_step_seconds >= plain.predicted_step_seconds * (1 - 1e-5)
+    freed = before.optimizer_bytes - cost.optimizer_bytes
+    assert cost.elsewhere_bytes == pytest.approx(freed, abs=2) and freed > 0
 
 
 def test_more_memory_or_more_devices_are_never_slower() -> None:

@@ -406,4 +406,21 @@ def test_memory_of_ranks_with_several_stages_is_that_of_all() -> None:
         update={"stages": tuple(stage.model_copy(update={"ranks": (0, 1)}) for stage in plan.stages)}
     )
     assert memory_text(plan).startswith(f"at most {words.size_text(max(alone))}, on stage ")
-    assert memory_text(shared).startswith(f"at most {words.size_text(sum(alone))}, on stages 0 and 1, of ")
+    both = sum(alone) - min(
+        stage.predicted.workspace_bytes for stage in plan.stages
+    )  # one workspace serves both
+    assert memory_text(shared).startswith(f"at most {words.size_text(both)}, on stages 0 and 1, of ")
+
+
+def test_what_dividing_updates_frees_and_costs() -> None:
+    plan = sample_plan(replicas=(2, 2))
+    text = text_of([*plan_report(replaced(plan, zero_stage=1))])
+    assert "nothing is divided" in text and "ZeRO " not in text_of([*plan_report(plan)])
+    cost = plan.stages[0].predicted.model_copy(
+        update={"elsewhere_bytes": 3 * 2**30, "new_values_seconds": 0.004}
+    )
+    stages = (plan.stages[0].model_copy(update={"predicted": cost}), *plan.stages[1:])
+    text = text_of([*plan_report(replaced(plan, zero_stage=2, stages=stages))])
+    assert "level 2 frees up to 3 GB on a rank, and new values take 4 ms of the step" in " ".join(
+        text.split()
+    )

@@ -21,7 +21,7 @@ from rannc_backend.schedule.list_run import (
 )
 from rannc_backend.schedule.list_scheduled import SCHEDULE as LIST_SCHEDULED
 from rannc_backend.schedule.lowering import lower_lanes
-from rannc_backend.schedule.orders import build_order, order_on, runs_on, schedule_named
+from rannc_backend.schedule.orders import build_order, on_lanes, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 from rannc_backend.schedule.verify import verify
 from tests.schedule_executor import run_program
@@ -70,6 +70,18 @@ def test_zb_v_idles_at_the_begin_alone(num_lanes: int, number: int) -> None:
     assert max(held[lane] + held[2 * num_lanes - 1 - lane] for lane in range(num_lanes)) <= 2 * num_lanes + 1
 
 
+@pytest.mark.parametrize(("num_lanes", "number"), [(2, 4), (3, 6), (4, 8)])
+@pytest.mark.parametrize("per_lane", [3, 4, 6])
+def test_more_stages_on_each_lane_idle_shorter(per_lane: int, num_lanes: int, number: int) -> None:
+    """(p - 1) (F + B) of stages of that length, whatever their number."""
+    described = schedule_named("interleaved").with_stages_per_lane(per_lane)
+    assert described is not None
+    num_stages = per_lane * num_lanes
+    programs = lower_lanes(described.order(num_stages, number), chain(num_stages), "train", number)
+    step = simulate(programs, [StageSeconds(forward=1.0, backward=2.0)] * num_stages)
+    assert step.makespan_seconds - per_lane * number * 3.0 == pytest.approx((num_lanes - 1) * 3.0)
+
+
 def test_with_other_numbers_of_micro_batches_interleaved_is_still_faster_than_1f1b() -> None:
     half, whole = StageSeconds(forward=1.0, backward=2.0), StageSeconds(forward=2.0, backward=4.0)
     for num_lanes, number in ((2, 3), (4, 5), (4, 7), (8, 11), (8, 20)):
@@ -106,9 +118,17 @@ def test_any_schedule_runs_on_any_lanes(
 
 def test_a_schedule_for_several_stages_runs_on_its_own_lanes_alone() -> None:
     described = schedule_named("interleaved")
-    assert runs_on(described, ((0, 2), (1, 3)))
-    for lanes in (((0, 3), (1, 2)), ((0,), (1,), (2,)), ((0, 1), (2, 3))):
-        assert not runs_on(described, lanes)
+    assert on_lanes(described, ((0, 2), (1, 3))) == described
+    for lanes in (((0, 2, 4), (1, 3, 5)), ((0, 1, 2, 3),)):
+        made = on_lanes(described, lanes)
+        assert (
+            made is not None
+            and made.stages_per_lane == len(lanes[0])
+            and made.lanes(len(lanes) * len(lanes[0])) == lanes
+        )
+        assert on_lanes(schedule_named("zb_v"), lanes) is None
+    for lanes in (((0, 3), (1, 2)), ((0,), (1,), (2,)), ((0, 1), (2, 3)), ((0, 2, 3), (1,))):
+        assert on_lanes(described, lanes) is None
         with pytest.raises(ValueError, match="does not run on lanes"):
             order_on(described, lanes, 2)
 

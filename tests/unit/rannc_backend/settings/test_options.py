@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from rannc_backend.errors import OptionValueError, RanksDifferError, UnknownOptionError
 from rannc_backend.settings.accepted import accepted_values
-from rannc_backend.settings.options import Config, check_same_options, environment_name
+from rannc_backend.settings.options import Config, environment_name
+from rannc_backend.settings.same_options import check_same_options
 from rannc_backend.settings.sources import ENVIRONMENT_ONLY, resolve, resolve_config
 
 ITEMS = sorted(Config.model_fields)
@@ -20,6 +21,7 @@ OTHER_VALUES = {
     "states_on_all_ranks": (True, "1"),
     "check_optimizers": (False, "0"),
     "partition_num": (2, "2"),
+    "stages_per_rank": (2, "2"),
     "replica_num": (2, "2"),
     "stage_replicas": ("2,1", "2,1"),
     "max_partition_num": (64, "64"),
@@ -35,7 +37,7 @@ OTHER_VALUES = {
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),
     "num_apply_group": (3, "3"),
-    "zero_stage": (2, "2"),
+    "zero_stage": ("2", "2"),
     "zero_ngroups": (2, "2"),
     "offload": ("parameters", "parameters"),
     "recompute": ("0.5", "0.5"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph, Output
-from rannc_backend.ir.plan import Plan
+from rannc_backend.ir.plan import Plan, lane_bytes
 from rannc_backend.planner.cost.output_bytes import OUTPUT_SHARE, OutputBytes, why_left_out
 from rannc_backend.planner.cost.pricing import AnalyticPricer
 from rannc_backend.planner.planner import plan_blocks
@@ -172,7 +172,7 @@ def test_outputs_are_delivered_where_all_of_them_fit_in_their_share(
 def test_stages_of_the_same_ranks_share_what_is_left() -> None:
     plan = sample_plan(replicas=(1, 1))
     stages = [stage.model_copy(update={"ranks": (0,)}) for stage in plan.stages]
-    used = sum(stage.predicted.peak_bytes for stage in stages)
+    used = lane_bytes((each.predicted.peak_bytes, each.predicted.workspace_bytes) for each in stages)
     needed = (100.0, 100.0)
     assert why_left_out(stages, needed, used + 400) == ""
     assert "stages 0 and 1" in why_left_out(stages, needed, used + 399)

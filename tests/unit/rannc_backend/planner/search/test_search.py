@@ -18,7 +18,8 @@ from rannc_backend.planner.search.bounds import Cell, Shapes
 from rannc_backend.planner.search.equal_split import Candidate, _bounds_without_tables, best_equal_split
 from rannc_backend.planner.search.feasibility import is_feasible, smallest_memory
 from rannc_backend.planner.search.moves import honours
-from rannc_backend.planner.search.problem import Pricer, SearchProblem, WorkFloor, plans_step_seconds
+from rannc_backend.planner.search.over_intervals import WorkFloor
+from rannc_backend.planner.search.problem import Pricer, SearchProblem, plans_step_seconds
 from rannc_backend.planner.search.quick_bounds import quick_bounds
 from rannc_backend.planner.search.search import Effort, StageSearch, search
 from rannc_backend.settings.options import Config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, PlanError
+from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueError, PlanError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.planner.cost.pricing import AnalyticPricer
 from rannc_backend.planner.plan_parts import priced
@@ -17,7 +18,7 @@ from rannc_backend.planner.plan_request import PlanRequest
 from rannc_backend.planner.planner import plan_blocks
 from rannc_backend.planner.search.problem import SearchProblem
 from rannc_backend.planner.search.search import search
-from rannc_backend.planner.search.several_stages import several_stages, step_seconds
+from rannc_backend.planner.search.several_stages import LaneMemory, lane_plans, several_stages, step_seconds
 from rannc_backend.planner.settling import settle
 from rannc_backend.report.tables import proof_text
 from rannc_backend.schedule.orders import schedule_named
@@ -33,7 +34,7 @@ ALL = ("1f1b", "fill_drain", "zb_h1", "list_scheduled", "interleaved", "zb_v")
 
 def request_of(seed: int, schedules: tuple[str, ...], **options: Any) -> PlanRequest:
     cluster = local_cpu(NUM_LANES, memory_bytes=64 * BYTES_PER_GB)
-    config = Config(mem_margin=0.0, pipeline_num=6, **options)
+    config = Config(**{"mem_margin": 0.0, "pipeline_num": 6, **options})
     pricer = AnalyticPricer(device=cluster.device)
     return PlanRequest.of(split_line(seed, NUM_BLOCKS), config, cluster, pricer, ROWS, schedules, None)
 
@@ -62,7 +63,7 @@ def test_lanes_keep_their_ranks_and_share_the_work(name: str, seed: int) -> None
     problem = problem_of(seed, (name,), replica_num=1, partition_num=2 * NUM_LANES)
     base = search(problem).solution
     assert base is not None and base.num_stages == NUM_LANES
-    made = several_stages(problem, base, name)
+    made = several_stages(problem, base, schedule_named(name))
     assert made is not None and made.base == base and made.num_ranks == base.num_ranks
     lanes = schedule_named(name).lanes(made.num_stages)
     for number, lane in enumerate(lanes):
@@ -91,7 +92,7 @@ def test_a_plan_takes_as_long_as_its_simulation_says(name: str, seed: int) -> No
         assert found.idle_share == pytest.approx(stage.predicted.idle_share, abs=1e-3)
     assert plan.from_json(plan.to_json()) == plan
     assert proof_text(plan).startswith("not proven, as ranks have several stages")
-    with pytest.raises(PlanError, match="for 2 stages on each rank"):
+    with pytest.raises(PlanError, match="for several stages on each rank, others than this plan has"):
         simulate_plan(plan, "zb_v" if name == "interleaved" else "interleaved")
     assert simulate_plan(plan, "1f1b").step_seconds > 0
 
@@ -104,6 +105,84 @@ def test_a_plan_stays_within_the_memory_of_a_rank(name: str) -> None:
     assert (
         tight.schedule != name or max(tight.lane_peak_bytes(lane[0]) for lane in tight.lanes) <= needed * 0.97
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_largest_workspace_of_a_rank_counts_once(seed: int) -> None:
+    """The search, the plan and its simulation agree on what the stages of a rank need together."""
+    request = request_of(seed, ("interleaved",), partition_num=2 * NUM_LANES)
+    costs = request.costs()
+    for budget, begin, length, replicas in itertools.product(range(3), (0, 7), (1, 5), (1, 2)):
+        memory = costs.memory(begin, begin + length, costs.budgets[budget], 6, replicas)
+        found = costs.workspace_bytes(6, begin, begin + length, replicas)
+        assert found.shape == (len(costs.budgets),)
+        assert found[budget] == pytest.approx(memory.workspace)
+    plan = plan_of(seed, ("interleaved",), partition_num=2 * NUM_LANES)
+    for lane in plan.lanes:
+        own = [plan.stages[index].predicted for index in lane]
+        workspaces = [cost.workspace_bytes for cost in own]
+        others = sum(cost.peak_bytes - cost.workspace_bytes for cost in own)
+        assert plan.lane_peak_bytes(lane[0]) == others + max(workspaces)
+        assert simulate_plan(plan).lane_peak_bytes(lane) == others + max(workspaces)
+    needed = plan.peak_bytes
+    assert needed < max(sum(plan.stages[index].predicted.peak_bytes for index in lane) for lane in plan.lanes)
+    # So much is enough.
+    again = plan_of(seed, ("interleaved",), limit_bytes=needed + 1, partition_num=2 * NUM_LANES)
+    assert again.schedule == "interleaved" and again.peak_bytes <= needed + 1
+
+
+@pytest.mark.parametrize("per_rank", [2, 3, 4])
+def test_the_number_of_stages_on_a_rank_can_be_told(per_rank: int) -> None:
+    plan = plan_of(0, ALL, stages_per_rank=per_rank)
+    assert {len(lane) for lane in plan.lanes} == {per_rank} and plan.schedule in SEVERAL_STAGES
+    assert simulate_plan(plan).step_seconds == pytest.approx(plan.predicted_step_seconds, rel=1e-4)
+    plan = plan_of(0, ("interleaved",), stages_per_rank=per_rank, stage_replicas=",".join("21" * per_rank))
+    assert plan.num_stages == 2 * per_rank and plan.stage_replicas == (2, 1) * per_rank
+    assert all(len(lane) == 1 for lane in plan_of(0, ALL, stages_per_rank=1).lanes)
+
+
+def test_a_number_that_no_schedule_has_is_an_error() -> None:
+    for schedules in (("zb_v",), ("1f1b",), ("list_scheduled", "fill_drain")):
+        with pytest.raises(OptionValueError, match=f"{' or '.join(schedules)} can have on a rank"):
+            plan_of(0, schedules, stages_per_rank=3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_budgets_of_a_lane_are_the_fastest_that_fit(seed: int) -> None:
+    """Where all combinations are tried; changing one stage after the other comes near to that."""
+    generator = np.random.default_rng(seed)
+    num_budgets, num_stages = 4, 3
+    memory = LaneMemory(
+        counts=generator.integers(0, 4, (20, num_stages, 2)).astype(float),
+        seconds=np.sort(generator.random((num_stages, num_budgets)), axis=1),
+        fixed=generator.random((num_stages, num_budgets)),
+        workspace=generator.random((num_stages, num_budgets)),
+        flight=np.sort(generator.random((num_stages, num_budgets)), axis=1)[:, ::-1],
+        kept=np.zeros(num_stages),
+    )
+    limit = float(np.median([memory.num_bytes(each) for each in itertools.product(range(4), repeat=3)]))
+    best = memory.fastest(limit)
+    assert best is not None and memory.num_bytes(best) <= limit
+    for each in itertools.product(range(num_budgets), repeat=num_stages):
+        assert memory.num_bytes(each) > limit or memory.num_seconds(each) >= memory.num_seconds(best)
+    near = memory.step_by_step(limit)
+    assert near is not None and memory.num_bytes(near) <= limit
+    assert memory.num_seconds(best) <= memory.num_seconds(near) <= memory.num_seconds(best) + 1.0
+    assert memory.fastest(0.0) is None and memory.step_by_step(0.0) is None
+
+
+def test_other_lanes_than_those_found_are_tried() -> None:
+    """More of the memory, or fewer stages to fill, may be worth it."""
+    problem = problem_of(2, pipeline_num=0, max_pipeline=6)
+    found = search(problem).solution
+    assert found is not None
+    plans = lane_plans(replace(problem, only_lane_schedules=True), found)
+    assert [plan.step_seconds for plan in plans] == sorted(plan.step_seconds for plan in plans)
+    shapes = {(len(plan.lanes), plan.num_micro_batches, len(plan.lanes[0])) for plan in plans}
+    assert len({lanes for lanes, _, _ in shapes}) > 1 and len({per_lane for _, _, per_lane in shapes}) > 1
+    for plan in plans:
+        again = priced(problem, plan)
+        assert again is not None and again.step_seconds == pytest.approx(plan.step_seconds)
 
 
 def test_numbers_by_stage_are_those_of_lanes() -> None:
