@@ -82,6 +82,7 @@ def test_every_shipped_number_says_where_it_is_from(name: str) -> None:
             name in DATASHEETS
             and re.search("peak_flops|memory_bytes|bytes_per_second|devices", key)
             and "bfloat16" not in key
+            and "host_bytes_per_second" not in key  # what copies reach
         ):
             assert cited, f"{key} is only assumed"
 
