@@ -54,12 +54,12 @@ from rannc_backend.compiled_call import (  # noqa: E402
     note_compilation,
     refuse_wrappers,
 )
-from rannc_backend.errors import ModelError, RanncError, UserInputError  # noqa: E402
+from rannc_backend.errors import ModelError, OffloadError, RanncError, UserInputError  # noqa: E402
 from rannc_backend.log.first_call import FirstCall, memory_of  # noqa: E402
 from rannc_backend.log.logger import setup_logging  # noqa: E402
 from rannc_backend.log.startup import say_options  # noqa: E402
 from rannc_backend.log.step_timer import log_step_timer  # noqa: E402
-from rannc_backend.nonstrict_call import NonstrictCalls  # noqa: E402
+from rannc_backend.nonstrict_call import NonstrictCalls, Way  # noqa: E402
 from rannc_backend.padded_call import padded_arguments  # noqa: E402
 from rannc_backend.passes.pipeline import dumping  # noqa: E402
 from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
@@ -69,7 +69,7 @@ from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import World  # noqa: E402
-from rannc_backend.session import Session, fixed_shapes  # noqa: E402
+from rannc_backend.session import Session  # noqa: E402
 from rannc_backend.session_registry import REGISTRY  # noqa: E402
 from rannc_backend.settings.options import Config  # noqa: E402
 from rannc_backend.settings.rare_collections import rare_collections  # noqa: E402
@@ -133,6 +133,8 @@ def _compile_or_refuse(
     # First of all, so that the job knows of whatever fails on this rank from here on. Collective the first
     # time.
     world = _started(config, str(graph_module.graph))
+    if _lies_on_host(config, world):
+        raise OffloadError("it is a function that is compiled, which only Dynamo captures")
     _check_device(example_inputs, world, lambda: capture.check_one_device(graph_module, example_inputs))
     if config.stage_compiler == "inductor" and world.has_least_to_do():
         begin_compiling({world.device.type})
@@ -167,7 +169,7 @@ def _deployed(
         return captured, values
 
     captured, values = captured_now(True)
-    session = _session_for(captured.root_module, resolution, fixed_shapes(captured))
+    session = _session_for(captured.root_module, resolution, capture.fixed_shapes(captured))
     runtime = None
     try:
         runtime = session.runtime_for(captured, *_sizes_of_call(captured, values))
@@ -225,12 +227,24 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
     config = _config_of(told)
     return NonstrictCalls(
         module=weakref.ref(module),
-        way=lambda: config().capture,
+        way=lambda: _way(config()),
         dynamic=told.get("dynamic") is not False,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
         ranks=functools.cache(lambda: _ranks(config())),
         leads=bootstrap.leads,
     )
+
+
+def _way(config: Config) -> Way:
+    """How a module's forward is captured. Dynamo would take parameters on the host for what they are; the other way
+    traces as if they were on the device, where their copies will be.
+    """
+    return "nonstrict" if config.offload != "none" and torch.cuda.is_available() else config.capture
+
+
+def _lies_on_host(config: Config, world: World) -> bool:
+    """Whether parameters lie on the host, and stages compute elsewhere."""
+    return config.offload != "none" and world.device.type != "cpu"
 
 
 def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | None:
@@ -266,11 +280,17 @@ def _prepare_without_dynamo(
             resolution = _resolution(options)
             config = resolution.config
             world = _started(config, str(module))
-            _check_device([*(place.tensor() for place in places_of(module)), *call.tensors], world)
+            on_host = _lies_on_host(config, world)
+            if on_host and config.capture == "dynamo":
+                raise OffloadError("Dynamo traces parameters where they lie")
+            # What is the model's goes to its place when that is deployed.
+            own = [] if on_host else [place.tensor() for place in places_of(module)]
+            _check_device([*own, *call.tensors], world)
+            ranks = _ranks(config, world.device if on_host else None)
             found: list[Capture] = []
 
             def captured_as(with_lengths: bool) -> tuple[capture.CapturedGraph, Sequence[Any]]:
-                found.append(capture_call(module, call, _ranks(config), changing if with_lengths else set()))
+                found.append(capture_call(module, call, ranks, changing if with_lengths else set()))
                 return found[-1].recorded.captured, found[-1].tensors(call)
 
             session, captured, runtime, _ = _deployed(resolution, world, captured_as)
@@ -279,8 +299,8 @@ def _prepare_without_dynamo(
         refuse_again(REGISTRY.absent_tensors())
 
 
-def _ranks(config: Config) -> Ranks:
-    """What a capture without Dynamo asks of the job."""
+def _ranks(config: Config, device: torch.device | None = None) -> Ranks:
+    """What a capture without Dynamo asks of the job. ``device``: as of `Ranks`."""
 
     def exchange(payload: Any) -> list[Any]:
         world = bootstrap.start(bootstrap.options_of(config))
@@ -299,6 +319,7 @@ def _ranks(config: Config) -> Ranks:
         global_rows=lambda local_rows: sum(exchange(local_rows)),
         exchange=exchange,
         is_absent=is_absent,
+        device=device,
     )
 
 

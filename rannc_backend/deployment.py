@@ -27,9 +27,10 @@ from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
-from rannc_backend.runtime.gradients.bucket_layout import BucketLayout, Division, plan_buckets
+from rannc_backend.runtime.comm.host_link import HostLink
+from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
-from rannc_backend.runtime.gradients.buckets import BufferPool, Waitable
+from rannc_backend.runtime.gradients.buckets import BufferPool
 from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
@@ -75,6 +76,7 @@ class Deployer:
     cache: CompileCache
     switches: Switches
     pool: BufferPool
+    host_link: HostLink | None = None
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -102,7 +104,7 @@ class Deployer:
             self.world.transport,
             sorted({*self.stage_ranks, *self.table.owners.values()}),
             # What is freed after each step would have to be shared anew in the next one.
-            shared_memory=self.config.shared_memory and self.plan.zero_stage < 2,
+            shared_memory=self.config.shared_memory and self.plan.zero_stage < 2 and self.host_link is None,
             limit_seconds=self.config.step_timeout_seconds,
         )
         if self.config.dump_graph and self.world.rank == 0:
@@ -270,18 +272,6 @@ class Deployer:
         self, analysis: GraphAnalysis, cut: StageCut, reductions: BucketReductions
     ) -> DelayableBuckets:
         capacity_bytes = self.config.bucket_mb * 2**20
-        if not self.own_stages:
-            return DelayableBuckets(
-                layout=BucketLayout(buckets=(), slots={}),
-                parameters={},
-                stage_ranks=(),
-                start_reduce=_reduce_nothing,
-                table=self.table,
-                switches=self.switches,
-                capacity_bytes=capacity_bytes,
-                wide_sums=self.config.wide_sums,
-                pool=self.pool,
-            )
         # Of several stages the last comes first, as in their backwards.
         own_order = list(
             dict.fromkeys(
@@ -293,10 +283,10 @@ class Deployer:
             for spec in analysis.captured.inputs
             if spec.name in analysis.trained_parameters
         }
-        owned = [fqn for fqn in names.values() if fqn is not None and self.table.owns(fqn)]
+        owned = [fqn for fqn in names.values() if self.own_stages and fqn and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
-        ranks = self.stage_ranks[self.own_stages[0]]
+        ranks = self.stage_ranks[self.own_stages[0]] if self.own_stages else ()
         layout = plan_buckets(
             [(fqn, self.tensors[fqn]) for fqn in owned],
             self.table.owners,
@@ -304,6 +294,7 @@ class Deployer:
             capacity_bytes,
             Division(updates=self.table.updates, rank=self.world.rank, keeps_all=self.plan.zero_stage < 2),
             wide_sums=self.config.wide_sums,
+            device=self.world.device,
         )
         return DelayableBuckets(
             layout=layout,
@@ -318,6 +309,7 @@ class Deployer:
             capacity_bytes=capacity_bytes,
             wide_sums=self.config.wide_sums,
             pool=self.pool,
+            host_link=self.host_link,
         )
 
     def _executor_factory(
@@ -379,6 +371,7 @@ class Deployer:
                 },
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in cut.buffer_makers),
                 limit_seconds=self.config.step_timeout_seconds,
+                host_link=self.host_link,
             )
 
         return make
@@ -463,10 +456,6 @@ class Deployer:
             return program, turns
 
         return make
-
-
-def _reduce_nothing(buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Waitable:
-    raise AssertionError("a rank without a stage has no gradients")
 
 
 def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:

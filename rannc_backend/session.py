@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
-from rannc_backend.capture.graph import CapturedGraph
+from rannc_backend.capture.graph import CapturedGraph, fixed_shapes
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.node_order import in_order_of_arguments
 from rannc_backend.deployment import Deployer
@@ -50,6 +50,7 @@ from rannc_backend.report.run_report import report_of
 from rannc_backend.report.tables import plan_report, stdout_console
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.comm.checked import watch_transport
+from rannc_backend.runtime.comm.host_link import HostLink
 from rannc_backend.runtime.deferred import DeferredValues
 from rannc_backend.runtime.gradients.buckets import BufferPool
 from rannc_backend.runtime.gradients.choose_updates import choose_updates
@@ -62,6 +63,7 @@ from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE, StepCounter
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
+from rannc_backend.runtime.trace.allocations import counted_host_link
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import Ranks, World
@@ -101,6 +103,7 @@ class Session:
     cache: CompileCache = field(default_factory=CompileCache)
     counter: StepCounter = field(default_factory=StepCounter)
     pool: BufferPool = field(default_factory=BufferPool)
+    host_link: HostLink | None = None  # where the plan keeps parameters on the host
     plan: Plan | None = None
     schedule: str | None = None  # that the plan chose where a preferred one was possible
     table: ParameterTable | None = None
@@ -374,10 +377,13 @@ class Session:
         for name in self.changing_buffers:
             owners[name] = {rank for index in self.buffer_stages[name] for rank in plan.stages[index].ranks}
         ranks_of = {name: tuple(sorted(ranks)) for name, ranks in owners.items()}
+        if fresh:
+            self.host_link = None if plan.offload == "none" else counted_host_link(self.world.device)
         updates = self._updates(plan, root, ranks_of) if fresh or self.table is None else self.table.updates
         self.world.monitor.phase("giving parameters to their owners")
         if self.table is not None:
             before: Mapping[str, tuple[int, ...]] | None = self.table.all_updaters
+            self.table.offloads = self.host_link is not None
             moved = self.table.transfer(ranks_of, updates)
         else:
             before = None
@@ -387,6 +393,7 @@ class Session:
                     holders, {parameter: name for name, parameter in root.named_parameters()}
                 )
             self.table = ParameterTable.build(root, ranks_of, self.world, self.number, updates)
+            self.table.offloads = self.host_link is not None
             self.table.states_on_all_ranks = self.config.states_on_all_ranks
             moved = self.table.settle(self.deferred_values, synchronize=self.config.sync_params_on_init)
         note_values(self.table, updates)
@@ -441,6 +448,7 @@ class Session:
             cache=self.cache,
             switches=self.switches,
             pool=self.pool,
+            host_link=self.host_link,
         )
 
     def _meter(self, runtime: GraphRuntime) -> StepMeter | None:
@@ -453,6 +461,7 @@ class Session:
             num_steps=self.config.num_measured_steps,
             expected_rows=self.plan.batch_rows,
             model_tensors=tuple(named_tensors(root).values()),
+            offloads=self.host_link is not None,
             gradient_tensors=runtime.buckets.tensors,
             message_tensors=runtime.message_tensors,
             deliver=self._report_measured,
@@ -461,8 +470,7 @@ class Session:
     def _report_measured(self, records: list[dict[str, Any]]) -> None:
         assert self.plan is not None, "measured before planned"
         self.measured = records[self.world.rank]
-        report = report_of(self.plan, records) if self.world.rank == 0 else None
-        if report is None:
+        if self.world.rank != 0 or (report := report_of(self.plan, records)) is None:
             return
         logger.info("%s", report.table())
         if self.config.run_file:
@@ -476,17 +484,6 @@ class Session:
 def _without_model(analysis: GraphAnalysis) -> GraphAnalysis:
     """The analysis as a runtime keeps it: what a session holds must not keep its model alive."""
     return replace(analysis, captured=replace(analysis.captured, root_module=nn.Module()))
-
-
-def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
-    """Of the user's inputs: the sizes that are numbers in a graph."""
-    kinds = {item.name: item.kind for item in captured.inputs}
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    return tuple(
-        f"{node.name} {[size if isinstance(size, int) else '*' for size in node.meta['val'].shape]}"
-        for node in nodes
-        if kinds[node.name] in ("batch", "replicated")
-    )
 
 
 def _check_same(answers: list[dict[str, object]]) -> None:

@@ -25,7 +25,8 @@ def memory_report(
 
     Parameters, gradients, optimizer state and messages are those of now. Activations and the peak are those of the first
     training steps, which are measured after some to warm up; until then, and where option ``report_steps`` is 0, they
-    are not known. ``print(memory_report(model, optimizer))`` shows a table.
+    are not known. With option ``offload``, parameters and gradients are the most of both that a step has had on the
+    device; what lies on the host is a line of its own. ``print(memory_report(model, optimizer))`` shows a table.
 
     Args:
         model: The model, compiled or not.
@@ -57,11 +58,28 @@ def _record(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> di
     weights = [*parameters, *root.buffers()]
     gradients = [p.grad for p in parameters if p.grad is not None]
     messages = (tensor for runtime in session.runtimes.values() for tensor in runtime.message_tensors())
-    return {
+    found = {
         "parameters": unique_bytes(weights),
         "gradients": unique_bytes([*gradients, *session.pool.tensors()]),
         "optimizer": unique_bytes(optimizer_tensors(optimizers, parameters)) if optimizers else None,
         "messages": unique_bytes(messages),
         "step": session.measured.get("step_bytes"),
         "peak": session.measured.get("peak_bytes"),
+        "host": 0,
+    }
+    link = session.host_link
+    if link is None:
+        return found
+    step = found["step"]
+    state = found["optimizer"]
+    on_host = None if state is None else unique_bytes(parameters) + (found["gradients"] or 0) + state
+    return found | {
+        "parameters": unique_bytes(root.buffers()) + link.parameters.peak_bytes,
+        "gradients": link.gradients.peak_bytes,
+        "optimizer": 0,
+        # Which has copies and sums in it.
+        "step": None
+        if step is None
+        else max(0, step - link.parameters.peak_bytes - link.gradients.peak_bytes),
+        "host": on_host,
     }

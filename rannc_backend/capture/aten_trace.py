@@ -257,7 +257,10 @@ def _fake_input(
     strides_of: StridesOf,
 ) -> torch.Tensor:
     tensor = item.tensor
-    place = tensor.device if device is None or (tensor.dim() == 0 and tensor.device.type == "cpu") else device
+    is_counter = (
+        tensor.dim() == 0 and tensor.device.type == "cpu" and not isinstance(tensor, torch.nn.Parameter)
+    )
+    place = tensor.device if device is None or is_counter else device
     shape: list[Any] = [sizes.get((item.position, dim), int(size)) for dim, size in enumerate(tensor.shape)]
     with mode:
         if is_batch:

@@ -465,3 +465,14 @@ def trace_again(captured: CapturedGraph) -> NoReturn:
     last = previous_restart(call) or begun_trace()
     assert last is not None, "the first trace has no symbolic batch size yet"
     restart_trace(call, last.batch_tensors, lengths=last.lengths, hint=last.hint, finished=captured)
+
+
+def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
+    """Of the user's inputs: the sizes that are numbers in a graph."""
+    kinds = {item.name: item.kind for item in captured.inputs}
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    return tuple(
+        f"{node.name} {[size if isinstance(size, int) else '*' for size in node.meta['val'].shape]}"
+        for node in nodes
+        if kinds[node.name] in ("batch", "replicated")
+    )

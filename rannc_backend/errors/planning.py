@@ -92,6 +92,15 @@ class InfeasiblePlanError(UserInputError):
         super().__init__(f"no plan satisfies the limits: {reason}", cure=cure)
 
 
+class OffloadError(UserInputError):
+    """Parameters cannot lie on the host, as option offload asks, for a model that is compiled as it is."""
+
+    default_cure = "compile the model itself, not a function that calls it, and without capture=dynamo; or leave offload out."
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"offload=parameters is not possible on a GPU here: {why}")
+
+
 class ScheduleError(RanncError):
     """A program of actions could hang, mixes up messages or leaks a buffer. Names the action, as `2F0`."""
 

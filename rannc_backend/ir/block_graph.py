@@ -112,6 +112,14 @@ class ParameterUse:
         """Of its gradients: the sum, and where that is wider what is rounded from it."""
         return self.sum_bytes + (self.num_bytes if self.trainable and self.has_wide_sum else 0)
 
+    def held_bytes(self, optimizer_factor: float, *, offload: bool) -> float:
+        """On a device: it, its gradients and so much optimizer state per byte; where they lie on the host, its copy and the
+        sum of its gradients.
+        """
+        if offload:
+            return self.num_bytes + self.sum_bytes
+        return self.num_bytes * (1 + optimizer_factor * self.trainable) + self.gradient_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConstraints:

@@ -1,16 +1,13 @@
 """The plan: which nodes, parameters and ranks make up each pipeline stage, and what that should cost.
 
-In: numbers, names (from the planner) or JSON text (a file, maybe edited by hand, or the broadcast of the
-planning rank).
+In: numbers, names (from the planner) or JSON text (a file, maybe edited by hand, or the broadcast of the planning rank).
 Out: a frozen `Plan` whose parts agree with each other, and the same text again, byte for byte.
 
-Terms. Block: a run of consecutive graph nodes that is never cut. Stage: the blocks that one group of ranks
-computes.
+Terms. Block: a run of consecutive graph nodes that is never cut. Stage: the blocks that one group of ranks computes.
 Replica: one rank of a stage; replicas share the rows of a micro-batch. Constant nodes (which do not depend on
 the rows of the batch) are recomputed where they are used and appear in no block and no stage.
 
-Floats are kept to `SIGNIFICANT_DIGITS` digits from the start, so a plan equals what its own text reads back
-as.
+Floats are kept to `SIGNIFICANT_DIGITS` digits from the start, so a plan equals what its own text reads back as.
 """
 
 from __future__ import annotations
@@ -92,6 +89,7 @@ class ClusterAssumption(_Record):
     device_kind: DeviceKind = "cuda"
     core_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), AfterValidator(_round_float)] = 1.0
     communicator_bytes: Count = 0
+    host_bytes_per_second: Amount = 0.0  # plans of before it was known say nothing
     device_memory_bytes: Count
     peak_flops: tuple[DtypeRate, ...]
     efficiencies: tuple[ClassEfficiency, ...] = ()
@@ -130,13 +128,12 @@ class StageCost(_Record):
     """Predicted cost of one stage on one of its ranks.
 
     Seconds of forward, backward and transfer are of one micro-batch, and so are `weight_seconds`, of the second part
-    of a backward, which computes gradients of parameters; `allreduce_seconds` is once per step.
-    `idle_share`: part of the predicted step in which the rank computes nothing. Bytes are the most that lies
-    in memory at one time: activations of all micro-batches in flight and what is kept between the two parts of
-    backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need only while they run
-    in `workspace_bytes`; `peak_bytes` is the sum of the six. Where one replica updates a parameter,
-    `new_values_seconds` is once per step, to send new values to the others, and `elsewhere_bytes` of optimizer state
-    are on those.
+    of a backward, which computes gradients of parameters. Once per step: `allreduce_seconds`; `new_values_seconds`, from
+    the replica that updates a parameter to the others, on which `elsewhere_bytes` of optimizer state are; `offload_seconds`, of
+    copies from and to the host, where `host_bytes` lie. `idle_share`: part of the predicted step in which the rank computes
+    nothing. Bytes are the most that lies in memory at one time: activations of all micro-batches in flight and what is kept
+    between the two parts of backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need
+    only while they run in `workspace_bytes`; `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
@@ -154,6 +151,8 @@ class StageCost(_Record):
     peak_bytes: Count
     elsewhere_bytes: Count = 0
     idle_share: Share
+    offload_seconds: Amount = 0.0
+    host_bytes: Count = 0
 
 
 class RowCost(_Record):
@@ -295,6 +294,7 @@ class Plan(_Record):
     zero_stage: Annotated[int, Field(ge=0, le=2)] = 0  # likewise
     zero_ngroups: PositiveCount = 1
     told_recompute: Text = ""
+    offload: Literal["none", "parameters"] = "none"
     outputs: tuple[OutputPlan, ...] = ()
     outputs_left_out: Text = ""
     memory_limit_bytes: Count
@@ -346,10 +346,13 @@ class Plan(_Record):
         own = [other.predicted for other in self.stages if other.ranks == ranks]
         return lane_bytes((cost.peak_bytes, cost.workspace_bytes) for cost in own)
 
+    @property
+    def offload_seconds(self) -> float:
+        """What copies between hosts and devices take of a step, on the slowest rank."""
+        return max(sum(self.stages[x].predicted.offload_seconds for x in lane) for lane in self.lanes)
+
     def owners(self, parameter: str) -> tuple[int, ...]:
-        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads
-        it.
-        """
+        """All ranks that hold `parameter` (primary dotted name), ascending: those of every stage that reads it."""
         return tuple(
             sorted({rank for stage in self.stages if parameter in stage.parameters for rank in stage.ranks})
         )
@@ -360,7 +363,7 @@ class Plan(_Record):
         lines = [
             f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), "
             f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}"
-            f"{f', ZeRO {self.zero_stage}' if self.zero_stage else ''}, step "
+            f"{f', ZeRO {self.zero_stage}' if self.zero_stage else ''}{', offload' * (self.offload != 'none')}, step "
             f"{_seconds(self.predicted_step_seconds)} predicted on {self.cluster.name}"
         ]
         for stage in self.stages:

@@ -117,7 +117,7 @@ def _one_stage_does_not_fit(request: PlanRequest, problem: SearchProblem, chosen
     least = least_bytes_of_one_stage(problem)
     if least == float("inf"):
         held = sum(
-            use.num_bytes * (1 + request.optimizer_factor * use.trainable) + use.gradient_bytes
+            use.held_bytes(request.optimizer_factor, offload=request.offload)
             for use in request.graph.parameters
         )
         least = held

@@ -107,6 +107,7 @@ def check_options(
         ("recompute", MARKED if config.recompute == MARKED else "", plan.told_recompute),
         ("zero_stage", config.zero_stage.removeprefix("auto"), str(plan.zero_stage)),
         ("zero_ngroups", config.zero_ngroups if config.zero_level else 0, plan.zero_ngroups),
+        ("offload", "" if config.offload == "none" else config.offload, plan.offload),
         (
             "stage_replicas",
             "" if whole_batch else config.stage_replicas,
@@ -119,6 +120,11 @@ def check_options(
     again = max((stage.index for stage in plan.stages if stage.recompute < 1.0), default=last)
     if 0 <= last < again:
         asked += (("recompute_last_stage", f"none after stage {last}", f"recompute in stage {again}"),)
+    if plan.offload != "none" and config.offload == "none":
+        raise PlanError(
+            f"the plan in {config.deployment_file!r} keeps parameters on the host, and the option offload does not",
+            cure=f"set offload to {plan.offload}, or plan again.",
+        )
     for item, wanted, found in asked:
         if wanted and wanted != found:
             raise PlanError(
@@ -261,10 +267,9 @@ def _check_memory(
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
             use = parameter_use(item.fqn, value, trainable=item.requires_grad, wide_sums=config.wide_sums)
-            least += (
-                use.num_bytes * (1 + config.opt_param_factor * share * use.trainable) + use.gradient_bytes
-            )
-            gradients += use.gradient_bytes * config.wide_sums
+            offload = plan.offload != "none"
+            least += use.held_bytes(config.opt_param_factor * share, offload=offload)
+            gradients += (use.sum_bytes if offload else use.gradient_bytes) * config.wide_sums
     # Who saved the plan may have summed gradients in another dtype.
     wider = max(0, gradients - sum(plan.stages[index].predicted.gradient_bytes for index in lane))
     needed = max(least, float(plan.lane_peak_bytes(lane[0]) + wider))

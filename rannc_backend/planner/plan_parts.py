@@ -161,7 +161,9 @@ def priced_in(problem: SearchProblem, solution: Solution, schedule: Schedule) ->
     number = solution.num_micro_batches
     chain = chains_step_seconds(*kept, num_micro_batches=number, schedule=schedule, weight=weight)
     work = (np.array(solution.replicas) * (kept[0] + kept[1])).sum()
-    return float(max(chain[0], number * work / problem.num_cores) + new_values.max())
+    bounds = np.array(solution.bounds)
+    copying = problem.copying(bounds[:-1], np.diff(bounds)).max()
+    return float(max(chain[0], number * work / problem.num_cores) + new_values.max() + copying)
 
 
 def stage_plans(
@@ -195,6 +197,7 @@ def stage_plans(
         _stage(
             graph,
             costs,
+            problem,
             solution,
             index,
             terms[index],
@@ -256,6 +259,7 @@ def _held(costs: IntervalCosts, solution: Solution, memories: Sequence[MemoryPar
 def _stage(
     graph: BlockGraph,
     costs: IntervalCosts,
+    problem: SearchProblem,
     solution: Solution,
     index: int,
     terms: StageTerms,
@@ -290,6 +294,8 @@ def _stage(
         peak_bytes=sum(whole.values()),
         elsewhere_bytes=math.floor(memory.elsewhere),
         idle_share=max(0.0, 1 - busy_seconds / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
+        offload_seconds=float(problem.copying(np.array(begin), np.array(end - begin))),
+        host_bytes=math.ceil(memory.host),
     )
     rows = costs.replica_rows(number, replicas)
     received, returned = costs.message_bytes(begin, end, [rows])

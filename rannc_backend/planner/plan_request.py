@@ -15,6 +15,7 @@ from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueE
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
+from rannc_backend.planner.cost.transfer import offload_seconds
 from rannc_backend.planner.plan_parts import fullest_stages
 from rannc_backend.planner.search.feasibility import (
     cut_that_fits,
@@ -43,8 +44,8 @@ class PlanRequest:
     """What is asked for. `memory_bytes`: what plans may use of a device; `memory_margin`: the share kept free
     beside it.
 
-    `update_groups`: see `IntervalCosts`; `free_groups`: those of plans whose updates may be divided, where that is free.
-    `recompute_last_stage`: see `SearchProblem`.
+    `update_groups`, `offload`: see `IntervalCosts`; `free_groups`: those of plans whose updates may be divided, where that
+    is free. `recompute_last_stage`: see `SearchProblem`.
     `most_micro_batches`: how many there could be without the option max_pipeline; no more than there may be,
     if that does not bind.
     `without`: the same request without each option that restricts the plan, by the option as it was set.
@@ -61,6 +62,7 @@ class PlanRequest:
     memory_margin: float
     optimizer_factor: float
     update_groups: int | None
+    offload: bool
     free_groups: int | None
     bucket_bytes: float
     num_stages: int | None
@@ -121,12 +123,8 @@ class PlanRequest:
             else (config.min_pipeline, config.max_pipeline or batch_rows)
         )
         if smallest > batch_rows:
-            tell(
-                "%d micro-batches are too many for a batch of %d rows; %d are used",
-                smallest,
-                batch_rows,
-                batch_rows,
-            )
+            text = "%d micro-batches are too many for a batch of %d rows; %d are used"
+            tell(text, smallest, batch_rows, batch_rows)
         # Every replica gets a row of every micro-batch; steps with more rows may run more micro-batches than
         # this one.
         most = max(1, batch_rows // max(fixed or (config.replica_num, 1)))
@@ -143,6 +141,7 @@ class PlanRequest:
             optimizer_factor=config.opt_param_factor,
             update_groups=config.zero_ngroups if config.zero_level else None,
             free_groups=config.zero_ngroups if config.zero_level is None else None,
+            offload=config.offload == "parameters",
             bucket_bytes=config.bucket_mb * MEGABYTE,
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
@@ -188,7 +187,9 @@ class PlanRequest:
         return replace(
             self,
             without=tuple(item for item, is_same in zip(others, same) if not is_same),
-            without_all=freed(*(name for name, _ in limits if name != "mem_limit_gb"), "zero_stage"),
+            without_all=freed(
+                *(name for name, _ in limits if name not in ("mem_limit_gb", "offload")), "zero_stage"
+            ),
         )
 
     def costs(
@@ -209,6 +210,7 @@ class PlanRequest:
             pricer=self.pricer,
             optimizer_factor=self.optimizer_factor,
             update_groups=self.update_groups,
+            offload=self.offload,
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
             replica_counts=self.stage_replicas or ((self.replicas,) if self.replicas else ()),
             only_budget=self.recompute,
@@ -249,6 +251,9 @@ class PlanRequest:
             limits=self.limits,
             only_budget=self.recompute,
             recompute_last_stage=self.recompute_last_stage,
+            offload_seconds=offload_seconds(costs.cluster, costs.sums.parameters, costs.sums.reduced)
+            if self.offload
+            else None,
         )
 
     @property
@@ -305,15 +310,20 @@ class PlanRequest:
 
     def _options_that_free(self) -> tuple[str, ...]:
         """Options with which there is a plan, each by itself; all together where none is enough."""
-        # How much memory would do is said by itself.
+        # How much memory would do is said by itself, and without offload it is more.
         others = [
-            (f"without {text}", freed) for text, freed in self.without if not text.startswith("mem_limit_gb")
+            (f"without {text}", freed)
+            for text, freed in self.without
+            if not text.startswith(("mem_limit_gb", "offload"))
         ]
         together = (self.without_all or self).with_updates(divided=True)
         if self.graph.outputs and self.graph.has_loss:
             bare = self.graph.without_outputs()
             others.append(("outputs=auto", replace(self, graph=bare)))
             together = replace(together, graph=bare)
+        if not self.offload:
+            others.append(("offload=parameters", self.offloaded()))
+            together = together.offloaded()
         found = tuple(text for text, other in others if other.is_feasible(other._tried))
         if found or len(others) < 2:
             return found
@@ -339,6 +349,10 @@ class PlanRequest:
         freed = None if self.without_all is None else self.without_all.with_updates(divided=divided)
         groups = self.free_groups if divided and self.free_groups else self.update_groups
         return replace(self, update_groups=groups, free_groups=None, without=without, without_all=freed)
+
+    def offloaded(self) -> PlanRequest:
+        """The same with parameters on the host."""
+        return replace(self, offload=True)
 
     def is_feasible(self, micro_batches: tuple[int, ...] | None = None) -> bool:
         """Whether there is a plan, with some of these numbers of micro-batches."""
@@ -463,6 +477,8 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
             continue  # numbers by stage say nothing without it
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
+    if config.offload != "none":
+        yield "offload", f"offload={config.offload}"
     if config.fixed_recompute is not None and not config.checkpointing:
         name = "recompute_modules" if config.recompute_modules else "recompute"
         yield name, f"{name}={getattr(config, name)}"

@@ -123,6 +123,7 @@ def plan_blocks(
         else int(request.update_groups is not None),
         zero_ngroups=config.zero_ngroups,
         told_recompute=config.told_recompute,
+        offload=config.offload,
         outputs=output_plans(outputs, stages),
         outputs_left_out=left_out,
         memory_limit_bytes=int(request.memory_bytes),

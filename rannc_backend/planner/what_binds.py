@@ -30,6 +30,7 @@ ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
 )
 MORE_DEVICES = "twice the devices"
 WITHOUT = "without "  # and an option as it was set
+ON_HOST = "parameters and optimizer state on the host (offload=parameters)"
 # What binds where a change gains most, and the change in a few words.
 _BINDING = {
     ONE_MORE_DEVICE: ("the number of devices", "one more device"),
@@ -58,7 +59,16 @@ def what_if(
         if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
             best = chosen  # it fits as well with more of anything
         result.append(_record(change, best))
-    return (*result, *_without_options(request, problem, chosen, now))
+    result += _without_options(request, problem, chosen, now)
+    more_memory = next(record for record in result if record.change == MORE_MEMORY)
+    if not request.offload and _saves(more_memory, chosen) >= _NOTICEABLE:
+        offloaded = request.offloaded()
+        other = offloaded.problem(offloaded.costs(), memory_bytes=problem.memory_bytes)
+        best = _planned_again(offloaded, other, chosen, shortly)
+        if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
+            best = chosen
+        result.append(_record(ON_HOST, best))
+    return tuple(result)
 
 
 def _without_options(

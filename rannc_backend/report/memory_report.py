@@ -4,7 +4,8 @@ In: a plan and one record per rank. Out: a `MemoryReport` with a table.
 
 Terms. Measured bytes of a stage are those of its fullest rank, kind by kind. *Step* is what exists only within a step:
 activations of all micro-batches in flight, and what operators need while they run. It and the *peak* are known once
-the first training steps have been measured (`runtime/trace/meter.py`).
+the first training steps have been measured (`runtime/trace/meter.py`). Where parameters are offloaded, parameters and
+gradients are the most that a step has had on the device; they, and optimizer state, lie *on the host*.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ KINDS: Mapping[str, str] = {
     "messages": "messages and outputs",
     "step": "activations and workspace",
     "peak": "peak",
+    "host": "on the host",
 }
 
 
@@ -40,6 +42,7 @@ class MemoryBytes(BaseModel):
     messages: Bytes
     step: Bytes | None
     peak: Bytes | None
+    host: Bytes | None = None
 
 
 class StageMemory(BaseModel):
@@ -66,6 +69,8 @@ class MemoryReport(BaseModel):
         for stage in self.stages:
             for kind, name in KINDS.items():
                 predicted, measured = getattr(stage.predicted, kind), getattr(stage.measured, kind)
+                if kind == "host" and not predicted and not measured:
+                    continue
                 ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
                 first = ("", "")
                 if kind == "parameters":
@@ -107,6 +112,7 @@ def _predicted(costs: Sequence[StageCost]) -> MemoryBytes:
         messages=sum(cost.buffer_bytes for cost in costs),
         step=sum(cost.activation_bytes + cost.workspace_bytes for cost in costs),
         peak=sum(cost.peak_bytes for cost in costs),
+        host=sum(cost.host_bytes for cost in costs),
     )
 
 

@@ -32,6 +32,7 @@ from rannc_backend.report.words import (
     change_text,
     count_text,
     kept_text,
+    offload_text,
     percent_text,
     printable,
     ranges_text,
@@ -200,6 +201,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
             else []
         ),
         *([("recompute", "told", told_text(plan.told_recompute), "")] if plan.told_recompute else []),
+        *([("offload", plan.offload, offload_text(plan), "")] if plan.offload != "none" else []),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
         (
             "peak memory",

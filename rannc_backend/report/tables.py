@@ -24,6 +24,7 @@ from rannc_backend.report.words import (
     change_text,
     count_text,
     kept_text,
+    offload_text,
     percent_text,
     printable,
     ranges_text,
@@ -100,6 +101,7 @@ def shape_text(plan: Plan) -> str:
         f"{count_text(plan.batch_rows, 'row')} in all, schedule {plan.schedule}, stages {plan.stage_compiler}"
         f"{', ' + zero_text(plan.zero_stage, plan.zero_ngroups) if plan.zero_stage else ''}"
         f"{', ' + told_text(plan.told_recompute) if plan.told_recompute else ''}"
+        f"{', offload ' + offload_text(plan) if plan.offload != 'none' else ''}"
     )
 
 

@@ -21,6 +21,8 @@ _OF_PAGE = {
     "zero": "levels of division: 1, a parameter's optimizer state is on one replica of its stage; 2, so is its "
     "gradient between steps",
     "recompute": "what backward computes again instead of keeping it, where the user names it and the search does not choose",
+    "offload": "parameters: parameters, their gradients and the optimizer state lie on the host; a stage has copies on its "
+    "device from its first forward of a call to its last backward, and sums gradients there",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
     "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rannc_backend.errors import BYTES_PER_GB
+from rannc_backend.ir.plan import Plan
 from rannc_backend.settings.choices import MARKED, SEGMENTS, SEGMENTS_BUDGET
 
 BYTES_PER_MB = 1024**2
@@ -126,6 +127,17 @@ def zero_text(zero_stage: int, num_groups: int) -> str:
         return "no ZeRO"
     of = f"each of {num_groups} groups of replicas" if num_groups > 1 else "the replicas"
     return f"ZeRO {zero_stage} (one of {of} updates a parameter)"
+
+
+def offload_text(plan: Plan) -> str:
+    """What keeping parameters on the host frees of a device, on the rank where it frees most, and what it costs."""
+    if plan.offload == "none":
+        return "none"
+    lanes = [[plan.stages[index].predicted for index in lane] for lane in plan.lanes]
+    freed = max(
+        sum(cost.host_bytes - cost.parameter_bytes - cost.gradient_bytes for cost in lane) for lane in lanes
+    )
+    return f"frees {size_text(freed)} on a device, and copies take {seconds_text(plan.offload_seconds)} of a step"
 
 
 def count_text(number: int, singular: str, plural: str | None = None) -> str:

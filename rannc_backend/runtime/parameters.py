@@ -75,6 +75,7 @@ class ParameterTable:
     owners: dict[str, Ranks]
     tensors: dict[str, torch.Tensor]  # by every name: the objects that steps use
     number: int = 0  # of the model, the same on all ranks
+    offloads: bool = False  # parameters lie on the host, pinned where there is a device
     updates: dict[str, Update] = field(default_factory=dict)  # of parameters that not all owners update
     is_in_backward: bool = False  # gradients are being published, and hooks called
     gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
@@ -258,7 +259,7 @@ class ParameterTable:
         under_way: list[Any] = []
         num_bytes = 0
         for name, tensor in self._all_tensors():
-            owners, held = self.owners[name], holders[name]
+            owners, held, home = self.owners[name], holders[name], self._home(tensor)
             promised = deferred_values.of(tensor) is not None
             source = held[0] if held else owners[0]
             takers = [
@@ -274,13 +275,13 @@ class ParameterTable:
             if rank in owners and (promised or rank not in held):
                 make_present(
                     tensor,
-                    torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=device),
+                    torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=home),
                 )
                 moved.made_bytes += size_in_bytes(tensor)
                 if made is not None:
                     tensor.data.copy_(made)
             elif rank in owners:
-                moved.made_bytes += bring_to(device, tensor)
+                moved.made_bytes += bring_to(home, tensor)
             if rank == source and takers:
                 value = tensor.detach() if made is None else made
                 data = plain_memory(value.to(dtype=tensor.dtype, device=device))
@@ -292,19 +293,23 @@ class ParameterTable:
                 tensor.detach().copy_(buffer)
             if rank not in owners:
                 moved.freed_bytes += self._release(name, tensor)
+            elif home != device and not tensor.is_pinned():
+                tensor.data = tensor.data.pin_memory()
             if num_bytes > _MAX_UNDER_WAY:
                 _wait(under_way)
                 num_bytes = 0
         _wait(under_way)
         return moved
 
+    def _home(self, tensor: torch.Tensor) -> torch.device:
+        """Where a parameter or buffer lies."""
+        is_offloaded = self.offloads and isinstance(tensor, nn.Parameter)
+        return torch.device("cpu") if is_offloaded else self.world.device
+
     def _release(self, name: str, tensor: torch.Tensor) -> int:
-        freed = (
-            0
-            if is_absent(tensor) or not isinstance(tensor, nn.Parameter)
-            else tensor.untyped_storage().nbytes()
-        )
-        make_absent(tensor, name, owners=self.owners[name], device=self.world.device)
+        is_freed = isinstance(tensor, nn.Parameter) and not is_absent(tensor)
+        freed = tensor.untyped_storage().nbytes() if is_freed else 0
+        make_absent(tensor, name, owners=self.owners[name], device=self._home(tensor))
         tensor.grad = None
         return freed
 

@@ -163,7 +163,8 @@ def simulate_plan(
         schedule=schedule,
         num_micro_batches=count,
         step_seconds=max(step.makespan_seconds, work / (plan.cluster.num_devices * plan.cluster.core_share))
-        + new_values,
+        + new_values
+        + plan.offload_seconds,
         idle_share=sum(stages[lane[0]].idle_share * plan.stages[lane[0]].num_replicas for lane in plan.lanes)
         / plan.num_working_ranks,
         stages=stages,
@@ -461,14 +462,8 @@ def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, held: float, own_he
     sent = sum(later.received_bytes_per_row for later in following)
     messages = min(own_rows * (stage.gradient_bytes_per_row + 2 * sent), planned.buffer_bytes)
     buffers = planned.buffer_bytes + messages * (cost.rows / own_rows - 1)
-    return math.ceil(
-        planned.parameter_bytes
-        + planned.gradient_bytes
-        + planned.optimizer_bytes
-        + buffers
-        + cost.workspace_bytes
-        + correction * held
-    )
+    state = planned.parameter_bytes + planned.gradient_bytes + planned.optimizer_bytes
+    return math.ceil(state + buffers + cost.workspace_bytes + correction * held)
 
 
 def _held_bytes(

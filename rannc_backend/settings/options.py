@@ -40,6 +40,9 @@ _OWN_PATH: JsonDict = {"accepts": "a path, at least 1 character", **_OWN}
 # More is no number of ranks, and a number of thousands of digits is none for int().
 _COUNT = r"[1-9][0-9]{0,8}"
 _PADDING = rf"{NAME_PATTERN}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
+_MODULES: JsonDict = {
+    "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), or ""'
+}
 _BY_NAME = ("stage_pins", "pad_inputs")  # texts that may be given as a dict
 
 
@@ -83,19 +86,13 @@ class Config(RecomputeOptions):
     stage_starts: str = Field(
         "",
         pattern=NAMES_PATTERN,
-        json_schema_extra={
-            "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
-            'or ""'
-        },
+        json_schema_extra=_MODULES,
         description="Modules that must start a stage, by dotted name.",
     )
     keep_together: str = Field(
         "",
         pattern=NAMES_PATTERN,
-        json_schema_extra={
-            "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), '
-            'or ""'
-        },
+        json_schema_extra=_MODULES,
         description="Modules that must each stay in one stage, by dotted name.",
     )
     stage_pins: str = Field(
@@ -159,6 +156,10 @@ class Config(RecomputeOptions):
         ge=1,
         description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
         "stay within a group.",
+    )
+    offload: Literal["none", "parameters"] = Field(
+        "none",
+        description="parameters: they lie on the host, and so do gradients and optimizer state; stages have copies.",
     )
     costs: Literal["auto", "analytic", "measured", "rules"] = Field(
         "auto",

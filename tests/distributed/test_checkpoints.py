@@ -106,13 +106,13 @@ def test_checkpoint(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()
 
 
-def across_zero(which: str) -> list[Case]:
-    """A job that saves and one that loads, of which the ``which`` one has ZeRO; see test_zero.py."""
+def across(which: str, **options: Any) -> list[Case]:
+    """A job that saves and one that loads, of which the ``which`` one has other options; see test_zero.py."""
     saver, loader = (4, 2) if which == "saved" else (2, 4)
-    options = {"zero_stage": 2}
-    path = f"{_path('dropout', saver)}-zero-{which}"
+    name = "-".join(options)
+    path = f"{_path('dropout', saver)}-{name}-{which}"
     saving = _case(
-        f"zero-{which}",
+        f"{name}-{which}",
         "dropout",
         saver,
         "checkpoint_saved",
@@ -120,7 +120,7 @@ def across_zero(which: str) -> list[Case]:
         options=options if which == "saved" else {},
     )
     loading = _case(
-        f"zero-{which}-loaded",
+        f"{name}-{which}-loaded",
         "dropout",
         loader,
         "checkpoint_loaded",

@@ -299,6 +299,11 @@ AREAS = (
         files={"planner/cost/output_bytes.py": 4, "planner/cost/segments.py": 5},
         tests=unit("planner/cost/output_bytes", "planner/cost/segments"),
     ),
+    Area(
+        name="parameters on the host",
+        files={"runtime/comm/host_link.py": 8},
+        tests=unit("runtime/comm/host_link", "runtime/gradients/buckets_on_host"),
+    ),
     Area(name="planner: costs", files={"planner/cost/transfer.py": 1}, tests=unit("planner/cost/cost")),
     Area(
         name="verification",

@@ -10,10 +10,16 @@ from tests.planted_faults.fault import Fault
 _WATCH = "runtime/gradients/optimizer_watch.py"
 _OTHER = ("interleaved-buffers",)
 _DELAYED = "runtime/gradients/delayed_reduction.py"
+_LINK = "runtime/comm/host_link.py"
+_ON_HOST = unit("runtime/gradients/buckets_on_host")
 
 
 def _zero(*cases: str) -> tuple[str, ...]:
     return tuple(f"tests/distributed/test_zero.py::test_zero[{case}]" for case in cases)
+
+
+def _offload(*cases: str) -> tuple[str, ...]:
+    return tuple(f"tests/distributed/test_offload.py::test_offload[{case}]" for case in cases)
 
 
 def several(*cases: str) -> tuple[str, ...]:
@@ -371,8 +377,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "sums-over-replicas-rounded-first",
             _DELAYED,
-            "layout = plan_buckets(mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums)",
-            "layout = plan_buckets(mine, table.owners, (), capacity_bytes, division)",
+            "mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums, device=device",
+            "mine, table.owners, (), capacity_bytes, division, device=device",
             unit("runtime/gradients/buckets"),
         ),
         (
@@ -492,8 +498,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "state-is-counted-whole-on-every-replica",
             "planner/search/interval_costs.py",
-            "self.optimizer_factor * updated\n",
-            "self.optimizer_factor * self.sums.trainable[:, :max_length, None]\n",
+            "self._device_factor * updated\n",
+            "self._device_factor * self.sums.trainable[:, :max_length, None]\n",
             unit("planner/search/interval_costs"),
         ),
         (
@@ -502,6 +508,77 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             "np.maximum(padded[0], total / divisors",
             "np.maximum(0.0, total / divisors",
             unit("planner/cost/update_shares"),
+        ),
+        # parameters on the host
+        (
+            "a-copy-that-is-stale",
+            _LINK,
+            "copies, under_way = self.link.fetch(missing)",
+            "copies, under_way = globals().setdefault((stage, id(self)), self.link.fetch(missing))",
+            (*unit("runtime/comm/host_link"), *_offload("changes-1,1")),
+        ),
+        (
+            "copies-that-stay-after-their-last-forward",
+            _LINK,
+            "            del self._copies[stage]\n",
+            "            pass\n",
+            (*unit("runtime/comm/host_link"), *_offload("pools-1")),
+        ),
+        (
+            "a-copy-that-is-freed-while-it-is-under-way",
+            _LINK,
+            "self._stream.record_event(), [*sources, *targets])",
+            "self._stream.record_event(), [])",
+            unit("runtime/comm/host_link"),
+        ),
+        (
+            "copies-begin-before-their-memory-is-free",
+            _LINK,
+            "self._stream.wait_event(self.layer.compute().record_event())",
+            "pass",
+            unit("runtime/comm/host_link"),
+        ),
+        (
+            "parameters-change-while-they-are-copied",
+            _LINK,
+            "        for under_way in self._all:\n            under_way.wait_on_host()\n",
+            "",
+            unit("runtime/comm/host_link"),
+        ),
+        (
+            "a-gradient-that-stays-behind",
+            "runtime/gradients/buckets.py",
+            "self._under_way.append(link.bring(memory.flat, self.memory[index].flat))",
+            "pass",
+            _ON_HOST,
+        ),
+        (
+            "gradients-are-handed-out-before-they-are-there",
+            "runtime/gradients/buckets.py",
+            "            pending.wait_on_host()\n",
+            "",
+            _ON_HOST,
+        ),
+        (
+            "a-bucket-leaves-before-it-is-summed",
+            "runtime/gradients/buckets.py",
+            "                elif self.host_link is not None:\n",
+            "                if self.host_link is not None:\n",
+            _ON_HOST,
+        ),
+        (
+            "offloaded-state-is-counted-on-the-device",
+            "planner/search/interval_costs.py",
+            "return 0.0 if self.offload else self.optimizer_factor",
+            "return self.optimizer_factor",
+            unit("planner/offloaded_plans"),
+        ),
+        (
+            "copies-take-no-time",
+            "planner/search/problem.py",
+            "        seconds[fits] += pricer.problem.copying(",
+            "        seconds[fits] += 0 * pricer.problem.copying(",
+            unit("planner/offloaded_plans"),
         ),
         (
             "sums-in-shared-memory-for-the-first-alone",

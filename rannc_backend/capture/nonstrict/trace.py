@@ -131,7 +131,8 @@ def _recorded(
 ) -> Recorded:
     places = places_of(module)
     inputs = inputs_of(places, call)
-    check_devices(inputs)
+    if ranks.device is None:
+        check_devices(inputs)
     numbers = {size for item in inputs for size in item.tensor.shape}
     wanted = _length_dims(call, len(places), changing)
     for hints in length_hints(wanted.hints, numbers):

@@ -14,6 +14,8 @@ from rannc_backend.ir.plan import ClassEfficiency, ClusterAssumption, DeviceKind
 
 # How operators are told apart: by what bounds them, and how near to the device's peak such kernels come.
 OPERATOR_CLASSES = ("matmul", "attention", "convolution", "elementwise")
+# Where a description does not say it: what large copies over PCIe 3.0 x16 reach.
+HOST_BYTES_PER_SECOND = 12e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class Device:
         launch_seconds: per operator, however small.
         communicator_bytes: what the library that moves tensors between devices takes of the memory for each
         of its communicators.
+        host_bytes_per_second: what a large copy between the device and its host reaches, in one direction.
         core_share: part of a core that each device has when all of its machine compute; the rates are those
         of a whole one. Below 1
             for more processes than cores: one that waits gives its core to another.
@@ -63,8 +66,10 @@ class Device:
     kind: DeviceKind = "cuda"
     core_share: float = 1.0
     communicator_bytes: int = 0
+    host_bytes_per_second: float = HOST_BYTES_PER_SECOND
 
     def __post_init__(self) -> None:
+        assert self.host_bytes_per_second > 0, f"no copies from the host in {self}"
         assert self.memory_bytes > 0 and self.memory_bytes_per_second > 0 and self.launch_seconds >= 0, (
             f"bad {self}"
         )
@@ -122,6 +127,7 @@ class Cluster:
             device_kind=self.device.kind,
             core_share=self.device.core_share,
             communicator_bytes=self.device.communicator_bytes,
+            host_bytes_per_second=self.device.host_bytes_per_second,
             device_memory_bytes=self.device.memory_bytes,
             peak_flops=tuple(
                 DtypeRate(dtype=dtype, flops_per_second=rate) for dtype, rate in self.device.flops_per_second

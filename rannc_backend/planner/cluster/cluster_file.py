@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from rannc_backend.errors import ClusterFileError
 from rannc_backend.errors.base import did_you_mean, error_about, nearest
 from rannc_backend.ir.plan import SIGNIFICANT_DIGITS, DeviceKind
-from rannc_backend.planner.cluster.cluster import Cluster, Device, Link
+from rannc_backend.planner.cluster.cluster import HOST_BYTES_PER_SECOND, Cluster, Device, Link
 from rannc_backend.settings.user_files import UserFile, kind_of, read_text
 
 if sys.version_info >= (3, 11):
@@ -117,6 +117,7 @@ class _DeviceTable(_Table):
     kind: DeviceKind = "cuda"
     core_share: Annotated[float, _number(1e-3, 1.0)] = 1.0
     communicator_bytes: Annotated[int, _count(0, 2**40)] = 0
+    host_bytes_per_second: Annotated[float, _number(1e6, 1e15)] = HOST_BYTES_PER_SECOND
     memory_bytes: Annotated[int, _count(2**20, 2**50)]
     memory_bytes_per_second: Annotated[float, _number(1e6, 1e15)]
     launch_seconds: Annotated[float, _number(0.0, 1.0)]
@@ -186,6 +187,7 @@ def parse_cluster(text: str, *, file: str, num_devices: int, devices_per_node: i
             kind=table.device.kind,
             core_share=table.device.core_share,
             communicator_bytes=table.device.communicator_bytes,
+            host_bytes_per_second=table.device.host_bytes_per_second,
         ),
         intra_node=table.links.intra_node.link(),
         inter_node=table.links.inter_node.link(),
@@ -209,6 +211,7 @@ def cluster_toml(cluster: Cluster, *, description: str = "", sources: Mapping[st
     """
     device = cluster.device
     number = _writer((sources or {}).get("device", ""))
+    assumed = "as a shipped description, not measured" if sources else ""
     lines = [
         f"format = {FORMAT}",
         f"name = {_quoted(cluster.name)}",
@@ -222,8 +225,8 @@ def cluster_toml(cluster: Cluster, *, description: str = "", sources: Mapping[st
         f"memory_bytes_per_second = {number(device.memory_bytes_per_second)}",
         f"launch_seconds = {number(device.launch_seconds)}",
         f"core_share = {number(device.core_share)}",
-        "communicator_bytes = "
-        f"{_writer('as a shipped description, not measured' if sources else '')(device.communicator_bytes)}",
+        f"communicator_bytes = {_writer(assumed)(device.communicator_bytes)}",
+        f"host_bytes_per_second = {_writer(assumed)(device.host_bytes_per_second)}",
         "",
         "[device.peak_flops]",
         *(f"{dtype} = {number(rate)}" for dtype, rate in device.flops_per_second),

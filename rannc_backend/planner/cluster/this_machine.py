@@ -323,6 +323,7 @@ def _assembled(
             kind=rank_records[0].kind,
             core_share=_rounded(_core_share(world)) if rank_records[0].kind == "cpu" else 1.0,
             communicator_bytes=generic.device.communicator_bytes,
+            host_bytes_per_second=generic.device.host_bytes_per_second,
         ),
         intra_node=_link("near", transfers, per_node, generic.intra_node),
         inter_node=_link("far", transfers, world.size, generic.inter_node),

@@ -143,6 +143,7 @@ class MemoryParts:
     outputs: float
     workspace: float
     kept: float
+    host: float = 0.0  # not on the device: parameters, gradients and optimizer state that are offloaded
     elsewhere: float = 0.0
 
     @property

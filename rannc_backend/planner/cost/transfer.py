@@ -1,6 +1,5 @@
 """What communication takes: seconds of one message and of an all-reduce over ranks that may lie on several nodes;
-memory of messages and communicators; numbers of
-replicas that differ in it.
+memory of messages and communicators; numbers of replicas that differ in it; copies between host and device.
 
 In: a `Link` or `Cluster`, bytes, ranks (numbers or numpy arrays). Out: seconds, bytes. Terms: the *terms* of an
 all-reduce are its latency and its seconds per byte, which depend on where its ranks are and not on what is
@@ -99,6 +98,15 @@ def useful_replicas(
             chosen.add(count)
             rate = allreduce_terms(cluster, range(count))[1]
     return np.array(sorted(chosen), dtype=np.int64)
+
+
+def offload_seconds(
+    cluster: Cluster, parameter_bytes: NDArray[np.float64], gradient_bytes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Of a step whose parameters lie on the host: they come to the device once, and their gradients go back. Counted as
+    if nothing ran beside it.
+    """
+    return (parameter_bytes + gradient_bytes) / cluster.device.host_bytes_per_second
 
 
 def message_memory(

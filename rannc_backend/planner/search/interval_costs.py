@@ -61,6 +61,7 @@ NO_BUDGET = 0.0  # everything is recomputed but what the stage receives
 class IntervalCosts:
     """Costs of all intervals whose parameters, gradients and optimizer state take at most `most_bytes`.
 
+    `offload`: parameters, their gradients and optimizer state lie on the host, but for a step's copies and sums.
     `update_groups`: of the replicas of a stage, one of which in each updates a parameter; None: all replicas update
     all. `replica_counts`: counts that must be among those tried. `only_budget`: the activation budget of all
     stages, None where it is chosen, `some_keep_all`: but for those that keep all; one that the pricer does not know is
@@ -75,6 +76,7 @@ class IntervalCosts:
     optimizer_factor: float
     most_bytes: float = float("inf")
     update_groups: int | None = None
+    offload: bool = False
     replica_counts: tuple[int, ...] = ()
     only_budget: float | None = None
     some_keep_all: bool = False
@@ -187,7 +189,6 @@ class IntervalCosts:
         rows = [self.replica_rows(num_micro_batches, int(count)) for count in counts]
         return np.searchsorted(self._rows, rows)
 
-    # ------------------------------------------------------------------ the parts of one stage
     def prices(
         self, begin: int, end: int, budget: float, rows: Sequence[int], traced: StageMemory | None = None
     ) -> BlockPrices:
@@ -289,8 +290,9 @@ class IntervalCosts:
         return MemoryParts(
             parameters=float(self.sums.parameters[place]),
             gradients=float(self.sums.gradients[place]),
-            optimizer=self.optimizer_factor * updated,
-            elsewhere=self.optimizer_factor * max(0.0, float(self.sums.trainable[place]) - updated),
+            optimizer=self._device_factor * updated,
+            elsewhere=self._device_factor * max(0.0, float(self.sums.trainable[place]) - updated),
+            host=float(self.sums.host[place]) + (self.optimizer_factor - self._device_factor) * updated,
             activations=float(prices.saved_bytes[0] + received[0]),
             kept=float(prices.kept_bytes[0]),
             messages=float(messages),
@@ -335,7 +337,7 @@ class IntervalCosts:
     def _size_parameters(self) -> None:
         blocks = self.graph.blocks
         uses = {use.name: use for use in self.graph.parameters}
-        self.sums = ParameterSums.of(self.graph)
+        self.sums = ParameterSums.of(self.graph, offload=self.offload)
         state = self._held_bytes()
         ends = np.arange(len(blocks))[:, None] + np.arange(1, len(blocks) + 1)[None, :]
         fitting = (state <= self.most_bytes) & (ends <= len(blocks))
@@ -386,7 +388,7 @@ class IntervalCosts:
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
         state = self.sums.parameters + self.sums.gradients
         updated = self._updated_bytes(counts)[:, :max_length]
-        fixed = state[:, :max_length, None] + self.optimizer_factor * updated
+        fixed = state[:, :max_length, None] + self._device_factor * updated
         fixed = fixed + num_micro_batches * over(self._returned[:, columns], ends)
         fixed += self.outputs.of_any(num_micro_batches)
         fixed += message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
@@ -446,8 +448,12 @@ class IntervalCosts:
 
     def _held_bytes(self) -> Floats:
         """[L, N]: parameters, gradients and optimizer state; at least, where that is divided."""
-        optimizer = self.optimizer_factor / self._divisors[-1] * self.sums.trainable
+        optimizer = self._device_factor / self._divisors[-1] * self.sums.trainable
         return self.sums.parameters + self.sums.gradients + optimizer
+
+    @property
+    def _device_factor(self) -> float:
+        return 0.0 if self.offload else self.optimizer_factor
 
     def _divisor(self, replicas: Ints) -> Ints:
         """Among how many replicas the smallest group divides its updates."""

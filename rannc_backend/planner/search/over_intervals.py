@@ -62,7 +62,7 @@ def first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
 class ParameterSums:
     """`parameters`: all of them; `trainable`: those that an optimizer updates; `gradients`: memory of their
     gradients; `reduced`: what replicas sum; `shared`: the part of `reduced` of parameters that blocks outside of the
-    interval read too.
+    interval read too; `host`: what lies on the host.
     """
 
     parameters: Floats
@@ -70,10 +70,13 @@ class ParameterSums:
     gradients: Floats
     reduced: Floats
     shared: Floats
+    host: Floats
 
     @classmethod
-    def of(cls, graph: BlockGraph) -> ParameterSums:
-        """Of all intervals."""
+    def of(cls, graph: BlockGraph, *, offload: bool = False) -> ParameterSums:
+        """Of all intervals. ``offload``: parameters and gradients lie on the host, and a device has copies, and gradients
+        until they are summed.
+        """
         readers: dict[str, list[int]] = {}
         for block in graph.blocks:
             for name in block.parameters:
@@ -96,7 +99,12 @@ class ParameterSums:
                 added[4, whole, places[-1] - whole] -= sizes[3]
         parameters, trainable, gradients, reduced, shared = np.cumsum(added, axis=2)
         return cls(
-            parameters=parameters, trainable=trainable, gradients=gradients, reduced=reduced, shared=shared
+            parameters=parameters,
+            trainable=trainable,
+            gradients=reduced if offload else gradients,
+            reduced=reduced,
+            shared=shared,
+            host=parameters + gradients if offload else np.zeros_like(parameters),
         )
 
     def up_to(self, max_length: int) -> ParameterSums:
@@ -107,6 +115,7 @@ class ParameterSums:
             gradients=self.gradients[:, :max_length],
             reduced=self.reduced[:, :max_length],
             shared=self.shared[:, :max_length],
+            host=self.host[:, :max_length],
         )
 
 

@@ -80,7 +80,7 @@ class SearchProblem:
     sends it, of `value_bytes` [first block, blocks - 1], to the others; None: all update all. `limits`: of plans with one
     stage on each rank; others are checked when they are made.
     `recompute_last_stage`: stages after it keep all; -1: there is none such. `only_budget`: of the others, None where it is
-    chosen.
+    chosen. `offload_seconds`: of a step's copies between host and device; None: there are none.
     """
 
     num_blocks: int
@@ -99,6 +99,7 @@ class SearchProblem:
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
     work_floor: Callable[[int], WorkFloor] | None = None
+    offload_seconds: Floats | None = None
     workspace: Callable[[int, int, int, int], Floats] | None = None
     own_order: ScheduleName = ""
     only_own_order: bool = False
@@ -149,6 +150,12 @@ class SearchProblem:
         if self.work_floor is None:
             return self.num_blocks
         return self.work_floor(num_micro_batches).longest_stage(self.memory_bytes, limit / num_micro_batches)
+
+    def copying(self, begins: Ints, lengths: Ints) -> Floats:
+        """Seconds of intervals' copies between host and device; the slowest rank's are what a step takes longer."""
+        if self.offload_seconds is None:
+            return np.zeros(np.shape(begins))
+        return self.offload_seconds[begins, np.minimum(lengths, self.offload_seconds.shape[1]) - 1]
 
     def num_buckets(self, begins: Ints, lengths: Ints) -> Floats:
         """Messages in which the gradients of intervals are reduced."""
@@ -440,7 +447,9 @@ def plans_step_seconds(
         number, limits = pricer.num_micro_batches, pricer.problem.limits
         computed = np.maximum(chains, number * work / pricer.problem.num_cores)
         allowed = limits.allow(pricer.described, number, kept[0], kept[1], weight, replicas)
-        seconds[fits] = np.where(allowed, computed + new_values.max(axis=1), np.inf)
+        copying = pricer.problem.copying(bounds[fits, :-1], np.diff(bounds[fits], axis=1))
+        computed += new_values.max(axis=1) + copying.max(axis=1)
+        seconds[fits] = np.where(allowed, computed, np.inf)
     return seconds
 
 

@@ -187,8 +187,11 @@ def step_seconds(problem: SearchProblem, solution: Solution, schedule: Schedule)
         replicas * (seconds.forward + seconds.backward)
         for replicas, seconds in zip(solution.replicas, stages, strict=True)
     )
+    bounds = np.array(solution.bounds)
+    copying = problem.copying(bounds[:-1], np.diff(bounds))
+    longest = float(max(copying[list(lane)].sum() for lane in schedule.lanes(num_stages)))
     new_values = max(column[-1] for column in columns)
-    return max(step.makespan_seconds, number * work / problem.num_cores) + new_values
+    return max(step.makespan_seconds, number * work / problem.num_cores) + new_values + longest
 
 
 def _places(pricer: Pricer, solution: Solution) -> list[tuple[int, int, int]]:

@@ -103,10 +103,12 @@ def plan_buckets(
     division: Division = UNDIVIDED,
     *,
     wide_sums: bool = False,
+    device: torch.device | None = None,
 ) -> BucketLayout:
     """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``)
     finishes them. A bucket has the parameters of one updater, and comes where the last of them is finished.
-    ``wide_sums``: gradients of 16 bits are summed in float32.
+    ``wide_sums``: gradients of 16 bits are summed in float32. ``device``: of the buckets, where it is not that of the
+    parameters.
 
     Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So
     are their buckets, and they come last: then every rank waits for sums in an order that fits those of the
@@ -115,7 +117,8 @@ def plan_buckets(
     groups: dict[_Key, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in parameters:
         updaters = division.updaters(name)
-        groups.setdefault((owners[name], tensor.dtype, tensor.device, updaters), []).append((name, tensor))
+        key = (owners[name], tensor.dtype, device or tensor.device, updaters)
+        groups.setdefault(key, []).append((name, tensor))
     own = {key: members for key, members in groups.items() if key[0] == stage_ranks}
     shared = {
         key: sorted(groups[key], key=lambda member: member[0])

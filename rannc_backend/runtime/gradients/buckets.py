@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from rannc_backend.runtime.comm.host_link import HostLink, UnderWay
 from rannc_backend.runtime.gradients.bucket_layout import BucketLayout, BucketSpec, Slot
 from rannc_backend.runtime.gradients.loss_gradients import Number, scale_buffers
 from rannc_backend.runtime.torch_internals import (
@@ -133,6 +134,8 @@ class PendingGradients:
     layout: BucketLayout
     memory: list[BucketMemory]
     start_reduce: StartReduce
+    host_link: HostLink | None = None  # where what is summed goes to the host, bucket by bucket
+    pool: BufferPool | None = None  # of the host's memory then
     is_local: bool = False  # all owners keep what is theirs, to be summed later
     in_last_micro_batch: bool = False
     ended: bool = False  # the last backward has
@@ -142,6 +145,8 @@ class PendingGradients:
     _missing: list[set[str]] = field(default_factory=list)
     _works: list[Waitable | None] = field(default_factory=list)
     _started: list[bool] = field(default_factory=list)
+    _left: set[int] = field(default_factory=set)  # buckets that have left the device
+    _under_way: list[UnderWay] = field(default_factory=list)  # to the host
 
     def view(self, name: str) -> torch.Tensor:
         """The parameter's gradient, in the memory of its bucket; always the same tensor."""
@@ -228,14 +233,37 @@ class PendingGradients:
             missing.clear()
         self.ended = True
         self._start_ready()
-        for work in self._works:
+        for index, (work, bucket) in enumerate(zip(self._works, self.layout.buckets, strict=True)):
             if work is not None:
                 work.wait()
-        for index, bucket in enumerate(self.layout.buckets):
-            if not bucket.is_kept and not self.is_local:
-                self.memory[index] = BucketMemory(self.memory[index].flat.new_empty(0), {})
-                for name in bucket.names:
-                    self._views.pop(name, None)
+            if self.host_link is not None or not (bucket.is_kept or self.is_local):
+                self._leave(index)
+        for under_way in self._under_way:
+            under_way.wait()
+
+    def wait_on_host(self) -> None:
+        """Let the host wait for gradients that come to it."""
+        for under_way in self._under_way:
+            under_way.wait_on_host()
+        self._under_way.clear()
+
+    def _leave(self, index: int) -> None:
+        """A bucket leaves the device: what this rank needs of it goes to the host, the rest is forgotten."""
+        if index in self._left:
+            return
+        self._left.add(index)
+        bucket, memory = self.layout.buckets[index], self.memory[index]
+        link = self.host_link
+        self.memory[index] = BucketMemory(memory.flat.new_empty(0), {})
+        if link is not None and (bucket.is_updated_here or self.is_local):
+            assert self.pool is not None, "no memory on the host"
+            on_host = replace(bucket, device=torch.device("cpu"))
+            self.memory[index] = self.pool.take(
+                on_host, lambda spec: link.host_memory(spec.numel, spec.dtype)
+            )
+            self._under_way.append(link.bring(memory.flat, self.memory[index].flat))
+        for name in bucket.names:
+            self._views.pop(name, None)
 
     def _start_ready(self) -> None:
         blocked: set[Ranks] = set()
@@ -250,6 +278,8 @@ class PendingGradients:
                     self._works[index] = self.start_reduce(
                         self.memory[index].flat, bucket.ranks, bucket.updaters
                     )
+                elif self.host_link is not None:
+                    self._leave(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +326,9 @@ class _Rounded:
         if memory is None:
             spec = self.pending.layout.buckets[slot.bucket]
             assert spec.rounded_to is not None, f"the gradient of {name} has another dtype than its parameter"
-            memory = self.pool.take(replace(spec, dtype=spec.rounded_to), zeros_for)
-            memory.flat.copy_(self.pending.memory[slot.bucket].flat)
+            wide = self.pending.memory[slot.bucket].flat
+            memory = self.pool.take(replace(spec, dtype=spec.rounded_to, device=wide.device), zeros_for)
+            memory.flat.copy_(wide)
             self._memory[slot.bucket] = memory
         return memory.view(slot)
 
@@ -314,14 +345,22 @@ class GradientBuckets:
     start_reduce: StartReduce
     new_buffer: NewBuffer = zeros_for
     pool: BufferPool = field(default_factory=BufferPool)
+    host_link: HostLink | None = None
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
+        link = self.host_link
         memory = [
-            self.pool.take(bucket, self.new_buffer) if bucket.is_kept else BucketMemory(zeros_for(bucket), {})
+            self.pool.take(bucket, self.new_buffer)
+            if bucket.is_kept and link is None
+            else BucketMemory(zeros_for(bucket), {})
             for bucket in self.layout.buckets
         ]
-        return PendingGradients(layout=self.layout, memory=memory, start_reduce=self.start_reduce)
+        if link is not None:
+            link.gradients.add([each.flat for each in memory])
+        return PendingGradients(
+            layout=self.layout, memory=memory, start_reduce=self.start_reduce, host_link=link, pool=self.pool
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         """Every buffer that has been made so far."""
@@ -337,6 +376,9 @@ class GradientBuckets:
         """
         names = self._names_with_gradient(pending)
         rounded = _Rounded(pending, self.pool)
+        if self.host_link is not None:
+            pending.wait_on_host()
+            scale = float(scale)
         if not keep:
             scale_buffers(pending.updated_buffers, scale)
         if not keep and not any_hooks(self.parameters.values()):

@@ -106,7 +106,10 @@ def reduce_gradients(
         if p.grad is not None and len(table.owners[name]) > 1
     ]
     division = Division(updates=table.updates, rank=table.world.rank)
-    layout = plan_buckets(mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums)
+    device = table.world.device
+    layout = plan_buckets(
+        mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums, device=device
+    )
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):
         buffer = zeros_for(bucket)
@@ -121,7 +124,7 @@ def reduce_gradients(
             )
         start_reduce(buffer, bucket.ranks, bucket.updaters).wait()
         for name, view in zip(bucket.names, views, strict=True):
-            parameters[name].grad = view.to(parameters[name].dtype) if bucket.is_updated_here else None
+            parameters[name].grad = view.to(parameters[name]) if bucket.is_updated_here else None
     table.gradients_are_local = False
 
 

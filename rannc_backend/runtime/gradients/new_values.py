@@ -91,13 +91,13 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _start(table: ParameterTable, batch: Sequence[torch.Tensor], updater: int, group: Ranks) -> _Message:
-    transport = table.world.transport
-    if len(batch) == 1 and has_plain_memory(batch[0]):
+    transport, device = table.world.transport, table.world.device
+    if len(batch) == 1 and has_plain_memory(batch[0]) and batch[0].device == device:
         return _Message(work=transport.broadcast(batch[0], updater, group), packed=batch[0])
     if table.world.rank == updater:
-        packed = torch.cat([plain_memory(tensor).reshape(-1) for tensor in batch])
+        packed = torch.cat([plain_memory(tensor).reshape(-1) for tensor in batch]).to(device)
         return _Message(work=transport.broadcast(packed, updater, group), packed=packed)
-    packed = batch[0].new_empty(sum(tensor.numel() for tensor in batch))
+    packed = batch[0].new_empty(sum(tensor.numel() for tensor in batch), device=device)
     return _Message(work=transport.broadcast(packed, updater, group), packed=packed, targets=list(batch))
 
 

@@ -19,6 +19,7 @@ from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.record_table import CopyReport
+from rannc_backend.runtime.comm.host_link import HostLink, StageParameters
 from rannc_backend.runtime.gradients.buckets import StageGradients
 from rannc_backend.runtime.rows import Piece
 from rannc_backend.runtime.step.messages import (
@@ -48,6 +49,7 @@ class Executor:
     ``stages``: those of its lane, by index. A rank that the plan has no work for has none; it only hands out inputs and
     takes outputs.
     ``made_buffers``: by stage, the placeholders of the buffers whose new values it makes.
+    ``host_link``: where parameters lie on the host, and stages read copies of them.
     ``examples``: in a rehearsal, where nothing arrives, a row for each value that is known, as [1, elements];
     zeros for the others.
     """
@@ -63,6 +65,8 @@ class Executor:
     limit_seconds: float
     send_buffers: SendBuffers
     examples: Mapping[str, torch.Tensor] | None = None
+    host_link: HostLink | None = None
+    _copies: StageParameters | None = field(default=None, init=False)
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict, init=False)
     _num_readers: dict[str, int] = field(default_factory=dict, init=False)
     _old_buffers: set[str] = field(default_factory=set, init=False)  # read by one stage, made by another
@@ -91,6 +95,10 @@ class Executor:
             kind.ARM_REDUCTIONS: self._begin_last_micro_batch,
             kind.WAIT_REDUCTIONS: self._finish_reductions,
         }
+        if self.host_link is not None:
+            self._copies = StageParameters(
+                link=self.host_link, tensors=self.tensors, names=self._parameters_of_stage
+            )
         self._old_buffers = {
             slot.name
             for index, stage in self.stages.items()
@@ -118,11 +126,18 @@ class Executor:
             if state.record is not None:
                 self._run_measured(program, phases, state, prefix, state.record)
             else:
+                self._start_copies(program)
                 for place, (action, phase) in enumerate(zip(program, phases, strict=True)):
                     self.world.monitor.phase(prefix + phase)
                     transport.reach(place)
                     self._handlers[action.kind](action, state)
             transport.reach(len(program))
+            if self._copies is not None:
+                self._copies.end()
+
+    def _start_copies(self, program: Program) -> None:
+        if self._copies is not None:
+            self._copies.begin(program)
 
     @property
     def _label(self) -> str:
@@ -134,6 +149,9 @@ class Executor:
         mark, marks = record.mark, record.marks_of(program)
         with record.following():
             marks.append(mark())
+            if record.tracker is not None and self.host_link is not None and state.pending is not None:
+                record.tracker.add([memory.flat for memory in state.pending.memory])
+            self._start_copies(program)
             for place, (action, phase) in enumerate(zip(program, phases, strict=True)):
                 self.world.monitor.phase(prefix + phase)
                 self.world.transport.reach(place)
@@ -147,12 +165,16 @@ class Executor:
     def _forward(self, action: Action, state: StepState) -> None:
         index, m = action.stage, action.micro_batch
         stage = self.stages[index]
+        if self._copies is not None:
+            self._copies.forward_begins(index)
         args = [self._argument(index, slot, m, state) for slot in stage.inputs]
         if state.training:
             outputs, state.saved[index, m] = stage.forward(args, self._destinations("F", index, m, state))
         else:
             outputs = stage.infer(args, self._destinations("F", index, m, state))
         del args
+        if self._copies is not None:
+            self._copies.forward_done(index)
         for position, (slot, tensor) in enumerate(zip(stage.outputs, outputs, strict=True)):
             self._keep_output(position, slot, tensor, m, state)
         self.world.transport.after_compute()
@@ -160,7 +182,7 @@ class Executor:
     def _argument(self, stage: int, slot: StageSlot, micro_batch: int, state: StepState) -> torch.Tensor:
         match slot.kind:
             case "parameter":
-                return self.tensors[slot.name]
+                return self.tensors[slot.name] if self._copies is None else self._copies.of(stage, slot.name)
             case "buffer":
                 return self._buffer(stage, slot.name, micro_batch, state)
             case "batch" | "boundary":
@@ -173,6 +195,9 @@ class Executor:
                 return torch.full((), start, dtype=torch.int64, device=self.world.device)
             case _:
                 return state.scalars[slot.name]
+
+    def _parameters_of_stage(self, stage: int) -> list[str]:
+        return [slot.name for slot in self.stages[stage].inputs if slot.kind == "parameter"]
 
     def _buffer(self, stage: int, name: str, micro_batch: int, state: StepState) -> torch.Tensor:
         key = (name, OLD_VALUE if self._made_elsewhere(stage, name) else micro_batch)

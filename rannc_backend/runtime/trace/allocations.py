@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rannc_backend.runtime.comm.host_link import HostLink
+from rannc_backend.runtime.comm.streams import CudaLayer
 from rannc_backend.runtime.torch_internals import NewTensors, storage_key
 
 
@@ -53,6 +55,16 @@ class AllocationTracker:
         self._references[key] = weakref.ref(storage, gone)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def counted_host_link(device: torch.device) -> HostLink:
+    """What brings parameters from the host to a rank's device, and gradients back; it counts what the device has of both."""
+    return HostLink(
+        device=device,
+        parameters=AllocationTracker(),
+        gradients=AllocationTracker(),
+        layer=CudaLayer(device) if device.type == "cuda" else None,
+    )
 
 
 def optimizer_tensors(

@@ -127,6 +127,8 @@ class StepMeter:
 
     Args:
         stages: those of this rank.
+        offloads: parameters, gradients and optimizer state are on the host; of the device's memory only buffers are
+            there when a step begins.
         expected_rows: rows of the steps that are worth most: those that the plan was made for.
         model_tensors: parameters and buffers of the model, whatever of them this rank has.
         gradient_tensors: gives the buffers of gradients.
@@ -141,6 +143,7 @@ class StepMeter:
     model_tensors: Sequence[torch.Tensor]
     gradient_tensors: Callable[[], Iterable[torch.Tensor]]
     message_tensors: Callable[[], Iterable[torch.Tensor]]
+    offloads: bool = False
     deliver: Callable[[list[dict[str, Any]]], None]
     _clock: HostClock | DeviceClock = field(init=False)
     _num_begun: int = 0
@@ -254,9 +257,12 @@ class StepMeter:
     def _memory_bytes(self) -> dict[str, int]:
         if self.device.type == "cuda":
             return {"peak_bytes": torch.cuda.max_memory_allocated(self.device)}
-        weights = unique_bytes(self.model_tensors)
-        gradients = unique_bytes(self.gradient_tensors())
-        optimizer = unique_bytes(optimizer_tensors(self._optimizers, self.model_tensors))
+        on_host = self.offloads
+        kept = [each for each in self.model_tensors if not (on_host and isinstance(each, torch.nn.Parameter))]
+        weights = unique_bytes(kept)
+        gradients = 0 if on_host else unique_bytes(self.gradient_tensors())
+        state = optimizer_tensors(self._optimizers, self.model_tensors)
+        optimizer = 0 if on_host else unique_bytes(state)
         memory = self._memory
         followed = 0 if memory is None or memory.tracker is None else memory.tracker.peak_bytes
         return {

@@ -36,6 +36,7 @@ from rannc_backend.errors import (
     ModelError,
     NoBatchDimensionError,
     NoMarkedTensorError,
+    OffloadError,
     OptionValueError,
     OutOfStepError,
     OutputNotAvailableError,
@@ -157,6 +158,7 @@ EXAMPLES = [
         InfeasiblePlanError("memory", options_that_would_do=["zero_stage=1", "without partition_num=2"]),
         ["What would do: other options: zero_stage=1, or without partition_num=2."],
     ),
+    (OffloadError("Dynamo traces it"), ["offload=parameters", "Dynamo traces it", "leave offload out"]),
     (ScheduleError("nobody receives it", action="2SF0>3", rank=2), ["rank 2", "2SF0>3", "nobody"]),
     (LaunchError("no launcher found", cure="use mpirun"), ["no launcher", "mpirun"]),
     (

@@ -33,7 +33,7 @@ SECONDS_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_s
 BYTES_OF_STAGE = [
     name
     for name in StageCost.model_fields
-    if name.endswith("_bytes") and name not in ("peak_bytes", "elsewhere_bytes")
+    if name.endswith("_bytes") and name not in ("peak_bytes", "elsewhere_bytes", "host_bytes")
 ]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
@@ -45,6 +45,7 @@ def costs(draw: st.DrawFn) -> StageCost:
         **{name: draw(AMOUNTS) for name in SECONDS_OF_STAGE},
         **parts,
         peak_bytes=sum(parts.values()),
+        host_bytes=draw(COUNTS),
         idle_share=draw(st.floats(0, 1)),
     )
 
@@ -354,6 +355,7 @@ def test_missing_parts_are_named() -> None:
         "stage_compiler",
         "zero_stage",
         "zero_ngroups",
+        "offload",
         "outputs",
         "outputs_left_out",
         "proven_for",
@@ -371,9 +373,13 @@ def test_plans_of_before_do_without_what_came_later() -> None:
     later = ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for")
     for key in (*later, "told_recompute"):
         del data[key]
+    del data["offload"], data["cluster"]["host_bytes_per_second"]
+    for stage in data["stages"]:
+        del stage["predicted"]["offload_seconds"], stage["predicted"]["host_bytes"]
     plan = Plan.from_json(json.dumps(data))
     assert plan.told_recompute == ""
     assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
+    assert (plan.offload, plan.offload_seconds, plan.stages[0].predicted.host_bytes) == ("none", 0, 0)
     assert (plan.outputs, plan.outputs_left_out) == ((), "")
 
 

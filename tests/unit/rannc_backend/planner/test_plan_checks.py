@@ -318,6 +318,15 @@ def test_memory_is_counted_from_the_parameters_and_not_from_what_the_file_says()
         accept(data, mem_limit_gb=1e-9)
 
 
+def test_a_plan_with_offload_is_for_runs_with_it() -> None:
+    data = good()
+    data["offload"] = "parameters"
+    with pytest.raises(PlanError, match="keeps parameters on the host") as caught:
+        accept(data)
+    assert "set offload to parameters" in str(caught.value)
+    accept(data, offload="parameters")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -327,6 +336,7 @@ def test_memory_is_counted_from_the_parameters_and_not_from_what_the_file_says()
         ({"pipeline_num": 12}, "pipeline_num asks for 12"),
         ({"schedule": "fill_drain"}, "schedule asks for fill_drain"),
         ({"zero_stage": 1}, "zero_stage asks for 1"),
+        ({"offload": "parameters"}, "offload asks for parameters"),
     ],
 )
 def test_options_that_ask_for_something_else_are_told(options: dict[str, object], message: str) -> None:

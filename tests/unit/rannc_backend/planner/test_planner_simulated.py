@@ -41,6 +41,9 @@ def make_plan(world_size: int, cluster_name: str | None = None, **options: objec
         (4, None, {"partition_num": 2, "schedule": "fill_drain"}),
         (4, "v100-32gb", {"partition_num": 4, "pipeline_num": 6}),
         (6, "a100-80gb", {"stage_replicas": "3,3"}),
+        (4, "v100-32gb", {"partition_num": 4, "pipeline_num": 6, "offload": "parameters"}),
+        (2, None, {"schedule": "interleaved", "offload": "parameters"}),
+        (4, None, {"partition_num": 4, "schedule": "list_scheduled", "offload": "parameters"}),
     ],
 )
 def test_the_predicted_step_is_the_simulated_one(world_size: int, cluster: str | None, options: dict) -> None:

@@ -13,6 +13,7 @@ from rannc_backend.planner.what_binds import (
     FASTER_LINKS,
     MORE_DEVICES,
     MORE_MEMORY,
+    ON_HOST,
     ONE_MORE_DEVICE,
     WITHOUT,
     gains_text,
@@ -70,9 +71,10 @@ def test_each_gain_is_that_of_a_plan_made_for_the_changed_devices(
     memory_binds = found[MORE_MEMORY] < 0.99 * plan.predicted_step_seconds
     divided = [UNDIVIDED] if memory_binds and num_devices > 1 and options.get("replica_num") != 1 else []
     changes = [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS, MORE_DEVICES]
-    assert list(found) in (changes, [*changes, *divided])
+    on_host = [ON_HOST] * memory_binds
+    assert list(found) in ([*changes, *on_host], [*changes, *divided, *on_host])
     for change, step in found.items():
-        more = {"zero_stage": 1} if change == UNDIVIDED else {}
+        more = {UNDIVIDED: {"zero_stage": 1}, ON_HOST: {"offload": "parameters"}}.get(change, {})
         other = cluster if more else changed(cluster, change)
         again = make_plan("gpt2", other.num_devices, cluster=other, **(options | more))
         # With the number of stages given, the planner prefers even ones, so its plan may be slower: the one
@@ -88,7 +90,12 @@ def test_memory_binds_where_it_forces_recomputing_and_the_options_leave_no_use_f
     need = max(stage.predicted.peak_bytes for stage in roomy.stages) / BYTES_PER_GB
     tight = make_plan("gpt2", 2, rows=64, mem_limit_gb=0.6 * need / 0.9, **asked)
     changes = [change for change in steps(tight) if not change.startswith(WITHOUT)]
-    assert changes == [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS]
+    assert changes == [ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS, ON_HOST]
+    offloaded = make_plan("gpt2", 2, rows=64, mem_limit_gb=0.6 * need / 0.9, offload="parameters", **asked)
+    assert steps(tight)[ON_HOST] == pytest.approx(
+        min(offloaded.predicted_step_seconds, tight.predicted_step_seconds)
+    )
+    assert ON_HOST not in steps(offloaded) and ON_HOST not in steps(roomy)
     assert steps(tight)[ONE_MORE_DEVICE] == tight.predicted_step_seconds
     saved = 100 * (1 - roomy.predicted_step_seconds / tight.predicted_step_seconds)
     assert tight.binding.startswith(f"memory: twice the memory would shorten the step by {saved:.0f} %, ")

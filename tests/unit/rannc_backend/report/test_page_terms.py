@@ -30,6 +30,7 @@ def body() -> ElementTree.Element:
             cluster=replaced(plan.cluster, efficiencies=efficiencies),
             zero_stage=1,
             told_recompute="model.layers",
+            offload="parameters",
             schedule="zb_h1",
         )
     )

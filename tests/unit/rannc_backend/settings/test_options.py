@@ -41,6 +41,7 @@ OTHER_VALUES = {
     "num_apply_group": (3, "3"),
     "zero_stage": ("2", "2"),
     "zero_ngroups": (2, "2"),
+    "offload": ("parameters", "parameters"),
     "recompute": ("0.5", "0.5"),
     "recompute_modules": ("encoder.layer,Block", "encoder.layer,Block"),
     "recompute_last_stage": (1, "1"),

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.capture.nonstrict.meta_model import _by_dynamo, capture_model
-from rannc_backend.errors import GraphBreakError, UnsupportedModelError
+from rannc_backend.capture.nonstrict.ranks import Ranks
+from rannc_backend.errors import GraphBreakError, ModelDevicesError, UnsupportedModelError
 from tests.choice import mostly
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo
 from tests.unit.rannc_backend.planner.planning_examples import SMALL, small_example
@@ -156,3 +159,21 @@ def test_either_way_of_capture_gives_the_graph_that_plans_are_for():
     assert names[0] == names[1] and [item.name for item in captured[0].inputs] == [
         item.name for item in captured[1].inputs
     ]
+
+
+def test_parameters_that_lie_elsewhere_are_traced_as_if_they_were_on_the_device() -> None:
+    """As with option offload: parameters on the CPU, buffers and arguments on a device, for which "meta" stands."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for name, buffer in list(model.named_buffers()):
+        if buffer.dim():
+            model[1]._buffers[name.rpartition(".")[2]] = buffer.to("meta")
+    call = call_of(model, (torch.empty(3, 4, device="meta"),), {})
+    with pytest.raises(ModelDevicesError):
+        capture_call(model, call)
+    device = torch.device("meta")
+    found = capture_call(model, call, Ranks(device=device)).recorded.captured
+    nodes = found.graph_module.graph.nodes
+    values = [node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    counters = [value for value in values if value.device != device]
+    assert len(values) > 9 and all(value.dim() == 0 for value in counters)
+    assert {item.kind for item in found.inputs} >= {"parameter", "buffer", "batch"}

@@ -72,7 +72,7 @@ def test_the_promised_descriptions_are_shipped() -> None:
 def test_every_shipped_number_says_where_it_is_from(name: str) -> None:
     found = dict(numbers(shipped_values(name)))
     assert found.pop("format") == 1
-    assert len(found) == 21, "a number for every key that a description can have, but the number of nodes"
+    assert len(found) == 22, "a number for every key that a description can have, but the number of nodes"
     for key, number in found.items():
         source = number["source"]
         cited = re.match(r"NVIDIA .* datasheet.*, table '.*'.*, row '.*': .*\d", source)
@@ -82,6 +82,7 @@ def test_every_shipped_number_says_where_it_is_from(name: str) -> None:
             name in DATASHEETS
             and re.search("peak_flops|memory_bytes|bytes_per_second|devices", key)
             and "bfloat16" not in key
+            and "host_bytes_per_second" not in key  # what copies reach
         ):
             assert cited, f"{key} is only assumed"
 

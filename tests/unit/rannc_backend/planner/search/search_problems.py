@@ -65,6 +65,7 @@ def random_problem(
     message_scale: float,
     reduction_scale: float,
     core_share: float = 1.0,
+    copy_scale: float = 0.0,
     **wishes: object,
 ) -> SearchProblem:
     """Whole numbers in "anything" and "equal", so that ties are frequent; "layers" looks like a model."""
@@ -124,6 +125,7 @@ def random_problem(
         shared_gradient_bytes=generator.integers(0, 2, spans.shape) * reduction_scale,
         bucket_bytes=float(generator.integers(1, 6)),
         memory_bytes=memory_bytes,
+        offload_seconds=spans * copy_scale if copy_scale else None,
         **wishes,
     )
 
@@ -172,6 +174,7 @@ def problems(draw: st.DrawFn, max_blocks: int = 10, max_devices: int = 6) -> Sea
         message_scale=draw(st.sampled_from([0.0, 0.1, 1.0])),
         reduction_scale=draw(st.sampled_from([0.0, 0.2, 2.0])),
         core_share=draw(st.sampled_from([1.0, 1.0, 0.5])),
+        copy_scale=draw(st.sampled_from([0.0, 0.0, 1.0])),
         **wishes,
     )
 

@@ -117,7 +117,7 @@ def test_delayed_sums_over_owners_are_made_in_float32_too() -> None:
         module=lambda: module,
         owners=dict.fromkeys(("weight", "bias"), STAGE),
         updates={},
-        world=SimpleNamespace(rank=0),
+        world=SimpleNamespace(rank=0, device=torch.device("cpu")),
         gradients_are_local=True,
     )
     dtypes = []
