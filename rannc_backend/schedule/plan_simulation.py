@@ -278,11 +278,7 @@ def _compute_seconds(
 
 
 def shape_of(plan: Plan) -> PipelineShape:
-    """Of a plan with its own order and number of micro-batches.
-
-    Raises:
-        PlanError: a step of too many spans.
-    """
+    """Of a plan with its own order and number of micro-batches; `PlanError` where lanes have too many spans."""
     number = plan.num_micro_batches
     if len(plan.lanes) < plan.num_stages:
         _check_size(plan.num_stages, number)

@@ -118,15 +118,13 @@ class Config(RecomputeOptions):
         0.0,
         ge=0,
         lt=1,
-        description="Largest share of a step that ranks may idle by the order of micro-batches and by uneven stages, "
-        "messages left out (1f1b, fill_drain: at most 1 + r / (1 - r) x micro-batches stages); 0: no limit.",
+        description="Largest share of a step that ranks may idle by its order and uneven stages; 0: no limit.",
     )
     max_pipeline_unbalance_ratio: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Smallest allowed fastest stage's time / slowest stage's (against its name: higher values ask for "
-        "better balance); 0: no limit.",
+        description="Smallest fastest / slowest stage's time (against its name: higher is more even); 0: no limit.",
     )
     mem_limit_gb: float = Field(
         0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
