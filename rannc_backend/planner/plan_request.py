@@ -111,17 +111,12 @@ class PlanRequest:
                     f"stage_replicas asks for {num_stages} stages, and the model can be cut into "
                     f"{num_blocks} at most"
                 )
-            tell(
-                "partition_num %d is too much: the model can be cut into %d stages at most",
-                num_stages,
-                num_blocks,
-            )
+            text = "partition_num %d is too much: the model can be cut into %d stages at most"
+            tell(text, num_stages, num_blocks)
             num_stages = num_blocks
-        smallest, largest = (
-            (config.pipeline_num, config.pipeline_num)
-            if config.pipeline_num
-            else (config.min_pipeline, config.max_pipeline or batch_rows)
-        )
+        smallest, largest = config.min_pipeline, config.max_pipeline or batch_rows
+        if config.pipeline_num:
+            smallest = largest = config.pipeline_num
         if smallest > batch_rows:
             text = "%d micro-batches are too many for a batch of %d rows; %d are used"
             tell(text, smallest, batch_rows, batch_rows)
