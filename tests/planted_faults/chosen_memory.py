@@ -576,8 +576,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "copies-take-no-time",
             "planner/search/problem.py",
-            "        seconds[fits] += pricer.problem.copying(",
-            "        seconds[fits] += 0 * pricer.problem.copying(",
+            " + new_values.max(axis=1) + copying.max(axis=1)",
+            " + new_values.max(axis=1)",
             unit("planner/offloaded_plans"),
         ),
         (

@@ -108,6 +108,15 @@ def test_copies_have_the_layouts_of_what_they_copy(make: Callable[[], torch.Tens
     assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or not tensor.numel()
 
 
+def test_memory_is_kept_until_the_compute_stream_has_waited_and_no_longer() -> None:
+    host = link(FakeDevice())
+    copies, under_way = host.fetch([torch.ones(SIZE)])
+    copies.clear()
+    assert host.parameters.live_bytes == SIZE * 4
+    under_way.wait()
+    assert host.parameters.live_bytes == 0
+
+
 def played(*, waits: bool = True, ends: bool = True) -> list[str]:
     """Races of two runs, with the parameters changed on the host in between, and a gradient brought to the host."""
     device = FakeDevice()
