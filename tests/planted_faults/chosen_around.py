@@ -257,7 +257,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         # configuration
         (
             "any-option-may-differ",
-            "settings/options.py",
+            "settings/same_options.py",
             'bool(extra.get("own"))',
             "True",
             unit("settings/options"),

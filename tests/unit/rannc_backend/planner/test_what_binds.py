@@ -196,12 +196,11 @@ def test_options_that_bind_nothing_are_not_told() -> None:
 
 
 def test_a_memory_limit_that_binds_is_told() -> None:
-    free = make_plan("gpt2", 2, rows=64, replica_num=2, pipeline_num=8, schedule="fill_drain")
+    asked = {"replica_num": 2, "pipeline_num": 8, "schedule": "fill_drain", "zero_stage": 0}
+    free = make_plan("gpt2", 2, rows=64, **asked)
     need = free.stages[0].predicted.peak_bytes / BYTES_PER_GB
     limit = round(0.95 * need / 0.9, 6)
-    plan = make_plan(
-        "gpt2", 2, rows=64, replica_num=2, pipeline_num=8, schedule="fill_drain", mem_limit_gb=limit
-    )
+    plan = make_plan("gpt2", 2, rows=64, mem_limit_gb=limit, **asked)
     change = f"{WITHOUT}mem_limit_gb={limit:g}"
     assert steps(plan)[change] == pytest.approx(free.predicted_step_seconds, rel=1e-3)
 
