@@ -28,7 +28,12 @@ from rannc_backend.planner.search.problem import (
     plans_step_seconds,
     plans_terms,
 )
-from rannc_backend.planner.search.several_stages import fixed_parts, stage_terms, step_seconds
+from rannc_backend.planner.search.several_stages import (
+    fixed_parts,
+    kept_by_budget,
+    stage_terms,
+    step_seconds,
+)
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Lanes, Schedule
@@ -108,7 +113,7 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
                 message=message,
                 gradient=gradient,
                 flight_bytes=float(tables.flight_bytes[(budget, *place)]),
-                kept_bytes=float(tables.kept_bytes[place]),
+                kept_bytes=kept_by_budget(pricer, solution, index)[budget],
                 limit_bytes=limits[index],
                 message_bytes=float(tables.message_bytes[place]),
                 gradient_bytes=float(tables.gradient_bytes[place]),

@@ -285,6 +285,20 @@ AREAS = (
         tests=unit("planner/search/limits", "planner/planner_limits"),
     ),
     Area(
+        name="planner: several stages",
+        files={
+            "planner/search/several_stages.py": 4,
+            "planner/planner.py": 2,
+            "schedule/orders.py": 2,
+        },
+        tests=unit(
+            "schedule/several_stages",
+            "planner/search/several_stages",
+            "planner/own_orders",
+            "planner/what_binds",
+        ),
+    ),
+    Area(
         name="planner: cuts",
         files={"planner/blocks/line_cuts.py": 1, "planner/blocks/coarsening.py": 1},
         tests=unit("planner/blocks/blocks_line"),

@@ -64,6 +64,13 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             unit("planner/own_orders"),
         ),
         (
+            "first-stages-keep-as-little-as-others",
+            "planner/search/interval_costs.py",
+            "        if begin == 0:\n            kept = ",
+            "        if begin < 0:\n            kept = ",
+            unit("planner/blocks/traced_stages"),
+        ),
+        (
             "list-schedules-without-a-limit",
             "schedule/list_run.py",
             "if needed <= self.limit_bytes or (nothing_kept and self._is_oldest(m)):",
@@ -152,8 +159,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "new-values-that-take-no-time",
             "planner/search/problem.py",
-            "seconds[fits] = computed + new_values.max(axis=1)",
-            "seconds[fits] = computed + 0 * new_values.max(axis=1)",
+            "computed += new_values.max(axis=1) + copying.max(axis=1)",
+            "computed += copying.max(axis=1)",
             unit("planner/planner"),
         ),
         (
@@ -576,8 +583,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "copies-take-no-time",
             "planner/search/problem.py",
-            " + new_values.max(axis=1) + copying.max(axis=1)",
-            " + new_values.max(axis=1)",
+            "new_values.max(axis=1) + copying.max(axis=1)",
+            "new_values.max(axis=1)",
             unit("planner/offloaded_plans"),
         ),
         (

@@ -225,6 +225,8 @@ class IntervalCosts:
         )
         workspace = np.max([part.workspace_bytes for part in parts] + let_go + again - let_go[-1], axis=0)
         kept = np.sum([part.kept_bytes for part in whole], axis=0)
+        if begin == 0:
+            kept = self._kept_of_first(end, rows, np.zeros_like(saved) if priced_as is None else saved)
         if traced is not None:
             saved, kept = evaluate([traced.saved_bytes, traced.kept_bytes], rows)
             needed = evaluate(traced.workspace_bytes, rows).max(axis=0, initial=0.0)
@@ -242,6 +244,14 @@ class IntervalCosts:
             + self._accumulation[begin:end].sum(),
             kept_bytes=kept,
         )
+
+    def _kept_of_first(self, end: int, rows: Sequence[int], saved: Floats) -> Floats:
+        """[rows]: what a first stage keeps between the two parts of a backward: all that forward saved, and the gradients
+        of what it sent. Nobody waits for gradients of its inputs, so its first part computes nothing.
+        """
+        sent = [flow for flow in self.graph.flows if flow.producer < end <= flow.consumers[-1]]
+        awaited = [flow.num_bytes for flow in sent if flow.producer >= 0 and flow.needs_grad]
+        return saved + self.message_bytes(0, end, rows)[0] + evaluate(awaited, rows).sum(axis=0)
 
     def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
         """What a replica with so many rows receives of one micro-batch, and the gradients that it gives back:

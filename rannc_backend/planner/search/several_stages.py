@@ -259,6 +259,18 @@ def fits(problem: SearchProblem, solution: Solution, schedule: Schedule) -> bool
     )
 
 
+def kept_by_budget(pricer: Pricer, solution: Solution, stage: int) -> list[float]:
+    """By budget, what a stage keeps of a micro-batch between the two parts of its backward: a first stage all that is in
+    flight, and the gradients that have come, as its first part computes nothing.
+    """
+    tables, places = pricer.tables, _places(pricer, solution)
+    if stage > 0:
+        return [float(tables.kept_bytes[places[stage]])] * len(pricer.problem.budgets)
+    came = float(tables.gradient_bytes[places[1]]) if len(places) > 1 else 0.0
+    flight: Floats = tables.flight_bytes[(slice(None), *places[0])]
+    return [float(num_bytes) + came for num_bytes in flight]
+
+
 def _waiting_bytes(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...]:
     tables, places = pricer.tables, _places(pricer, solution)
     values, gradients = (
@@ -314,15 +326,15 @@ def _lane_memories(
                 ),
                 workspace=np.array([workspace for _, workspace in parts]),
                 flight=np.array([tables.flight_bytes[(slice(None), *places[stage])] for stage in lane]),
-                kept=np.array([tables.kept_bytes[places[stage]] for stage in lane]),
+                kept=np.array([kept_by_budget(pricer, solution, stage) for stage in lane]),
             ),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneMemory:
-    """The stages of one lane: all but `counts` and `kept` are [stages, budgets]. `counts` [states, stages, 2]: how many
-    micro-batches are in flight and how many kept, as `held_by` has it; `kept` [stages].
+    """The stages of one lane: all but `counts` are [stages, budgets]. `counts` [states, stages, 2]: how many micro-batches
+    are in flight and how many kept, as `held_by` has it.
     """
 
     counts: Floats
@@ -377,5 +389,5 @@ class LaneMemory:
 
     def num_bytes(self, budgets: Sequence[int]) -> float:
         index = np.arange(len(budgets)), budgets
-        held = (self.counts[:, :, 0] @ self.flight[index] + self.counts[:, :, 1] @ self.kept).max()
+        held = (self.counts[:, :, 0] @ self.flight[index] + self.counts[:, :, 1] @ self.kept[index]).max()
         return float(self.fixed[index].sum() + self.workspace[index].max() + held)

@@ -20,6 +20,7 @@ from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import BUDGETS, AnalyticPricer, Interval, StageMemory
 from rannc_backend.planner.cost.segments import Segments
 from rannc_backend.planner.planner import plan_blocks
+from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.options import Config
 from tests.choice import mostly
@@ -71,6 +72,32 @@ def test_memory_of_a_stage_is_what_it_takes(name: str, parts: int, budget: float
         (memory,) = tracer(name).memory([Interval(begin=begin, end=end, budget=budget, rows=ROWS)])
         ratio = peak_of(memory, ROWS) / measured_peak(name, begin, end, ROWS, budget, as_trained=True)
         assert 0.995 <= ratio <= 1.02, f"blocks {begin} to {end}: {ratio}"
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, SEGMENTS_BUDGET])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
+def test_a_first_stage_keeps_all_that_it_saved_for_the_second_part(name: str, budget: float) -> None:
+    """By its blocks as by its graph: the first part of its backward computes nothing."""
+    analysis, graph = analysed(name)
+    end = len(graph.blocks) // 3
+    (traced,) = tracer(name).memory([Interval(begin=0, end=end, budget=budget, rows=ROWS)])
+    assert traced is not None
+    pricer = AnalyticPricer(
+        device=CLUSTER.device,
+        partitions=partition_blocks(analysis, graph, compiler="eager", rows=ROWS),
+    )
+    costs = IntervalCosts(
+        graph=graph,
+        cluster=CLUSTER,
+        batch_rows=ROWS,
+        micro_batches=(1,),
+        pricer=pricer,
+        optimizer_factor=2.0,
+    )
+    prices = costs.prices(0, end, budget, [ROWS])
+    kept, saved = evaluate([traced.kept_bytes, traced.saved_bytes], [ROWS])[:, 0]
+    assert kept > saved
+    assert prices.kept_bytes[0] - prices.saved_bytes[0] == pytest.approx(kept - saved, rel=0.01)
 
 
 def test_equal_stages_are_traced_once_and_many_operators_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_budgets_of_a_lane_are_the_fastest_that_fit(seed: int) -> None:
         fixed=generator.random((num_stages, num_budgets)),
         workspace=generator.random((num_stages, num_budgets)),
         flight=np.sort(generator.random((num_stages, num_budgets)), axis=1)[:, ::-1],
-        kept=np.zeros(num_stages),
+        kept=np.zeros((num_stages, num_budgets)),
     )
     limit = float(np.median([memory.num_bytes(each) for each in itertools.product(range(4), repeat=3)]))
     best = memory.fastest(limit)
