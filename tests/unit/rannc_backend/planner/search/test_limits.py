@@ -178,6 +178,9 @@ def test_words_name_the_limit_that_is_not_kept() -> None:
     assert words(0.2, 0.5) == ""
     assert NO_LIMITS.broken_by(PipelineShape(0.9, 0.1), f1b, lanes, 1) == ""
     assert "max_pipeline_bubble_ratio allows 0.2" in words(0.3, 0.5)
+    # Two ranks are a pipeline too, one is none, whatever it is said to idle.
+    for few, is_allowed in ((((0,), (1,)), False), (((0, 1),), True)):
+        assert (limits.broken_by(PipelineShape(0.3, 0.5), f1b, few, 8) == "") == is_allowed
     assert "max_pipeline_unbalance_ratio asks for 0.5" in words(0.3, 0.4)
     # Uneven stages may idle a little less than equal ones; the documented number of stages holds all the same.
     assert "3 equal stages idle for 0.222" in words(0.19, 0.5, number=7)
