@@ -296,6 +296,7 @@ AREAS = (
             "planner/search/several_stages",
             "planner/own_orders",
             "planner/what_binds",
+            "planner/cost/output_bytes",
         ),
     ),
     Area(
