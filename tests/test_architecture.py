@@ -34,7 +34,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_TEST_FILE_LINES = 800
-MAX_FOLDERS = 31
+MAX_FOLDERS = 33
 MAX_ROOT_MODULES = 8
 MAX_FOLDER_MODULES = 14
 # Without a cache, on two cores that others use too; with one it takes seconds.

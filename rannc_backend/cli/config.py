@@ -22,7 +22,7 @@ from rannc_backend.settings.sources import CONFIG_FILE, ENVIRONMENT_ONLY, Resolu
 
 _HEAD = f"""# Options
 
-<!-- Written by `make docs` from rannc_backend/settings/options.py and rannc_items.py; do not edit. -->
+<!-- Written by `make docs` from rannc_backend/settings; do not edit. -->
 
 Each option is a key of `torch.compile(model, backend="rannc", options={{...}})`, an environment variable `RANNC_<NAME IN CAPITALS>`,
 and a line `name = value` of the file `{CONFIG_FILE}` in `RANNC_CONF_DIR` (`~/.pyrannc` without it).

@@ -1,4 +1,4 @@
-"""What some options choose from: names of schedules, how much of the activations is kept, numbers as text.
+"""What options are made of: names of schedules, how much of the activations is kept, names and numbers as text.
 
 In: text of an option. Out: the name or number that the package works with.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from pydantic import BaseModel, ConfigDict
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 # All schedules: the name, and the module with the description of it (see schedule/description.py), or the name of that
@@ -31,8 +33,26 @@ SEGMENTS_BUDGET = 0.001
 SEGMENTS = "segments"  # that budget, as option recompute says it
 MARKED = "marked"  # that budget with one segment, of which the tensors are kept that the model has marked
 
+# Of a rank alone: a path on a disk of its host, or what its own log says. Nothing that ranks do together
+# depends on it.
+OWN: JsonDict = {"own": True}
+OWN_PATH: JsonDict = {"accepts": "a path, at least 1 character", **OWN}
+
 NAME_PATTERN = r"[^\s,=]+"
 NAMES_PATTERN = rf"^({NAME_PATTERN}(,{NAME_PATTERN})*)?$"
+
+
+class Options(BaseModel):
+    """Options by name: frozen, of the types that are written, none that is not defined."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+def pairs_as_text(value: object) -> object:
+    """ "name=item,name=item" of a dict; anything else as it is."""
+    return ",".join(f"{name}={item}" for name, item in value.items()) if isinstance(value, Mapping) else value
 
 
 def check_schedule_name(name: str) -> str:

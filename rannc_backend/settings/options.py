@@ -8,212 +8,37 @@ planner decides" for every number of things. One GB is 1024**3 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic.config import JsonDict
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rannc_backend.settings.choices import (
     NAME_PATTERN,
-    NAMES_PATTERN,
+    OWN,
+    OWN_PATH,
     SCHEDULE_ALIASES,
     activation_budget,
     check_schedule_name,
-    names_as_text,
     number_or_truth,
+    pairs_as_text,
 )
-from rannc_backend.settings.recompute_options import RecomputeOptions
+from rannc_backend.settings.memory_options import MemoryOptions
+from rannc_backend.settings.planning_options import PlanningOptions
 
 ENVIRONMENT_PREFIX = "RANNC_"
 ITEMS_DISAGREE = "items_disagree"
 _PROFILED_STEPS = 5
 # Three years: what clocks and sockets can be told to wait.
 _LONGEST_SECONDS = 1e8
-# Of a rank alone: a path on a disk of its host, or what its own log says. Nothing that ranks do together
-# depends on it.
-_OWN: JsonDict = {"own": True}
-_OWN_PATH: JsonDict = {"accepts": "a path, at least 1 character", **_OWN}
-
-
-# More is no number of ranks, and a number of thousands of digits is none for int().
-_COUNT = r"[1-9][0-9]{0,8}"
 _PADDING = rf"{NAME_PATTERN}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
-_MODULES: JsonDict = {
-    "accepts": 'module names with commas between, as "encoder.layer.12,decoder" (a list in options), or ""'
-}
-_BY_NAME = ("stage_pins", "pad_inputs")  # texts that may be given as a dict
 
 
-class Config(RecomputeOptions):
+class Config(MemoryOptions, PlanningOptions):
     """Options of one compiled model; frozen. Build it with ``resolve_config``, which reports invalid
     values.
     """
 
-    partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
-    stages_per_rank: int = Field(
-        0,
-        ge=0,
-        description="Number of stages that each rank computes: 1, or more under schedule interleaved (any number) or "
-        "zb_v (2); 0: the planner decides.",
-    )
-    replica_num: int = Field(
-        0, ge=0, description="Number of replicas of every stage; 0: the planner decides."
-    )
-    stage_replicas: str = Field(
-        "",
-        pattern=rf"^({_COUNT}(,{_COUNT})*)?$",
-        json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
-        description="Number of replicas of each stage, first stage first; empty: the planner decides. Stages on the "
-        "same ranks, under schedule interleaved or zb_v, have the same.",
-    )
-    max_partition_num: int = Field(
-        160,
-        ge=1,
-        description="Largest number of blocks into which the planner cuts the model before it forms stages.",
-    )
-    min_partition_num: int = Field(
-        0,
-        ge=0,
-        description="Number of clusters at which coarsening stops, before blocks are cut; 0: twice "
-        "max_partition_num.",
-    )
-    coarsen_by_time: bool = Field(
-        True,
-        description="True: blocks are alike in time; False: in the memory of what they keep for backward.",
-    )
-    stage_starts: str = Field(
-        "",
-        pattern=NAMES_PATTERN,
-        json_schema_extra=_MODULES,
-        description="Modules that must start a stage, by dotted name.",
-    )
-    keep_together: str = Field(
-        "",
-        pattern=NAMES_PATTERN,
-        json_schema_extra=_MODULES,
-        description="Modules that must each stay in one stage, by dotted name.",
-    )
-    stage_pins: str = Field(
-        "",
-        pattern=rf"^({NAME_PATTERN}=[0-9]{{1,9}}(,{NAME_PATTERN}=[0-9]{{1,9}})*)?$",
-        json_schema_extra={
-            "accepts": 'module=stage with commas between, as "encoder=0,decoder=1" (a dict in options), or ""'
-        },
-        description="Stages of modules, counted from 0: module=stage, by dotted name.",
-    )
-    pipeline_num: int = Field(
-        0, ge=0, description="Number of micro-batches of a step; 0: the planner decides."
-    )
-    min_pipeline: int = Field(
-        1, ge=1, description="Smallest number of micro-batches that the planner may choose."
-    )
-    max_pipeline: int = Field(
-        0,
-        ge=0,
-        description="Largest number of micro-batches that the planner may choose; 0: as many as the batch has rows.",
-    )
-    max_pipeline_bubble_ratio: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Largest share of a step that ranks may idle by its order and uneven stages; 0: no limit.",
-    )
-    max_pipeline_unbalance_ratio: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Smallest fastest / slowest stage's time (against its name: higher is more even); 0: no limit.",
-    )
-    mem_limit_gb: float = Field(
-        0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
-    )
-    mem_margin: float = Field(
-        0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free."
-    )
-    opt_param_factor: float = Field(
-        2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
-    )
-    num_apply_group: int = Field(
-        1,
-        ge=1,
-        description="In how many parts of its parameters an optimizer steps, one after the other, so that what the "
-        "step needs besides is smaller; the result is the same.",
-    )
-    zero_stage: str = Field(
-        "auto",
-        pattern=r"^(auto|0|1|2)$",
-        json_schema_extra={"accepts": '"auto", 0, 1 or 2'},
-        description="1: each parameter has one replica of its stage that updates it and keeps its optimizer state; "
-        "2: which also keeps its gradient alone; 0: every replica updates all; auto: 1 where memory makes that faster, "
-        "else 0.",
-    )
-    zero_ngroups: int = Field(
-        1,
-        ge=1,
-        description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
-        "stay within a group.",
-    )
-    offload: Literal["none", "parameters"] = Field(
-        "none",
-        description="parameters: they lie on the host, and so do gradients and optimizer state; stages have copies.",
-    )
-    costs: Literal["auto", "analytic", "measured", "rules"] = Field(
-        "auto",
-        description="What plans are priced with: a model of the device, or each distinct block measured; "
-        "auto: measured on GPUs. rules: as analytic, but each block by its forward operators alone, "
-        "untraced: quicker and coarser, without recompute.",
-    )
-    profile_file: str = Field(
-        "",
-        description="File in which measured blocks are kept and looked up, or the run_file of a run to learn "
-        "from; empty: none.",
-    )
-    save_graph_profile: bool = Field(
-        False, description="Write measured blocks to graph_profile_file, where profile_file is empty."
-    )
-    load_graph_profile: bool = Field(
-        False, description="Look measured blocks up in graph_profile_file, where profile_file is empty."
-    )
-    graph_profile_file: str = Field(
-        "rannc_graph_profiles.json",
-        min_length=1,
-        json_schema_extra=_OWN_PATH,
-        description="File of save_graph_profile and load_graph_profile.",
-    )
-    profile_by_acc: bool = Field(
-        True,
-        description="True: a stage costs the sum of its blocks; False: the plan's stages are measured whole "
-        "and planned again.",
-    )
-    stage_memory: Literal["auto", "blocks", "traced"] = Field(
-        "auto",
-        description="Memory of a plan's stages: the sum over their blocks, or traced as a whole, which takes "
-        "about as long as capture and is all but exact; auto: traced where a stage of a small model comes "
-        "near to the limit.",
-    )
-    profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
-    cluster: str = Field(
-        "local",
-        min_length=1,
-        json_schema_extra={
-            "accepts": '"local", the name of a shipped description (as "a100-80gb") or the path of a TOML '
-            "file"
-        },
-        description="Cluster to plan for; local: the one at hand, measured once and remembered.",
-    )
-    cache_dir: str = Field(
-        "",
-        json_schema_extra=_OWN,
-        description="Directory of what is measured or planned once and remembered; empty: rannc in "
-        "$XDG_CACHE_HOME or ~/.cache.",
-    )
-    plan_cache: bool = Field(
-        True,
-        description="Keep plans in cache_dir, and take the plan of an earlier run of the same job from "
-        "there; False: plan anew.",
-    )
     capture: Literal["auto", "dynamo", "nonstrict"] = Field(
         "auto",
         description="How a model becomes a graph: dynamo: as torch.compile does it; nonstrict: its forward "
@@ -316,7 +141,7 @@ class Config(RecomputeOptions):
     deployment_file: str = Field(
         "rannc_deployment.json",
         min_length=1,
-        json_schema_extra=_OWN_PATH,
+        json_schema_extra=OWN_PATH,
         description="File of save_deployment and load_deployment.",
     )
     partitioning_dry_run_np: int = Field(
@@ -333,7 +158,7 @@ class Config(RecomputeOptions):
     )
     run_file: str = Field(
         "",
-        json_schema_extra=_OWN,
+        json_schema_extra=OWN,
         description="File to which rank 0 writes what the measured steps took, as JSON; empty: none.",
     )
     print_program: bool = Field(
@@ -347,7 +172,7 @@ class Config(RecomputeOptions):
     event_trace_file: str = Field(
         "rannc_event_trace.json",
         min_length=1,
-        json_schema_extra=_OWN_PATH,
+        json_schema_extra=OWN_PATH,
         description="File of trace_events, for Perfetto or chrome://tracing.",
     )
     dump_graph: bool = Field(
@@ -358,7 +183,7 @@ class Config(RecomputeOptions):
     dump_graph_prefix: str = Field(
         "rannc_graph",
         min_length=1,
-        json_schema_extra=_OWN_PATH,
+        json_schema_extra=OWN_PATH,
         description="What the paths of the files of dump_graph begin with.",
     )
     validate_comm: bool = Field(
@@ -371,7 +196,7 @@ class Config(RecomputeOptions):
         False, description="Log the outputs of every stage's forward, as display_comm_value does. Slow."
     )
     show_config_items: bool = Field(
-        False, json_schema_extra=_OWN, description="Log every item with its value and source at start."
+        False, json_schema_extra=OWN, description="Log every item with its value and source at start."
     )
     verbose: bool = Field(
         False,
@@ -380,30 +205,10 @@ class Config(RecomputeOptions):
     )
 
     @property
-    def stage_replica_counts(self) -> tuple[int, ...]:
-        """`stage_replicas` as numbers; () when the planner decides."""
-        return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
-
-    @property
     def paddings(self) -> dict[str, float]:
         """`pad_inputs` by input; whole numbers are integers."""
         pairs = (item.rsplit("=", 1) for item in self.pad_inputs.split(",") if item)
         return {name: number_or_truth(text) for name, text in pairs}
-
-    @property
-    def zero_level(self) -> int | None:
-        """`zero_stage` as a number; None when the planner decides."""
-        return None if self.zero_stage == "auto" else int(self.zero_stage)
-
-    @property
-    def prices_by_rules(self) -> bool:
-        """Whether blocks are priced without what each one saves and computes again."""
-        return self.costs == "rules"
-
-    @property
-    def measures_nothing(self) -> bool:
-        """Whether prices come from a model of the device, also where blocks could be measured."""
-        return self.costs in ("analytic", "rules")
 
     @property
     def mean_gradients(self) -> bool:
@@ -416,16 +221,6 @@ class Config(RecomputeOptions):
         return self.gradient_accumulation_dtype == "float32"
 
     @property
-    def profile_to_read(self) -> str:
-        """File in which measured blocks are looked up; "" for none."""
-        return self.profile_file or (self.graph_profile_file if self.load_graph_profile else "")
-
-    @property
-    def profile_to_write(self) -> str:
-        """File to which measured blocks are written; "" for none."""
-        return self.profile_file or (self.graph_profile_file if self.save_graph_profile else "")
-
-    @property
     def num_measured_steps(self) -> int:
         """Steps to measure and log: `report_steps`, and some more with `profiling`."""
         return max(self.report_steps, _PROFILED_STEPS) if self.profiling else self.report_steps
@@ -435,17 +230,10 @@ class Config(RecomputeOptions):
     def _schedule_by_its_own_name(cls, value: str) -> str:
         return value if value == "auto" else check_schedule_name(SCHEDULE_ALIASES.get(value, value))
 
-    @field_validator("zero_stage", mode="before")
+    @field_validator("pad_inputs", mode="before")
     @classmethod
-    def _level_as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("stage_starts", "keep_together", "stage_pins", "pad_inputs", mode="before")
-    @classmethod
-    def _join_names(cls, value: object, info: ValidationInfo) -> object:
-        if info.field_name in _BY_NAME and isinstance(value, Mapping):
-            return ",".join(f"{name}={item}" for name, item in value.items())
-        return value if info.field_name in _BY_NAME else names_as_text(value)
+    def _join_paddings(cls, value: object) -> object:
+        return pairs_as_text(value)
 
     @model_validator(mode="after")
     def _check_items_agree(self) -> Config:

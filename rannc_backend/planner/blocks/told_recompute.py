@@ -23,7 +23,7 @@ OPTION = "recompute_modules"
 
 
 def told_recompute(told: str, analysis: GraphAnalysis) -> Recomputed:
-    """What `told` (see `RecomputeOptions.told_recompute`) says of a graph; nothing where a graph has none of it."""
+    """What `told` (see `MemoryOptions.told_recompute`) says of a graph; nothing where a graph has none of it."""
     nodes = [node for node in analysis.split.rowwise.graph.nodes if node.op == "call_function"]
     if not told:
         return NOTHING_RECOMPUTED

@@ -1,4 +1,5 @@
-"""Options of recompute: what the backward computes again instead of keeping it, and whether that is looked at.
+"""Options of memory: its limit and account, what the backward computes again instead of keeping it, and where
+optimizer state and parameters lie.
 
 In: values by name. Out: the part of `Config` (options.py) that says it. *Told*: the user names what is computed again,
 and the search does not choose.
@@ -6,23 +7,22 @@ and the search does not choose.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from typing import Literal
+
+from pydantic import Field, field_validator
 
 from rannc_backend.settings.choices import (
     MARKED,
     NAMES_PATTERN,
     SEGMENTS_BUDGET,
+    Options,
     activation_budget,
     names_as_text,
 )
 
 
-class RecomputeOptions(BaseModel):
+class MemoryOptions(Options):
     """See `Config`."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
-    )
 
     recompute: str = Field(
         "auto",
@@ -57,6 +57,39 @@ class RecomputeOptions(BaseModel):
         description="True: backwards of the first step that a stage was compiled for also run without recompute, and "
         "gradients that differ are an error.",
     )
+    mem_limit_gb: float = Field(
+        0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
+    )
+    mem_margin: float = Field(
+        0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free."
+    )
+    opt_param_factor: float = Field(
+        2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
+    )
+    num_apply_group: int = Field(
+        1,
+        ge=1,
+        description="In how many parts of its parameters an optimizer steps, one after the other, so that what the "
+        "step needs besides is smaller; the result is the same.",
+    )
+    zero_stage: str = Field(
+        "auto",
+        pattern=r"^(auto|0|1|2)$",
+        json_schema_extra={"accepts": '"auto", 0, 1 or 2'},
+        description="1: each parameter has one replica of its stage that updates it and keeps its optimizer state; "
+        "2: which also keeps its gradient alone; 0: every replica updates all; auto: 1 where memory makes that faster, "
+        "else 0.",
+    )
+    zero_ngroups: int = Field(
+        1,
+        ge=1,
+        description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
+        "stay within a group.",
+    )
+    offload: Literal["none", "parameters"] = Field(
+        "none",
+        description="parameters: they lie on the host, and so do gradients and optimizer state; stages have copies.",
+    )
 
     @property
     def told_recompute(self) -> str:
@@ -70,6 +103,11 @@ class RecomputeOptions(BaseModel):
             return 0.0
         return SEGMENTS_BUDGET if self.told_recompute else activation_budget(self.recompute)
 
+    @property
+    def zero_level(self) -> int | None:
+        """`zero_stage` as a number; None when the planner decides."""
+        return None if self.zero_stage == "auto" else int(self.zero_stage)
+
     @field_validator("recompute", mode="before")
     @classmethod
     def _number_as_text(cls, value: object) -> object:
@@ -79,3 +117,8 @@ class RecomputeOptions(BaseModel):
     @classmethod
     def _join_modules(cls, value: object) -> object:
         return names_as_text(value)
+
+    @field_validator("zero_stage", mode="before")
+    @classmethod
+    def _level_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
