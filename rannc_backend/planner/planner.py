@@ -42,6 +42,7 @@ from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.planner.explanations import alternatives, without_zero
 from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_limits, priced, stage_plans
 from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
@@ -181,35 +182,35 @@ def _choose_updates(
     that, which bounds soon prove. Where all of a model fits on each device, dividing gains nothing.
     """
     plain = request.with_updates(divided=False)
-    if not request.may_divide_updates or _fits_anyhow(plain):
-        return plain, _found(_choose(plain, progress, memory), plain)
+    costs = plain.costs()
+    if not request.may_divide_updates or _fits_anyhow(plain, costs):
+        return plain, _found(_choose(plain, costs, progress, memory), plain, costs)
     divided = request.with_updates(divided=True)
-    choice = _found(_choose(divided, progress, memory), divided)
+    divided_costs = divided.costs()
+    choice = _found(_choose(divided, divided_costs, progress, memory), divided, divided_costs)
     assert choice.result.solution is not None, "it was chosen from"
     if progress is not None and progress.cancelled():
         return divided, choice
     limit = choice.result.solution.step_seconds * (1 + _WORTH_DIVIDING)
-    other = _choose(plain, progress, memory, limit)
+    other = _choose(plain, costs, progress, memory, limit)
     if other is not None and other.solution.step_seconds <= choice.solution.step_seconds * (
         1 + _WORTH_DIVIDING
     ):
         lower = min(other.result.lower_bound, choice.result.lower_bound)
         return plain, replace(other, result=replace(other.result, lower_bound=lower))
-    undivided = plain.problem(plain.costs())
-    return divided, replace(choice, undivided=undivided)
+    return divided, replace(choice, undivided=plain.problem(costs))
 
 
-def _found(choice: _Choice | None, request: PlanRequest) -> _Choice:
+def _found(choice: _Choice | None, request: PlanRequest, costs: IntervalCosts) -> _Choice:
     if choice is None:
-        raise refused_by_limits(request, request.problem(request.costs())) or request.infeasible()
+        raise refused_by_limits(request, request.problem(costs)) or request.infeasible()
     return choice
 
 
-def _fits_anyhow(request: PlanRequest) -> bool:
+def _fits_anyhow(request: PlanRequest, costs: IntervalCosts) -> bool:
     """Whether all blocks fit on one device, with all micro-batches in flight and nothing computed again, whatever their
     number: then no plan lacks memory.
     """
-    costs = request.costs()
     if costs.max_length < len(request.graph.blocks):
         return False
     for number in {request.micro_batches[0], request.micro_batches[-1]}:
@@ -222,14 +223,17 @@ def _fits_anyhow(request: PlanRequest) -> bool:
 
 
 def _choose(
-    request: PlanRequest, progress: Progress | None, memory: _StageMemory, limit_seconds: float = math.inf
+    request: PlanRequest,
+    costs: IntervalCosts,
+    progress: Progress | None,
+    memory: _StageMemory,
+    limit_seconds: float = math.inf,
 ) -> _Choice | None:
     """The fastest plan whose stages fit, also as whole stages; None where nothing fits whose step is found to take less
     than the limit.
 
     Raises `InfeasiblePlanError` where what fits does not as whole stages.
     """
-    costs = request.costs()
     problem = request.problem(costs)
     least = math.inf
     whole_stages = memory.whole_stages
