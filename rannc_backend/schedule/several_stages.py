@@ -88,7 +88,8 @@ class ZeroBubbleV(_OwnLanes):
     A micro-batch goes down the lanes and comes up again, so the first lane has its last stage, and begins its backward at once.
     With equal stages and F, I and W of one length, ranks compute nothing for (p - 1) F at the begin of a step, and a lane holds
     what 2 p + 1 stages save of a micro-batch: one more than under 1F1B. The order is that of list scheduling with such seconds
-    and such memory, of the fastest of a few rules, and takes one F more at most where it was tried.
+    and such memory, of the fastest of a few rules; it takes no F more with up to five lanes, and up to four more with eight, where
+    it was tried. The first stage has no I: what its backward computes, all of it, nobody waits for.
     """
 
     def lanes(self, num_stages: int) -> Lanes:
@@ -105,7 +106,9 @@ def _in_a_v(lanes: Lanes, num_micro_batches: int) -> Order:
     # One more than 1F1B's first stage has: between an I and its W, both are there.
     limit = len(lanes) + 0.5
     unit = LaneCosts(flight_bytes=1.0, kept_bytes=1.0, limit_bytes=limit)
-    return fastest_order((unit,) * sum(map(len, lanes)), lanes, num_micro_batches, _V_RULES)
+    first = replace(unit, inputs=0.0, weights=unit.inputs + unit.weights)
+    costs = (first,) + (unit,) * (sum(map(len, lanes)) - 1)
+    return fastest_order(costs, lanes, num_micro_batches, _V_RULES)
 
 
 INTERLEAVED = Interleaved(name="interleaved", eager_backward=True, stages_per_lane=2)

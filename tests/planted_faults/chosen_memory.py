@@ -155,6 +155,20 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             "return self if count >= 2 else None",
             unit("schedule/several_stages"),
         ),
+        (
+            "first-stages-that-make-gradients-of-inputs",
+            "schedule/several_stages.py",
+            "replace(unit, inputs=0.0, weights=unit.inputs + unit.weights)",
+            "unit",
+            unit("schedule/several_stages"),
+        ),
+        (
+            "first-stages-half-of-whose-backward-is-awaited",
+            "planner/search/interval_costs.py",
+            "later[0] = backwards[:, 0].min(axis=0)",
+            "later[0] = later[0]",
+            unit("planner/search/interval_costs"),
+        ),
         # who updates parameters, in the search
         (
             "new-values-that-take-no-time",
@@ -173,10 +187,10 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "updates-are-divided-wherever-they-may-be",
             "planner/planner.py",
-            "if not request.may_divide_updates or _fits_anyhow(plain):",
-            "if request.may_divide_updates:\n        return request.with_updates(divided=True), _found(\n"
-            "            _choose(request.with_updates(divided=True), progress, memory), plain)\n"
-            "    if not request.may_divide_updates or _fits_anyhow(plain):",
+            "if not request.may_divide_updates or _fits_anyhow(plain, costs):",
+            "if request.may_divide_updates:\n        each = request.with_updates(divided=True)\n"
+            "        return each, _found(_choose(each, each.costs(), progress, memory), each, costs)\n"
+            "    if not request.may_divide_updates or _fits_anyhow(plain, costs):",
             unit("planner/what_binds"),
         ),
         (

@@ -443,11 +443,13 @@ class IntervalCosts:
             backwards[index] = backward
             np.add(fixed, workspace, out=fixed_bytes[index])
             np.add(saved, received, out=flight_bytes[index])
+        later = over(weight, ends)
+        later[0] = backwards[:, 0].min(axis=0)  # nobody waits for gradients of the first stage's inputs
         return MicroBatchTables(
             replicas=counts,
             rows=rows,
             forward=forward,
-            weight=over(weight, ends),
+            weight=later,
             kept_bytes=over(np.stack([price.kept_bytes[columns] for price in whole]), ends),
             backward=backwards,
             fixed_bytes=fixed_bytes,

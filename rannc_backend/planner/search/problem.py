@@ -45,7 +45,8 @@ class MicroBatchTables:
 
     `forward`, `backward`: seconds of one micro-batch, inf where an interval ends after the last block or a
     replica would have no rows. `fixed_bytes`: memory whatever is in flight; `flight_bytes`: memory of each
-    micro-batch in flight. `weight`: of a backward, the seconds of its second part, which needs `kept_bytes` of the first.
+    micro-batch in flight. `weight`: of a backward, the seconds of its second part, which needs `kept_bytes` of the first
+    (of a first stage, all of it).
     `message_bytes`, `gradient_bytes`: what one replica receives from the stage before,
     and gets back to it.
     """
@@ -460,6 +461,7 @@ def plans_lower_bounds(pricer: Pricer, bounds: Ints, options: Ints, places: Ints
         np.stack([getattr(stage, name) for stage in terms]) for name in ("forward", "backward", "weight")
     )
     weight = weight if pricer.described.splits_backward else np.zeros_like(weight)
+    weight[0] = 0.0  # of the first stage, it is on the way
     if pricer.num_micro_batches == 1:
         return np.asarray((forward + backward - weight).sum(axis=0) * _ROUNDED_DOWN)
     found = pricer.described.bound_of_stages(pricer.num_micro_batches, forward, backward, weight)

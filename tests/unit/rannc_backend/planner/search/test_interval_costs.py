@@ -210,3 +210,14 @@ def test_only_useful_numbers_of_micro_batches_are_tried() -> None:
     assert useful_micro_batches(8, 3, 3) == (3,)
     assert useful_micro_batches(3, 8, 8) == (3,)
     assert useful_micro_batches(1, 1, 32) == (1,)
+
+
+def test_nobody_waits_for_the_backward_of_a_first_stage() -> None:
+    """All of it may be run later; of another stage, what sums gradients of parameters."""
+    costs = interval_costs("normalized")
+    tables = costs.tables(4)
+    least = tables.backward.min(axis=0)
+    fits = np.isfinite(least)
+    assert (tables.weight[0] == least[0])[fits[0]].all()
+    assert (tables.weight[1:] < least[1:])[fits[1:]].any()
+    assert (tables.weight[1:] <= least[1:])[fits[1:]].all()
