@@ -50,10 +50,6 @@ _SHARED = (
 )
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _AUTOCAST = 'with torch.autocast("cuda", dtype=torch.bfloat16): loss = model(x)'
-_NO_OFFLOAD = (
-    "offload_params=True has no effect: every rank keeps the parameters of its own stages only; more stages "
-    "(partition_num) divide them further, and recompute and mem_limit_gb bound the rest"
-)
 
 
 class RaNNCModule(nn.Module):
@@ -73,7 +69,7 @@ class RaNNCModule(nn.Module):
         is
             not supported; True is refused.
         enable_zero: The optimizer state of a parameter is on one replica of its stage alone (option zero_stage=1).
-        offload_params: Accepted with a warning that names what takes its place.
+        offload_params: Parameters, gradients and optimizer state are on the host (option offload="parameters").
         check_unused_values: Accepted without effect; values that nothing uses are left out.
         options: Further options of ``torch.compile(model, backend="rannc", options=...)``.
 
@@ -118,6 +114,8 @@ class RaNNCModule(nn.Module):
             chosen["gather_inputs"] = False
         if enable_zero:
             chosen.setdefault("zero_stage", 1)
+        if offload_params:
+            chosen.setdefault("offload", "parameters")
         self.__dict__["_options"] = chosen
         self.__dict__["_compiled"] = None
         if load_deployment is not None:
@@ -130,8 +128,6 @@ class RaNNCModule(nn.Module):
                 "remove_dist_param on each.",
             )
         world = bootstrap.start()
-        if offload_params and world.rank == 0:
-            logger.warning("%s", _NO_OFFLOAD)
         if any(parameter.device != world.device for parameter in model.parameters()) and not self.ready:
             materialize_by_stage(model)
         if optimizer is not None:

@@ -148,13 +148,16 @@ def conformance(context: Context) -> None:
     """The common procedure of RaNNC's tests: train and compare everything, then save, load and go on."""
     accumulate = context.case.parameters["accumulate"]
     with environment(context):
-        arguments = {"enable_zero": True} if context.case.parameters.get("enable_zero") else {}
-        pair = Pair(context, gather_inputs=context.case.options.get("gather_inputs", True), **arguments)
+        asked = {
+            name: True for name in ("enable_zero", "offload_params") if context.case.parameters.get(name)
+        }
+        pair = Pair(context, gather_inputs=context.case.options.get("gather_inputs", True), **asked)
         pair.compare_parameters("before training")
         pair.train(NUM_UPDATES, accumulate)
         plan = REGISTRY.plan_of(pair.model)
-        asked = int("enable_zero" in arguments)
-        context.findings.that(plan is not None and plan.zero_stage == asked, f"enable_zero: {asked}")
+        found = (plan.zero_stage, plan.offload) if plan is not None else None
+        wanted = (int("enable_zero" in asked), "parameters" if "offload_params" in asked else "none")
+        context.findings.that(found == wanted, f"{asked}: {found}")
         if pair.trains:
             pair.train(1, accumulate, first=NUM_UPDATES, explicitly=True)
             _saved_and_loaded(pair)

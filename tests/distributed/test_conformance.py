@@ -98,6 +98,8 @@ def others() -> list[Case]:
         for model in ("basic", "tied_embedding"):
             divided = _case(f"enable_zero-{model}", model, world, world // 2, 2)
             cases.append(replace(divided, parameters={**divided.parameters, "enable_zero": True}))
+        offloaded = _case("offload_params-tied_embedding", "tied_embedding", world, 2, 2)
+        cases.append(replace(offloaded, parameters={**offloaded.parameters, "offload_params": True}))
         cases.append(_case("switches", "batch_norm", world, world, check="conformance_switches"))
         for model in ("basic", "tied_embedding"):
             cases.append(_case(f"deployment-{model}", model, world, 2, check="conformance_deployment"))
@@ -120,6 +122,7 @@ def chosen() -> list[Case]:
         "rank_0-shared_param-r2-p2-a2",
         "bfloat16-r2-p2-a2",
         "enable_zero-tied_embedding-r2-p1-a2",
+        "offload_params-tied_embedding-r2-p2-a2",
     ]
     names += ["clipping-tied_embedding-r2-p2-a1", "switches-r2-p2-a1"]
     return [by_name[f"conformance-{name}"] for name in names]

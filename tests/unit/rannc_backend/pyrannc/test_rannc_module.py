@@ -116,11 +116,10 @@ def test_apex_arguments_show_the_line_to_write(argument: str) -> None:
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="rannc_backend"):
-        model = pyrannc.RaNNCModule(Net(), offload_params=True, check_unused_values=False)
+        model = pyrannc.RaNNCModule(Net(), check_unused_values=False)
         model.to("cpu").cuda().cpu()
     said = [record.getMessage() for record in caplog.records]
     assert [text.split("(")[0].split("=")[0] for text in said] == [
-        "offload_params",
         "to",
         "cuda",
         "cpu",
