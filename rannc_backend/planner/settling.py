@@ -104,13 +104,17 @@ def _with_several_stages(problem: SearchProblem, best: Solution) -> Solution:
 
 
 def _in_best_order(problem: SearchProblem, best: Solution, others: Sequence[Solution]) -> Solution:
-    """`best` in an order of its own, or one of the others that is faster so; those that are nearly as fast are tried."""
+    """`best` in an order of its own, or one of the others that is faster so. Those that are nearly as fast are tried, and even
+    shares with their micro-batches: an order of its own gains most where no stage sets the pace.
+    """
     if not problem.own_order:
         return best
     near = [each for each in others if each.step_seconds <= best.step_seconds * (1 + _NEAR)]
     near.sort(key=lambda each: each.step_seconds)
-    tried = [in_own_order(problem, each) for each in dict.fromkeys([best, *near[:_MOST_TRIED]])]
-    return min(tried, key=lambda each: each.step_seconds)
+    near = [best, *near[:_MOST_TRIED]]
+    even = [even_shares(Pricer(problem, each.num_micro_batches, each.schedule), each) for each in near]
+    tried = dict.fromkeys([*near, *(each for each in even if each is not None)])
+    return min((in_own_order(problem, each) for each in tried), key=lambda each: each.step_seconds)
 
 
 def in_own_order(problem: SearchProblem, solution: Solution) -> Solution:
