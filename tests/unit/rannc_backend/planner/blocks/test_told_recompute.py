@@ -26,7 +26,12 @@ from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.options import Config
 from tests.choice import mostly
-from tests.unit.rannc_backend.planner.blocks.block_peaks import CLUSTER, analysed, measured_peak
+from tests.unit.rannc_backend.planner.blocks.block_peaks import (
+    CLUSTER,
+    SCALARS_BYTES,
+    analysed,
+    measured_peak,
+)
 
 ROWS = 16
 
@@ -225,12 +230,16 @@ def test_memory_of_stages_that_compute_modules_again(told: str, parts: int) -> N
         assert memory is not None
         kept = float(evaluate([memory.saved_bytes], rows)[0, 0])
         peak = kept + float(evaluate(memory.workspace_bytes, rows).max())
-        measured = measured_peak("llama", begin, end, ROWS, SEGMENTS_BUDGET, as_trained=True, told=told)
-        # One value was seen to be missing where everything is computed again.
-        assert (0.97 if told == "ROOT" else 0.995) <= peak / measured <= 1.02, f"blocks {begin} to {end}"
+        measured, least = (
+            measured_peak(
+                "llama", begin, end, ROWS, SEGMENTS_BUDGET, as_trained=True, told=told, lets_go=lets_go
+            )
+            for lets_go in (False, True)
+        )
+        assert least - SCALARS_BYTES <= peak <= 1.02 * measured, f"blocks {begin} to {end}"
         prices = costs.prices(begin, end, SEGMENTS_BUDGET, rows)
         whole = costs.prices(begin, end, 1.0, rows)
-        assert prices.saved_bytes[0] + prices.workspace_bytes[0] >= measured
+        assert prices.saved_bytes[0] + prices.workspace_bytes[0] >= least
         assert 0.99 * kept <= prices.saved_bytes[0] <= whole.saved_bytes[0]
         assert whole.backward_seconds[0] < prices.backward_seconds[0]
         assert prices.backward_seconds[0] <= 1.01 * (whole.backward_seconds[0] + whole.forward_seconds[0])

@@ -24,7 +24,12 @@ from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 from rannc_backend.settings.options import Config
 from tests.choice import mostly
-from tests.unit.rannc_backend.planner.blocks.block_peaks import CLUSTER, analysed, measured_peak
+from tests.unit.rannc_backend.planner.blocks.block_peaks import (
+    CLUSTER,
+    SCALARS_BYTES,
+    analysed,
+    measured_peak,
+)
 
 ROWS = 16
 
@@ -70,8 +75,14 @@ def test_memory_of_a_stage_is_what_it_takes(name: str, parts: int, budget: float
     for part in range(parts):
         begin, end = num_blocks * part // parts, num_blocks * (part + 1) // parts
         (memory,) = tracer(name).memory([Interval(begin=begin, end=end, budget=budget, rows=ROWS)])
-        ratio = peak_of(memory, ROWS) / measured_peak(name, begin, end, ROWS, budget, as_trained=True)
-        assert 0.995 <= ratio <= 1.02, f"blocks {begin} to {end}: {ratio}"
+        peak, most, least = (
+            peak_of(memory, ROWS),
+            measured_peak(name, begin, end, ROWS, budget, as_trained=True),
+            measured_peak(name, begin, end, ROWS, budget, as_trained=True, lets_go=True),
+        )
+        assert least - SCALARS_BYTES <= peak <= 1.02 * most, (
+            f"blocks {begin} to {end}: {peak / least}, {peak / most}"
+        )
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5, SEGMENTS_BUDGET])
