@@ -140,6 +140,18 @@ class PlanningOptions(Options):
         "near to the limit.",
     )
     profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
+    parallel_profile: bool = Field(
+        True, description="Ranks measure distinct blocks side by side; False: rank 0 measures all."
+    )
+    profile_again: bool = Field(
+        False, description="Measure every block again, and write it over what profile_file has."
+    )
+    num_plans: int = Field(1, ge=1, description="How many of the best plans are kept to choose from.")
+    search_processes: int = Field(1, ge=1, description="Processes that search for a plan.")
+    solver: Literal["dp", "ilp"] = Field(
+        "dp",
+        description="What searches: dp: branch and bound over cuts; ilp: a mixed-integer programme.",
+    )
     cluster: str = Field(
         "local",
         min_length=1,
