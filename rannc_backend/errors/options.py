@@ -44,6 +44,14 @@ class ConfigurationFileError(UserInputError):
         super().__init__(f"{file} {problem}", cure=cure, place=file)
 
 
+class JobSizeError(UserInputError):
+    """The options are of a job with another number of ranks, or with batches of other rows."""
+
+    default_cure = (
+        "give the job the size that the options say, or change mesh, num_ranks or micro_batch_rows."
+    )
+
+
 class UnknownModuleError(UserInputError):
     """An option names a module that has no operator in the model's graph."""
 

@@ -285,6 +285,7 @@ class Plan(_Record):
     schema_version: Literal[2]
     fingerprint: Name
     model_name: Text
+    plan_name: Text = ""
     cluster: ClusterAssumption
     world_size: PositiveCount
     batch_rows: PositiveCount
@@ -359,7 +360,7 @@ class Plan(_Record):
 
     def summary(self) -> str:
         """A few lines for people: one per stage with ranks, modules, seconds and memory, and what binds."""
-        name = self.model_name or "model"
+        name = f"{self.plan_name + ', ' * bool(self.plan_name)}{self.model_name or 'model'}"
         lines = [
             f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), "
             f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}"
@@ -369,11 +370,7 @@ class Plan(_Record):
         for stage in self.stages:
             cost = stage.predicted
             ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"{stage.ranks[0]}"
-            modules = (
-                f"{stage.modules[0]} ... {stage.modules[-1]}"
-                if len(stage.modules) > 1
-                else "".join(stage.modules)
-            )
+            modules = " ... ".join(dict.fromkeys((*stage.modules[:1], *stage.modules[-1:])))
             lines.append(
                 f"  stage {stage.index}: ranks {ranks}, {len(stage.nodes)} nodes ({modules}), forward "
                 f"{_seconds(cost.forward_seconds)}, backward {_seconds(cost.backward_seconds)}, transfers "

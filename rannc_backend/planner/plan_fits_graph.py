@@ -22,6 +22,7 @@ from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.planner.blocks.cut_blocks import has_loss, parameter_use
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
+from rannc_backend.planner.cluster.asked_job import asked_ranks, memory_limit
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import recomputed_nodes, stage_of_plan
 from rannc_backend.planner.search.limits import PipelineLimits
@@ -55,7 +56,7 @@ def check_plan(
     Raises:
         PlanError: see the module docstring.
     """
-    memory = (config.mem_limit_gb * BYTES_PER_GB or device_memory_bytes) * (1 - config.mem_margin)
+    memory = memory_limit(config, device_memory_bytes) * (1 - config.mem_margin)
     check_against(plan, fingerprint=fingerprint, world_size=world_size)
     _check_ranks(plan)
     _check_rows(plan)
@@ -90,6 +91,17 @@ def check_options(
     either. ``whole_batch``: of the graph; then there is one micro-batch and replica, whatever is asked for.
     """
     asked: tuple[tuple[str, object, object], ...] = (
+        ("num_ranks" if config.num_ranks else "mesh", asked_ranks(config), plan.world_size),
+        (
+            "mesh",
+            f"nodes of {config.mesh_shape[1]}" if config.mesh_shape else "",
+            f"nodes of {plan.cluster.devices_per_node}",
+        ),
+        (
+            "micro_batch_rows",
+            0 if whole_batch else config.micro_batch_rows,
+            plan.batch_rows / plan.num_micro_batches,
+        ),
         ("partition_num", config.partition_num, plan.num_stages),
         ("schedule", config.schedule if config.schedule in possible_schedules else "", plan.schedule),
         ("pipeline_num", 0 if whole_batch else config.pipeline_num, plan.num_micro_batches),

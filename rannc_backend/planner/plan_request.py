@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueError
 from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.planner.cluster.asked_job import memory_limit
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
 from rannc_backend.planner.cost.transfer import offload_seconds
@@ -123,7 +124,7 @@ class PlanRequest:
         # Every replica gets a row of every micro-batch; steps with more rows may run more micro-batches than
         # this one.
         most = max(1, batch_rows // max(fixed or (config.replica_num, 1)))
-        limit = config.mem_limit_gb * BYTES_PER_GB or cluster.device.memory_bytes
+        limit = memory_limit(config, cluster.device.memory_bytes)
         made = cls(
             graph=graph,
             cluster=cluster,
@@ -479,7 +480,7 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield name, f"{name}={getattr(config, name)}"
     if config.recompute_last_stage >= 0:
         yield "recompute_last_stage", f"recompute_last_stage={config.recompute_last_stage}"
-    if 0 < config.mem_limit_gb * BYTES_PER_GB < cluster.device.memory_bytes:
+    if 0 < memory_limit(config, 0) < cluster.device.memory_bytes:
         yield "mem_limit_gb", f"mem_limit_gb={config.mem_limit_gb:g}"
 
 

@@ -60,6 +60,10 @@ class MemoryOptions(Options):
     mem_limit_gb: float = Field(
         0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
     )
+    ignore_memory: bool = Field(
+        False,
+        description="True: plans may use any memory, whatever mem_limit_gb says and devices have; what they need is told.",
+    )
     mem_margin: float = Field(
         0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free."
     )

@@ -30,6 +30,29 @@ _MODULES: JsonDict = {
 class PlanningOptions(Options):
     """See `Config`."""
 
+    plan_name: str = Field(
+        "",
+        max_length=200,
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+        json_schema_extra={"accepts": "a line of at most 200 characters"},
+        description="Name of the job, which its plan has and what is said of the plan begins with.",
+    )
+    num_ranks: int = Field(
+        0, ge=0, description="Number of ranks that the job must have, or that is planned for; 0: any."
+    )
+    mesh: str = Field(
+        "",
+        pattern=rf"^({_COUNT}x{_COUNT})?$",
+        json_schema_extra={"accepts": 'nodes x devices of each, as "2x4", or ""'},
+        description="Nodes, and devices of each, that are planned for; the job must have as many ranks, or num_ranks "
+        "where that is given, a multiple. Empty: the nodes that there are.",
+    )
+    micro_batch_rows: int = Field(
+        0,
+        ge=0,
+        description="Rows of a micro-batch, of all replicas together, of which the first batch must be a multiple (of "
+        "pipeline_num of them, where that is given); 0: any.",
+    )
     partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
     stages_per_rank: int = Field(
         0,
@@ -177,6 +200,12 @@ class PlanningOptions(Options):
     def stage_replica_counts(self) -> tuple[int, ...]:
         """`stage_replicas` as numbers; () when the planner decides."""
         return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
+
+    @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """Nodes and devices of each of `mesh`; None for none."""
+        nodes, _, devices = self.mesh.partition("x")
+        return (int(nodes), int(devices)) if devices else None
 
     @property
     def prices_by_rules(self) -> bool:

@@ -360,6 +360,7 @@ def test_missing_parts_are_named() -> None:
         "outputs_left_out",
         "proven_for",
         "told_recompute",
+        "plan_name",
     }  # which plans of before do not have
     for key in data.keys() - later:
         less = copy.copy(data)
@@ -371,13 +372,13 @@ def test_missing_parts_are_named() -> None:
 def test_plans_of_before_do_without_what_came_later() -> None:
     data = json.loads(make_plan().to_json())
     later = ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for")
-    for key in (*later, "told_recompute"):
+    for key in (*later, "told_recompute", "plan_name"):
         del data[key]
     del data["offload"], data["cluster"]["host_bytes_per_second"]
     for stage in data["stages"]:
         del stage["predicted"]["offload_seconds"], stage["predicted"]["host_bytes"]
     plan = Plan.from_json(json.dumps(data))
-    assert plan.told_recompute == ""
+    assert plan.told_recompute == plan.plan_name == ""
     assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
     assert (plan.offload, plan.offload_seconds, plan.stages[0].predicted.host_bytes) == ("none", 0, 0)
     assert (plan.outputs, plan.outputs_left_out) == ((), "")

@@ -20,6 +20,10 @@ ITEMS = sorted(Config.model_fields)
 OTHER_VALUES = {
     "states_on_all_ranks": (True, "1"),
     "check_optimizers": (False, "0"),
+    "plan_name": ("bert", "bert"),
+    "num_ranks": (4, "4"),
+    "mesh": ("2x4", "2x4"),
+    "micro_batch_rows": (2, "2"),
     "partition_num": (2, "2"),
     "stages_per_rank": (2, "2"),
     "replica_num": (2, "2"),
@@ -36,6 +40,7 @@ OTHER_VALUES = {
     "max_pipeline_bubble_ratio": (0.2, "0.2"),
     "max_pipeline_unbalance_ratio": (0.5, "0.5"),
     "mem_limit_gb": (1.5, "1.5"),
+    "ignore_memory": (True, "true"),
     "mem_margin": (0.2, "0.2"),
     "opt_param_factor": (1.0, "1"),
     "num_apply_group": (3, "3"),
