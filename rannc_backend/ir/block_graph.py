@@ -124,10 +124,12 @@ class ParameterUse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConstraints:
     """What the user asked of the stages, for the search: blocks that must be the first of a stage, ascending,
-    and (block, stage index) of blocks that must be in that stage, ascending by block."""
+    and (block, stage index) of blocks that must be in that stage, ascending by block; `legal_starts`: the
+    only ones at which a stage may start, 0 among them, or () for any."""
 
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
+    legal_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

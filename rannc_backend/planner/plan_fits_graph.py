@@ -225,18 +225,24 @@ def _check_pins(plan: Plan, atoms: Sequence[fx.Node], pins: StagePins, stage_of:
         if found:
             raise _pin_error("stage_pins", f"{name}={wanted}", f"it is in stage {found[0]}")
     for name in pins.starts:
-        nodes = nodes_of[name]
-        stage = plan.stages[min(stage_of[node.name] for node in nodes)]
-        own = {node.name for node in nodes}
-        first = next(node for node in nodes if stage_of[node.name] == stage.index)
-        before = _before(first, set(stage.nodes)) - own
-        begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
-        if before or not begins:
-            raise _pin_error(
-                "stage_starts",
-                name,
-                f"it begins within stage {stage.index}, after {min(before, default=stage.nodes[0])!r}",
-            )
+        stage, after = _begin_of(plan, nodes_of[name], stage_of)
+        if after:
+            raise _pin_error("stage_starts", name, f"it begins within stage {stage}, after {after!r}")
+    found_at = [_begin_of(plan, nodes_of[name], stage_of) for name in pins.pivots]
+    illegal = set(range(1, plan.num_stages)) - {stage for stage, after in found_at if not after}
+    if pins.pivots and illegal:
+        first = plan.stages[min(illegal)].nodes[0]
+        raise _pin_error("stage_pivots", ", ".join(pins.pivots), f"stage {min(illegal)} begins at {first!r}")
+
+
+def _begin_of(plan: Plan, nodes: Sequence[fx.Node], stage_of: Mapping[str, int]) -> tuple[int, str]:
+    """The stage where the nodes of a module begin, and a node of that stage that comes before them; "" for none."""
+    stage = plan.stages[min(stage_of[node.name] for node in nodes)]
+    own = {node.name for node in nodes}
+    first = next(node for node in nodes if stage_of[node.name] == stage.index)
+    before = _before(first, set(stage.nodes)) - own
+    begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
+    return stage.index, "" if begins and not before else min(before, default=stage.nodes[0])
 
 
 def _before(node: fx.Node, names: Collection[str]) -> set[str]:

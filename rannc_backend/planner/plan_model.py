@@ -31,7 +31,7 @@ from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks.block_partitions import partition_blocks
 from rannc_backend.planner.blocks.cut_blocks import block_graph
 from rannc_backend.planner.blocks.measure import LeadingProfiler
-from rannc_backend.planner.blocks.told_recompute import check_told, told_recompute
+from rannc_backend.planner.blocks.told_recompute import check_told, told_recompute, with_pivots
 from rannc_backend.planner.blocks.traced_stages import MAX_NODES, TracedStages
 from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.cluster.cluster import Cluster
@@ -183,7 +183,7 @@ def prepare(
             analysis.split,
             captured.inputs,
             analysis.needs_grad,
-            config,
+            with_pivots(config, analysis),
             cluster=question.cluster,
             batch_rows=question.batch_rows,
             rows_symbol=captured.rows_symbol,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueError
-from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.planner.cluster.asked_job import memory_limit
+from rannc_backend.ir.block_graph import BlockGraph, StageConstraints
+from rannc_backend.planner.cluster.asked_job import memory_limit, of_whole_batch
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer
 from rannc_backend.planner.cost.transfer import offload_seconds
@@ -94,7 +94,7 @@ class PlanRequest:
         tell = logger.debug if alone else logger.warning  # once
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
-            config, fixed = _of_whole_batch(config, fixed), None
+            config, fixed = of_whole_batch(config, fixed), None
         schedules = _with_stages_per_rank(schedules, config.stages_per_rank)
         num_stages = len(fixed) if fixed else config.partition_num or None
         is_free = num_stages is None
@@ -105,6 +105,11 @@ class PlanRequest:
             raise InfeasiblePlanError(
                 f"{_forced_text(fixed, config)} needs {needed} ranks, and there are {num_devices}",
                 smallest_num_devices=needed,
+            )
+        legal = len(graph.constraints.legal_starts)
+        if 0 < legal < (num_stages or 1):
+            raise InfeasiblePlanError(
+                f"{num_stages} stages are asked for, and stage_pivots lets stages start at {legal} blocks, the first among them"
             )
         if num_blocks and (num_stages or 1) > num_blocks:
             if fixed:
@@ -238,6 +243,8 @@ class PlanRequest:
             stage_replicas=self.stage_replicas,
             starts=() if only_lanes else pins.starts,
             stage_of=() if only_lanes else pins.stage_of,
+            legal_starts=() if only_lanes else pins.legal_starts,
+            lane_legal_starts=pins.legal_starts,
             lane_starts=pins.starts,
             lane_stage_of=pins.stage_of,
             update_groups=costs.update_groups,
@@ -286,7 +293,11 @@ class PlanRequest:
         costs = self.costs(micro_batches=few, all_stages=True)
         memory = smallest_memory(self.problem(costs))
         wishes = self.graph.constraints
-        asked = " and the options stage_starts and stage_pins" if wishes.starts or wishes.stage_of else ""
+        asked = (
+            " and the options stage_starts, stage_pivots and stage_pins"
+            if wishes != StageConstraints()
+            else ""
+        )
         if memory is None:
             return InfeasiblePlanError(
                 f"{self.cluster.num_devices} ranks cannot each get at least one row in the stages asked "
@@ -432,27 +443,6 @@ def _lanes_asked_for(
             f"gives them {','.join(map(str, fixed))} replicas"
         )
     return len(lanes), tuple(fixed[lane[0]] for lane in lanes)
-
-
-def _of_whole_batch(config: Config, fixed: tuple[int, ...] | None) -> Config:
-    """The options for a graph whose rows meet: as many stages as asked for, each once, and one micro-batch."""
-    asked = [name for name in ("pipeline_num", "replica_num") if getattr(config, name) > 1]
-    asked += ["stage_replicas"] if fixed and max(fixed) > 1 else []
-    asked += ["min_pipeline"] if config.min_pipeline > 1 else []
-    if asked:
-        logger.warning(
-            "samples of a batch meet in this model, so that a step runs as one micro-batch on one replica per "
-            "stage: %s cannot be had",
-            ", ".join(asked),
-        )
-    return config.model_copy(
-        update={
-            "pipeline_num": 1,
-            "replica_num": 1,
-            "stage_replicas": "",
-            "partition_num": len(fixed) if fixed else config.partition_num,
-        }
-    )
 
 
 def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:

@@ -91,6 +91,15 @@ class PlanningOptions(Options):
         json_schema_extra=_MODULES,
         description="Modules that must start a stage, by dotted name.",
     )
+    stage_pivots: str = Field(
+        "",
+        pattern=NAMES_PATTERN,
+        json_schema_extra={
+            "accepts": 'ends of module names or class names with commas between, as "encoder.layer,GPT2Block" (a list in '
+            'options), or ""'
+        },
+        description="Modules at which stages may start, and nowhere else, but for the first; empty: anywhere.",
+    )
     keep_together: str = Field(
         "",
         pattern=NAMES_PATTERN,
@@ -227,7 +236,7 @@ class PlanningOptions(Options):
         """File to which measured blocks are written; "" for none."""
         return self.profile_file or (self.graph_profile_file if self.save_graph_profile else "")
 
-    @field_validator("stage_starts", "keep_together", mode="before")
+    @field_validator("stage_starts", "stage_pivots", "keep_together", mode="before")
     @classmethod
     def _join_names(cls, value: object) -> object:
         return names_as_text(value)

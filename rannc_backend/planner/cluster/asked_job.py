@@ -6,11 +6,14 @@ that does the sum.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from rannc_backend.errors import BYTES_PER_GB, JobSizeError
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.settings.options import Config
+
+logger = logging.getLogger(__name__)
 
 # More than any device has; plans say it as a number of bytes.
 NO_LIMIT_BYTES = float(2**62)
@@ -75,3 +78,24 @@ def memory_limit(config: Config, device_bytes: float) -> float:
     if config.ignore_memory:
         return NO_LIMIT_BYTES
     return config.mem_limit_gb * BYTES_PER_GB or device_bytes
+
+
+def of_whole_batch(config: Config, fixed: tuple[int, ...] | None) -> Config:
+    """The options for a graph whose rows meet: as many stages as asked for, each once, and one micro-batch."""
+    asked = [name for name in ("pipeline_num", "replica_num") if getattr(config, name) > 1]
+    asked += ["stage_replicas"] if fixed and max(fixed) > 1 else []
+    asked += ["min_pipeline"] if config.min_pipeline > 1 else []
+    if asked:
+        logger.warning(
+            "samples of a batch meet in this model, so that a step runs as one micro-batch on one replica per "
+            "stage: %s cannot be had",
+            ", ".join(asked),
+        )
+    return config.model_copy(
+        update={
+            "pipeline_num": 1,
+            "replica_num": 1,
+            "stage_replicas": "",
+            "partition_num": len(fixed) if fixed else config.partition_num,
+        }
+    )

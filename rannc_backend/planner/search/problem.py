@@ -70,11 +70,12 @@ class SearchProblem:
     `own_gradient_bytes` are reduced over the replicas; `shared_gradient_bytes` are those that other stages
     read too. `num_stages`, `replicas`: fixed numbers of stages, of replicas of each stage; None where they
     are free. `stage_replicas` fixes both. `starts`: blocks that must be the first of a stage; `stage_of`:
-    (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
-    sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
-    made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
+    (block, stage) that must meet; `legal_starts`: where stages may start, 0 among them, () for anywhere.
+    `work_floor(m)`: where the seconds and bytes of an interval are at least sums over its blocks; None: nothing is known of
+    them but the tables. `own_order`: name of the schedule whose order is made for what the search finds, "" where that may
+    not be; `only_own_order`: nothing else may be. `lane_schedules`: for
     several stages on each rank, tried with what the search finds, with each of `stages_per_lane`; `only_lane_schedules`:
-    nothing else is asked for. `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans.
+    nothing else is asked for. `lane_starts`, `lane_stage_of`, `lane_legal_starts`: those of such plans.
     `workspace(m, begin, end, replicas)`: of a stage's `fixed_bytes`, by budget, what the stages of a rank need in turn;
     None: nothing is known of it. `update_groups`: of the replicas of a stage, one of which in each updates a parameter and
     sends it, of `value_bytes` [first block, blocks - 1], to the others; None: all update all. `limits`: of plans with one
@@ -98,6 +99,7 @@ class SearchProblem:
     stage_replicas: tuple[int, ...] | None = None
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
+    legal_starts: tuple[int, ...] = ()
     work_floor: Callable[[int], WorkFloor] | None = None
     offload_seconds: Floats | None = None
     workspace: Callable[[int, int, int, int], Floats] | None = None
@@ -107,6 +109,7 @@ class SearchProblem:
     value_bytes: Floats | None = None
     lane_starts: tuple[int, ...] = ()
     lane_stage_of: tuple[tuple[int, int], ...] = ()
+    lane_legal_starts: tuple[int, ...] = ()
     lane_schedules: tuple[ScheduleName, ...] = ()
     stages_per_lane: tuple[int, ...] = (2,)
     only_lane_schedules: bool = False
@@ -140,7 +143,7 @@ class SearchProblem:
         """Numbers of stages that the forced numbers, blocks and devices allow."""
         fixed = len(self.stage_replicas) if self.stage_replicas is not None else self.num_stages
         least = max([1, *(stage + 1 for _, stage in self.stage_of), len(set(self.starts) - {0}) + 1])
-        most = min(self.num_blocks, self.num_devices // (self.replicas or 1))
+        most = min(len(self.legal_starts) or self.num_blocks, self.num_devices // (self.replicas or 1))
         if self.stage_replicas is not None and sum(self.stage_replicas) > self.num_devices:
             return range(0)
         return range(least, most + 1) if fixed is None else range(max(fixed, least), min(fixed, most) + 1)

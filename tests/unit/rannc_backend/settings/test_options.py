@@ -32,6 +32,7 @@ OTHER_VALUES = {
     "min_partition_num": (5, "5"),
     "coarsen_by_time": (False, "false"),
     "stage_starts": ("encoder.1,head", "encoder.1,head"),
+    "stage_pivots": ("encoder.layer,Block", "encoder.layer,Block"),
     "keep_together": ("encoder.1", "encoder.1"),
     "stage_pins": ("encoder=0,head=1", "encoder=0,head=1"),
     "pipeline_num": (4, "4"),
