@@ -132,8 +132,9 @@ class StageCost(_Record):
     the replica that updates a parameter to the others, on which `elsewhere_bytes` of optimizer state are; `offload_seconds`, of
     copies from and to the host, where `host_bytes` lie. `idle_share`: part of the predicted step in which the rank computes
     nothing. Bytes are the most that lies in memory at one time: activations of all micro-batches in flight and what is kept
-    between the two parts of backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need
-    only while they run in `workspace_bytes`; `peak_bytes` is the sum of the six.
+    between the two parts of backwards, or `update_bytes`, of an optimizer's step, where those are more, messages,
+    returned outputs and communicators in `buffer_bytes`, what operators need only while they run in `workspace_bytes`;
+    `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
@@ -146,6 +147,7 @@ class StageCost(_Record):
     gradient_bytes: Count
     optimizer_bytes: Count
     activation_bytes: Count
+    update_bytes: Count = 0
     buffer_bytes: Count
     workspace_bytes: Count
     peak_bytes: Count

@@ -48,6 +48,8 @@ _BLOCK_OPTIONS = (
     "whole_batch",
     "batch_norm",
     "gradient_accumulation_dtype",
+    "small_tensor_elements",
+    "training",
 )
 
 

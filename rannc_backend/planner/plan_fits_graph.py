@@ -284,7 +284,13 @@ def _check_memory(
     for item in inputs:
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
-            use = parameter_use(item.fqn, value, trainable=item.requires_grad, wide_sums=config.wide_sums)
+            use = parameter_use(
+                item.fqn,
+                value,
+                trainable=item.requires_grad and config.training,
+                wide_sums=config.wide_sums,
+                least_elements=config.small_tensor_elements,
+            )
             offload = plan.offload != "none"
             least += use.held_bytes(config.opt_param_factor * share, offload=offload)
             gradients += (use.sum_bytes if offload else use.gradient_bytes) * config.wide_sums

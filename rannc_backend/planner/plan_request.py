@@ -15,7 +15,7 @@ from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueE
 from rannc_backend.ir.block_graph import BlockGraph, StageConstraints
 from rannc_backend.planner.cluster.asked_job import memory_limit, of_whole_batch
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.cost.pricing import BlockPricer
+from rannc_backend.planner.cost.pricing import BlockPricer, MemoryRules
 from rannc_backend.planner.cost.transfer import offload_seconds
 from rannc_backend.planner.plan_parts import fullest_stages
 from rannc_backend.planner.search.feasibility import (
@@ -62,6 +62,7 @@ class PlanRequest:
     memory_bytes: float
     memory_margin: float
     optimizer_factor: float
+    rules: MemoryRules
     update_groups: int | None
     offload: bool
     free_groups: int | None
@@ -140,6 +141,11 @@ class PlanRequest:
             memory_bytes=limit * (1 - config.mem_margin),
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
+            rules=MemoryRules(
+                granularity=config.memory_granularity_bytes,
+                update_factor=config.opt_transient_factor / config.num_apply_group,
+                transient_factor=config.transient_memory_factor,
+            ),
             update_groups=config.zero_ngroups if config.zero_level else None,
             free_groups=config.zero_ngroups if config.zero_level is None else None,
             offload=config.offload == "parameters",
@@ -210,6 +216,7 @@ class PlanRequest:
             micro_batches=micro_batches or self.micro_batches,
             pricer=self.pricer,
             optimizer_factor=self.optimizer_factor,
+            rules=self.rules,
             update_groups=self.update_groups,
             offload=self.offload,
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,

@@ -37,6 +37,11 @@ class PlanningOptions(Options):
         json_schema_extra={"accepts": "a line of at most 200 characters"},
         description="Name of the job, which its plan has and what is said of the plan begins with.",
     )
+    training: bool = Field(
+        True,
+        description="False: plan for inference, as if nothing needed a gradient: no backward, and no memory for gradients, "
+        "optimizer state or what backward needs. Calls that train still do, and may need more memory.",
+    )
     num_ranks: int = Field(
         0, ge=0, description="Number of ranks that the job must have, or that is planned for; 0: any."
     )

@@ -17,7 +17,7 @@ is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.cost.transfer import allreduce_terms, shared_allreduce_terms
+from rannc_backend.planner.cost.transfer import reduction_terms
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.over_intervals import Floats, Ints, WorkFloor
 from rannc_backend.schedule.chain import chains_step_seconds
@@ -60,6 +60,14 @@ class MicroBatchTables:
     flight_bytes: Floats  # [budgets, L, N, R]
     message_bytes: Floats  # [L, N, R]
     gradient_bytes: Floats  # [L, N, R]
+    update_bytes: Floats | None = None  # [L, N, R], of an optimizer's step, in place of what is in flight
+
+    def within(self, memory_bytes: float) -> MicroBatchTables:
+        """The same, with inf backward seconds where an optimizer's step has no room."""
+        if self.update_bytes is None:
+            return self
+        fits = self.fixed_bytes + self.update_bytes <= memory_bytes
+        return replace(self, backward=np.where(fits, self.backward, np.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -259,7 +267,7 @@ class Pricer:
         self.described = schedule_named(schedule)
         self.tables = problem.tables(
             num_micro_batches, longest_stage or problem.longest_stage(num_micro_batches)
-        )
+        ).within(problem.memory_bytes)
         self.max_length = self.tables.forward.shape[1]
 
     def backward(
@@ -408,15 +416,6 @@ def _fastest(forward: Floats, backward: Floats, fits: NDArray[np.bool_]) -> tupl
         np.copyto(seconds, values, where=better)
         chosen[better] = budget
     return seconds, chosen
-
-
-@lru_cache(maxsize=65536)
-def reduction_terms(
-    cluster: Cluster, replicas: int, place: int, stride: int
-) -> tuple[float, float, float, float]:
-    """`allreduce_terms` of what only the replicas read, and `shared_allreduce_terms`."""
-    ranks = range(place, place + stride * replicas, stride)
-    return (*allreduce_terms(cluster, ranks), *shared_allreduce_terms(cluster, ranks))
 
 
 @lru_cache(maxsize=65536)

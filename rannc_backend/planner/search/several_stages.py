@@ -304,7 +304,9 @@ def _fixed_parts_of(
         return fixed, np.zeros(len(fixed))
     replicas = int(pricer.tables.replicas[option])
     workspace = problem.workspace(solution.num_micro_batches, begin, begin + length + 1, replicas)
-    return fixed - workspace, workspace
+    # What an optimizer's step needs takes the place of activations, and is counted beside them here.
+    update = 0.0 if pricer.tables.update_bytes is None else pricer.tables.update_bytes[place]
+    return fixed - workspace + update, workspace
 
 
 def _budgets(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...] | None:
