@@ -17,7 +17,6 @@ from rannc_backend.autodist.table import check_items, options_of
 from rannc_backend.errors import OptionValueError, UnknownOptionError
 
 SOURCE = "AutoDistConfig"
-_OPEN = {"gt": 0, "lt": 1}
 # As in options.py: what JSON and int64 carry.
 _LARGEST = 2**53
 _NAME = r"([^\s,=]+\s*)?"
@@ -49,8 +48,8 @@ class AutoDistConfig(BaseModel):
     pipeline_pivots: str = Field("", pattern=_NAMES)
     pipeline_nstages: int | Literal["auto"] = "auto"
     pipeline_scheduler: Literal["1f1b"] = "1f1b"
-    max_pipeline_bubble_ratio: float = Field(0.2, **_OPEN)
-    max_pipeline_unbalance_ratio: float = Field(0.5, **_OPEN)
+    max_pipeline_bubble_ratio: float = Field(0.2, gt=0, lt=1)
+    max_pipeline_unbalance_ratio: float = Field(0.5, gt=0, lt=1)
     mesh_row: int = Field(1, ge=1, lt=10**9)
     mesh_col: int = Field(1, ge=1, lt=10**9)
     world_size: int = Field(1, ge=1, le=_LARGEST)

@@ -37,7 +37,7 @@ def translated(system: str | None, file: Path | None) -> Mapping[str, object]:
         OptionValueError: there is no such system, or no file, or an item has a bad value.
         ConfigurationFileError: the file cannot be read, or is neither TOML nor JSON.
     """
-    if system not in SYSTEMS:
+    if system is None or system not in SYSTEMS:
         expected = "before FILE: one of " + ", ".join(SYSTEMS)
         raise OptionValueError(
             "--from", value=system, source="command line", expected=expected, choices=SYSTEMS

@@ -287,9 +287,9 @@ class IntervalCosts:
         place = (begin, end - begin - 1)
         updated = float(self._updated_bytes(np.array([replicas]))[place][0])
         outputs = self.outputs.of_stage(range(begin, end), num_micro_batches, replicas)
-        sizes = (self.sums.parameters[place], self.sums.gradients[place], self._device_factor * updated)
-        sizes += (prices.saved_bytes[0] + received[0], messages, outputs, prices.workspace_bytes[0])
-        sizes += (prices.kept_bytes[0], self._update_factor * updated)
+        sizes = [self.sums.parameters[place], self.sums.gradients[place], self._device_factor * updated]
+        sizes += [prices.saved_bytes[0] + received[0], messages, outputs, prices.workspace_bytes[0]]
+        sizes += [prices.kept_bytes[0], self._update_factor * updated]
         rounded = [float(size) for size in self.rules.rounded(np.array(sizes, dtype=float))]
         return MemoryParts(
             parameters=rounded[0],
@@ -320,9 +320,9 @@ class IntervalCosts:
             held, everything = self._held_gradients[begin:end], self._prices[first][begin:end]
             needed = self.rules.workspace(
                 lambda: LargestOperators.of(self._alike[begin:end], [rows]).of_all(),
-                workspace_of(prices, held, again)[[column]],
-                lambda held=held, whole=everything: workspace_of(whole, held, 0.0)[[column]],
-            )[0]
+                workspace_of(prices, held, again),
+                partial(workspace_of, everything, held, 0.0),
+            )[column]
             kept = sum(price.saved_bytes[column] for price in prices)
             if priced_as == SEGMENTS_BUDGET and not self._is_told:
                 kept = max(0.0, kept - float(self.segments.leaving(begin, end, [rows])[0]))

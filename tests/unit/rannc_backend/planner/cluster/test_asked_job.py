@@ -11,6 +11,7 @@ from torch import nn
 
 from rannc_backend.errors import InfeasiblePlanError, JobSizeError, OptionValueError, PlanError
 from rannc_backend.ir.plan import Plan
+from rannc_backend.planner.cluster.asked_job import of_whole_batch
 from rannc_backend.planner.cluster.cluster_file import load_cluster
 from rannc_backend.planner.plan_blocks import PlanningQuestion
 from rannc_backend.planner.plan_fits_graph import check_options
@@ -111,3 +112,24 @@ def test_memory_can_be_left_out_of_account() -> None:
     plan = _plan(**little, ignore_memory=True)
     assert plan.peak_bytes > 1e-5 * 2**30
     assert "any memory" in memory_text(plan) and shape_text(plan) == shape_text(_plan())
+
+
+@pytest.mark.parametrize(
+    ("options", "fixed", "told"),
+    [
+        ({}, None, ""),
+        ({"pipeline_num": 1, "replica_num": 1}, (1, 1), ""),
+        ({"pipeline_num": 2}, None, "pipeline_num"),
+        ({"replica_num": 2, "min_pipeline": 2}, None, "replica_num, min_pipeline"),
+        ({"stage_replicas": "2,1"}, (2, 1), "stage_replicas"),
+    ],
+)
+def test_what_a_batch_that_is_one_micro_batch_cannot_have_is_told(
+    options: dict[str, Any], fixed: tuple[int, ...] | None, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = of_whole_batch(_config(**options), fixed)
+    assert (found.pipeline_num, found.replica_num, found.stage_replicas) == (1, 1, "")
+    assert found.partition_num == len(fixed or ())
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        f"{told} cannot be had"
+    ] * bool(told)
