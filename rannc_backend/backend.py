@@ -73,7 +73,7 @@ from rannc_backend.session import Session  # noqa: E402
 from rannc_backend.session_registry import REGISTRY  # noqa: E402
 from rannc_backend.settings.options import Config  # noqa: E402
 from rannc_backend.settings.rare_collections import rare_collections  # noqa: E402
-from rannc_backend.settings.sources import Resolution, resolve  # noqa: E402
+from rannc_backend.settings.sources import Given, Resolution, given_options, resolve  # noqa: E402
 from rannc_backend.stages.build import begin_compiling  # noqa: E402
 from rannc_backend.stages.graph_dump import pass_dump  # noqa: E402
 
@@ -86,10 +86,10 @@ def rannc(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    options: Mapping[str, object] | None = None,
+    options: Given = None,
     mode: str | None = None,
 ) -> Callable[..., Sequence[Any]]:
-    """Backend for torch.compile; ``options`` are the items of `Config`.
+    """Backend for torch.compile; ``options`` are the items of `Config`, or something that gives them (`AutoDistConfig`).
 
     Raises:
         Whatever Dynamo answers with another trace (the batch made symbolic, parameters moved): not an error.
@@ -108,7 +108,7 @@ def rannc(
 def _compile(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
-    options: Mapping[str, object] | None,
+    options: Given,
     mode: str | None,
 ) -> Callable[..., Sequence[Any]]:
     try:
@@ -123,7 +123,7 @@ def _compile(
 def _compile_or_refuse(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
-    options: Mapping[str, object] | None,
+    options: Given,
     mode: str | None,
 ) -> Callable[..., Sequence[Any]]:
     if mode not in (None, "default"):
@@ -270,7 +270,7 @@ def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | Non
 
 
 def _prepare_without_dynamo(
-    options: Mapping[str, object] | None, module: nn.Module, call: Call, changing: Changing
+    options: Given, module: nn.Module, call: Call, changing: Changing
 ) -> tuple[Capture, Callable[..., Sequence[Any]]]:
     if bootstrap.leads():
         _FIRST_CALL.begin()
@@ -347,9 +347,9 @@ def _after_compilation() -> None:
     refuse_again(REGISTRY.absent_tensors())
 
 
-def _resolution(options: Mapping[str, object] | None) -> Resolution:
+def _resolution(options: Given) -> Resolution:
     resolution = resolve(options, os.environ, REGISTRY.options_file)
-    if REGISTRY.switches.sync_params is not None and "sync_params_on_init" not in (options or {}):
+    if REGISTRY.switches.sync_params is not None and "sync_params_on_init" not in given_options(options):
         config = resolution.config.model_copy(update={"sync_params_on_init": REGISTRY.switches.sync_params})
         return replace(resolution, config=config)
     return resolution

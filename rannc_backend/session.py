@@ -40,6 +40,7 @@ from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.notices import Deployed, Notices, say_outputs
 from rannc_backend.passes.pipeline import GraphDump, dumping
 from rannc_backend.planner.blocks.measure import answer_leader, make_bench, measures
+from rannc_backend.planner.blocks.told_recompute import with_pivots
 from rannc_backend.planner.cluster.this_machine import choose_cluster, device_memory_bytes
 from rannc_backend.planner.cost.small_models import why_eager
 from rannc_backend.planner.plan_fits_graph import check_options, check_plan, cut_by_plan, exact_schedules
@@ -342,7 +343,7 @@ class Session:
             plan,
             analysis.split,
             analysis.captured.inputs,
-            config=self.config,
+            config=with_pivots(self.config, analysis),
             fingerprint=analysis.captured.plan_fingerprint,
             world_size=self.world.size,
             device_memory_bytes=device_memory_bytes(self.world),

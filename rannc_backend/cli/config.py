@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from rannc_backend.cli.other_systems import SYSTEMS, as_toml, translated
 from rannc_backend.report.tables import stdout_console
 from rannc_backend.settings.accepted import accepted_values
 from rannc_backend.settings.options import Config, environment_name
@@ -38,12 +40,32 @@ what is logged, which are a rank's own (`cache_dir` on a disk of its host, say).
 
 
 def config(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]", help="What --from reads: its items as TOML or JSON.", show_default=False
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="SYSTEM",
+            help=f"Print the options for a configuration of {' or '.join(SYSTEMS)}, as TOML.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print docs/configuration.md: defaults, not values.")
     ] = False,
 ) -> None:
-    """Print every option with its value, where that comes from, and what it means."""
+    """Print every option with its value, where that comes from, and what it means; or what the configuration of another
+    system is in these options.
+    """
+    if system is not None or file is not None:
+        found = translated(system, file)
+        typer.echo(json.dumps(found, indent=2) if as_json else as_toml(found))
+        return
     if markdown:
         typer.echo(configuration_markdown(), nl=False)
         return

@@ -46,6 +46,7 @@ from rannc_backend.errors.models import (
 )
 from rannc_backend.errors.options import (
     ConfigurationFileError,
+    JobSizeError,
     NoMarkedTensorError,
     OptionValueError,
     StagePinError,
@@ -106,6 +107,7 @@ __all__ = [
     "GroupedStepError",
     "InfeasiblePlanError",
     "InternalError",
+    "JobSizeError",
     "LaunchError",
     "ModelDevicesError",
     "ModelError",

@@ -10,11 +10,19 @@ from rannc_backend.errors.base import UserInputError, did_you_mean, nearest, sho
 class UnknownOptionError(UserInputError):
     """An option or a RANNC_ environment variable that does not exist."""
 
-    def __init__(self, name: str, *, valid: Iterable[str], source: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        valid: Iterable[str],
+        source: str,
+        listed: str = "`rannc config` prints every option.",
+    ) -> None:
+        """`listed`: where all of the valid names are."""
         near = nearest(name, sorted(valid))
         self.name = name
         self.nearest = near[0] if near else None
-        cure = f"{did_you_mean(near)}`rannc config` prints every option."
+        cure = f"{did_you_mean(near)}{listed}"
         super().__init__(f"unknown option {shown(name)} (from {source})", cure=cure, place=source)
 
 
@@ -42,6 +50,14 @@ class ConfigurationFileError(UserInputError):
     def __init__(self, file: str, *, problem: str, cure: str) -> None:
         self.file = file
         super().__init__(f"{file} {problem}", cure=cure, place=file)
+
+
+class JobSizeError(UserInputError):
+    """The options are of a job with another number of ranks, or with batches of other rows."""
+
+    default_cure = (
+        "give the job the size that the options say, or change mesh, num_ranks or micro_batch_rows."
+    )
 
 
 class UnknownModuleError(UserInputError):

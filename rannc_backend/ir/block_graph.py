@@ -43,7 +43,7 @@ class OperatorCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """`saved_bytes` are kept from forward to backward; `workspace_bytes`: for each operator what lies in memory
-    while it runs (the largest counts). `structure`: a hash, equal for blocks with the same operators, shapes,
+    while it runs (the largest counts, or the two largest). `structure`: a hash, equal for blocks with the same operators, shapes,
     dtypes, parameter shapes and wiring; such blocks cost the same at any number of rows. `again_from`: the first of the
     blocks from which the user wants something computed again together with something of this one; -1 where there is
     none."""
@@ -124,10 +124,12 @@ class ParameterUse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConstraints:
     """What the user asked of the stages, for the search: blocks that must be the first of a stage, ascending,
-    and (block, stage index) of blocks that must be in that stage, ascending by block."""
+    and (block, stage index) of blocks that must be in that stage, ascending by block; `legal_starts`: the
+    only ones at which a stage may start, 0 among them, or () for any."""
 
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
+    legal_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

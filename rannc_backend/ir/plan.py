@@ -132,8 +132,9 @@ class StageCost(_Record):
     the replica that updates a parameter to the others, on which `elsewhere_bytes` of optimizer state are; `offload_seconds`, of
     copies from and to the host, where `host_bytes` lie. `idle_share`: part of the predicted step in which the rank computes
     nothing. Bytes are the most that lies in memory at one time: activations of all micro-batches in flight and what is kept
-    between the two parts of backwards, messages, returned outputs and communicators in `buffer_bytes`, what operators need
-    only while they run in `workspace_bytes`; `peak_bytes` is the sum of the six.
+    between the two parts of backwards, or `update_bytes`, of an optimizer's step, where those are more, messages,
+    returned outputs and communicators in `buffer_bytes`, what operators need only while they run in `workspace_bytes`;
+    `peak_bytes` is the sum of the six.
     """
 
     forward_seconds: Amount
@@ -146,6 +147,7 @@ class StageCost(_Record):
     gradient_bytes: Count
     optimizer_bytes: Count
     activation_bytes: Count
+    update_bytes: Count = 0
     buffer_bytes: Count
     workspace_bytes: Count
     peak_bytes: Count
@@ -285,6 +287,7 @@ class Plan(_Record):
     schema_version: Literal[2]
     fingerprint: Name
     model_name: Text
+    plan_name: Text = ""
     cluster: ClusterAssumption
     world_size: PositiveCount
     batch_rows: PositiveCount
@@ -359,7 +362,7 @@ class Plan(_Record):
 
     def summary(self) -> str:
         """A few lines for people: one per stage with ranks, modules, seconds and memory, and what binds."""
-        name = self.model_name or "model"
+        name = f"{self.plan_name + ', ' * bool(self.plan_name)}{self.model_name or 'model'}"
         lines = [
             f"plan of {name} for {self.world_size} rank(s): {self.num_stages} stage(s), "
             f"{self.num_micro_batches} micro-batch(es) of {self.batch_rows} rows, {self.schedule}"
@@ -369,11 +372,7 @@ class Plan(_Record):
         for stage in self.stages:
             cost = stage.predicted
             ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}" if len(stage.ranks) > 1 else f"{stage.ranks[0]}"
-            modules = (
-                f"{stage.modules[0]} ... {stage.modules[-1]}"
-                if len(stage.modules) > 1
-                else "".join(stage.modules)
-            )
+            modules = " ... ".join(dict.fromkeys((*stage.modules[:1], *stage.modules[-1:])))
             lines.append(
                 f"  stage {stage.index}: ranks {ranks}, {len(stage.nodes)} nodes ({modules}), forward "
                 f"{_seconds(cost.forward_seconds)}, backward {_seconds(cost.backward_seconds)}, transfers "

@@ -28,7 +28,7 @@ from rannc_backend.settings import user_files
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.user_files import UserFile
 
-FORMAT = "rannc blocks 5"
+FORMAT = "rannc blocks 6"
 _BEGINNING = b'{"format":"rannc blocks'
 _MAX_CHARACTERS = 400_000_000
 #: Options that decide which blocks there are.
@@ -37,6 +37,7 @@ _BLOCK_OPTIONS = (
     "min_partition_num",
     "coarsen_by_time",
     "stage_starts",
+    "stage_pivots",
     "keep_together",
     "stage_pins",
     "stage_compiler",
@@ -47,6 +48,8 @@ _BLOCK_OPTIONS = (
     "whole_batch",
     "batch_norm",
     "gradient_accumulation_dtype",
+    "small_tensor_elements",
+    "training",
 )
 
 

@@ -9,7 +9,7 @@ number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rannc_backend.ir.plan import Plan
@@ -17,6 +17,7 @@ from rannc_backend.log.progress import Progress
 from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.choose_pricer import Pricing, analytic_pricer
+from rannc_backend.planner.cluster.asked_job import check_ranks, on_mesh, with_micro_batches
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer, PricerOfTwo, WholeStages
 from rannc_backend.planner.planner import plan_blocks
@@ -55,10 +56,15 @@ def plan_prepared(
 
     Raises:
         BlocksFileError: the blocks were made under other options.
+        JobSizeError: the options are of another number of ranks, or another batch.
         InfeasiblePlanError: nothing fits; says the smallest memory or number of devices that would do.
     """
-    config = model.settled(question.config, question.cluster.device.kind)
+    check_ranks(question.config, question.cluster.num_devices)
+    config = model.settled(
+        with_micro_batches(question.config, question.batch_rows), question.cluster.device.kind
+    )
     model.check_options(config)
+    question = replace(question, cluster=on_mesh(config, question.cluster))
     pricing = Pricing(
         graph=(timed or model).graph,
         partitions=timed or model,
@@ -84,7 +90,7 @@ def plan_prepared(
                 pricer=pricer,
                 progress=question.progress,
                 whole_stages=whole_stages,
-            )
+            ).model_copy(update={"plan_name": config.plan_name})
             details.append(f"{plan.num_stages} stages")
         return plan
 

@@ -22,6 +22,7 @@ from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.planner.blocks.cut_blocks import has_loss, parameter_use
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
+from rannc_backend.planner.cluster.asked_job import asked_ranks, memory_limit
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import recomputed_nodes, stage_of_plan
 from rannc_backend.planner.search.limits import PipelineLimits
@@ -55,7 +56,7 @@ def check_plan(
     Raises:
         PlanError: see the module docstring.
     """
-    memory = (config.mem_limit_gb * BYTES_PER_GB or device_memory_bytes) * (1 - config.mem_margin)
+    memory = memory_limit(config, device_memory_bytes) * (1 - config.mem_margin)
     check_against(plan, fingerprint=fingerprint, world_size=world_size)
     _check_ranks(plan)
     _check_rows(plan)
@@ -90,6 +91,17 @@ def check_options(
     either. ``whole_batch``: of the graph; then there is one micro-batch and replica, whatever is asked for.
     """
     asked: tuple[tuple[str, object, object], ...] = (
+        ("num_ranks" if config.num_ranks else "mesh", asked_ranks(config), plan.world_size),
+        (
+            "mesh",
+            f"nodes of {config.mesh_shape[1]}" if config.mesh_shape else "",
+            f"nodes of {plan.cluster.devices_per_node}",
+        ),
+        (
+            "micro_batch_rows",
+            0 if whole_batch else config.micro_batch_rows,
+            plan.batch_rows / plan.num_micro_batches,
+        ),
         ("partition_num", config.partition_num, plan.num_stages),
         ("schedule", config.schedule if config.schedule in possible_schedules else "", plan.schedule),
         ("pipeline_num", 0 if whole_batch else config.pipeline_num, plan.num_micro_batches),
@@ -213,18 +225,24 @@ def _check_pins(plan: Plan, atoms: Sequence[fx.Node], pins: StagePins, stage_of:
         if found:
             raise _pin_error("stage_pins", f"{name}={wanted}", f"it is in stage {found[0]}")
     for name in pins.starts:
-        nodes = nodes_of[name]
-        stage = plan.stages[min(stage_of[node.name] for node in nodes)]
-        own = {node.name for node in nodes}
-        first = next(node for node in nodes if stage_of[node.name] == stage.index)
-        before = _before(first, set(stage.nodes)) - own
-        begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
-        if before or not begins:
-            raise _pin_error(
-                "stage_starts",
-                name,
-                f"it begins within stage {stage.index}, after {min(before, default=stage.nodes[0])!r}",
-            )
+        stage, after = _begin_of(plan, nodes_of[name], stage_of)
+        if after:
+            raise _pin_error("stage_starts", name, f"it begins within stage {stage}, after {after!r}")
+    found_at = [_begin_of(plan, nodes_of[name], stage_of) for name in pins.pivots]
+    illegal = set(range(1, plan.num_stages)) - {stage for stage, after in found_at if not after}
+    if pins.pivots and illegal:
+        first = plan.stages[min(illegal)].nodes[0]
+        raise _pin_error("stage_pivots", ", ".join(pins.pivots), f"stage {min(illegal)} begins at {first!r}")
+
+
+def _begin_of(plan: Plan, nodes: Sequence[fx.Node], stage_of: Mapping[str, int]) -> tuple[int, str]:
+    """The stage where the nodes of a module begin, and a node of that stage that comes before them; "" for none."""
+    stage = plan.stages[min(stage_of[node.name] for node in nodes)]
+    own = {node.name for node in nodes}
+    first = next(node for node in nodes if stage_of[node.name] == stage.index)
+    before = _before(first, set(stage.nodes)) - own
+    begins = not stage.blocks or own & set(plan.blocks[min(stage.blocks)].nodes)
+    return stage.index, "" if begins and not before else min(before, default=stage.nodes[0])
 
 
 def _before(node: fx.Node, names: Collection[str]) -> set[str]:
@@ -266,7 +284,13 @@ def _check_memory(
     for item in inputs:
         value = values.get(item.name)
         if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
-            use = parameter_use(item.fqn, value, trainable=item.requires_grad, wide_sums=config.wide_sums)
+            use = parameter_use(
+                item.fqn,
+                value,
+                trainable=item.requires_grad and config.training,
+                wide_sums=config.wide_sums,
+                least_elements=config.small_tensor_elements,
+            )
             offload = plan.offload != "none"
             least += use.held_bytes(config.opt_param_factor * share, offload=offload)
             gradients += (use.sum_bytes if offload else use.gradient_bytes) * config.wide_sums

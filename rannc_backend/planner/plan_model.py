@@ -31,7 +31,7 @@ from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks.block_partitions import partition_blocks
 from rannc_backend.planner.blocks.cut_blocks import block_graph
 from rannc_backend.planner.blocks.measure import LeadingProfiler
-from rannc_backend.planner.blocks.told_recompute import check_told, told_recompute
+from rannc_backend.planner.blocks.told_recompute import check_told, told_recompute, with_pivots
 from rannc_backend.planner.blocks.traced_stages import MAX_NODES, TracedStages
 from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.cluster.cluster import Cluster
@@ -120,6 +120,8 @@ def plan_analysis(
     `seen`: the graph at the lengths at which its blocks are timed, where those are others than memory is planned for.
     """
     kind = question.cluster.device.kind
+    analysis = for_use(analysis, question.config)
+    seen = None if seen is None else for_use(seen, question.config)
     config = settled_for(analysis, question.config, question.cluster)
     by_rules = None if profiler is not None else quick(config, kind, num_elements(analysis))
     if by_rules is not None:
@@ -151,8 +153,17 @@ def _plan_analysis(
             segments=Segments(model.graph, fused=stage_compiler(config) == "inductor"),
             told=told_recompute(config.told_recompute, analysis),
             most_nodes=math.inf if config.stage_memory == "traced" else MAX_NODES,
+            least_elements=config.small_tensor_elements,
         )
     return plan_prepared(model, question, profiler=profiler, whole_stages=traced, timed=timed)
+
+
+def for_use(analysis: GraphAnalysis, config: Config) -> GraphAnalysis:
+    """The graph as it is planned for: without option training nothing needs a gradient."""
+    if config.training:
+        return analysis
+    inputs = tuple(replace(each, requires_grad=False) for each in analysis.captured.inputs)
+    return replace(analysis, needs_grad=frozenset(), captured=replace(analysis.captured, inputs=inputs))
 
 
 def settled_for(analysis: GraphAnalysis, config: Config, cluster: Cluster) -> Config:
@@ -175,6 +186,7 @@ def prepare(
     """Blocks, balanced for these devices and rows, and what each distinct one computes and keeps at every
     activation budget. `like`: the blocks of the same graph at other lengths.
     """
+    analysis = for_use(analysis, question.config)
     captured, config = analysis.captured, settled_for(analysis, question.config, question.cluster)
     check_told(config.told_recompute, analysis)
     recomputed = told_recompute(config.told_recompute, analysis)
@@ -183,7 +195,7 @@ def prepare(
             analysis.split,
             captured.inputs,
             analysis.needs_grad,
-            config,
+            with_pivots(config, analysis),
             cluster=question.cluster,
             batch_rows=question.batch_rows,
             rows_symbol=captured.rows_symbol,
@@ -207,6 +219,7 @@ def prepare(
                 budgets=budgets,
                 recomputed=recomputed,
                 progress=question.progress,
+                least_elements=config.small_tensor_elements,
             )
         return PlannableModel.of(
             graph,

@@ -235,8 +235,8 @@ def _memory(
 
 
 def _held(costs: IntervalCosts, solution: Solution, memories: Sequence[MemoryParts]) -> tuple[float, ...]:
-    """By stage, what it keeps of micro-batches: at most, or where ranks have several, when they hold most, and messages
-    that have come before they are used.
+    """By stage, what it keeps of micro-batches, or what an optimizer's step needs in their place: at most, or where ranks
+    have several, when they hold most, and messages that have come before they are used.
     """
     schedule, number, count = (
         solution.described,
@@ -253,10 +253,14 @@ def _held(costs: IntervalCosts, solution: Solution, memories: Sequence[MemoryPar
             )
         ]
         values, gradients = ([float(sizes[part][0]) for sizes in messages] for part in range(2))
-        return tuple(map(sum, zip(held, waiting_bytes(schedule, number, values, gradients), strict=True)))
+        waiting = zip(held, waiting_bytes(schedule, number, values, gradients), memories, strict=True)
+        return tuple(max(one + other, memory.update) for one, other, memory in waiting)
     return tuple(
-        flights * memory.activations
-        + float(schedule.kept_memory(count - index, count, number, memory.kept, memory.activations))
+        max(
+            flights * memory.activations
+            + float(schedule.kept_memory(count - index, count, number, memory.kept, memory.activations)),
+            memory.update,
+        )
         for index, (flights, memory) in enumerate(zip(_in_flight(solution), memories, strict=True))
     )
 
@@ -297,6 +301,7 @@ def _stage(
         new_values_seconds=new_values,
         **whole,
         peak_bytes=sum(whole.values()),
+        update_bytes=math.ceil(memory.update),
         elsewhere_bytes=math.floor(memory.elsewhere),
         idle_share=max(0.0, 1 - busy_seconds / solution.step_seconds) if solution.step_seconds > 0 else 0.0,
         offload_seconds=float(problem.copying(np.array(begin), np.array(end - begin))),
@@ -349,7 +354,7 @@ def _memory_by_kind(
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
-        "activations": num_in_flight * memory.activations,
+        "activations": max(num_in_flight * memory.activations, memory.update),
         "outputs": memory.outputs,
         "messages": memory.messages,
         "workspace": memory.workspace,

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError, OptionValueError
-from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.ir.block_graph import BlockGraph, StageConstraints
+from rannc_backend.planner.cluster.asked_job import memory_limit, of_whole_batch
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.cost.pricing import BlockPricer
+from rannc_backend.planner.cost.pricing import BlockPricer, MemoryRules
 from rannc_backend.planner.cost.transfer import offload_seconds
 from rannc_backend.planner.plan_parts import fullest_stages
 from rannc_backend.planner.search.feasibility import (
@@ -61,6 +62,7 @@ class PlanRequest:
     memory_bytes: float
     memory_margin: float
     optimizer_factor: float
+    rules: MemoryRules
     update_groups: int | None
     offload: bool
     free_groups: int | None
@@ -93,7 +95,7 @@ class PlanRequest:
         tell = logger.debug if alone else logger.warning  # once
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
-            config, fixed = _of_whole_batch(config, fixed), None
+            config, fixed = of_whole_batch(config, fixed), None
         schedules = _with_stages_per_rank(schedules, config.stages_per_rank)
         num_stages = len(fixed) if fixed else config.partition_num or None
         is_free = num_stages is None
@@ -104,6 +106,11 @@ class PlanRequest:
             raise InfeasiblePlanError(
                 f"{_forced_text(fixed, config)} needs {needed} ranks, and there are {num_devices}",
                 smallest_num_devices=needed,
+            )
+        legal = len(graph.constraints.legal_starts)
+        if 0 < legal < (num_stages or 1):
+            raise InfeasiblePlanError(
+                f"{num_stages} stages are asked for, and stage_pivots lets stages start at {legal} blocks, the first among them"
             )
         if num_blocks and (num_stages or 1) > num_blocks:
             if fixed:
@@ -123,7 +130,7 @@ class PlanRequest:
         # Every replica gets a row of every micro-batch; steps with more rows may run more micro-batches than
         # this one.
         most = max(1, batch_rows // max(fixed or (config.replica_num, 1)))
-        limit = config.mem_limit_gb * BYTES_PER_GB or cluster.device.memory_bytes
+        limit = memory_limit(config, cluster.device.memory_bytes)
         made = cls(
             graph=graph,
             cluster=cluster,
@@ -134,6 +141,11 @@ class PlanRequest:
             memory_bytes=limit * (1 - config.mem_margin),
             memory_margin=config.mem_margin,
             optimizer_factor=config.opt_param_factor,
+            rules=MemoryRules(
+                granularity=config.memory_granularity_bytes,
+                update_factor=config.opt_transient_factor / config.num_apply_group,
+                transient_factor=config.transient_memory_factor,
+            ),
             update_groups=config.zero_ngroups if config.zero_level else None,
             free_groups=config.zero_ngroups if config.zero_level is None else None,
             offload=config.offload == "parameters",
@@ -204,6 +216,7 @@ class PlanRequest:
             micro_batches=micro_batches or self.micro_batches,
             pricer=self.pricer,
             optimizer_factor=self.optimizer_factor,
+            rules=self.rules,
             update_groups=self.update_groups,
             offload=self.offload,
             most_bytes=float("inf") if all_stages else _MEMORY_HEADROOM * self.memory_bytes,
@@ -237,6 +250,8 @@ class PlanRequest:
             stage_replicas=self.stage_replicas,
             starts=() if only_lanes else pins.starts,
             stage_of=() if only_lanes else pins.stage_of,
+            legal_starts=() if only_lanes else pins.legal_starts,
+            lane_legal_starts=pins.legal_starts,
             lane_starts=pins.starts,
             lane_stage_of=pins.stage_of,
             update_groups=costs.update_groups,
@@ -285,7 +300,11 @@ class PlanRequest:
         costs = self.costs(micro_batches=few, all_stages=True)
         memory = smallest_memory(self.problem(costs))
         wishes = self.graph.constraints
-        asked = " and the options stage_starts and stage_pins" if wishes.starts or wishes.stage_of else ""
+        asked = (
+            " and the options stage_starts, stage_pivots and stage_pins"
+            if wishes != StageConstraints()
+            else ""
+        )
         if memory is None:
             return InfeasiblePlanError(
                 f"{self.cluster.num_devices} ranks cannot each get at least one row in the stages asked "
@@ -433,27 +452,6 @@ def _lanes_asked_for(
     return len(lanes), tuple(fixed[lane[0]] for lane in lanes)
 
 
-def _of_whole_batch(config: Config, fixed: tuple[int, ...] | None) -> Config:
-    """The options for a graph whose rows meet: as many stages as asked for, each once, and one micro-batch."""
-    asked = [name for name in ("pipeline_num", "replica_num") if getattr(config, name) > 1]
-    asked += ["stage_replicas"] if fixed and max(fixed) > 1 else []
-    asked += ["min_pipeline"] if config.min_pipeline > 1 else []
-    if asked:
-        logger.warning(
-            "samples of a batch meet in this model, so that a step runs as one micro-batch on one replica per "
-            "stage: %s cannot be had",
-            ", ".join(asked),
-        )
-    return config.model_copy(
-        update={
-            "pipeline_num": 1,
-            "replica_num": 1,
-            "stage_replicas": "",
-            "partition_num": len(fixed) if fixed else config.partition_num,
-        }
-    )
-
-
 def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
     """Options that keep the search from plans, and how they are set."""
     for name in (
@@ -479,7 +477,7 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield name, f"{name}={getattr(config, name)}"
     if config.recompute_last_stage >= 0:
         yield "recompute_last_stage", f"recompute_last_stage={config.recompute_last_stage}"
-    if 0 < config.mem_limit_gb * BYTES_PER_GB < cluster.device.memory_bytes:
+    if 0 < memory_limit(config, 0) < cluster.device.memory_bytes:
         yield "mem_limit_gb", f"mem_limit_gb={config.mem_limit_gb:g}"
 
 

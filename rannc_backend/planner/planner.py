@@ -217,7 +217,9 @@ def _fits_anyhow(request: PlanRequest, costs: IntervalCosts) -> bool:
         tables = costs.tables(number)
         fixed, flight = (part[:, 0, -1, 0] for part in (tables.fixed_bytes, tables.flight_bytes))
         best = int(tables.backward[:, 0, -1, 0].argmin())
-        if fixed[best] + number * flight[best] + number * tables.kept_bytes[0, -1, 0] > request.memory_bytes:
+        update = 0.0 if tables.update_bytes is None else tables.update_bytes[0, -1, 0]
+        held = max(number * flight[best] + number * tables.kept_bytes[0, -1, 0], update)
+        if fixed[best] + held > request.memory_bytes:
             return False
     return True
 

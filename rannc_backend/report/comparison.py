@@ -155,6 +155,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
 
     yield from texts("graph", a.fingerprint[:16], b.fingerprint[:16])
     yield from texts("model", printable(a.model_name), printable(b.model_name))
+    yield from texts("name", printable(a.plan_name), printable(b.plan_name))
     yield from _amount("predicted step", a.predicted_step_seconds, b.predicted_step_seconds, seconds_text)
     yield from counts("ranks", a.world_size, b.world_size)
     yield from counts("rows of a batch", a.batch_rows, b.batch_rows)

@@ -32,6 +32,8 @@ from rannc_backend.report.words import (
     change_text,
     count_text,
     kept_text,
+    limit_text,
+    name_text,
     offload_text,
     percent_text,
     printable,
@@ -119,7 +121,7 @@ def _context(plan: Plan, simulation: PlanSimulation | None) -> dict[str, Any]:
     views = _stage_views(plan)
     limit, most = plan.memory_limit_bytes, max(stage.predicted.peak_bytes for stage in plan.stages)
     return {
-        "title": printable(plan.model_name) or "model",
+        "title": name_text(plan),
         "shape": shape_text(plan),
         "tiles": _tiles(plan),
         **dict(zip(("binding", "gains", "slowest"), _binding(plan), strict=True)),
@@ -389,7 +391,7 @@ def _cluster(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "memory of a device",
-            f"{size_text(cluster.device_memory_bytes)}, plans may use {size_text(plan.memory_limit_bytes)}",
+            f"{size_text(cluster.device_memory_bytes)}, plans may use {limit_text(plan.memory_limit_bytes)}",
         ),
         ("memory bandwidth", rate_text(cluster.memory_bytes_per_second)),
         *(

@@ -13,7 +13,7 @@ from rannc_backend.report.modules import module_tree, stage_modules
 from rannc_backend.report.order_bound import order_bound_seconds
 
 _OF_PLAN = (
-    "model_name", "fingerprint", "world_size", "batch_rows", "num_micro_batches", "schedule", "memory_limit_bytes",
+    "model_name", "plan_name", "fingerprint", "world_size", "batch_rows", "num_micro_batches", "schedule", "memory_limit_bytes",
     "predicted_step_seconds", "equal_split_seconds", "proven_gap", "proven_for", "costs_from", "binding",
 )  # fmt: skip
 

@@ -24,6 +24,8 @@ from rannc_backend.report.words import (
     change_text,
     count_text,
     kept_text,
+    limit_text,
+    name_text,
     offload_text,
     percent_text,
     printable,
@@ -66,7 +68,7 @@ def plan_report(plan: Plan) -> Iterator[RenderableType]:
 def headline(plan: Plan) -> RenderableType:
     """What was decided, what it should take, and what binds it."""
     lines: list[RenderableType] = [
-        Text.assemble((printable(plan.model_name) or "model", "bold"), f": {shape_text(plan)}"),
+        Text.assemble((name_text(plan), "bold"), f": {shape_text(plan)}"),
         _fact(
             "step",
             Text.assemble(
@@ -132,7 +134,7 @@ def memory_text(plan: Plan) -> str:
     worst = next(lane for lane in plan.lanes if plan.lane_peak_bytes(lane[0]) == plan.peak_bytes)
     limit = plan.memory_limit_bytes
     share = f" ({percent_text(plan.peak_bytes / limit)})" if limit else ""
-    return f"at most {size_text(plan.peak_bytes)}, on {lane_text(worst)}, of {size_text(limit)} per device{share}"
+    return f"at most {size_text(plan.peak_bytes)}, on {lane_text(worst)}, of {limit_text(limit)} per device{share}"
 
 
 def divided_text(plan: Plan) -> str:
@@ -215,7 +217,7 @@ def seconds_table(plan: Plan) -> Table:
 def memory_table(plan: Plan) -> Table:
     """The parts of each stage's peak, and the limit it stays under."""
     limit = plan.memory_limit_bytes
-    table = _table(f"Memory of one rank (limit {size_text(limit)})", gap=0)
+    table = _table(f"Memory of one rank (limit {limit_text(limit)})", gap=0)
     for name in (
         "stage",
         "weights",

@@ -49,7 +49,8 @@ _OF_PAGE = {
     "weights": "the parameters and buffers of a stage's modules",
     "gradients": "one for each element of a trained parameter",
     "optimizer state": "what the optimizer keeps for each trained element: two more values with Adam",
-    "activations": "what forward keeps for backward, of all micro-batches that are under way at one time",
+    "activations": "what forward keeps for backward, of all micro-batches that are under way at one time; or what an "
+    "optimizer's step needs (opt_transient_factor), where that is more",
     "buffers": "messages, and outputs that stay until the step ends",
     "workspace": "what an operator needs while it runs, beside its inputs and outputs",
     "limit": "bytes that a plan may use per device: its memory, or the option mem_limit_gb, less the margin",

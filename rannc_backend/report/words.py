@@ -12,6 +12,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.settings.choices import MARKED, SEGMENTS, SEGMENTS_BUDGET
 
 BYTES_PER_MB = 1024**2
+_MOST_MEMORY_BYTES = 2**50
 
 
 def seconds_text(seconds: float) -> str:
@@ -127,6 +128,16 @@ def zero_text(zero_stage: int, num_groups: int) -> str:
         return "no ZeRO"
     of = f"each of {num_groups} groups of replicas" if num_groups > 1 else "the replicas"
     return f"ZeRO {zero_stage} (one of {of} updates a parameter)"
+
+
+def name_text(plan: Plan) -> str:
+    """The name of the job, where it has one, and of the model."""
+    return ", ".join(filter(None, (printable(plan.plan_name), printable(plan.model_name)))) or "model"
+
+
+def limit_text(num_bytes: int) -> str:
+    """A limit of memory; the option ignore_memory makes it more than any device has."""
+    return "any memory (ignore_memory)" if num_bytes > _MOST_MEMORY_BYTES else size_text(num_bytes)
 
 
 def offload_text(plan: Plan) -> str:

@@ -451,7 +451,8 @@ def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, held: float, own_he
     own_rows = replica_rows(plan, stage.num_replicas, plan.num_micro_batches)
     if (cost.rows, held) == (own_rows, own_held):
         return planned.peak_bytes
-    correction = planned.activation_bytes / own_held if own_held else 1.0
+    is_known = own_held and planned.activation_bytes > planned.update_bytes
+    correction = planned.activation_bytes / own_held if is_known else 1.0
     # Messages grow with the rows; outputs that are kept to the end of the step are those of the whole batch
     # in any case.
     following = plan.stages[stage.index + 1 : stage.index + 2]
@@ -459,7 +460,7 @@ def _peak_bytes(plan: Plan, stage: StagePlan, cost: RowCost, held: float, own_he
     messages = min(own_rows * (stage.gradient_bytes_per_row + 2 * sent), planned.buffer_bytes)
     buffers = planned.buffer_bytes + messages * (cost.rows / own_rows - 1)
     state = planned.parameter_bytes + planned.gradient_bytes + planned.optimizer_bytes
-    return math.ceil(state + buffers + cost.workspace_bytes + correction * held)
+    return math.ceil(state + buffers + cost.workspace_bytes + max(correction * held, planned.update_bytes))
 
 
 def _held_bytes(

@@ -60,11 +60,36 @@ class MemoryOptions(Options):
     mem_limit_gb: float = Field(
         0.0, ge=0, description="Memory limit per device in GB; 0: all the device has."
     )
+    ignore_memory: bool = Field(
+        False,
+        description="True: plans may use any memory, whatever mem_limit_gb says and devices have; what they need is told.",
+    )
     mem_margin: float = Field(
         0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free."
     )
     opt_param_factor: float = Field(
         2.0, ge=0, description="Bytes of optimizer state per byte of parameters (Adam: 2, SGD: 0)."
+    )
+    opt_transient_factor: float = Field(
+        0.0,
+        ge=0,
+        description="Bytes that an optimizer's step needs besides, per byte of the parameters that it updates at a time; "
+        "activations are gone then, so the larger of the two counts.",
+    )
+    transient_memory_factor: float = Field(
+        0.0,
+        ge=0,
+        description="A stage's workspace is so many times the two largest of its operators, each with what it reads and "
+        "makes in forward, and what recompute needs besides; 0: as its graphs say.",
+    )
+    memory_granularity_bytes: int = Field(
+        1, ge=1, description="Every part of a stage's memory is rounded up to a multiple of so many bytes."
+    )
+    small_tensor_elements: int = Field(
+        0,
+        ge=0,
+        description="Parameters and values of fewer elements are left out of what plans count as memory; of a value with "
+        "rows, those of one row. 0: all count.",
     )
     num_apply_group: int = Field(
         1,

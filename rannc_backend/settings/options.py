@@ -8,6 +8,7 @@ planner decides" for every number of things. One GB is 1024**3 bytes.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -244,6 +245,8 @@ class Config(MemoryOptions, PlanningOptions):
             raise _disagreement("stage_replicas", "as many numbers as", "partition_num")
         if counts and self.replica_num and set(counts) != {self.replica_num}:
             raise _disagreement("stage_replicas", "no other number than", "replica_num")
+        if self.mesh_shape and self.num_ranks % math.prod(self.mesh_shape):
+            raise _disagreement("num_ranks", "0 or a multiple of the devices of", "mesh")
         if self.run_file and not self.num_measured_steps:
             raise _disagreement("run_file", "empty without", "report_steps")
         if self.recompute_modules and (self.checkpointing or self.recompute != "auto"):

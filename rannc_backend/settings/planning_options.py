@@ -30,6 +30,34 @@ _MODULES: JsonDict = {
 class PlanningOptions(Options):
     """See `Config`."""
 
+    plan_name: str = Field(
+        "",
+        max_length=200,
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+        json_schema_extra={"accepts": "a line of at most 200 characters"},
+        description="Name of the job, which its plan has and what is said of the plan begins with.",
+    )
+    training: bool = Field(
+        True,
+        description="False: plan for inference, as if nothing needed a gradient: no backward, and no memory for gradients, "
+        "optimizer state or what backward needs. Calls that train still do, and may need more memory.",
+    )
+    num_ranks: int = Field(
+        0, ge=0, description="Number of ranks that the job must have, or that is planned for; 0: any."
+    )
+    mesh: str = Field(
+        "",
+        pattern=rf"^({_COUNT}x{_COUNT})?$",
+        json_schema_extra={"accepts": 'nodes x devices of each, as "2x4", or ""'},
+        description="Nodes, and devices of each, that are planned for; the job must have as many ranks, or num_ranks "
+        "where that is given, a multiple. Empty: the nodes that there are.",
+    )
+    micro_batch_rows: int = Field(
+        0,
+        ge=0,
+        description="Rows of a micro-batch, of all replicas together, of which the first batch must be a multiple (of "
+        "pipeline_num of them, where that is given); 0: any.",
+    )
     partition_num: int = Field(0, ge=0, description="Number of pipeline stages; 0: the planner decides.")
     stages_per_rank: int = Field(
         0,
@@ -67,6 +95,15 @@ class PlanningOptions(Options):
         pattern=NAMES_PATTERN,
         json_schema_extra=_MODULES,
         description="Modules that must start a stage, by dotted name.",
+    )
+    stage_pivots: str = Field(
+        "",
+        pattern=NAMES_PATTERN,
+        json_schema_extra={
+            "accepts": 'ends of module names or class names with commas between, as "encoder.layer,GPT2Block" (a list in '
+            'options), or ""'
+        },
+        description="Modules at which stages may start, and nowhere else, but for the first; empty: anywhere.",
     )
     keep_together: str = Field(
         "",
@@ -140,6 +177,18 @@ class PlanningOptions(Options):
         "near to the limit.",
     )
     profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
+    parallel_profile: bool = Field(
+        True, description="Ranks measure distinct blocks side by side; False: rank 0 measures all."
+    )
+    profile_again: bool = Field(
+        False, description="Measure every block again, and write it over what profile_file has."
+    )
+    num_plans: int = Field(1, ge=1, description="How many of the best plans are kept to choose from.")
+    search_processes: int = Field(1, ge=1, description="Processes that search for a plan.")
+    solver: Literal["dp", "ilp"] = Field(
+        "dp",
+        description="What searches: dp: branch and bound over cuts; ilp: a mixed-integer programme.",
+    )
     cluster: str = Field(
         "local",
         min_length=1,
@@ -167,6 +216,12 @@ class PlanningOptions(Options):
         return tuple(int(count) for count in self.stage_replicas.split(",")) if self.stage_replicas else ()
 
     @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """Nodes and devices of each of `mesh`; None for none."""
+        nodes, _, devices = self.mesh.partition("x")
+        return (int(nodes), int(devices)) if devices else None
+
+    @property
     def prices_by_rules(self) -> bool:
         """Whether blocks are priced without what each one saves and computes again."""
         return self.costs == "rules"
@@ -186,7 +241,7 @@ class PlanningOptions(Options):
         """File to which measured blocks are written; "" for none."""
         return self.profile_file or (self.graph_profile_file if self.save_graph_profile else "")
 
-    @field_validator("stage_starts", "keep_together", mode="before")
+    @field_validator("stage_starts", "stage_pivots", "keep_together", mode="before")
     @classmethod
     def _join_names(cls, value: object) -> object:
         return names_as_text(value)

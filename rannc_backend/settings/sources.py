@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -40,7 +40,8 @@ _LARGEST_INTEGER = 2**53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """`sources`: of each item of `Config`, "default", "<file>, line 3", "environment RANNC_X" or "options".
+    """`sources`: of each item of `Config`, "default", "<file>, line 3", "environment RANNC_X", "options" or the class
+    of what gives options.
 
     `file`: the file that was read, if there is one. `retired`: the retired items that were given, with their
     sources.
@@ -63,14 +64,34 @@ class Resolution:
         ]
 
 
-def resolve_config(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Config:
+class GivesOptions(Protocol):
+    """What stands for options in other words, as `rannc_backend.autodist.AutoDistConfig` does."""
+
+    def options(self) -> Mapping[str, object]:
+        """The options, by name."""
+        ...
+
+
+Given = Mapping[str, object] | GivesOptions | None
+"""What `options=` of torch.compile may be."""
+
+
+def given_options(options: Given) -> Mapping[str, object]:
+    """The options by name. Raises OptionValueError for what has none."""
+    if options is None or isinstance(options, Mapping):
+        return options or {}
+    if not callable(getattr(options, "options", None)) or isinstance(options, type):
+        expected = "as a dict, or as an object whose method options() gives one"
+        raise OptionValueError("options", value=options, source="torch.compile", expected=expected)
+    return options.options()
+
+
+def resolve_config(options: Given, environ: Mapping[str, str]) -> Config:
     """Options over environment over file over defaults, checked. Raises as `resolve`."""
     return resolve(options, environ).config
 
 
-def resolve(
-    options: Mapping[str, object] | None, environ: Mapping[str, str], read_file: ReadFile | None = None
-) -> Resolution:
+def resolve(options: Given, environ: Mapping[str, str], read_file: ReadFile | None = None) -> Resolution:
     """As `resolve_config`, with the source of each item. `read_file`: None for `configuration_file`.
 
     Raises:
@@ -96,9 +117,10 @@ def resolve(
             raise UnknownOptionError(variable, valid=names, source="environment")
         sources[item] = f"environment {variable}"
         values[item] = _from_text(item, text, sources[item])
-    for name, value in (options or {}).items():
-        sources[str(name)] = "options"
-        values[str(name)] = _known(name, value, "options", "options")
+    told = "options" if options is None or isinstance(options, Mapping) else type(options).__name__
+    for name, value in given_options(options).items():
+        sources[str(name)] = told
+        values[str(name)] = _known(name, value, told, told)
     retired = {item: sources.pop(item) for item in sorted(RETIRED) if item in sources}
     live = {item: value for item, value in values.items() if item not in retired}
     all_sources = {item: sources.get(item, _DEFAULT) for item in Config.model_fields}

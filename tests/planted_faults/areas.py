@@ -227,7 +227,12 @@ AREAS = (
             "planner/blocks/told_recompute.py": 4,
             "stages/checked_stage.py": 2,
         },
-        tests=unit("planner/blocks/told_recompute", "stages/joint_graph", "runtime/comm/transport_watch"),
+        tests=unit(
+            "planner/blocks/told_recompute",
+            "planner/stage_pivots",
+            "stages/joint_graph",
+            "runtime/comm/transport_watch",
+        ),
     ),
     Area(
         name="single scatters",
@@ -324,6 +329,16 @@ AREAS = (
         name="verification",
         files={"verify/rows.py": 2, "verify/comparing.py": 2},
         tests=unit("verify/verify"),
+    ),
+    Area(
+        name="the size of the job",
+        files={"planner/cluster/asked_job.py": 3},
+        tests=unit("planner/cluster/asked_job"),
+    ),
+    Area(
+        name="AutoDist's items",
+        files={"autodist/table.py": 3, "cli/other_systems.py": 2},
+        tests=unit("autodist/config", "cli/other_systems"),
     ),
     Area(
         name="configuration",

@@ -38,6 +38,7 @@ from rannc_backend.planner.cost.compute import (
     operator_name,
 )
 from rannc_backend.planner.cost.pricing import BUDGETS, BlockPartition
+from rannc_backend.planner.cost.tensor_sizes import is_counted
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class BlockPartitions:
     compiler: str
     rows: int
     budgets: tuple[float, ...] = BUDGETS
+    least_elements: int = 0
     _parts: dict[str, dict[float, GraphCosts]] = field(init=False, default_factory=dict)
     _readers: dict[str, list[tuple[int, int]]] = field(
         init=False, default_factory=dict
@@ -193,7 +195,8 @@ class BlockPartitions:
                     wide_sums=self.graph.wide_sums,
                 )
                 self._parts[block.structure] = {
-                    item.budget: graph_costs(item, self.rows_symbol) for item in found
+                    item.budget: graph_costs(item, self.rows_symbol, least_elements=self.least_elements)
+                    for item in found
                 }
             except UnsupportedModelError as error:
                 logger.info(
@@ -212,6 +215,7 @@ def partition_blocks(
     budgets: tuple[float, ...] = BUDGETS,
     recomputed: Recomputed = NOTHING_RECOMPUTED,
     progress: Progress | None = None,
+    least_elements: int = 0,
 ) -> BlockPartitions:
     """Cut each block out as a stage; with `progress`, trace them all now.
 
@@ -220,6 +224,7 @@ def partition_blocks(
         recomputed: what is computed again at SEGMENTS_BUDGET.
         compiler: "eager" or "inductor", as stages will be compiled.
         rows: about how many rows a replica will compute; the partitioner weighs sizes with it.
+        least_elements: what has fewer is left out of what is saved.
     """
     stages = block_stages(analysis, graph)
     for stage in stages:
@@ -233,6 +238,7 @@ def partition_blocks(
         compiler=compiler,
         rows=max(2, rows),
         budgets=budgets,
+        least_elements=least_elements,
     )
     if progress is not None:
         partitions.trace(progress)
@@ -283,10 +289,10 @@ def _trains_a_loss(analysis: GraphAnalysis) -> bool:
 
 
 def graph_costs(
-    stage: StagePartition, rows_symbol: sympy.Symbol, *, holds_tangents: bool = False
+    stage: StagePartition, rows_symbol: sympy.Symbol, *, holds_tangents: bool = False, least_elements: int = 0
 ) -> GraphCosts:
     """What a partition costs, in terms of `rows_symbol`. `holds_tangents`: the gradients of outputs stay
-    until backward ends.
+    until backward ends. `least_elements`: what has fewer is not among what is saved.
     """
     translate = {stage.rows_symbol: rows_symbol}
     fused = stage.gradients_at_end
@@ -310,7 +316,7 @@ def graph_costs(
                 saved_inputs.add(input_of[key])
             elif key in output_of:
                 distinct_outputs.add(output_of[key])
-            else:
+            elif _is_counted(node, storage_bytes(storage), least_elements):
                 inner += storage_bytes(storage)
     made_saved = all_saved - sum(
         (storage_bytes(s) for place in saved_inputs for s in storages(inputs[place + 1]).values()),
@@ -320,6 +326,9 @@ def graph_costs(
     forward_workspace = [amount - made_saved for amount in _forward_live(stage, virtual[0])]
     backward_workspace = [amount - all_saved for amount in _backward_live(stage, virtual[1], holds_tangents)]
     sizes = [sum(map(storage_bytes, storages(node).values()), sympy.Integer(0)) for node in outputs]
+    sizes = [
+        size * int(_is_counted(node, size, least_elements)) for node, size in zip(outputs, sizes, strict=True)
+    ]
     return GraphCosts(
         forward=_costs(stage.forward, virtual[0], fused, translate),
         backward=_costs(stage.backward, virtual[1], fused, translate),
@@ -332,6 +341,11 @@ def graph_costs(
         forward_workspace=tuple(sympy.expand(amount).xreplace(translate) for amount in forward_workspace),
         backward_workspace=tuple(sympy.expand(amount).xreplace(translate) for amount in backward_workspace),
     )
+
+
+def _is_counted(node: fx.Node, size: sympy.Expr, least_elements: int) -> bool:
+    value = node.meta.get("val")
+    return not least_elements or is_counted(size, getattr(value, "itemsize", 1), least_elements)
 
 
 def _forward_live(stage: StagePartition, virtual: Collection[str]) -> Sequence[sympy.Expr]:

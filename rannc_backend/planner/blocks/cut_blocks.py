@@ -11,6 +11,7 @@ clearly better), the line is cut (line_cuts.py), alike in equal layers (repeats.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -52,7 +53,7 @@ from rannc_backend.planner.cost.compute import operator_cost
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.memory import saved_values
 from rannc_backend.planner.cost.pricing import operator_seconds
-from rannc_backend.planner.cost.tensor_sizes import value_bytes
+from rannc_backend.planner.cost.tensor_sizes import counted_bytes, value_bytes
 from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def block_graph(
         pins=StagePins.from_config(config),
         like=like,
         wide_sums=config.wide_sums,
+        least_elements=config.small_tensor_elements,
         recomputed=recomputed,
     )
     if rows_symbol is not None:
@@ -116,11 +118,15 @@ def block_graph(
     return replace(graph, whole_batch=whole_batch, has_loss=has_loss(split, needs_grad))
 
 
-def parameter_use(name: str, value: torch.Tensor, *, trainable: bool, wide_sums: bool) -> ParameterUse:
-    """A parameter as plans count it. `wide_sums`: gradients of 16 bits are summed in 32."""
+def parameter_use(
+    name: str, value: torch.Tensor, *, trainable: bool, wide_sums: bool, least_elements: int = 0
+) -> ParameterUse:
+    """A parameter as plans count it. `wide_sums`: gradients of 16 bits are summed in 32. `least_elements`: smaller ones
+    take no memory.
+    """
     return ParameterUse(
         name=name,
-        num_bytes=int(value_bytes(value)),
+        num_bytes=int(counted_bytes(value, least_elements)),
         trainable=trainable,
         has_wide_sum=sum_dtype(value.dtype, wide=wide_sums) != value.dtype,
     )
@@ -145,6 +151,7 @@ def build_block_graph(
     by_time: bool = True,
     like: BlockGraph | None = None,
     wide_sums: bool = False,
+    least_elements: int = 0,
     recomputed: Recomputed = NOTHING_RECOMPUTED,
 ) -> BlockGraph:
     """Cut the graph into at most `max_blocks` blocks. A graph with no more possible cuts than that is cut at
@@ -157,13 +164,23 @@ def build_block_graph(
         by_time: make blocks alike in time; False: in the bytes that they keep for backward.
         like, recomputed: as `block_graph`.
         wide_sums: gradients of 16 bits are summed in 32.
+        least_elements: what has fewer is left out of account.
 
     Raises UnknownModuleError, StagePinError.
     """
     assert staged.atoms, "a graph without a node that depends on the batch has no blocks"
     kinds = Kinds(needs_grad)
     costs = _atom_costs(staged, kinds, needs_grad)
-    builder = _Builder(staged, inputs, outputs, needs_grad, kinds, recomputed, wide_sums=wide_sums)
+    builder = _Builder(
+        staged,
+        inputs,
+        outputs,
+        needs_grad,
+        kinds,
+        recomputed,
+        wide_sums=wide_sums,
+        least_elements=least_elements,
+    )
     if like is not None:
         return builder.build(_line_of(like, staged), costs)
     atoms, fixed_groups = _atom_graph(staged, kinds, costs, device, rows)
@@ -313,6 +330,7 @@ class _Builder:
     kinds: Kinds
     recomputed: Recomputed
     wide_sums: bool = False
+    least_elements: int = 0
     _workspaces: dict[tuple[object, ...], sympy.Expr] = field(default_factory=dict)
 
     def build(self, line: BlockLine, costs: Sequence[Sequence[OperatorCost]]) -> BlockGraph:
@@ -320,7 +338,8 @@ class _Builder:
         block_of = {node: index for index, nodes in enumerate(groups) for node in nodes}
         saved: list[list[sympy.Expr]] = [[] for _ in groups]
         for value, reader in saved_values(self._nodes_with_rows(), self.needs_grad):
-            saved[block_of[value if value in block_of else reader]].append(value_bytes(value.meta.get("val")))
+            size = counted_bytes(value.meta.get("val"), self.least_elements)
+            saved[block_of[value if value in block_of else reader]].append(size)
         parameters = self._parameters(groups, block_of)
         outputs, buffers = self._returned(block_of, len(groups))
         input_kind = {item.name: item.kind for item in self.inputs}
@@ -339,7 +358,11 @@ class _Builder:
                     updated_buffers=tuple(sorted(buffers[index])),
                     operators=operators,
                     saved_bytes=saved_bytes,
-                    workspace_bytes=tuple(dict.fromkeys(self._workspace(node) for node in nodes)),
+                    workspace_bytes=tuple(
+                        size
+                        for size, number in Counter(map(self._workspace, nodes)).items()
+                        for _ in range(min(number, 2))
+                    ),
                     again_from=min(
                         (first_of.setdefault(part, index) for part in self.recomputed.parts_of(nodes)),
                         default=-1,
@@ -413,7 +436,13 @@ class _Builder:
             node.name: node.meta["val"] for node in self.staged.rowwise.graph.find_nodes(op="placeholder")
         }
         uses = [
-            parameter_use(item.fqn, values[item.name], trainable=item.requires_grad, wide_sums=self.wide_sums)
+            parameter_use(
+                item.fqn,
+                values[item.name],
+                trainable=item.requires_grad,
+                wide_sums=self.wide_sums,
+                least_elements=self.least_elements,
+            )
             for item in self.inputs
             if item.kind == "parameter" and item.fqn in used
         ]

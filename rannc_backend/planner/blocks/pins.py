@@ -20,19 +20,21 @@ from rannc_backend.settings.options import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePins:
-    """Dotted module names: `starts` must start a stage, each of `together` is in one stage, `stages` names
-    (module, stage index).
+    """Dotted module names: `starts` must start a stage, `pivots` are where stages but the first may start, anywhere if
+    there are none, each of `together` is in one stage, `stages` names (module, stage index).
     """
 
     starts: tuple[str, ...] = ()
+    pivots: tuple[str, ...] = ()
     together: tuple[str, ...] = ()
     stages: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def from_config(cls, config: Config) -> StagePins:
-        """From the options stage_starts, keep_together and stage_pins."""
+        """From the options stage_starts, stage_pivots (see `with_pivots`), keep_together and stage_pins."""
         return cls(
             starts=names_in(config.stage_starts),
+            pivots=names_in(config.stage_pivots),
             together=names_in(config.keep_together),
             stages=tuple(
                 (name, int(stage))
@@ -77,10 +79,11 @@ class FoundPins:
         return [stage for stage, _ in floor]
 
     def cuts(self, line: AtomGraph) -> list[int]:
-        """Places in the line that must be cut: before modules that start a stage, before and after those with
+        """Places in the line that must be cut: before modules that start a stage or may, before and after those with
         a stage.
         """
         places = [self._start(name, line) for name in self.pins.starts]
+        places += self._pivots(line)
         for name, _ in self.pins.stages:
             found = self._places(name, line)
             places += [found[0], found[-1] + 1]
@@ -93,6 +96,13 @@ class FoundPins:
         ]
         starts = {block_of[self._start(name, line)]: name for name in reversed(self.pins.starts)}
         starts.pop(0, None)
+        pivots = {0, *(block_of[place] for place in self._pivots(line))} if self.pins.pivots else set()
+        for block, name in starts.items():
+            if pivots and block not in pivots:
+                raise StagePinError(
+                    f"stage_starts asks for a stage at {name!r}, and stage_pivots does not allow one there",
+                    cure="name it in stage_pivots too, or take it out of stage_starts.",
+                )
         stage_of: dict[int, tuple[int, str]] = {}
         for name, stage in self.pins.stages:
             stage_of |= {block_of[place]: (stage, name) for place in self._places(name, line)}
@@ -100,7 +110,20 @@ class FoundPins:
         return StageConstraints(
             starts=tuple(sorted(starts)),
             stage_of=tuple((block, stage) for block, (stage, _) in sorted(stage_of.items())),
+            legal_starts=tuple(sorted(pivots)),
         )
+
+    def _pivots(self, line: AtomGraph) -> list[int]:
+        """Places of the pivots at which a stage can start; StagePinError where there are pivots, and it can at none."""
+        places, refused = [], None
+        for name in self.pins.pivots:
+            try:
+                places.append(self._start(name, line, option="stage_pivots"))
+            except StagePinError as error:
+                refused = error
+        if refused is not None and not places:
+            raise refused
+        return places
 
     def _pinned(self, items: AtomGraph) -> dict[int, tuple[int, str]]:
         pinned: dict[int, tuple[int, str]] = {}
@@ -123,7 +146,7 @@ class FoundPins:
         wanted = set(self.atoms[name])
         return [item for item, members in enumerate(items.members) if not wanted.isdisjoint(members)]
 
-    def _start(self, name: str, line: AtomGraph) -> int:
+    def _start(self, name: str, line: AtomGraph, option: str = "stage_starts") -> int:
         place = self._places(name, line)[0]
         if not set(line.members[place]) <= set(self.atoms[name]):
             kept = [
@@ -138,7 +161,7 @@ class FoundPins:
             )
             raise StagePinError(
                 f"{name!r} cannot start a stage: its first operator must stay with earlier ones, as {reason}",
-                cure="take it out of stage_starts" + (" or keep_together." if kept else "."),
+                cure=f"take it out of {option}" + (" or keep_together." if kept else "."),
             )
         return place
 
@@ -152,8 +175,9 @@ def find_pins(pins: StagePins, modules: Sequence[str]) -> FoundPins:
             inside.setdefault(".".join(parts[:depth]), []).append(atom)
     inside.pop("", None)
     asked = [("stage_starts", name) for name in pins.starts] + [
-        ("keep_together", name) for name in pins.together
+        ("stage_pivots", name) for name in pins.pivots
     ]
+    asked += [("keep_together", name) for name in pins.together]
     asked += [("stage_pins", name) for name, _ in pins.stages]
     for option, name in asked:
         if name not in inside:

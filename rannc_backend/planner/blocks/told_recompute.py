@@ -1,7 +1,8 @@
-"""What is computed again where the user says it: modules by name, or all but the tensors that the model marks.
+"""What is computed again where the user says it: modules by name, or all but the tensors that the model marks; and the
+modules at which stages may start.
 
 In: the option recompute_modules, or `MARKED`, and an analysed graph. Out: `Recomputed` (passes/stage/recompute.py): a
-segment for the nodes of each call of a module that is named.
+segment for the nodes of each call of a module that is named; or the option stage_pivots with dotted names.
 
 A name is the end of a module's dotted path, the name of a class, or `ROOT`. Of modules inside of each other the outermost
 counts. A module that does not run itself, as a list of layers does not, stands for those in it that do.
@@ -14,9 +15,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from torch import fx
 
 from rannc_backend.capture.analysis import GraphAnalysis
-from rannc_backend.errors import NoMarkedTensorError, UnknownModuleError
+from rannc_backend.errors import NoMarkedTensorError, StagePinError, UnknownModuleError
 from rannc_backend.passes.stage.recompute import KEPT, NOTHING_RECOMPUTED, Recomputed
 from rannc_backend.settings.choices import MARKED, names_in
+from rannc_backend.settings.options import Config
 
 ROOT = "ROOT"
 OPTION = "recompute_modules"
@@ -62,6 +64,29 @@ def check_told(told: str, analysis: GraphAnalysis) -> None:
                 option=OPTION,
                 kinds="Names are ends of those that model.named_modules() gives, names of classes, or ROOT.",
             )
+
+
+def with_pivots(config: Config, analysis: GraphAnalysis) -> Config:
+    """The options with the dotted names of the modules that stage_pivots means.
+
+    Raises UnknownModuleError for a name that no module of the graph has, StagePinError for that of the whole model.
+    """
+    if not config.stage_pivots:
+        return config
+    nodes = [node for node in analysis.split.rowwise.graph.nodes if node.op == "call_function"]
+    calls, found = _Calls(nodes, _classes(analysis)), dict[str, None]()
+    for name in names_in(config.stage_pivots):
+        paths = {call[0]: None for node in nodes if (call := calls.outermost(node, (name,))) is not None}
+        if not paths:
+            kinds = "Names are ends of those that model.named_modules() gives, or names of classes."
+            raise UnknownModuleError(name, valid=calls.names() - {ROOT}, option="stage_pivots", kinds=kinds)
+        if "" in paths:
+            raise StagePinError(
+                f"stage_pivots names {name!r}, which is the whole model: only the first stage starts there",
+                cure="name modules of the model.",
+            )
+        found |= paths
+    return config.model_copy(update={"stage_pivots": ",".join(found)})
 
 
 def _marks_before(nodes: Iterable[fx.Node]) -> dict[str, int]:

@@ -42,7 +42,7 @@ class TracedStages:
     """See `WholeStages`. Equal stages are traced once.
 
     `told`: what the user wants computed again, in place of segments.
-    `most_nodes`: no stage is traced where all distinct ones have more operators.
+    `most_nodes`: no stage is traced where all distinct ones have more operators. `least_elements`: as of `graph_costs`.
     """
 
     analysis: GraphAnalysis
@@ -51,6 +51,7 @@ class TracedStages:
     segments: Segments
     told: Recomputed = NOTHING_RECOMPUTED
     most_nodes: float = MAX_NODES
+    least_elements: int = 0
     _known: dict[object, StageMemory | None] = field(init=False, default_factory=dict)
 
     def memory(self, stages: Sequence[Interval]) -> list[StageMemory | None]:
@@ -106,7 +107,12 @@ class TracedStages:
             )
             return None
         # The executor holds the message that brought the gradients of outputs.
-        costs = graph_costs(partition, analysis.captured.rows_symbol, holds_tangents=True)
+        costs = graph_costs(
+            partition,
+            analysis.captured.rows_symbol,
+            holds_tangents=True,
+            least_elements=self.least_elements,
+        )
         # What is saved of the inputs was received, and is counted with the message.
         kept = sum((costs.output_bytes[place] for place in costs.saved_outputs), sympy.Integer(0))
         return StageMemory(

@@ -14,7 +14,7 @@ gradients up over micro-batches. An operator's seconds are a *roofline*: the lon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -129,10 +129,37 @@ class StageMemory:
     kept_bytes: Size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRules:
+    """What the user says of how memory is counted: parts are rounded up to multiples of `granularity`; an optimizer's step
+    needs `update_factor` bytes per byte of parameters that it updates; workspace is `transient_factor` times the two
+    largest operators, 0: as graphs say.
+    """
+
+    granularity: int = 1
+    update_factor: float = 0.0
+    transient_factor: float = 0.0
+
+    def rounded(self, num_bytes: Floats) -> Floats:
+        """Bytes of parts, rounded up."""
+        return (
+            num_bytes if self.granularity == 1 else np.ceil(num_bytes / self.granularity) * self.granularity
+        )
+
+    def workspace(self, largest: Callable[[], Floats], traced: Floats, whole: Callable[[], Floats]) -> Floats:
+        """Workspace where graphs say `traced`, and `whole` if nothing were computed again; `largest`: bytes of the two
+        largest operators.
+        """
+        if not self.transient_factor:
+            return traced
+        return self.transient_factor * largest() + np.maximum(traced - whole(), 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryParts:
     """Bytes of one interval on one replica; `activations` of one micro-batch, and what is `kept` of one between the two
-    parts of its backward. `elsewhere`: optimizer state that other replicas keep for this one.
+    parts of its backward. `elsewhere`: optimizer state that other replicas keep for this one. `update`: what an optimizer's
+    step needs, when there are no activations.
     """
 
     parameters: float
@@ -145,6 +172,7 @@ class MemoryParts:
     kept: float
     host: float = 0.0  # not on the device: parameters, gradients and optimizer state that are offloaded
     elsewhere: float = 0.0
+    update: float = 0.0
 
     @property
     def buffers(self) -> float:

@@ -39,6 +39,20 @@ def value_bytes(value: object) -> sympy.Expr:
     return sympy.Integer(0)
 
 
+def counted_bytes(value: object, least_elements: int) -> sympy.Expr:
+    """As `value_bytes`; 0 for what has fewer elements, in one row where it has rows."""
+    size = value_bytes(value)
+    if not least_elements or not isinstance(value, torch.Tensor):
+        return size
+    return size if is_counted(size, value.element_size(), least_elements) else sympy.Integer(0)
+
+
+def is_counted(size: sympy.Expr, element_size: int, least_elements: int) -> bool:
+    """Whether so many bytes are of so many elements at least, of one row where they are over rows."""
+    one_row = size.subs(dict.fromkeys(size.free_symbols, 1))
+    return int(one_row) >= least_elements * element_size
+
+
 @functools.lru_cache(maxsize=4096)
 def _product(factors: tuple[sympy.Expr, ...]) -> sympy.Expr:
     # A graph has thousands of values and a few dozen shapes.

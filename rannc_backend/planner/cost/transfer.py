@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -131,3 +132,12 @@ def communicator_memory(cluster: Cluster, num_blocks: int, begins: Ints, ends: I
     has_group = (replicas > 1) & (replicas < cluster.num_devices)
     number = 2.0 + (begins > 0) + (ends < num_blocks) + has_group
     return cluster.device.communicator_bytes * number * (cluster.num_devices > 1)
+
+
+@lru_cache(maxsize=65536)
+def reduction_terms(
+    cluster: Cluster, replicas: int, place: int, stride: int
+) -> tuple[float, float, float, float]:
+    """`allreduce_terms` of what only the replicas read, and `shared_allreduce_terms`."""
+    ranks = range(place, place + stride * replicas, stride)
+    return (*allreduce_terms(cluster, ranks), *shared_allreduce_terms(cluster, ranks))

@@ -196,6 +196,9 @@ class Shapes:
         )
         for start in problem.starts:
             allowed &= ~((begins < start) & (start < ends))
+        if problem.legal_starts:
+            legal = (*problem.legal_starts, num_blocks)
+            allowed &= np.isin(begins, legal) & np.isin(ends, legal)
         if problem.replicas is not None:
             allowed &= tables.replicas == problem.replicas
         return allowed

@@ -129,7 +129,9 @@ def least_bytes_of_one_stage(problem: SearchProblem) -> float:
             tables = problem.tables(number, problem.num_blocks)
             if tables.forward.shape[1] >= problem.num_blocks:
                 flight = schedule_named(schedule).in_flight(1, number)
-                need = tables.fixed_bytes[:, 0, -1] + flight * tables.flight_bytes[:, 0, -1]
+                update = 0.0 if tables.update_bytes is None else tables.update_bytes[0, -1]
+                held = np.maximum(flight * tables.flight_bytes[:, 0, -1], update)
+                need = tables.fixed_bytes[:, 0, -1] + held
                 need = np.where(np.isfinite(tables.forward[0, -1]), need, np.inf)
                 least = min(least, float(need.min()))
     return least

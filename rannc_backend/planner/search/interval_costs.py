@@ -33,6 +33,7 @@ from rannc_backend.planner.cost.pricing import (
     BlockPricer,
     BlockPrices,
     MemoryParts,
+    MemoryRules,
     StageMemory,
     replica_rows,
 )
@@ -41,11 +42,16 @@ from rannc_backend.planner.cost.transfer import communicator_memory, message_mem
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import (
     FlowSums,
+    LargestOperators,
     ParameterSums,
     WorkFloor,
-    largest_over,
+    least_work,
     over,
+    received_bytes,
     seconds_over,
+    sent_bytes,
+    workspace_of,
+    workspace_over,
 )
 from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables
 from rannc_backend.settings.choices import SEGMENTS_BUDGET
@@ -80,6 +86,7 @@ class IntervalCosts:
     replica_counts: tuple[int, ...] = ()
     only_budget: float | None = None
     some_keep_all: bool = False
+    rules: MemoryRules = MemoryRules()
     outputs: OutputBytes = field(init=False)
     segments: Segments = field(init=False)
     max_length: int = field(init=False)
@@ -167,16 +174,7 @@ class IntervalCosts:
         counts = self.counts(num_micro_batches)
         columns = self._columns(num_micro_batches, counts)
         whole = self._prices[self.pricer.budgets[0]]
-        work = np.empty(len(self.graph.blocks))
-        known: dict[int, float] = {}
-        for place, prices in enumerate(whole):
-            key = id(self._alike[place])
-            if key not in known:
-                backward = np.min(
-                    [self._prices[budget][place].backward_seconds[columns] for budget in self._prices], axis=0
-                )
-                known[key] = float((counts * (prices.forward_seconds[columns] + backward)).min())
-            work[place] = known[key]
+        work = least_work(counts, columns, whole, list(self._prices.values()), self._alike)
         # Gradients are added up by every replica, so by one at least.
         return WorkFloor(
             work=work + self._accumulation,
@@ -220,10 +218,12 @@ class IntervalCosts:
             np.sum([part.backward_seconds for part in parts], axis=0) + self._accumulation[begin:end].sum()
         )
         saved = np.sum([part.saved_bytes for part in parts], axis=0) - leaving
-        let_go = np.cumsum(
-            [part.saved_bytes for part in parts] - self._held_gradients[begin:end, None], axis=0
+        held = self._held_gradients[begin:end]
+        workspace = self.rules.workspace(
+            lambda: LargestOperators.of(self._alike[begin:end], rows).of_all(),
+            workspace_of(parts, held, again),
+            lambda: workspace_of(whole, held, 0.0),
         )
-        workspace = np.max([part.workspace_bytes for part in parts] + let_go + again - let_go[-1], axis=0)
         kept = np.sum([part.kept_bytes for part in whole], axis=0)
         if begin == 0:
             kept = self._kept_of_first(end, rows, np.zeros_like(saved) if priced_as is None else saved)
@@ -231,7 +231,8 @@ class IntervalCosts:
             saved, kept = evaluate([traced.saved_bytes, traced.kept_bytes], rows)
             needed = evaluate(traced.workspace_bytes, rows).max(axis=0, initial=0.0)
             # What was measured may hold what no graph shows: memory of a library's own.
-            workspace = needed if self.pricer.source == ANALYTIC else np.maximum(needed, workspace)
+            needed = needed if self.pricer.source == ANALYTIC else np.maximum(needed, workspace)
+            workspace = workspace if self.rules.transient_factor else needed
         workspace = workspace + _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + saved)
         if priced_as is None:
             backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
@@ -249,21 +250,11 @@ class IntervalCosts:
         """[rows]: what a first stage keeps between the two parts of a backward: all that forward saved, and the gradients
         of what it sent. Nobody waits for gradients of its inputs, so its first part computes nothing.
         """
-        sent = [flow for flow in self.graph.flows if flow.producer < end <= flow.consumers[-1]]
-        awaited = [flow.num_bytes for flow in sent if flow.producer >= 0 and flow.needs_grad]
-        return saved + self.message_bytes(0, end, rows)[0] + evaluate(awaited, rows).sum(axis=0)
+        return saved + self.message_bytes(0, end, rows)[0] + sent_bytes(self.graph, 0, end, rows)[1]
 
     def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
-        """What a replica with so many rows receives of one micro-batch, and the gradients that it gives back:
-        arrays [rows].
-        """
-        received = [
-            flow for flow in self.graph.flows
-            if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
-        ]  # fmt: skip
-        sizes = evaluate([flow.num_bytes for flow in received], rows)
-        has_gradient = np.array([flow.needs_grad for flow in received], dtype=bool)
-        return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
+        """[rows]: what a replica receives of one micro-batch, and the gradients that it gives back."""
+        return received_bytes(self.graph, begin, end, rows)
 
     def memory(
         self,
@@ -284,9 +275,7 @@ class IntervalCosts:
         rows = [self.replica_rows(num_micro_batches, replicas)]
         prices = self.prices(begin, end, budget, rows, traced)
         received, gradients = self.message_bytes(begin, end, rows)
-        sent = [flow for flow in self.graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
-        values = evaluate([flow.num_bytes for flow in sent], rows).sum()
-        awaited = evaluate([flow.num_bytes for flow in sent if flow.needs_grad], rows).sum()
+        values, awaited = (float(size[0]) for size in sent_bytes(self.graph, begin, end, rows))
         # Where all micro-batches are in flight there is none to receive ahead.
         ahead = received[0] if num_micro_batches > num_in_flight else 0.0
         messages = message_memory(self.cluster, num_micro_batches, values, awaited, ahead, gradients[0])
@@ -297,17 +286,23 @@ class IntervalCosts:
         )
         place = (begin, end - begin - 1)
         updated = float(self._updated_bytes(np.array([replicas]))[place][0])
+        outputs = self.outputs.of_stage(range(begin, end), num_micro_batches, replicas)
+        sizes = [self.sums.parameters[place], self.sums.gradients[place], self._device_factor * updated]
+        sizes += [prices.saved_bytes[0] + received[0], messages, outputs, prices.workspace_bytes[0]]
+        sizes += [prices.kept_bytes[0], self._update_factor * updated]
+        rounded = [float(size) for size in self.rules.rounded(np.array(sizes, dtype=float))]
         return MemoryParts(
-            parameters=float(self.sums.parameters[place]),
-            gradients=float(self.sums.gradients[place]),
-            optimizer=self._device_factor * updated,
+            parameters=rounded[0],
+            gradients=rounded[1],
+            optimizer=rounded[2],
             elsewhere=self._device_factor * max(0.0, float(self.sums.trainable[place]) - updated),
             host=float(self.sums.host[place]) + (self.optimizer_factor - self._device_factor) * updated,
-            activations=float(prices.saved_bytes[0] + received[0]),
-            kept=float(prices.kept_bytes[0]),
-            messages=float(messages),
-            outputs=self.outputs.of_stage(range(begin, end), num_micro_batches, replicas),
-            workspace=float(prices.workspace_bytes[0]),
+            activations=rounded[3],
+            messages=rounded[4],
+            outputs=rounded[5],
+            workspace=rounded[6],
+            kept=rounded[7],
+            update=rounded[8],
         )
 
     def workspace_bytes(self, num_micro_batches: int, begin: int, end: int, replicas: int) -> Floats:
@@ -318,21 +313,22 @@ class IntervalCosts:
         for index, budget in enumerate(self.budgets):
             priced_as = self._priced_as(budget)
             prices = self._prices[first if priced_as is None else priced_as][begin:end]
-            saved = np.array([price.saved_bytes[column] for price in prices])
-            let_go = np.cumsum(saved - self._held_gradients[begin:end])
             again: Floats | float = 0.0
             if priced_as == SEGMENTS_BUDGET and self._is_told:
-                again = self.segments.told_again(self._prices[first], np.array(begin), np.arange(begin, end))[
-                    :, column
-                ]
-            workspaces = np.array([price.workspace_bytes[column] for price in prices])
-            needed = (workspaces + let_go + again).max() - let_go[-1]
-            kept = saved.sum()
+                places = np.array(begin), np.arange(begin, end)
+                again = self.segments.told_again(self._prices[first], *places)
+            held, everything = self._held_gradients[begin:end], self._prices[first][begin:end]
+            needed = self.rules.workspace(
+                lambda: LargestOperators.of(self._alike[begin:end], [rows]).of_all(),
+                workspace_of(prices, held, again),
+                partial(workspace_of, everything, held, 0.0),
+            )[column]
+            kept = sum(price.saved_bytes[column] for price in prices)
             if priced_as == SEGMENTS_BUDGET and not self._is_told:
                 kept = max(0.0, kept - float(self.segments.leaving(begin, end, [rows])[0]))
             needed += _SMALL_THINGS * (self._held_bytes()[begin, end - begin - 1] + kept)
             result[index] = needed + kept if priced_as is None else needed
-        return result
+        return self.rules.rounded(result)
 
     @property
     def _is_told(self) -> bool:
@@ -396,14 +392,19 @@ class IntervalCosts:
             for kind in ("received", "gradients", "sent", "awaited")
         )
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
-        state = self.sums.parameters + self.sums.gradients
+        rounded = self.rules.rounded
+        state = rounded(self.sums.parameters) + rounded(self.sums.gradients)
         updated = self._updated_bytes(counts)[:, :max_length]
-        fixed = state[:, :max_length, None] + self._device_factor * updated
-        fixed = fixed + num_micro_batches * over(self._returned[:, columns], ends)
-        fixed += self.outputs.of_any(num_micro_batches)
-        fixed += message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
-        fixed += communicator_memory(
-            self.cluster, len(ends), np.arange(len(ends))[:, None, None], ends[:, :, None], counts
+        fixed = state[:, :max_length, None] + rounded(self._device_factor * updated)
+        fixed = fixed + rounded(
+            num_micro_batches * over(self._returned[:, columns], ends)
+            + self.outputs.of_any(num_micro_batches)
+        )
+        fixed += rounded(
+            message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
+            + communicator_memory(
+                self.cluster, len(ends), np.arange(len(ends))[:, None, None], ends[:, :, None], counts
+            )
         )
         whole = self._prices[self.pricer.budgets[0]]
         forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
@@ -413,6 +414,7 @@ class IntervalCosts:
             begins = np.arange(len(ends))[:, None]
             places = np.minimum(begins + np.arange(max_length)[None, :], len(ends) - 1)
             again = self.segments.told_again(whole, begins, places)[:, :, columns]
+        largest = LargestOperators.of(self._alike if self.rules.transient_factor else (), rows.tolist())
         # Filled in place: stacking parts of this size takes as long as computing them.
         backwards, fixed_bytes, flight_bytes = (
             np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
@@ -428,21 +430,19 @@ class IntervalCosts:
             saved = over(own, ends)
             if priced_as == SEGMENTS_BUDGET:
                 saved = np.maximum(saved - self._flows.over_intervals("leaving", columns, max_length), 0.0)
-            let_go = np.cumsum(own - self._held_gradients[:, None], axis=0)
-            workspace = (
-                largest_over(
-                    np.stack([price.workspace_bytes[columns] for price in prices]) + let_go,
-                    max_length,
-                    again if priced_as == SEGMENTS_BUDGET else 0.0,
-                )
-                - let_go[ends - 1]
+            more = again if priced_as == SEGMENTS_BUDGET else 0.0
+            workspace = workspace_over(prices, columns, ends, self._held_gradients, more)
+            workspace = self.rules.workspace(
+                partial(largest.over, np.arange(len(rows)), max_length),
+                workspace,
+                partial(workspace_over, whole, columns, ends, self._held_gradients, 0.0),
             )
             workspace = workspace + _SMALL_THINGS * (held[:, :, None] + saved)
             if priced_as is None:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
             backwards[index] = backward
-            np.add(fixed, workspace, out=fixed_bytes[index])
-            np.add(saved, received, out=flight_bytes[index])
+            np.add(fixed, rounded(workspace), out=fixed_bytes[index])
+            flight_bytes[index] = rounded(saved + received)
         later = over(weight, ends)
         later[0] = backwards[:, 0].min(axis=0)  # nobody waits for gradients of the first stage's inputs
         return MicroBatchTables(
@@ -450,12 +450,15 @@ class IntervalCosts:
             rows=rows,
             forward=forward,
             weight=later,
-            kept_bytes=over(np.stack([price.kept_bytes[columns] for price in whole]), ends),
+            kept_bytes=rounded(over(np.stack([price.kept_bytes[columns] for price in whole]), ends)),
             backward=backwards,
             fixed_bytes=fixed_bytes,
             flight_bytes=flight_bytes,
             message_bytes=received,
             gradient_bytes=gradients,
+            update_bytes=np.broadcast_to(rounded(self._update_factor * updated), fixed.shape)
+            if self._update_factor
+            else None,
         )
 
     def _held_bytes(self) -> Floats:
@@ -466,6 +469,10 @@ class IntervalCosts:
     @property
     def _device_factor(self) -> float:
         return 0.0 if self.offload else self.optimizer_factor
+
+    @property
+    def _update_factor(self) -> float:
+        return 0.0 if self.offload else self.rules.update_factor
 
     def _divisor(self, replicas: Ints) -> Ints:
         """Among how many replicas the smallest group divides its updates."""

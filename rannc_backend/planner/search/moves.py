@@ -91,6 +91,8 @@ def honours(problem: SearchProblem, bounds: Sequence[int], replicas: Sequence[in
         return False
     if problem.replicas is not None and set(replicas) != {problem.replicas}:
         return False
+    if problem.legal_starts and not set(bounds) <= {*problem.legal_starts, problem.num_blocks}:
+        return False
     stage_of_block = np.searchsorted(np.asarray(bounds), np.arange(problem.num_blocks), side="right") - 1
     return set(problem.starts) <= {0, *bounds} and all(
         stage_of_block[block] == stage for block, stage in problem.stage_of

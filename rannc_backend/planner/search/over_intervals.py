@@ -14,8 +14,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rannc_backend.ir.block_graph import BlockGraph, Flow, ParameterUse
+from rannc_backend.ir.block_graph import Block, BlockGraph, Flow, ParameterUse
 from rannc_backend.planner.cost.expressions import evaluate
+from rannc_backend.planner.cost.pricing import BlockPrices
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -47,6 +48,104 @@ def largest_over(values: Floats, max_length: int, added: Floats | float = 0.0) -
     padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
     places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
     return np.maximum.accumulate(padded[places] + added, axis=1)
+
+
+def received_bytes(graph: BlockGraph, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
+    """[rows]: what the blocks [begin, end) receive of one micro-batch, and the gradients that they give back."""
+    flows = [
+        flow for flow in graph.flows
+        if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
+    ]  # fmt: skip
+    return _values_and_gradients(flows, rows)
+
+
+def sent_bytes(graph: BlockGraph, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
+    """[rows]: what the blocks [begin, end) hand on, and the gradients that come back."""
+    return _values_and_gradients(
+        [flow for flow in graph.flows if begin <= flow.producer < end <= flow.consumers[-1]], rows
+    )
+
+
+def _values_and_gradients(flows: Sequence[Flow], rows: Sequence[int]) -> tuple[Floats, Floats]:
+    sizes = evaluate([flow.num_bytes for flow in flows], rows)
+    has_gradient = np.array([flow.needs_grad for flow in flows], dtype=bool)
+    return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
+
+
+def workspace_of(prices: Sequence[BlockPrices], held: Floats, again: Floats | float) -> Floats:
+    """[rows]: workspace of a run of blocks at its fullest moment: blocks behind the one that runs have let go of what they
+    saved, but may hold gradients [blocks]. `again`: what is computed again for a block.
+    """
+    let_go = np.cumsum([price.saved_bytes for price in prices] - held[:, None], axis=0)
+    return np.asarray(
+        np.max([price.workspace_bytes for price in prices] + let_go + again - let_go[-1], axis=0)
+    )
+
+
+def workspace_over(
+    prices: Sequence[BlockPrices], columns: Ints, ends: Ints, held: Floats, again: Floats | float
+) -> Floats:
+    """[L, N, columns]: as `workspace_of`, of all intervals."""
+    own, workspaces = (
+        np.stack([getattr(price, kind)[columns] for price in prices])
+        for kind in ("saved_bytes", "workspace_bytes")
+    )
+    let_go = np.cumsum(own - held[:, None], axis=0)
+    return np.asarray(largest_over(workspaces + let_go, ends.shape[1], again) - let_go[ends - 1])
+
+
+def least_work(
+    counts: Ints,
+    columns: Ints,
+    whole: Sequence[BlockPrices],
+    prices: Sequence[Sequence[BlockPrices]],
+    alike: Sequence[Block],
+) -> Floats:
+    """[L]: seconds of each block on all replicas, with the budget and the count of replicas that are fastest for it."""
+    work = np.empty(len(whole))
+    known: dict[int, float] = {}
+    for place, block in enumerate(whole):
+        key = id(alike[place])
+        if key not in known:
+            backward = np.min([each[place].backward_seconds[columns] for each in prices], axis=0)
+            known[key] = float((counts * (block.forward_seconds[columns] + backward)).min())
+        work[place] = known[key]
+    return work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LargestOperators:
+    """Bytes of the two largest operators of each block in forward, with what they read: [2, L, rows]."""
+
+    by_block: Floats
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], rows: Sequence[int]) -> LargestOperators:
+        """Of blocks at numbers of rows."""
+        found = np.zeros((2, len(blocks), len(rows)))
+        for place, block in enumerate(blocks):
+            sizes = np.sort(evaluate([*block.workspace_bytes, 0, 0], rows), axis=0)
+            found[:, place] = sizes[-1], sizes[-2]
+        return cls(found)
+
+    def over(self, columns: Ints, max_length: int) -> Floats:
+        """[L, N, columns]: the sum of the two largest of each interval; of one beyond the last block, as if it ended there."""
+        first, second = self.by_block[:, :, columns]
+        padding = np.zeros((max_length, first.shape[1]))
+        firsts, seconds = np.concatenate([first, padding]), np.concatenate([second, padding])
+        result = np.empty((len(first), max_length, first.shape[1]))
+        largest, next_largest = first, second
+        for length in range(max_length):
+            if length:
+                added = firsts[length : length + len(first)], seconds[length : length + len(first)]
+                next_largest = np.maximum(np.minimum(largest, added[0]), np.maximum(next_largest, added[1]))
+                largest = np.maximum(largest, added[0])
+            result[:, length] = largest + next_largest
+        return result
+
+    def of_all(self) -> Floats:
+        """[rows]: the sum of the two largest of all blocks."""
+        return np.asarray(np.sort(self.by_block.reshape(-1, self.by_block.shape[2]), axis=0)[-2:].sum(axis=0))
 
 
 def first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:

@@ -17,7 +17,7 @@ is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.cost.transfer import allreduce_terms, shared_allreduce_terms
+from rannc_backend.planner.cost.transfer import reduction_terms
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.over_intervals import Floats, Ints, WorkFloor
 from rannc_backend.schedule.chain import chains_step_seconds
@@ -61,6 +61,14 @@ class MicroBatchTables:
     flight_bytes: Floats  # [budgets, L, N, R]
     message_bytes: Floats  # [L, N, R]
     gradient_bytes: Floats  # [L, N, R]
+    update_bytes: Floats | None = None  # [L, N, R], of an optimizer's step, in place of what is in flight
+
+    def within(self, memory_bytes: float) -> MicroBatchTables:
+        """The same, with inf backward seconds where an optimizer's step has no room."""
+        if self.update_bytes is None:
+            return self
+        fits = self.fixed_bytes + self.update_bytes <= memory_bytes
+        return replace(self, backward=np.where(fits, self.backward, np.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,11 +79,12 @@ class SearchProblem:
     `own_gradient_bytes` are reduced over the replicas; `shared_gradient_bytes` are those that other stages
     read too. `num_stages`, `replicas`: fixed numbers of stages, of replicas of each stage; None where they
     are free. `stage_replicas` fixes both. `starts`: blocks that must be the first of a stage; `stage_of`:
-    (block, stage) that must meet. `work_floor(m)`: where the seconds and bytes of an interval are at least
-    sums over its blocks; None: nothing is known of them but the tables. `own_order`: name of the schedule whose order is
-    made for what the search finds, "" where that may not be; `only_own_order`: nothing else may be. `lane_schedules`: for
+    (block, stage) that must meet; `legal_starts`: where stages may start, 0 among them, () for anywhere.
+    `work_floor(m)`: where the seconds and bytes of an interval are at least sums over its blocks; None: nothing is known of
+    them but the tables. `own_order`: name of the schedule whose order is made for what the search finds, "" where that may
+    not be; `only_own_order`: nothing else may be. `lane_schedules`: for
     several stages on each rank, tried with what the search finds, with each of `stages_per_lane`; `only_lane_schedules`:
-    nothing else is asked for. `lane_starts`, `lane_stage_of`: `starts` and `stage_of` of such plans.
+    nothing else is asked for. `lane_starts`, `lane_stage_of`, `lane_legal_starts`: those of such plans.
     `workspace(m, begin, end, replicas)`: of a stage's `fixed_bytes`, by budget, what the stages of a rank need in turn;
     None: nothing is known of it. `update_groups`: of the replicas of a stage, one of which in each updates a parameter and
     sends it, of `value_bytes` [first block, blocks - 1], to the others; None: all update all. `limits`: of plans with one
@@ -99,6 +108,7 @@ class SearchProblem:
     stage_replicas: tuple[int, ...] | None = None
     starts: tuple[int, ...] = ()
     stage_of: tuple[tuple[int, int], ...] = ()
+    legal_starts: tuple[int, ...] = ()
     work_floor: Callable[[int], WorkFloor] | None = None
     offload_seconds: Floats | None = None
     workspace: Callable[[int, int, int, int], Floats] | None = None
@@ -108,6 +118,7 @@ class SearchProblem:
     value_bytes: Floats | None = None
     lane_starts: tuple[int, ...] = ()
     lane_stage_of: tuple[tuple[int, int], ...] = ()
+    lane_legal_starts: tuple[int, ...] = ()
     lane_schedules: tuple[ScheduleName, ...] = ()
     stages_per_lane: tuple[int, ...] = (2,)
     only_lane_schedules: bool = False
@@ -141,7 +152,7 @@ class SearchProblem:
         """Numbers of stages that the forced numbers, blocks and devices allow."""
         fixed = len(self.stage_replicas) if self.stage_replicas is not None else self.num_stages
         least = max([1, *(stage + 1 for _, stage in self.stage_of), len(set(self.starts) - {0}) + 1])
-        most = min(self.num_blocks, self.num_devices // (self.replicas or 1))
+        most = min(len(self.legal_starts) or self.num_blocks, self.num_devices // (self.replicas or 1))
         if self.stage_replicas is not None and sum(self.stage_replicas) > self.num_devices:
             return range(0)
         return range(least, most + 1) if fixed is None else range(max(fixed, least), min(fixed, most) + 1)
@@ -257,7 +268,7 @@ class Pricer:
         self.described = schedule_named(schedule)
         self.tables = problem.tables(
             num_micro_batches, longest_stage or problem.longest_stage(num_micro_batches)
-        )
+        ).within(problem.memory_bytes)
         self.max_length = self.tables.forward.shape[1]
 
     def backward(
@@ -406,15 +417,6 @@ def _fastest(forward: Floats, backward: Floats, fits: NDArray[np.bool_]) -> tupl
         np.copyto(seconds, values, where=better)
         chosen[better] = budget
     return seconds, chosen
-
-
-@lru_cache(maxsize=65536)
-def reduction_terms(
-    cluster: Cluster, replicas: int, place: int, stride: int
-) -> tuple[float, float, float, float]:
-    """`allreduce_terms` of what only the replicas read, and `shared_allreduce_terms`."""
-    ranks = range(place, place + stride * replicas, stride)
-    return (*allreduce_terms(cluster, ranks), *shared_allreduce_terms(cluster, ranks))
 
 
 @lru_cache(maxsize=65536)

@@ -104,6 +104,7 @@ def several_stages(
         stage_replicas=None,
         starts=problem.lane_starts,
         stage_of=problem.lane_stage_of,
+        legal_starts=problem.lane_legal_starts,
     )
     if bounds is None or not honours(pinned, bounds, replicas):
         return None
@@ -232,12 +233,26 @@ def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple
             return None
         nearest = min(free, key=lambda place: abs(cuts[place] - start))
         cuts[nearest] = start
+    if problem.lane_legal_starts:
+        return _at_legal_starts(cuts, problem)
     bounds = [0, *cuts, problem.num_blocks]
     for place in range(1, len(bounds) - 1):
         bounds[place] = max(bounds[place], bounds[place - 1] + 1)
     for place in range(len(bounds) - 2, 0, -1):
         bounds[place] = min(bounds[place], bounds[place + 1] - 1)
     return tuple(bounds)
+
+
+def _at_legal_starts(cuts: Sequence[int], problem: SearchProblem) -> tuple[int, ...] | None:
+    """The legal starts nearest to the cuts, one for each, in sequence; None where there are too few."""
+    legal, found = sorted(set(problem.lane_legal_starts) - {0}), list[int]()
+    for number, cut in enumerate(cuts, start=1):
+        last = found[-1] if found else 0
+        free = [start for start in legal[: len(legal) - len(cuts) + number] if start > last]
+        if not free:
+            return None
+        found.append(min(free, key=lambda start: abs(start - cut)))
+    return (0, *found, problem.num_blocks)
 
 
 def fixed_parts(pricer: Pricer, solution: Solution) -> list[tuple[float, float]]:
@@ -289,7 +304,9 @@ def _fixed_parts_of(
         return fixed, np.zeros(len(fixed))
     replicas = int(pricer.tables.replicas[option])
     workspace = problem.workspace(solution.num_micro_batches, begin, begin + length + 1, replicas)
-    return fixed - workspace, workspace
+    # What an optimizer's step needs takes the place of activations, and is counted beside them here.
+    update = 0.0 if pricer.tables.update_bytes is None else pricer.tables.update_bytes[place]
+    return fixed - workspace + update, workspace
 
 
 def _budgets(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...] | None:

@@ -31,6 +31,7 @@ from rannc_backend.errors import (
     GroupedStepError,
     InfeasiblePlanError,
     InternalError,
+    JobSizeError,
     LaunchError,
     ModelDevicesError,
     ModelError,
@@ -78,6 +79,10 @@ EXAMPLES = [
     (
         OptionValueError("outputs", value=3, source="RANNC_OUTPUTS", expected="one of 'all', 'loss'"),
         ["outputs", "3", "RANNC_OUTPUTS", "'loss'"],
+    ),
+    (
+        JobSizeError("option 'mesh' asks for 2 x 4 = 8 ranks, and there are 2", cure="start 8 ranks"),
+        ["mesh", "2 x 4 = 8", "start 8 ranks"],
     ),
     (
         UnsupportedModelError("the model writes its input", cure="copy it first", location="m.py:7"),

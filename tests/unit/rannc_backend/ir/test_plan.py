@@ -33,7 +33,7 @@ SECONDS_OF_STAGE = [name for name in StageCost.model_fields if name.endswith("_s
 BYTES_OF_STAGE = [
     name
     for name in StageCost.model_fields
-    if name.endswith("_bytes") and name not in ("peak_bytes", "elsewhere_bytes", "host_bytes")
+    if name.endswith("_bytes") and name not in ("peak_bytes", "elsewhere_bytes", "host_bytes", "update_bytes")
 ]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
@@ -46,6 +46,7 @@ def costs(draw: st.DrawFn) -> StageCost:
         **parts,
         peak_bytes=sum(parts.values()),
         host_bytes=draw(COUNTS),
+        update_bytes=draw(COUNTS),
         idle_share=draw(st.floats(0, 1)),
     )
 
@@ -360,6 +361,7 @@ def test_missing_parts_are_named() -> None:
         "outputs_left_out",
         "proven_for",
         "told_recompute",
+        "plan_name",
     }  # which plans of before do not have
     for key in data.keys() - later:
         less = copy.copy(data)
@@ -371,13 +373,14 @@ def test_missing_parts_are_named() -> None:
 def test_plans_of_before_do_without_what_came_later() -> None:
     data = json.loads(make_plan().to_json())
     later = ("stage_compiler", "zero_stage", "zero_ngroups", "outputs", "outputs_left_out", "proven_for")
-    for key in (*later, "told_recompute"):
+    for key in (*later, "told_recompute", "plan_name"):
         del data[key]
     del data["offload"], data["cluster"]["host_bytes_per_second"]
     for stage in data["stages"]:
-        del stage["predicted"]["offload_seconds"], stage["predicted"]["host_bytes"]
+        for name in ("offload_seconds", "host_bytes", "update_bytes"):
+            del stage["predicted"][name]
     plan = Plan.from_json(json.dumps(data))
-    assert plan.told_recompute == ""
+    assert plan.told_recompute == plan.plan_name == ""
     assert (plan.stage_compiler, plan.zero_stage, plan.zero_ngroups) == ("inductor", 0, 1)
     assert (plan.offload, plan.offload_seconds, plan.stages[0].predicted.host_bytes) == ("none", 0, 0)
     assert (plan.outputs, plan.outputs_left_out) == ((), "")

@@ -227,7 +227,7 @@ def test_blocks_made_under_other_options_are_refused(prepared):
     ("old", "new", "text"),
     [
         ("{", "[", "not JSON"),
-        ('"rannc blocks 5"', '"rannc blocks 9"', "not of the format"),
+        ('"rannc blocks 6"', '"rannc blocks 9"', "not of the format"),
         ('"expressions":[', '"expressions":[7,', "not a list of texts"),
         (
             '"expressions":["',
