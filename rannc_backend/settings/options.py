@@ -94,6 +94,22 @@ class Config(MemoryOptions, PlanningOptions):
         description="float32: gradients of bfloat16 and float16 parameters are summed over the micro-batches and "
         "replicas of a step in float32, and rounded once to the parameter's dtype; none: in the parameter's dtype.",
     )
+    gradient_dtype: Literal["same", "bf16", "fp16"] = Field(
+        "same", description="What gradients travel as between replicas; same: as what they are summed in."
+    )
+    gradient_scale: float = Field(
+        1.0,
+        gt=0,
+        description="What gradients are multiplied by before gradient_dtype, and divided by after the sum.",
+    )
+    max_buckets: int = Field(
+        0,
+        ge=0,
+        description="Most buckets into which a stage's gradients are put; 0: as many as bucket_mb gives.",
+    )
+    num_communicators: int = Field(
+        1, ge=1, description="Number of communicators over which the buckets of a stage are summed in turn."
+    )
     states_on_all_ranks: bool = Field(
         False,
         description="state_dict() of the model and of optimizers gives every rank the whole state; False: "
