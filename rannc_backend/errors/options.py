@@ -8,13 +8,22 @@ from rannc_backend.errors.base import UserInputError, did_you_mean, nearest, sho
 
 
 class UnknownOptionError(UserInputError):
-    """An option or a RANNC_ environment variable that does not exist."""
+    """An option, an item of another system's configuration or an environment variable that does not exist. `where`: what
+    has all of them.
+    """
 
-    def __init__(self, name: str, *, valid: Iterable[str], source: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        valid: Iterable[str],
+        source: str,
+        where: str = "`rannc config` prints every option.",
+    ) -> None:
         near = nearest(name, sorted(valid))
         self.name = name
         self.nearest = near[0] if near else None
-        cure = f"{did_you_mean(near)}`rannc config` prints every option."
+        cure = f"{did_you_mean(near)}{where}"
         super().__init__(f"unknown option {shown(name)} (from {source})", cure=cure, place=source)
 
 

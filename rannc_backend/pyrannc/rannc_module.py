@@ -34,6 +34,7 @@ from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.session_registry import REGISTRY
+from rannc_backend.settings.sources import Given, plain_options
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class RaNNCModule(nn.Module):
         *,
         use_amp_master_params: bool = False,
         allreduce_amp_master_param: bool = False,
-        options: Mapping[str, object] | None = None,
+        options: Given = None,
     ) -> None:
         _refuse_apex(
             enable_apex_amp=enable_apex_amp,
@@ -113,7 +114,7 @@ class RaNNCModule(nn.Module):
         self.__dict__["_wrapped"] = model
         for name in _SHARED:
             self.__dict__[name] = model.__dict__[name]
-        chosen = dict(options or {})
+        chosen = dict(plain_options(options))
         if not gather_inputs:
             chosen["gather_inputs"] = False
         if enable_zero:

@@ -8,11 +8,11 @@ directory too: the same environment gives the same resolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,6 +33,23 @@ ENVIRONMENT_ONLY: Mapping[str, str] = {
 ReadFile = Callable[[Mapping[str, str]], TomlFile | None]
 """Gives the file of options for an environment."""
 
+
+@runtime_checkable
+class GivesOptions(Protocol):
+    """A configuration in the words of another system, which torch.compile takes for its options."""
+
+    def options(self) -> Mapping[str, object]:
+        """The options of this package that it is."""
+        ...
+
+    def notices(self) -> Sequence[str]:
+        """Lines for the log about what is not as that system does it."""
+        ...
+
+
+Given = Mapping[str, object] | GivesOptions | None
+"""What torch.compile is given as its options."""
+
 _DEFAULT = "default"
 # Far beyond any number of things, and still a number that JSON and int64 carry.
 _LARGEST_INTEGER = 2**53
@@ -43,18 +60,23 @@ class Resolution:
     """`sources`: of each item of `Config`, "default", "<file>, line 3", "environment RANNC_X" or "options".
 
     `file`: the file that was read, if there is one. `retired`: the retired items that were given, with their
-    sources.
+    sources. `remarks`: lines for the log of a configuration in the words of another system.
     """
 
     config: Config
     sources: Mapping[str, str]
     file: str | None
     retired: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
 
     @property
     def notices(self) -> list[str]:
-        """A line for each retired item that was given."""
-        return [retired_notice(item, source) for item, source in self.retired.items()]
+        """A line for each retired item that was given, and the remarks."""
+        return [*(retired_notice(item, source) for item, source in self.retired.items()), *self.remarks]
+
+    def is_told(self, item: str) -> bool:
+        """Whether torch.compile was given the item."""
+        return self.sources[item] == "options"
 
     def lines(self) -> list[str]:
         """Every item as "pipeline_num = 4 (environment RANNC_PIPELINE_NUM)"."""
@@ -63,14 +85,47 @@ class Resolution:
         ]
 
 
-def resolve_config(options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Config:
+def plain_options(given: Given) -> Mapping[str, object]:
+    """What torch.compile is given, as options by name.
+
+    Raises:
+        OptionValueError: it is neither a mapping nor a configuration.
+    """
+    if isinstance(given, GivesOptions):
+        return given.options()
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionValueError(
+            "options",
+            value=given,
+            source="torch.compile",
+            expected="a dict of values by name, or a configuration",
+        )
+    return given or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """Options over those that a process has told beforehand."""
+
+    below: GivesOptions
+    above: Given
+
+    def options(self) -> Mapping[str, object]:
+        """Of both; the later wins."""
+        return {**self.below.options(), **plain_options(self.above)}
+
+    def notices(self) -> Sequence[str]:
+        """Of both, each once."""
+        above = self.above.notices() if isinstance(self.above, GivesOptions) else ()
+        return list(dict.fromkeys([*self.below.notices(), *above]))
+
+
+def resolve_config(options: Given, environ: Mapping[str, str]) -> Config:
     """Options over environment over file over defaults, checked. Raises as `resolve`."""
     return resolve(options, environ).config
 
 
-def resolve(
-    options: Mapping[str, object] | None, environ: Mapping[str, str], read_file: ReadFile | None = None
-) -> Resolution:
+def resolve(options: Given, environ: Mapping[str, str], read_file: ReadFile | None = None) -> Resolution:
     """As `resolve_config`, with the source of each item. `read_file`: None for `configuration_file`.
 
     Raises:
@@ -96,7 +151,7 @@ def resolve(
             raise UnknownOptionError(variable, valid=names, source="environment")
         sources[item] = f"environment {variable}"
         values[item] = _from_text(item, text, sources[item])
-    for name, value in (options or {}).items():
+    for name, value in plain_options(options).items():
         sources[str(name)] = "options"
         values[str(name)] = _known(name, value, "options", "options")
     retired = {item: sources.pop(item) for item in sorted(RETIRED) if item in sources}
@@ -107,6 +162,7 @@ def resolve(
         sources=all_sources,
         file=None if file is None else file.path,
         retired=retired,
+        remarks=tuple(options.notices()) if isinstance(options, GivesOptions) else (),
     )
 
 
