@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed, passes, point, trained, unit
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
 from tests.planted_faults.fault import Fault
 
@@ -18,6 +19,7 @@ CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
     + CHOSEN_MEMORY
     + CHOSEN_CAPTURE
+    + CHOSEN_EPL
     + tuple(
         Fault(*row)
         for row in (
