@@ -101,3 +101,10 @@ def test_what_cannot_be_divided_is_refused(call: object, what: str) -> None:
 
 def test_one_process_reads_everything() -> None:
     assert slice_files(["a", "b", "c"]) == ["a", "b", "c"]
+
+
+def test_what_is_not_said_is_that_of_the_job() -> None:
+    assert slice_files(["a", "b", "c", "d"], num_ranks=2) == ["a", "c"]
+    assert slice_files(["a", "b"], rank=0) == ["a", "b"]
+    with pytest.raises(UserInputError, match="no rank 1 of 1"):
+        slice_files(["a", "b"], rank=1)
