@@ -34,12 +34,20 @@ def test_the_placement_is_the_one_that_is_wanted(placement: Placement) -> None:
     assert all(len(nodes) == (1 if placement == "replica_major" else 2) for nodes in pipelines)
 
 
-def test_one_of_them_is_chosen_against_the_links() -> None:
-    problem = _problem(num_stages=2, replicas=4)
-    slow = replace(problem, cluster=make_cluster(8, 4, (0.0, 100.0), (5.0, 0.01)))
-    chosen = _found(slow, "auto")[0]
-    other: Placement = "stage_major" if chosen == "replica_major" else "replica_major"
-    assert _found(slow, other)[0] == other
+@pytest.mark.parametrize(
+    ("messages", "reductions", "faster"), [(5.0, 0.0, "replica_major"), (0.0, 5.0, "stage_major")]
+)
+def test_what_is_wanted_counts_against_the_links(
+    messages: float, reductions: float, faster: Placement
+) -> None:
+    problem = random_problem(
+        3, 16, 8, devices_per_node=4, micro_batches=(4,), schedules=("1f1b",), style="layers",
+        memory_bytes=1e9, message_scale=messages, reduction_scale=reductions, num_stages=2, replicas=4,
+    )  # fmt: skip
+    problem = replace(problem, cluster=make_cluster(8, 4, (0.0, 100.0), (0.0, 1.0)))
+    assert _found(problem, "auto")[0] == faster
+    other: Placement = "stage_major" if faster == "replica_major" else "replica_major"
+    assert _found(problem, other)[0] == other
 
 
 @pytest.mark.parametrize(
