@@ -49,6 +49,7 @@ from rannc_backend.capture.soft_labels import trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import (  # noqa: E402
     Prepare,
     arrive,
+    casting,
     gated,
     note_capture,
     note_compilation,
@@ -73,7 +74,7 @@ from rannc_backend.session import Session  # noqa: E402
 from rannc_backend.session_registry import REGISTRY  # noqa: E402
 from rannc_backend.settings.options import Config  # noqa: E402
 from rannc_backend.settings.rare_collections import rare_collections  # noqa: E402
-from rannc_backend.settings.sources import Given, Resolution, given_options, resolve  # noqa: E402
+from rannc_backend.settings.sources import Given, Resolution, resolve  # noqa: E402
 from rannc_backend.stages.build import begin_compiling  # noqa: E402
 from rannc_backend.stages.graph_dump import pass_dump  # noqa: E402
 
@@ -166,6 +167,8 @@ def _deployed(
         with _capturing(resolution.config, world) as details:
             captured, values = captured_as(with_lengths)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
+        if resolution.config.sparse_gradients == "refuse":
+            captured.refuse_sparse()
         return captured, values
 
     captured, values = captured_now(True)
@@ -349,7 +352,7 @@ def _after_compilation() -> None:
 
 def _resolution(options: Given) -> Resolution:
     resolution = resolve(options, os.environ, REGISTRY.options_file)
-    if REGISTRY.switches.sync_params is not None and "sync_params_on_init" not in given_options(options):
+    if REGISTRY.switches.sync_params is not None and not resolution.is_told("sync_params_on_init"):
         config = resolution.config.model_copy(update={"sync_params_on_init": REGISTRY.switches.sync_params})
         return replace(resolution, config=config)
     return resolution
@@ -466,8 +469,13 @@ hooks.install(
         lambda: trace_modules_of_torch(
             _is_rannc,
             lambda compiled, module, told: gated(
-                compiled, _FIRST_CALL.cancel, _second_way(module, told), _padding(module, told)
+                compiled,
+                _FIRST_CALL.cancel,
+                _second_way(module, told),
+                _padding(module, told),
+                casting(_config_of(told)),
             ),
+            REGISTRY.over_defaults,
         ),
         lambda: refuse_wrappers(REGISTRY.has_spread),
         lambda: begin_symbolically(_is_rannc, before=_before_compilation, after=_after_compilation),

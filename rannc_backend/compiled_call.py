@@ -12,6 +12,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,12 +27,14 @@ from rannc_backend.capture.refusals import is_inside_ddp, plain_reason, wrapper_
 from rannc_backend.errors import (
     ModelError,
     PlainCallError,
+    RanncError,
     ReleasedParameterError,
     WrappedModelError,
 )
 from rannc_backend.runtime.agreement import share_failure
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.settings import hooks
+from rannc_backend.settings.options import Config
 
 
 @dataclass(slots=True)
@@ -100,15 +103,34 @@ def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], Non
     return hooks.register("wrappers", register_module_module_registration_hook, registered)
 
 
+def casting(config_of: Callable[[], Config]) -> Callable[[], AbstractContextManager[object]]:
+    """What the option autocast puts around a call."""
+
+    def around() -> AbstractContextManager[object]:
+        try:
+            config = config_of()
+        except RanncError:
+            return nullcontext()  # an option is wrong: the call says so where all options are read
+        if config.autocast == "none":
+            return nullcontext()
+        device_type = bootstrap.start(bootstrap.options_of(config)).device.type
+        if torch.is_autocast_enabled(device_type):
+            return nullcontext()  # the script's own
+        return torch.autocast(device_type, dtype=getattr(torch, config.autocast))
+
+    return around
+
+
 def gated(
     compiled: Callable[..., Any],
     on_failure: Callable[[], None] = lambda: None,
     second: SecondWay | None = None,
     prepared: Prepare | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[..., Any]:
     """``compiled`` behind the gate; Dynamo sees through it as through what it made itself. ``on_failure``:
     told of calls that raise. ``second``: serves the calls of a model that Dynamo refuses. ``prepared``: what is done
-    to the arguments first.
+    to the arguments first. ``around``: gives the context in which a call runs.
     """
 
     has_no_operator = False
@@ -123,7 +145,8 @@ def gated(
         try:
             if prepared is not None:
                 args, kwargs = prepared(args, kwargs)
-            result, served = _served_either_way(compiled, second, args, kwargs)
+            with around():
+                result, served = _served_either_way(compiled, second, args, kwargs)
             # A function without any operator never comes to a backend, and is itself what it does to rows.
             has_no_operator = (
                 not served.arrived and (served.compiled or has_no_operator) and not plain_reason()

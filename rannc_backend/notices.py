@@ -9,10 +9,12 @@ names or classes of modules. Terms: a *slice* is a micro-batch on one replica.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import fx
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import user_location
@@ -25,6 +27,7 @@ from rannc_backend.stages.cut_stages import OutputsLeftOut
 logger = logging.getLogger(__name__)
 
 _NARROW_BITS = 16
+_CAST = "aten._to_copy.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,25 @@ class Notices:
             if text:
                 self.said.add(kind)
                 logger.info("%s", text)
+        if deployed.config.log_casts:
+            _say_casts(deployed.analysis.captured.graph_module.graph)
+
+
+def _say_casts(graph: fx.Graph) -> None:
+    """Say where a captured model casts from one floating dtype to another, and how often in each place."""
+    places: Counter[tuple[str, str, str]] = Counter()
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.all_input_nodes:
+            continue
+        to, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
+        if str(node.target) == _CAST and to.is_floating_point() and to.dtype != source.dtype:
+            place = user_location(node.meta.get("stack_trace")) or "torch"
+            places[str(source.dtype), str(to.dtype), place] += 1
+    lines = [
+        f"{number} x {source.removeprefix('torch.')} to {to.removeprefix('torch.')} at {place}"
+        for (source, to, place), number in places.items()
+    ]
+    logger.info("casts: %s", "; ".join(lines) or "none")
 
 
 def say_outputs(analysis: GraphAnalysis, rows: Sequence[int], left_out: OutputsLeftOut) -> None:

@@ -36,7 +36,7 @@ from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.trace_file import begin_trace
 from rannc_backend.session import Follower, Session
 from rannc_backend.settings.options import Config
-from rannc_backend.settings.sources import FileOnce
+from rannc_backend.settings.sources import FileOnce, Given, GivesOptions, Layered
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class SessionRegistry:
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Follower] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    defaults: GivesOptions | None = None  # options of models that are compiled from now on
     trace: EventTrace | None = None  # of all models that are traced
     states: OptimizerStates | None = None
     num_models: int = 0  # so far
@@ -130,6 +131,12 @@ class SessionRegistry:
                 expected=f"{getattr(session.config, changed[0])!r}, as when this model was planned",
             )
         return session
+
+    def over_defaults(self, options: Given) -> Given:
+        """Options that torch.compile is given, over those of all models that are compiled from now on."""
+        if self.defaults is None or options is self.defaults or isinstance(options, Layered):
+            return options
+        return Layered(self.defaults, options) if options else self.defaults
 
     def reset_switches(self) -> None:
         """Set the switches as they were at the start, for the models that exist, too."""

@@ -23,6 +23,7 @@ MAX_SIGNATURE = 88
 SECTIONS = {
     "Training": ("rannc_backend.api.functions", "rannc_backend.api.synchronized_modules"),
     "Checkpoints": ("rannc_backend.api.checkpoints", "rannc_backend.checkpoint.reader"),
+    "Data": ("rannc_backend.api.data_slices",),
     "Deferred initialization": ("rannc_backend.api.materialize", "rannc_backend.api.record_model"),
     "Tracing and memory": ("rannc_backend.api.trace", "rannc_backend.api.memory"),
     "Custom operators": ("rannc_backend.passes.batch.row_wise",),

@@ -102,3 +102,7 @@ class AutoDistConfig(BaseModel):
     def options(self) -> dict[str, Any]:
         """The options of this package that the items stand for, for `torch.compile(..., options=...)`."""
         return options_of(self.given())
+
+    def notices(self) -> tuple[str, ...]:
+        """Lines for the log about what is not as AutoDist does it: there are none, as no item changes results."""
+        return ()

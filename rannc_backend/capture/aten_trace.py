@@ -60,7 +60,7 @@ _SPARSE = 4  # place of that argument of aten.embedding
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtenTrace:
     """Output of `graph_module`: the user's outputs, then the new values of the inputs in `mutated`. Its first
-    placeholders are the lengths.
+    placeholders are the lengths. `sparse_at`: see `CapturedGraph`.
     """
 
     graph_module: fx.GraphModule
@@ -70,6 +70,7 @@ class AtenTrace:
     rows_hint: int
     length_symbols: tuple[sympy.Symbol, ...]
     fake_mode: FakeTensorMode
+    sparse_at: str | None = None
 
 
 def trace_aten(
@@ -174,6 +175,7 @@ def trace_function(
     _check_gradients(graph_module.graph)
     return AtenTrace(
         graph_module=graph_module,
+        sparse_at=_made_dense(graph_module.graph),
         num_user_outputs=num_user_outputs,
         mutated=tuple(mutated),
         rows_symbol=symbol,
@@ -200,17 +202,18 @@ def _check_gradients(graph: fx.Graph) -> None:
                 location=user_location(node.meta.get("stack_trace")),
                 cure="use another activation, or evaluation mode.",
             )
-        if (
-            node.target is torch.ops.aten.embedding.default
-            and len(node.args) > _SPARSE
-            and node.args[_SPARSE]
-        ):
-            raise UnsupportedModelError(
-                "an embedding makes sparse gradients, and gradients are summed over ranks and micro-batches "
-                "in dense buckets",
-                location=user_location(node.meta.get("stack_trace")),
-                cure="make it with sparse=False.",
-            )
+
+
+def _made_dense(graph: fx.Graph) -> str | None:
+    """Where the first embedding with sparse gradients is, None without one; all of them have dense ones now."""
+    found = [
+        node
+        for node in graph.nodes
+        if node.target is torch.ops.aten.embedding.default and len(node.args) > _SPARSE and node.args[_SPARSE]
+    ]
+    for node in found:
+        node.update_arg(_SPARSE, False)
+    return user_location(found[0].meta.get("stack_trace")) if found else None
 
 
 def rows_hint(graph_module: fx.GraphModule) -> int:

@@ -99,11 +99,25 @@ class CapturedGraph:
     fingerprint: str = ""
     # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
     plan_fingerprint: str = ""
+    sparse_at: str | None = (
+        None  # user's line of an embedding with sparse=True; its gradient is dense in this graph
+    )
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()  # whose placeholders are the first
     # what was assumed of them, over their symbols; None: that one is a number
     length_conditions: tuple[sympy.Basic, ...] | None = ()
+
+    def refuse_sparse(self) -> None:
+        """Raise UnsupportedModelError where the model makes sparse gradients, which nobody has allowed to be dense."""
+        if self.sparse_at is not None:
+            raise UnsupportedModelError(
+                "an embedding makes sparse gradients, and gradients are summed over ranks and micro-batches in dense "
+                "buckets",
+                location=self.sparse_at,
+                cure="set the option sparse_gradients='dense', with which p.grad of its table is dense, or make it with "
+                "sparse=False.",
+            )
 
     def with_fingerprints(self) -> CapturedGraph:
         """Itself, with the hashes of its text. Graphs of other paths have other hashes, whatever is in them."""
@@ -327,6 +341,7 @@ def captured_of(
         rows_hint=trace.rows_hint,
         fake_mode=trace.fake_mode,
         root_module=root,
+        sparse_at=trace.sparse_at,
         dynamo_key=key,
         size_tests=size_tests,
         lengths=tuple(found),

@@ -21,7 +21,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import _TorchDynamoContext
 from torch._dynamo.external_utils import wrap_inline
 
-from rannc_backend.capture.refusals import backend_arguments, innermost_backend
+from rannc_backend.capture.refusals import backend_arguments, innermost_backend, told_options
 from rannc_backend.settings import hooks
 
 _MARK = "_rannc_compiled"
@@ -32,11 +32,13 @@ def trace_modules_of_torch(
     is_ours: Callable[[object], bool],
     wrap: Callable[[Callable[..., Any], nn.Module | None, Mapping[str, Any]], Callable[..., Any]]
     | None = None,
+    settle: Callable[[Any], Any] = lambda options: options,
 ) -> Callable[[], None]:
     """From now on, in this process, for backends that `is_ours` knows; gives what ends it.
 
     ``wrap``: applied to every compiled function of such a backend, that of a model included, the module whose
-    call it is, and what `torch.compile` was told for the backend. `is_compiled` knows them.
+    call it is, and what `torch.compile` was told for the backend. `is_compiled` knows them. ``settle``: gives the options
+    that such a backend gets, of those that `torch.compile` was told.
     """
     original = _TorchDynamoContext.__call__
 
@@ -44,6 +46,9 @@ def trace_modules_of_torch(
         module = getattr(function, "__self__", None)
         in_place = getattr(function, "__name__", "") == "_call_impl"
         ours = is_ours(innermost_backend(context.callback))
+        if ours:
+            # Before torch compiles what comes back, a module, by way of here again.
+            told_options(context.callback, settle)
         if ours and in_place and isinstance(module, nn.Module) and trace_rules.check(type(module).forward):
             function = wrap_inline(function)
         compiled = original(context, function)

@@ -209,6 +209,17 @@ def backend_arguments(compiler: Any) -> Mapping[str, Any]:
     return next((arguments for arguments in found if isinstance(arguments, Mapping)), {})
 
 
+def told_options(compiler: Any, settle: Callable[[Any], Any]) -> None:
+    """Put what `settle` gives of the options that `torch.compile` was told in their place."""
+    found = (getattr(each, "kwargs", None) for each in _unwrapped(compiler))
+    arguments = next((arguments for arguments in found if isinstance(arguments, dict)), None)
+    if arguments is None:
+        return
+    options = settle(arguments.get("options"))
+    if options is not None:
+        arguments["options"] = options
+
+
 def _unwrapped(compiler: Any) -> Iterator[Any]:
     """`compiler`, and what Dynamo has wrapped into it, from the outside in."""
     while compiler is not None:

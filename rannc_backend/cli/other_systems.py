@@ -17,7 +17,7 @@ from typing import Any
 from rannc_backend.errors import ConfigurationFileError, OptionValueError
 from rannc_backend.errors.base import error_about
 from rannc_backend.settings import user_files
-from rannc_backend.settings.sources import given_options, resolve_config
+from rannc_backend.settings.sources import plain_options, resolve_config
 from rannc_backend.settings.toml_lines import MAX_FILE_BYTES, parse_toml
 from rannc_backend.settings.user_files import UserFile
 
@@ -49,7 +49,7 @@ def translated(system: str | None, file: Path | None) -> Mapping[str, object]:
     module, name, takes_dict = SYSTEMS[system]
     items = dict(_flat(_items(file)))
     make = getattr(importlib.import_module(module), name)
-    options = given_options(make(items) if takes_dict else make(**items))
+    options = plain_options(make(items) if takes_dict else make(**items))
     resolve_config(options, {})
     return options
 

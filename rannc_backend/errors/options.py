@@ -8,7 +8,9 @@ from rannc_backend.errors.base import UserInputError, did_you_mean, nearest, sho
 
 
 class UnknownOptionError(UserInputError):
-    """An option or a RANNC_ environment variable that does not exist."""
+    """An option, an item of another system's configuration or an environment variable that does not exist. `where`: what
+    has all of them.
+    """
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -92,10 +92,9 @@ def analyze_model(
     if nowhere or dtype is not None:
         convert_model(model, device=_META if nowhere else None, dtype=dtype)
         call_args, call_kwargs = convert_values((call_args, call_kwargs), _META if nowhere else None, dtype)
-    with step_timer.step("capture") as details:
-        captured = capture_model(
-            model, call_args, call_kwargs, device=trace_device(cluster) if nowhere else None
-        )
+    device = trace_device(cluster) if nowhere else None
+    with step_timer.step("capture") as details, _autocast(config, device or tensors[0].device):
+        captured = capture_model(model, call_args, call_kwargs, device=device)
         details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
     with step_timer.step("analysis") as details:
         analysis = analyze(
@@ -105,6 +104,13 @@ def analyze_model(
         )
         details.append(f"{len(analysis.split.rowwise.graph.nodes)} nodes with rows")
     return analysis
+
+
+def _autocast(config: Config | None, device: torch.device) -> AbstractContextManager[object]:
+    """What option autocast puts around a call."""
+    if config is None or config.autocast == "none":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, config.autocast))
 
 
 def plan_analysis(

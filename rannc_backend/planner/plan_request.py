@@ -462,6 +462,7 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
         "replica_num",
         "stage_replicas",
         "stages_per_rank",
+        "placement",
         BUBBLE,
         BALANCE,
     ):

@@ -34,7 +34,7 @@ from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.session_registry import REGISTRY
-from rannc_backend.settings.sources import Given, given_options
+from rannc_backend.settings.sources import Given, plain_options
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class RaNNCModule(nn.Module):
         self.__dict__["_wrapped"] = model
         for name in _SHARED:
             self.__dict__[name] = model.__dict__[name]
-        chosen = dict(given_options(options))
+        chosen = dict(plain_options(options))
         if not gather_inputs:
             chosen["gather_inputs"] = False
         if enable_zero:

@@ -59,12 +59,14 @@ class StartOptions:
         share_devices: how more ranks than devices on a host may run, for tests: "" (not at all), "gloo"
         (tensors travel through
             pinned host memory) or "nccl" (which takes each rank for a host of its own).
+        visible_devices: what CUDA is to see, as CUDA_VISIBLE_DEVICES says it; "": as it is.
     """
 
     start_limit_seconds: float = 1800.0
     limit_seconds: float = 600.0
     device: str = "auto"
     share_devices: str = ""
+    visible_devices: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,10 +156,10 @@ HOOKS = (
     ),
     Hook(
         name="connections",
-        what="variable `CUDA_DEVICE_MAX_CONNECTIONS`, where unset",
+        what="variable `CUDA_DEVICE_MAX_CONNECTIONS`, where unset; `CUDA_VISIBLE_DEVICES`, with `visible_devices`",
         by="runtime.comm.device_connections",
         when="start of a job on GPUs",
-        why="a stream that waits for a rank holds up no other",
+        why="a stream that waits for a rank holds up no other; ranks use the devices that the option names",
     ),
     Hook(
         name="NCCL",

@@ -57,6 +57,14 @@ class Config(MemoryOptions, PlanningOptions):
         "or, as one process does, all samples of the step, which then runs as one micro-batch on one replica "
         "per stage.",
     )
+    autocast: Literal["none", "float16", "bfloat16"] = Field(
+        "none",
+        description="Calls run under torch.autocast with this dtype, where the script has not switched it on itself.",
+    )
+    log_casts: bool = Field(
+        False,
+        description="Log where the captured model casts from one floating dtype to another: a line per place.",
+    )
     stage_compiler: Literal["auto", "eager", "inductor"] = Field(
         "auto",
         description="What runs a stage's graphs: eager starts fast, inductor runs fast; auto: eager where a "
@@ -95,6 +103,27 @@ class Config(MemoryOptions, PlanningOptions):
         description="float32: gradients of bfloat16 and float16 parameters are summed over the micro-batches and "
         "replicas of a step in float32, and rounded once to the parameter's dtype; none: in the parameter's dtype.",
     )
+    sparse_gradients: Literal["refuse", "dense"] = Field(
+        "refuse",
+        description="Embeddings with sparse=True; dense: their gradients are dense, and summed as all others; refuse: such "
+        "models are refused.",
+    )
+    gradient_dtype: Literal["same", "bf16", "fp16"] = Field(
+        "same", description="What gradients travel as between replicas; same: as what they are summed in."
+    )
+    gradient_scale: float = Field(
+        1.0,
+        gt=0,
+        description="What gradients are multiplied by before gradient_dtype, and divided by after the sum.",
+    )
+    max_buckets: int = Field(
+        0,
+        ge=0,
+        description="Most buckets into which a stage's gradients are put; 0: as many as bucket_mb gives.",
+    )
+    num_communicators: int = Field(
+        1, ge=1, description="Number of communicators over which the buckets of a stage are summed in turn."
+    )
     states_on_all_ranks: bool = Field(
         False,
         description="state_dict() of the model and of optimizers gives every rank the whole state; False: "
@@ -113,6 +142,12 @@ class Config(MemoryOptions, PlanningOptions):
     )
     sync_params_on_init: bool = Field(
         True, description="Give rank 0's parameters and buffers to all ranks before the first step."
+    )
+    visible_devices: str = Field(
+        "",
+        pattern=r"^([A-Za-z0-9-]+(,[A-Za-z0-9-]+)*)?$",
+        json_schema_extra={"accepts": 'devices with commas between, as "0,1", or ""'},
+        description="What CUDA_VISIBLE_DEVICES is set to before CUDA starts; empty: left as it is.",
     )
     start_timeout_seconds: float = Field(
         1800.0,

@@ -75,6 +75,11 @@ class PlanningOptions(Options):
         description="Number of replicas of each stage, first stage first; empty: the planner decides. Stages on the "
         "same ranks, under schedule interleaved or zb_v, have the same.",
     )
+    placement: Literal["auto", "replica_major", "stage_major"] = Field(
+        "auto",
+        description="Where there are several nodes: replica_major: the stages of one pipeline are on one node where "
+        "they fit; stage_major: the replicas of a stage are; auto: the planner decides.",
+    )
     max_partition_num: int = Field(
         160,
         ge=1,

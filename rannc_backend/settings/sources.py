@@ -8,11 +8,11 @@ directory too: the same environment gives the same resolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -33,6 +33,23 @@ ENVIRONMENT_ONLY: Mapping[str, str] = {
 ReadFile = Callable[[Mapping[str, str]], TomlFile | None]
 """Gives the file of options for an environment."""
 
+
+@runtime_checkable
+class GivesOptions(Protocol):
+    """A configuration in the words of another system, which torch.compile takes for its options."""
+
+    def options(self) -> Mapping[str, object]:
+        """The options of this package that it is."""
+        ...
+
+    def notices(self) -> Sequence[str]:
+        """Lines for the log about what is not as that system does it."""
+        ...
+
+
+Given = Mapping[str, object] | GivesOptions | None
+"""What torch.compile is given as its options."""
+
 _DEFAULT = "default"
 # Far beyond any number of things, and still a number that JSON and int64 carry.
 _LARGEST_INTEGER = 2**53
@@ -44,18 +61,25 @@ class Resolution:
     of what gives options.
 
     `file`: the file that was read, if there is one. `retired`: the retired items that were given, with their
-    sources.
+    sources. `remarks`: lines for the log of a configuration in the words of another system. `given`: the items that
+    torch.compile was given.
     """
 
     config: Config
     sources: Mapping[str, str]
     file: str | None
     retired: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
 
     @property
     def notices(self) -> list[str]:
-        """A line for each retired item that was given."""
-        return [retired_notice(item, source) for item, source in self.retired.items()]
+        """A line for each retired item that was given, and the remarks."""
+        return [*(retired_notice(item, source) for item, source in self.retired.items()), *self.remarks]
+
+    def is_told(self, item: str) -> bool:
+        """Whether torch.compile was given the item."""
+        return item in self.given
 
     def lines(self) -> list[str]:
         """Every item as "pipeline_num = 4 (environment RANNC_PIPELINE_NUM)"."""
@@ -64,26 +88,39 @@ class Resolution:
         ]
 
 
-class GivesOptions(Protocol):
-    """What stands for options in other words, as `rannc_backend.autodist.AutoDistConfig` does."""
+def plain_options(given: Given) -> Mapping[str, object]:
+    """What torch.compile is given, as options by name.
+
+    Raises:
+        OptionValueError: it is neither a mapping nor a configuration.
+    """
+    if isinstance(given, GivesOptions):
+        return given.options()
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionValueError(
+            "options",
+            value=given,
+            source="torch.compile",
+            expected="a dict of values by name, or a configuration",
+        )
+    return given or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """Options over those that a process has told beforehand."""
+
+    below: GivesOptions
+    above: Given
 
     def options(self) -> Mapping[str, object]:
-        """The options, by name."""
-        ...
+        """Of both; the later wins."""
+        return {**self.below.options(), **plain_options(self.above)}
 
-
-Given = Mapping[str, object] | GivesOptions | None
-"""What `options=` of torch.compile may be."""
-
-
-def given_options(options: Given) -> Mapping[str, object]:
-    """The options by name. Raises OptionValueError for what has none."""
-    if options is None or isinstance(options, Mapping):
-        return options or {}
-    if not callable(getattr(options, "options", None)) or isinstance(options, type):
-        expected = "as a dict, or as an object whose method options() gives one"
-        raise OptionValueError("options", value=options, source="torch.compile", expected=expected)
-    return options.options()
+    def notices(self) -> Sequence[str]:
+        """Of both, each once."""
+        above = self.above.notices() if isinstance(self.above, GivesOptions) else ()
+        return list(dict.fromkeys([*self.below.notices(), *above]))
 
 
 def resolve_config(options: Given, environ: Mapping[str, str]) -> Config:
@@ -117,8 +154,9 @@ def resolve(options: Given, environ: Mapping[str, str], read_file: ReadFile | No
             raise UnknownOptionError(variable, valid=names, source="environment")
         sources[item] = f"environment {variable}"
         values[item] = _from_text(item, text, sources[item])
-    told = "options" if options is None or isinstance(options, Mapping) else type(options).__name__
-    for name, value in given_options(options).items():
+    told = "options" if isinstance(options, Mapping | Layered | None) else type(options).__name__
+    given = plain_options(options)
+    for name, value in given.items():
         sources[str(name)] = told
         values[str(name)] = _known(name, value, told, told)
     retired = {item: sources.pop(item) for item in sorted(RETIRED) if item in sources}
@@ -129,6 +167,8 @@ def resolve(options: Given, environ: Mapping[str, str], read_file: ReadFile | No
         sources=all_sources,
         file=None if file is None else file.path,
         retired=retired,
+        remarks=tuple(options.notices()) if isinstance(options, GivesOptions) else (),
+        given=frozenset(map(str, given)),
     )
 
 

@@ -8,19 +8,25 @@ time was up.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import random
 import runpy
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 from rannc_backend.capture.module_compile import trace_modules_of_torch
+from rannc_backend.compiled_call import casting
 from rannc_backend.errors import CommunicationError, RankFailedError, RanncError, user_location
 from rannc_backend.runtime.launch import find_launch
+from rannc_backend.settings.sources import resolve_config
 from rannc_backend.verify.models import Models
 from rannc_backend.verify.recording import EnoughError, OtherSettingsNeededError, Recorder
 from rannc_backend.verify.records import Records
@@ -63,7 +69,22 @@ def run(settings: VerifySettings, records: Records, mode: Mode, rank: int) -> No
 
     side = (Recorder if mode == "ranks" else Reference)(settings, records, rank, Models(settings))
     side.install()
-    trace_modules_of_torch(lambda backend: backend is rannc, lambda compiled, *_: side.wrap(compiled))
+
+    def wrap(
+        compiled: Callable[..., Any], _: nn.Module | None, told: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        around = casting(functools.cache(lambda: resolve_config(told.get("options"), os.environ)))
+        call = side.wrap(compiled)
+
+        @functools.wraps(call)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            # The plain model casts where the option has the compiled one cast.
+            with around():
+                return call(*args, **kwargs)
+
+        return within
+
+    trace_modules_of_torch(lambda backend: backend is rannc, wrap)
     for set_seed in (random.seed, numpy.random.seed, torch.manual_seed):
         set_seed(_SEED + rank)
     sys.argv = [settings.script, *settings.arguments]

@@ -171,3 +171,9 @@ def test_what_cannot_be_run_has_cause_place_and_cure(templates, case, limit_seco
     with pytest.raises(VerificationError) as caught:
         run(case, templates, PIPELINE, limit_seconds=limit_seconds, auto=False)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_plain_model_casts_where_the_option_has_the_compiled_one_cast(templates):
+    options = {**PIPELINE, "RANNC_PIPELINE_NUM": "1", "RANNC_AUTOCAST": "bfloat16"}
+    verified = run("outside", templates, options, dtype="own")
+    assert verified.result.num_differences == 0 and verified.result.narrowest == "bfloat16"

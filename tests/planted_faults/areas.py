@@ -110,6 +110,12 @@ class Area:
 
 AREAS = (
     Area(
+        name="words of EPL",
+        files={"epl/config.py": 6, "epl/items.py": 2, "epl/job.py": 2},
+        tests=unit("epl/config", "epl/job"),
+    ),
+    Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
+    Area(
         name="kept plans and views",
         files={"planner/plan_cache.py": 3, "kernels/kept_views.py": 2},
         tests=(*unit("planner/plan_cache"), "tests/unit/kernels/test_kept_views.py"),

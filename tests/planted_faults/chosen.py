@@ -9,6 +9,7 @@ from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
 from tests.planted_faults.fault import Fault
 
@@ -20,6 +21,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_MEMORY
     + CHOSEN_CAPTURE
     + CHOSEN_AUTODIST
+    + CHOSEN_EPL
     + tuple(
         Fault(*row)
         for row in (

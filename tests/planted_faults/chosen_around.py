@@ -265,8 +265,8 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "options-before-environment",
             "settings/sources.py",
-            "(options or {}).items()",
-            "{k: v for k, v in (options or {}).items() if k not in values}.items()",
+            "plain_options(options).items()",
+            "{k: v for k, v in plain_options(options).items() if k not in values}.items()",
             unit("settings/sources"),
         ),
         (

@@ -72,7 +72,7 @@ def best_equal_split(problem: SearchProblem, candidates: Iterable[Candidate]) ->
             if best is not None and bound >= best.step_seconds:
                 break
             replicas = (int(pricer.tables.replicas[option]),) * cell.num_stages
-            if not honours(pricer.problem, cuts.tolist(), replicas):
+            if not honours(pricer.problem, cuts.tolist(), replicas, cell.placement):
                 continue
             options, places = np.full(cell.num_stages, option), equal_places(pricer, cell, option)
             seconds = _step_seconds(pricer, cuts, options, places, cell.placement)

@@ -1,4 +1,4 @@
-"""How much of a step a pipeline may idle by its order, and how uneven its stages may be.
+"""How much of a step a pipeline may idle by its order, how uneven its stages may be, and where they may be.
 
 In: seconds of stages, a schedule. Out: which plans keep the limits that the options set.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +30,22 @@ _AS_PLANS_SAY = 1e-4  # beside numbers that plans round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLimits:
-    """The largest bubble and the smallest balance of a plan; 0: no limit."""
+    """The largest bubble and the smallest balance of a plan; 0: no limit. `placement`: which of the two `Placement`s is
+    wanted where both are there, "auto" for either.
+    """
 
     bubble: float = 0.0
     balance: float = 0.0
+    placement: Literal["auto", "replica_major", "stage_major"] = "auto"
 
     @classmethod
     def of(cls, config: Config) -> PipelineLimits:
         """As the options set them."""
-        return cls(bubble=config.max_pipeline_bubble_ratio, balance=config.max_pipeline_unbalance_ratio)
+        return cls(
+            bubble=config.max_pipeline_bubble_ratio,
+            balance=config.max_pipeline_unbalance_ratio,
+            placement=config.placement,
+        )
 
     def __bool__(self) -> bool:
         return self.bubble > 0 or self.balance > 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rannc_backend.planner.search.bounds import Cell, Shapes
-from rannc_backend.planner.search.problem import Ints, Pricer, SearchProblem, Solution
+from rannc_backend.planner.search.problem import Ints, Placement, Pricer, SearchProblem, Solution
 
 
 def first_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[float, Cell, float]]:
@@ -27,7 +27,29 @@ def first_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[float, Cell
             schedule=pricer.schedule, num_micro_batches=pricer.num_micro_batches, num_stages=num_stages
         )
         result.append((bound, cell, path))
-    return result + _replica_major_cells(shapes, counts)
+    result += _replica_major_cells(shapes, counts)
+    return [each for each in result if is_wanted(pricer.problem, each[1].placement, each[1].num_stages)]
+
+
+def is_wanted(problem: SearchProblem, placement: Placement, num_stages: int) -> bool:
+    """Whether a placement is the one that the user prefers, or the only one for so many stages."""
+    preferred = problem.limits.placement
+    if preferred == "replica_major":
+        return placement == preferred or not _has_pipelines(problem, num_stages)
+    return preferred == "auto" or placement == preferred
+
+
+def _has_pipelines(problem: SearchProblem, num_stages: int) -> bool:
+    """Whether pipelines of so many stages, and not stages, may have consecutive ranks, and are nearer together then."""
+    per_node, num_devices = problem.cluster.devices_per_node, problem.num_devices
+    fixed = {problem.replicas} if problem.stage_replicas is None else set(problem.stage_replicas)
+    return (
+        1 < per_node < num_devices
+        and 2 <= num_stages <= num_devices // 2
+        and not (per_node % num_stages and num_stages % per_node)
+        and len(fixed) == 1
+        and 1 not in fixed
+    )
 
 
 def _replica_major_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[float, Cell, float]]:
@@ -35,14 +57,12 @@ def _replica_major_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[fl
     together.
     """
     pricer, problem = shapes.pricer, shapes.pricer.problem
-    per_node = problem.cluster.devices_per_node
-    if problem.num_devices <= per_node or per_node == 1:
+    counts = [num_stages for num_stages in counts if _has_pipelines(problem, num_stages)]
+    if not counts:
         return []
     result = []
     paths = shapes.option_paths()
     for num_stages in counts:
-        if num_stages < 2 or (per_node % num_stages and num_stages % per_node):
-            continue
         for option, replicas in enumerate(pricer.tables.replicas.tolist()):
             if replicas < 2 or replicas * num_stages > problem.num_devices or not np.isfinite(paths[option]):
                 continue
@@ -82,8 +102,15 @@ def make_solution(
     )
 
 
-def honours(problem: SearchProblem, bounds: Sequence[int], replicas: Sequence[int]) -> bool:
-    """Whether cuts and replica counts are what the user asked for."""
+def honours(
+    problem: SearchProblem,
+    bounds: Sequence[int],
+    replicas: Sequence[int],
+    placement: Placement = "stage_major",
+) -> bool:
+    """Whether cuts, replica counts and placement are what the user asked for."""
+    if not is_wanted(problem, placement, len(replicas)):
+        return False
     if problem.num_stages not in (None, len(replicas)) or problem.stage_replicas not in (
         None,
         tuple(replicas),

@@ -423,7 +423,7 @@ class StageSearch:
             return
         is_same = tuple(pricer.tables.replicas[options]) == start.replicas
         fits = max(start.ranks(stage)[-1] for stage in range(start.num_stages)) < problem.num_devices
-        if is_same and fits and honours(problem, start.bounds, start.replicas):
+        if is_same and fits and honours(problem, start.bounds, start.replicas, start.placement):
             cell = Cell(
                 schedule=key[0], num_micro_batches=key[1], num_stages=start.num_stages, placement=start.placement,
                 option=int(options[0]) if start.placement == "replica_major" else None,

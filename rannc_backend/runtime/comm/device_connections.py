@@ -1,5 +1,5 @@
-"""How many hardware queues CUDA gives this process: each stream that waits for another rank should have one
-of its own.
+"""What CUDA reads once, when it starts: how many hardware queues it gives this process, as each stream that waits for
+another rank should have one of its own, and which devices it sees.
 
 In: the environment, and whether CUDA has made its context, which reads it once. Out: the variable set where
 that still helps, and a sentence where it does not. Terms: a *connection* is such a queue. CUDA makes 8 unless
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
+from rannc_backend.errors import OptionValueError
 from rannc_backend.settings import hooks
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 WANTED = 32  # the most that CUDA makes
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 CURE = f"export {VARIABLE}={WANTED} before the ranks start (mpirun -x {VARIABLE}={WANTED}, or in the job's script)"
 
 
@@ -30,6 +32,24 @@ def set_connections(environ: MutableMapping[str, str], *, context_exists: bool) 
     if not context_exists:
         return ""
     return f"the GPU was used before torch.compile(backend='rannc') could set {VARIABLE}: streams share 8 hardware queues; {CURE}"
+
+
+def set_visible_devices(devices: str, environ: MutableMapping[str, str], *, context_exists: bool) -> None:
+    """Let CUDA see these devices alone; "": as it is.
+
+    Raises:
+        OptionValueError: CUDA has started in this process, and sees other devices.
+    """
+    if not devices or environ.get(DEVICES_VARIABLE) == devices:
+        return
+    if context_exists:
+        raise OptionValueError(
+            "visible_devices",
+            value=devices,
+            source="options",
+            expected=f"before the first use of a GPU, or export {DEVICES_VARIABLE}={devices} before the ranks start",
+        )
+    hooks.replace_item("connections", environ, DEVICES_VARIABLE, devices)
 
 
 def connections_problem(environ: Mapping[str, str]) -> str:

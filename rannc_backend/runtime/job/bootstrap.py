@@ -26,7 +26,7 @@ from rannc_backend.errors import CommunicationError, LaunchError, RanncError
 from rannc_backend.errors.base import clip, restore, shown
 from rannc_backend.runtime.comm.control import SingleControl, WireControl, poll
 from rannc_backend.runtime.comm.control_mpi import MpiWire, load_mpi
-from rannc_backend.runtime.comm.device_connections import set_connections
+from rannc_backend.runtime.comm.device_connections import set_connections, set_visible_devices
 from rannc_backend.runtime.comm.gloo import UNLIMITED, GroupWire, SingleTransport
 from rannc_backend.runtime.host_resources import mask_of, take_share
 from rannc_backend.runtime.job import meeting as meetings
@@ -101,10 +101,16 @@ def start(options: StartOptions | None = None) -> World:
     Raises:
         LaunchError: the environment contradicts itself, MPI cannot be used, or a rank has no device.
         CommunicationError: not all ranks have started within `start_limit_seconds`.
+        OptionValueError: other devices are asked for than CUDA sees, which has started.
     """
     with _HOLDER.lock:
+        chosen = options
+        if chosen is None and _HOLDER.world is None:
+            chosen = options_of(resolve_config(None, os.environ))
+        if chosen is not None:
+            show_devices(chosen.visible_devices)
         if _HOLDER.world is None:
-            chosen = options or options_of(resolve_config(None, os.environ))
+            assert chosen is not None, "options are there"
             watch_others()
             with _HOLDER.watch.limit(chosen.start_limit_seconds) as watch:
                 try:
@@ -117,8 +123,15 @@ def start(options: StartOptions | None = None) -> World:
 def options_of(config: Config) -> StartOptions:
     """How a job with these options is brought up."""
     return StartOptions(
-        limit_seconds=config.step_timeout_seconds, start_limit_seconds=config.start_timeout_seconds
+        limit_seconds=config.step_timeout_seconds,
+        start_limit_seconds=config.start_timeout_seconds,
+        visible_devices=config.visible_devices,
     )
+
+
+def show_devices(devices: str) -> None:
+    """Let CUDA see these devices alone in this process; "": as it is. Raises OptionValueError once it has started."""
+    set_visible_devices(devices, os.environ, context_exists=torch.cuda.is_initialized())
 
 
 def _with_names(error: CommunicationError, missing: str) -> RanncError:

@@ -252,3 +252,11 @@ def test_files_that_are_not_valid_are_refused_with_the_place(prepared, old, new,
     assert old in good
     with pytest.raises(BlocksFileError, match=text):
         PlannableModel.from_json(good.replace(old, new, 1))
+
+
+def test_autocast_is_planned_as_it_runs():
+    model, args, kwargs = _layers()
+    config = CONFIG.model_copy(update={"autocast": "bfloat16"})
+    analysis = analyze_model(model, args, kwargs, cluster=CLUSTER, config=config)
+    values = [node.meta.get("val") for node in analysis.captured.graph_module.graph.nodes]
+    assert torch.bfloat16 in {value.dtype for value in values if isinstance(value, torch.Tensor)}

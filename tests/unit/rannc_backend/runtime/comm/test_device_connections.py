@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from rannc_backend.errors import OptionValueError
 from rannc_backend.runtime.comm.device_connections import (
+    DEVICES_VARIABLE,
     VARIABLE,
     WANTED,
     connections_problem,
     set_connections,
+    set_visible_devices,
 )
 from rannc_backend.runtime.job import bootstrap
 
@@ -56,3 +59,14 @@ def test_the_first_step_says_it_once(
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
     assert [record.getMessage() for record in caplog.records].count("streams share queues") == 1
+
+
+def test_visible_devices_are_set_until_cuda_starts() -> None:
+    environ = {DEVICES_VARIABLE: "0,1,2"}
+    set_visible_devices("", environ, context_exists=True)
+    set_visible_devices("0,1,2", environ, context_exists=True)
+    set_visible_devices("1", environ, context_exists=False)
+    assert environ == {DEVICES_VARIABLE: "1"}
+    with pytest.raises(OptionValueError, match=f"export {DEVICES_VARIABLE}=2"):
+        set_visible_devices("2", environ, context_exists=True)
+    assert environ == {DEVICES_VARIABLE: "1"}
