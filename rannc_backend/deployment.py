@@ -29,7 +29,7 @@ from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
 from rannc_backend.runtime.comm.host_link import HostLink
 from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
-from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions, SumFormat
 from rannc_backend.runtime.gradients.buckets import BufferPool
 from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
@@ -105,7 +105,11 @@ class Deployer:
             sorted({*self.stage_ranks, *self.table.owners.values()}),
             # What is freed after each step would have to be shared anew in the next one.
             shared_memory=self.config.shared_memory and self.plan.zero_stage < 2 and self.host_link is None,
+            rank=self.world.rank,
             limit_seconds=self.config.step_timeout_seconds,
+            sum_format=SumFormat.of(self.config),
+            num_communicators=self.config.num_communicators,
+            pool=self.pool,
         )
         if self.config.dump_graph and self.world.rank == 0:
             paths = dump_graphs(
@@ -173,7 +177,8 @@ class Deployer:
             stage_ranks=self.stage_ranks,
             num_micro_batches=self._num_micro_batches(analysis),
             eager_backward=schedule.eager_backward,
-            narrow_range=analysis.has_narrow_range,
+            narrow_range=analysis.has_narrow_range
+            or "fp16" in (config.gradient_dtype, config.boundary_dtype),
             gather_inputs=config.gather_inputs,
             mean_gradients=config.mean_gradients,
             step_limit_seconds=config.step_timeout_seconds,
@@ -293,6 +298,7 @@ class Deployer:
             ranks,
             capacity_bytes,
             Division(updates=self.table.updates, rank=self.world.rank, keeps_all=self.plan.zero_stage < 2),
+            max_buckets=self.config.max_buckets,
             wide_sums=self.config.wide_sums,
             device=self.world.device,
         )
@@ -307,6 +313,7 @@ class Deployer:
             table=self.table,
             switches=self.switches,
             capacity_bytes=capacity_bytes,
+            max_buckets=self.config.max_buckets,
             wide_sums=self.config.wide_sums,
             pool=self.pool,
             host_link=self.host_link,
