@@ -39,6 +39,7 @@ from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.step.messages import WIRES, boundary_wire
 from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
@@ -332,6 +333,7 @@ class Deployer:
             graph.index: {slot.fqn for slot in graph.outputs if slot.kind == "buffer"} for graph in graphs
         }
         send_buffers = SendBuffers(self.world.device)
+        wire = boundary_wire(self.config.boundary_dtype, self.world.device)
 
         def make(kind: str, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
             config = self.config
@@ -379,6 +381,7 @@ class Deployer:
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in cut.buffer_makers),
                 limit_seconds=self.config.step_timeout_seconds,
                 host_link=self.host_link,
+                boundary_wire=wire,
             )
 
         return make
@@ -396,7 +399,8 @@ class Deployer:
     ) -> CompiledStage:
         graph = cut.graphs[index]
         edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
-        stored, stored_gradients = stored_names(edges, graph.index, names)
+        wire = WIRES[self.config.boundary_dtype]
+        stored, stored_gradients = stored_names(edges, graph.index, names, wire)
         needs_grad = analysis.needs_grad - (
             graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
         )

@@ -50,6 +50,15 @@ def _sent(dtype: str, *words: str, replicas: str = "1,1", **options: Any) -> Cas
 
 
 _ALL = {"states_on_all_ranks": True}
+BOUNDARIES = (
+    _sent("bf16"),
+    _sent("fp16", "zb_h1", schedule="zb_h1"),
+    _sent("fp8"),
+    _sent("bf16", "fill_drain", schedule="fill_drain", validate_comm=True),
+    _sent("fp8", "replicas", replicas="2,2"),
+    _sent("bf16", "both", replicas="2,2", gradient_dtype="bf16", gradient_scale=4.0),
+    _sent("same"),
+)
 GRADIENTS = (
     _reduced("bf16"),
     _reduced("fp16", "scaled", scale=128.0),
@@ -79,7 +88,8 @@ TURNS = (
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name.removeprefix("wires-")) for case in (*GRADIENTS, *TURNS)]
+    "case",
+    [pytest.param(case, id=case.name.removeprefix("wires-")) for case in (*GRADIENTS, *BOUNDARIES, *TURNS)],
 )
 def test_wires(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -110,7 +110,7 @@ def compare_messages(
     """Differences between two messages, tensor by tensor, and between what lies around the tensors."""
     found = []
     outside = torch.ones(layout.num_bytes, dtype=torch.bool)
-    wire_dtypes = {Wire.BFLOAT16: torch.bfloat16, Wire.FLOAT8: torch.float8_e4m3fn}
+    wire_dtypes = {**pack_reference.HALVES, Wire.FLOAT8: torch.float8_e4m3fn}
     for index, (shape, dtype, wire, offset) in enumerate(
         zip(layout.shapes, layout.dtypes, layout.wires, layout.offsets)
     ):
@@ -207,7 +207,7 @@ def message_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable
             ],
         )
     yield check("only empty tensors", lambda: [torch.empty(0, device=device)] * 3)
-    formats = {Wire.BFLOAT16: (torch.float32, torch.float64), Wire.FLOAT8: FLOATS[:3]}
+    formats = {Wire.BFLOAT16: FLOATS[::3], Wire.FLOAT16: FLOATS[::3], Wire.FLOAT8: FLOATS}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < pack_reference.FLOAT8_CAPABILITY:
         del formats[Wire.FLOAT8]  # refused there
     for wire, dtypes in formats.items():
