@@ -17,6 +17,17 @@ from rannc_backend.kernels.gradient_views import choose_config
 from rannc_backend.kernels.record_table import LaunchConfig
 from rannc_backend.kernels.triton_support import HAS_TRITON, SIMULATED, jit, on_device, tl, triton_dtype
 
+GRADIENT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""By what the option gradient_dtype says."""
+
+
+def dtype_on_wire(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """In which gradients are summed over ranks whose sums over micro-batches have ``dtype``: ``wanted`` where that is
+    narrower.
+    """
+    is_wider = dtype.is_floating_point and wanted is not None and dtype.itemsize > wanted.itemsize
+    return wanted if is_wider and wanted is not None else dtype
+
 
 @jit
 def _convert_kernel(

@@ -41,6 +41,10 @@ class Wire(enum.IntEnum):
     __hash__ = int.__hash__  # that of Enum is a function of Python, and tables are found by wires
 
 
+WIRES = {"same": Wire.SAME, "bf16": Wire.BFLOAT16, "fp16": Wire.FLOAT16, "fp8": Wire.FLOAT8}
+"""By what the option boundary_dtype says."""
+
+
 NARROWED = {
     Wire.SAME: (),
     Wire.BFLOAT16: (torch.float32, torch.float64),

@@ -39,7 +39,7 @@ from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
-from rannc_backend.runtime.step.messages import WIRES, boundary_wire
+from rannc_backend.runtime.step.messages import boundary_wire
 from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
@@ -399,7 +399,7 @@ class Deployer:
     ) -> CompiledStage:
         graph = cut.graphs[index]
         edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
-        wire = WIRES[self.config.boundary_dtype]
+        wire = boundary_wire(self.config.boundary_dtype, self.world.device)
         stored, stored_gradients = stored_names(edges, graph.index, names, wire)
         needs_grad = analysis.needs_grad - (
             graph.outputs_for_the_user_alone if kind == "loss" else frozenset()

@@ -129,6 +129,19 @@ def zero_text(zero_stage: int, num_groups: int) -> str:
     return f"ZeRO {zero_stage} (one of {of} updates a parameter)"
 
 
+def formats_text(plan: Plan) -> str:
+    """What travels in fewer bits, and what that saves; "" where all travels as it is."""
+    formats = plan.formats
+    if formats.are_exact:
+        return ""
+    kinds = (
+        ("values between stages", formats.boundary_dtype, formats.saved_message_bytes),
+        ("sums of gradients", formats.gradient_dtype, formats.saved_gradient_bytes),
+    )
+    found = [f"{name} as {dtype} ({size_text(size)} less)" for name, dtype, size in kinds if dtype != "same"]
+    return f"{', '.join(found)}, which saves {seconds_text(formats.saved_seconds)} of a step; not exact"
+
+
 def offload_text(plan: Plan) -> str:
     """What keeping parameters on the host frees of a device, on the rank where it frees most, and what it costs."""
     if plan.offload == "none":

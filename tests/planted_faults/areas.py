@@ -161,7 +161,7 @@ AREAS = (
     ),
     Area(
         name="formats of messages",
-        files={"kernels/pack_reference.py": 3, "kernels/message_layout.py": 3},
+        files={"kernels/pack_reference.py": 3},
         tests=("tests/unit/kernels/test_boundary_pack.py",),
     ),
     Area(

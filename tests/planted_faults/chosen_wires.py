@@ -90,6 +90,20 @@ CHOSEN_WIRES: tuple[Fault, ...] = tuple(
             unit("runtime/step/send_buffers"),
         ),
         (
+            "rounded-messages-are-priced-as-they-are",
+            "planner/search/over_intervals.py",
+            "moved *= self.shares[kind][flows[kept], None]",
+            "pass",
+            unit("planner/formats"),
+        ),
+        (
+            "rounded-buckets-take-no-memory",
+            "planner/search/over_intervals.py",
+            "rounded = use.reduced_bytes if use.sum_share < 1 else 0.0",
+            "rounded = 0.0",
+            unit("planner/formats"),
+        ),
+        (
             "one-bucket-more-than-asked-for",
             "runtime/gradients/bucket_layout.py",
             "places = [max(0, -(-end * number // total) - 1) for end in ends]",

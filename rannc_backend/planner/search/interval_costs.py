@@ -44,7 +44,9 @@ from rannc_backend.planner.search.over_intervals import (
     ParameterSums,
     WorkFloor,
     largest_over,
+    messages_of,
     over,
+    received_bytes,
     seconds_over,
 )
 from rannc_backend.planner.search.problem import Floats, Ints, MicroBatchTables
@@ -253,17 +255,13 @@ class IntervalCosts:
         awaited = [flow.num_bytes for flow in sent if flow.producer >= 0 and flow.needs_grad]
         return saved + self.message_bytes(0, end, rows)[0] + evaluate(awaited, rows).sum(axis=0)
 
-    def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
+    def message_bytes(
+        self, begin: int, end: int, rows: Sequence[int], *, on_wire: bool = False
+    ) -> tuple[Floats, Floats]:
         """What a replica with so many rows receives of one micro-batch, and the gradients that it gives back:
-        arrays [rows].
+        arrays [rows]. ``on_wire``: as they travel.
         """
-        received = [
-            flow for flow in self.graph.flows
-            if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
-        ]  # fmt: skip
-        sizes = evaluate([flow.num_bytes for flow in received], rows)
-        has_gradient = np.array([flow.needs_grad for flow in received], dtype=bool)
-        return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
+        return received_bytes(self.graph, begin, end, rows, on_wire=on_wire)
 
     def memory(
         self,
@@ -283,19 +281,23 @@ class IntervalCosts:
         """
         rows = [self.replica_rows(num_micro_batches, replicas)]
         prices = self.prices(begin, end, budget, rows, traced)
-        received, gradients = self.message_bytes(begin, end, rows)
-        sent = [flow for flow in self.graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
-        values = evaluate([flow.num_bytes for flow in sent], rows).sum()
-        awaited = evaluate([flow.num_bytes for flow in sent if flow.needs_grad], rows).sum()
+        received, place = self.message_bytes(begin, end, rows)[0], (begin, end - begin - 1)
         # Where all micro-batches are in flight there is none to receive ahead.
-        ahead = received[0] if num_micro_batches > num_in_flight else 0.0
-        messages = message_memory(self.cluster, num_micro_batches, values, awaited, ahead, gradients[0])
+        is_ahead = num_micro_batches > num_in_flight
+        messages = messages_of(
+            self.graph, self.cluster, (begin, end), rows, num_micro_batches, is_ahead=is_ahead
+        )
         messages += float(
             communicator_memory(
-                self.cluster, len(self.graph.blocks), np.array(begin), np.array(end), np.array(replicas)
+                self.cluster,
+                len(self.graph.blocks),
+                np.array(begin),
+                np.array(end),
+                np.array(replicas),
+                self.graph.num_communicators,
             )
         )
-        place = (begin, end - begin - 1)
+        messages += float(self.sums.rounded[place]) * (replicas > 1)
         updated = float(self._updated_bytes(np.array([replicas]))[place][0])
         return MemoryParts(
             parameters=float(self.sums.parameters[place]),
@@ -391,10 +393,14 @@ class IntervalCosts:
             [self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64
         )
         columns = np.searchsorted(self._rows, rows)
-        received, gradients, sent, awaited = (
-            self._flows.over_intervals(kind, columns, max_length)
-            for kind in ("received", "gradients", "sent", "awaited")
-        )
+        kinds = ("received", "gradients", "sent", "awaited")
+        whole_flows = [self._flows.over_intervals(kind, columns, max_length) for kind in kinds]
+        travelling = whole_flows
+        if not self.graph.is_exact:
+            travelling = [
+                self._flows.over_intervals(kind, columns, max_length, on_wire=True) for kind in kinds
+            ]
+        received, gradients, sent, awaited = travelling
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
         state = self.sums.parameters + self.sums.gradients
         updated = self._updated_bytes(counts)[:, :max_length]
@@ -402,8 +408,16 @@ class IntervalCosts:
         fixed = fixed + num_micro_batches * over(self._returned[:, columns], ends)
         fixed += self.outputs.of_any(num_micro_batches)
         fixed += message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
+        # What travels in fewer bits is there as it is, too, when it is packed or has been unpacked.
+        fixed += sum(map(np.subtract, whole_flows[1:], travelling[1:]))
+        fixed += self.sums.rounded[:, :max_length, None] * (counts > 1)
         fixed += communicator_memory(
-            self.cluster, len(ends), np.arange(len(ends))[:, None, None], ends[:, :, None], counts
+            self.cluster,
+            len(ends),
+            np.arange(len(ends))[:, None, None],
+            ends[:, :, None],
+            counts,
+            self.graph.num_communicators,
         )
         whole = self._prices[self.pricer.budgets[0]]
         forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
@@ -442,7 +456,7 @@ class IntervalCosts:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
             backwards[index] = backward
             np.add(fixed, workspace, out=fixed_bytes[index])
-            np.add(saved, received, out=flight_bytes[index])
+            np.add(saved, whole_flows[0], out=flight_bytes[index])
         return MicroBatchTables(
             replicas=counts,
             rows=rows,

@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rannc_backend.kernels.bucket_wires import from_wire, to_wire
+from rannc_backend.kernels.bucket_wires import GRADIENT_DTYPES, dtype_on_wire, from_wire, to_wire
 from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
 from rannc_backend.runtime.gradients.buckets import BufferPool, Waitable, zeros_for
 from rannc_backend.runtime.world import BucketSums, Ranks, Transport, Work
 from rannc_backend.settings.options import Config
-
-GRADIENT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +36,7 @@ class SumFormat:
 
     def of_bucket(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which buckets of ``dtype`` are summed."""
-        is_wider = dtype.is_floating_point and self.dtype is not None and dtype.itemsize > self.dtype.itemsize
-        return self.dtype if is_wider and self.dtype is not None else dtype
+        return dtype_on_wire(dtype, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rannc_backend.errors import UserInputError
 from rannc_backend.ir.action import GRADIENTS, Channel
 from rannc_backend.ir.exchange import Value
 from rannc_backend.kernels.boundary_pack import pack, plan_message, unpack
-from rannc_backend.kernels.message_layout import MessageLayout, Wire, choose_wires
+from rannc_backend.kernels.message_layout import WIRES, MessageLayout, Wire, choose_wires
 from rannc_backend.kernels.pack_reference import Unpacked, check_float8
 from rannc_backend.kernels.record_table import KernelError, RecordTables
 from rannc_backend.runtime.rows import Piece
@@ -28,10 +28,6 @@ RowsTensors = list[torch.Tensor]
 
 AcquireMessage = Callable[[MessageLayout], tuple[torch.Tensor, list[torch.Tensor]]]
 """Memory to receive a message into, and the message's values in it."""
-
-
-WIRES = {"same": Wire.SAME, "bf16": Wire.BFLOAT16, "fp16": Wire.FLOAT16, "fp8": Wire.FLOAT8}
-"""By what the option boundary_dtype says."""
 
 
 def boundary_wire(name: str, device: torch.device) -> Wire:

@@ -21,6 +21,7 @@ class Doubling:
     def __init__(self, *, shared: bool = False) -> None:
         self.summed: list[tuple[torch.dtype, int]] = []
         self.made: list[torch.dtype] = []
+        self.addresses: list[int] = []
         self.prepared: list[dict[str, Any]] = []
         self.shared = shared
 
@@ -36,6 +37,7 @@ class Doubling:
 
     def allreduce(self, tensor: torch.Tensor, ranks: Any, takers: Any = (), communicator: int = 0) -> Any:
         self.summed.append((tensor.dtype, communicator))
+        self.addresses.append(tensor.data_ptr())
         return SimpleNamespace(wait=lambda limit: tensor.mul_(2))
 
 
@@ -81,6 +83,7 @@ def test_what_is_not_wider_travels_as_it_is(dtype: torch.dtype) -> None:
     sums = reductions(transport, sum_format=SumFormat(dtype=torch.bfloat16, scale=128.0))
     bucket = torch.ones(4, dtype=dtype)
     sums.start(bucket, RANKS).wait()
+    assert transport.addresses == [bucket.data_ptr()], "it is not copied"
     assert transport.summed == [(dtype, 0)] and torch.equal(bucket, torch.full((4,), 2.0, dtype=dtype))
 
 
