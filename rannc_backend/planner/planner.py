@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
-
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import (
@@ -166,7 +164,7 @@ def formats_of(request: PlanRequest, config: Config, problem: SearchProblem, cho
                 received_bytes(graph, begin, end, [request.batch_rows], on_wire=on_wire)
                 for on_wire in (False, True)
             )
-            messages += float(sum(map(np.subtract, whole, sent))[0])
+            messages += sum(float(before[0] - after[0]) for before, after in zip(whole, sent, strict=True))
         if chosen.replicas[index] > 1:
             place = (begin, end - begin - 1)
             gradients += float(sums.sums[place] - sums.reduced[place]) * chosen.replicas[index]
