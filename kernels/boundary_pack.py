@@ -1,14 +1,14 @@
 """Many tensors to one message and back, in one launch; nothing that need not be copied is copied.
 
 In: tensors of any dtype and size, and a layout (`message_layout.plan_message`) that says how each travels: as
-it is, as bfloat16, or as float8 with one scale per 128 elements. Out: one contiguous byte buffer, or views of
+it is, as bfloat16 or float16, or as float8 with one scale per 128 elements. Out: one contiguous byte buffer, or views of
 one that came. Unpacking copies nothing but tensors whose dtype changes, those in one launch too. One
 contiguous tensor that travels as it is needs no packing: its memory is the message. Nor does a tensor that
 lies in its place of the message already.
 
 float8 is e4m3; a group's scale is its largest finite or infinite magnitude / 448. A NaN stays one NaN; an
-infinity turns its group to NaN. It is refused for integers and float64 (`plan_message`) and on NVIDIA GPUs
-before compute capability 8.9 (here).
+infinity turns its group to NaN. What is beyond float16 becomes infinite. Formats are refused for dtypes that they do
+not make smaller (`plan_message`), float8 on NVIDIA GPUs before compute capability 8.9 (here).
 
 This file holds the kernels, what starts them, and the plain-PyTorch form, which defines what the kernels must
 produce.
@@ -26,8 +26,6 @@ from rannc_backend.kernels.chunk_moves import cast_to, copy_bytes, from_float8, 
 from rannc_backend.kernels.message_layout import (
     MessageLayout,
     Wire,
-    message_offsets,
-    message_views,
     plan_message,
     slot_view,
     wire_item_bytes,
@@ -59,10 +57,7 @@ __all__ = [
     "Packed",
     "Unpacked",
     "Wire",
-    "message_offsets",
-    "message_views",
     "pack",
-    "pack_message",
     "plan_message",
     "unpack",
 ]
@@ -76,6 +71,9 @@ KINDS = {
     (Wire.FLOAT8, torch.float32): 3,
     (Wire.FLOAT8, torch.float16): 4,
     (Wire.FLOAT8, torch.bfloat16): 5,
+    (Wire.FLOAT16, torch.float32): 6,
+    (Wire.FLOAT16, torch.float64): 7,
+    (Wire.FLOAT8, torch.float64): 8,
 }
 LARGE_FROM_BYTES = 4 << 20
 
@@ -100,12 +98,12 @@ def _pack_kernel(
     address, offset = tl.load(record), tl.load(record + 1)
     count, kind = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
     start = message.to(tl.int64)
-    for each in tl.static_range(6):
+    for each in tl.static_range(9):
         if (kinds >> each) & 1:
             if kind == each:
                 if each == 0:
                     copy_bytes(address, start + offset, count, block, lanes)
-                elif each <= 2:
+                elif each <= 2 or each == 6 or each == 7:
                     _narrow(address, start + offset, count, each, block, lanes, simulated)
                 else:
                     _quantize(
@@ -137,10 +135,10 @@ def _unpack_kernel(
     address, offset = output.to(tl.int64) + tl.load(record), tl.load(record + 1)
     count, kind = tl.load(record + 2).to(tl.int32), tl.load(record + 3).to(tl.int32)
     start = message.to(tl.int64)
-    for each in tl.static_range(1, 6):
+    for each in tl.static_range(1, 9):
         if (kinds >> each) & 1:
             if kind == each:
-                if each <= 2:
+                if each <= 2 or each == 6 or each == 7:
                     _widen(start + offset, address, count, each, block, lanes, simulated)
                 else:
                     _dequantize(
@@ -164,8 +162,9 @@ def _narrow(
     lanes: tl.constexpr,
     simulated: tl.constexpr,
 ):
-    dtype: tl.constexpr = tl.float32 if kind == 1 else tl.float64
-    move_elements(source, target, count, False, dtype, tl.bfloat16, dtype, block, lanes, simulated)
+    dtype: tl.constexpr = tl.float32 if kind == 1 or kind == 6 else tl.float64
+    narrow: tl.constexpr = tl.bfloat16 if kind <= 2 else tl.float16
+    move_elements(source, target, count, False, dtype, narrow, dtype, block, lanes, simulated)
 
 
 @jit
@@ -178,15 +177,18 @@ def _widen(
     lanes: tl.constexpr,
     simulated: tl.constexpr,
 ):
-    dtype: tl.constexpr = tl.float32 if kind == 1 else tl.float64
-    move_elements(source, target, count, False, tl.bfloat16, dtype, dtype, block, lanes, simulated)
+    dtype: tl.constexpr = tl.float32 if kind == 1 or kind == 6 else tl.float64
+    narrow: tl.constexpr = tl.bfloat16 if kind <= 2 else tl.float16
+    move_elements(source, target, count, False, narrow, dtype, dtype, block, lanes, simulated)
 
 
 @jit
 def _quantize(
     source, target, scales, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr
 ):
-    dtype: tl.constexpr = tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16
+    dtype: tl.constexpr = (
+        tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16 if kind == 5 else tl.float64
+    )
     from_items, to_items = source.to(tl.pointer_type(dtype)), target.to(tl.pointer_type(tl.float8e4nv))
     if ((source | count) & 15) == 0:
         # The same code; here the compiler knows that 16 bytes may be loaded at once, and that the mask allows
@@ -216,7 +218,9 @@ def _quantize_groups(source, target, scales, count, block: tl.constexpr, simulat
 def _dequantize(
     source, scales, target, count, kind: tl.constexpr, block: tl.constexpr, simulated: tl.constexpr
 ):
-    dtype: tl.constexpr = tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16
+    dtype: tl.constexpr = (
+        tl.float32 if kind == 3 else tl.float16 if kind == 4 else tl.bfloat16 if kind == 5 else tl.float64
+    )
     from_items, to_items = source.to(tl.pointer_type(tl.float8e4nv)), target.to(tl.pointer_type(dtype))
     if ((target | count) & 15) == 0:
         aligned_from, aligned_to = tl.multiple_of(from_items, 16), tl.multiple_of(to_items, 16)
@@ -280,17 +284,6 @@ def pack(
         num_launches = sum(moved)
     counted = count_copies(layout, moved, num_launches)
     return Packed(message, counted if report is None else report + counted)
-
-
-def pack_message(tensors: Sequence[torch.Tensor], layout: MessageLayout | None = None) -> torch.Tensor:
-    """``tensors`` in one new uint8 buffer, all as they are, laid out by :func:`message_offsets`, or by the
-    layout that they must have.
-    """
-    layout = layout or plan_message(
-        [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]
-    )
-    message = torch.empty(layout.num_bytes, dtype=torch.uint8, device=tensors[0].device)
-    return pack(tensors, layout, message=message).message
 
 
 def unpack(

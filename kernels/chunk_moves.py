@@ -113,9 +113,11 @@ def move_elements(
     block: tl.constexpr,
     lanes: tl.constexpr,
     simulated: tl.constexpr,
+    times: tl.constexpr = 1.0,
+    over: tl.constexpr = 1.0,
 ):
     """``count`` elements (at most ``block``) of ``from_dtype`` to ``to_dtype``; added, in ``compute``, to
-    what is there on request.
+    what is there on request. ``times``, ``over``: numbers to multiply by and to divide by before that.
     """
     from_bytes: tl.constexpr = from_dtype.primitive_bitwidth // 8
     to_bytes: tl.constexpr = to_dtype.primitive_bitwidth // 8
@@ -126,11 +128,26 @@ def move_elements(
         )
         aligned_to = tl.multiple_of(to_items, 16 * to_bytes // from_bytes if to_bytes < from_bytes else 16)
         vectors = (count >> 3) << 3
-        _move_at_once(aligned_from, aligned_to, 0, vectors, accumulate, compute, block, simulated)
+        _move_at_once(
+            aligned_from, aligned_to, 0, vectors, accumulate, compute, block, simulated, times, over
+        )
         if vectors < count:
-            _move_at_once(from_items, to_items, vectors, count, accumulate, compute, 8, simulated)
+            _move_at_once(
+                from_items, to_items, vectors, count, accumulate, compute, 8, simulated, times, over
+            )
     else:
-        _move_one_by_one(from_items, to_items, count, accumulate, compute, lanes, simulated)
+        _move_one_by_one(from_items, to_items, count, accumulate, compute, lanes, simulated, times, over)
+
+
+@jit
+def scaled(x, times: tl.constexpr, over: tl.constexpr):
+    """``x`` (float32 or float64) times one number, divided by another; each is rounded once."""
+    if times != 1.0:
+        x = x * times
+    if over != 1.0:
+        # A plain division of float32 is an approximation on a GPU.
+        x = tl.div_rn(x, tl.full(x.shape, over, tl.float32)) if x.dtype == tl.float32 else x / over
+    return x
 
 
 @jit
@@ -143,10 +160,12 @@ def _move_at_once(
     compute: tl.constexpr,
     block: tl.constexpr,
     simulated: tl.constexpr,
+    times: tl.constexpr,
+    over: tl.constexpr,
 ):
     offsets = start + tl.arange(0, block)
     inside = offsets < stop
-    values = tl.load(source + offsets, mask=inside, other=0.0).to(compute)
+    values = scaled(tl.load(source + offsets, mask=inside, other=0.0).to(compute), times, over)
     if accumulate:
         values += tl.load(target + offsets, mask=inside, other=0.0).to(compute)
     _store(values, target, offsets, inside, simulated)
@@ -161,6 +180,8 @@ def _move_one_by_one(
     compute: tl.constexpr,
     lanes: tl.constexpr,
     simulated: tl.constexpr,
+    times: tl.constexpr,
+    over: tl.constexpr,
 ):
     """One element per access, four accesses per thread at a time."""
     first = count * 0 + tl.arange(0, lanes)
@@ -171,6 +192,8 @@ def _move_one_by_one(
         b = tl.load(source + second, mask=second < count, other=0.0).to(compute)
         c = tl.load(source + third, mask=third < count, other=0.0).to(compute)
         d = tl.load(source + fourth, mask=fourth < count, other=0.0).to(compute)
+        a, b = scaled(a, times, over), scaled(b, times, over)
+        c, d = scaled(c, times, over), scaled(d, times, over)
         # One branch for all four: with one for each, every access would wait for the one before.
         if accumulate:
             e = tl.load(target + first, mask=first < count, other=0.0)

@@ -52,7 +52,11 @@ class KeptViews:
 
 
 def new_message(memory: torch.Tensor, layout: MessageLayout) -> tuple[torch.Tensor, ...]:
-    """What `KeptViews.message` gives, of memory that is not kept: the message, and then its values."""
+    """What `KeptViews.message` gives, of memory that is not kept: the message, and then its values; the message alone
+    where it must be unpacked.
+    """
     message = memory if memory.numel() == layout.num_bytes else memory[: layout.num_bytes]
+    if not layout.is_exact:
+        return (message,)
     views = layout.views(message)
     return (views[0], *views) if layout.is_plain_tensor else (message, *views)

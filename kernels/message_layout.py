@@ -7,7 +7,7 @@ Every tensor starts at a multiple of 128 bytes, so that a view of it is aligned 
 FLOAT8 lie first, and behind all tensors lies one float32 scale per 128 elements of them: the scale of the
 elements at byte b is number b / 128.
 
-Terms. The *wire format* of a tensor is how it travels: SAME (its bytes), BFLOAT16, or FLOAT8 (e4m3 with
+Terms. The *wire format* of a tensor is how it travels: SAME (its bytes), BFLOAT16, FLOAT16, or FLOAT8 (e4m3 with
 scales).
 """
 
@@ -36,14 +36,20 @@ class Wire(enum.IntEnum):
     SAME = 0
     BFLOAT16 = 1
     FLOAT8 = 2
+    FLOAT16 = 3
 
     __hash__ = int.__hash__  # that of Enum is a function of Python, and tables are found by wires
+
+
+WIRES = {"same": Wire.SAME, "bf16": Wire.BFLOAT16, "fp16": Wire.FLOAT16, "fp8": Wire.FLOAT8}
+"""By what the option boundary_dtype says."""
 
 
 NARROWED = {
     Wire.SAME: (),
     Wire.BFLOAT16: (torch.float32, torch.float64),
-    Wire.FLOAT8: (torch.float32, torch.float16, torch.bfloat16),
+    Wire.FLOAT8: (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    Wire.FLOAT16: (torch.float32, torch.float64),
 }
 """Dtypes that each format makes smaller; others are refused."""
 
@@ -52,7 +58,7 @@ def choose_wires(dtypes: Sequence[torch.dtype], wanted: Wire, *, backward: bool 
     """The format for each dtype when ``wanted`` is asked for a whole edge.
 
     Gradients are more delicate than activations and travel as BFLOAT16 where FLOAT8 is wanted. What a format
-    does not make smaller (integers, bool, bfloat16 under BFLOAT16) travels as it is.
+    does not make smaller (integers, bool, 16 bits under BFLOAT16 and FLOAT16) travels as it is.
     """
     if backward and wanted == Wire.FLOAT8:
         wanted = Wire.BFLOAT16
@@ -61,7 +67,13 @@ def choose_wires(dtypes: Sequence[torch.dtype], wanted: Wire, *, backward: bool 
 
 def wire_item_bytes(dtype: torch.dtype, wire: Wire) -> int:
     """Bytes of one element in the message, scales apart."""
-    return {Wire.SAME: dtype.itemsize, Wire.BFLOAT16: 2, Wire.FLOAT8: 1}[wire]
+    return {Wire.SAME: dtype.itemsize, Wire.BFLOAT16: 2, Wire.FLOAT16: 2, Wire.FLOAT8: 1}[wire]
+
+
+def share_on_wire(dtype: torch.dtype, wire: Wire) -> float:
+    """Bytes that travel per byte of a large tensor, its scales included."""
+    scale_bytes = 4 / GROUP_ELEMENTS if wire == Wire.FLOAT8 else 0.0
+    return (wire_item_bytes(dtype, wire) + scale_bytes) / dtype.itemsize
 
 
 def slot_elements(numel: int, dtype: torch.dtype) -> int:
@@ -106,6 +118,11 @@ class MessageLayout:
     def is_plain_tensor(self) -> bool:
         """One tensor that travels as it is: its own memory is the message."""
         return len(self.shapes) == 1 and self.wires[0] == Wire.SAME
+
+    @property
+    def is_exact(self) -> bool:
+        """All tensors travel as they are: a message can be read where it lies."""
+        return not any(self.wires)
 
     def view(self, message: torch.Tensor, index: int) -> torch.Tensor:
         """Tensor ``index`` of ``message`` (uint8, one dimension), which must travel as SAME; no copy."""
@@ -197,19 +214,3 @@ def _planned(
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([math.prod(shape[place + 1 :]) for place in range(len(shape))])
-
-
-def message_offsets(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> tuple[tuple[int, ...], int]:
-    """Byte offset of each tensor in a message where all travel as they are, and the message's size in
-    bytes.
-    """
-    layout = plan_message(shapes, dtypes)
-    return layout.offsets, layout.num_bytes
-
-
-def message_views(
-    message: torch.Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """Views into ``message`` (uint8, one dimension) of the tensors packed there, all as they are."""
-    layout = plan_message(shapes, dtypes)
-    return [layout.view(message, index) for index in range(len(shapes))]

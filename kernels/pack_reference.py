@@ -24,6 +24,8 @@ from rannc_backend.kernels.record_table import (
 )
 
 FLOAT8_MAX = 448.0
+HALVES: dict[int, torch.dtype] = {Wire.BFLOAT16: torch.bfloat16, Wire.FLOAT16: torch.float16}
+"""Formats that are a cast, with the dtype."""
 
 
 SMALLEST_MAGNITUDE = 1e-30
@@ -114,8 +116,8 @@ def reference_pack(
             continue
         if wire == Wire.SAME:
             slot_view(message, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        elif wire == Wire.BFLOAT16:
-            slot_view(message, offset, tensor.shape, torch.bfloat16).copy_(tensor)
+        elif wire in HALVES:
+            slot_view(message, offset, tensor.shape, HALVES[wire]).copy_(tensor)
         else:
             values, scales = quantize(tensor)
             slot_view(message, offset, values.shape, torch.float8_e4m3fn).copy_(values)
@@ -135,8 +137,8 @@ def reference_unpack(
     for target, offset, wire in zip(targets, offsets, wires):
         if target.numel() == 0:
             continue
-        if wire == Wire.BFLOAT16:
-            target.copy_(slot_view(message, offset, target.shape, torch.bfloat16))
+        if wire in HALVES:
+            target.copy_(slot_view(message, offset, target.shape, HALVES[wire]))
         else:
             num_groups = -(-target.numel() // GROUP_ELEMENTS)
             scales = slot_view(

@@ -29,7 +29,7 @@ from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
 from rannc_backend.runtime.comm.host_link import HostLink
 from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
-from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions, SumFormat
 from rannc_backend.runtime.gradients.buckets import BufferPool
 from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
@@ -39,6 +39,7 @@ from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.step.messages import boundary_wire
 from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
@@ -105,7 +106,11 @@ class Deployer:
             sorted({*self.stage_ranks, *self.table.owners.values()}),
             # What is freed after each step would have to be shared anew in the next one.
             shared_memory=self.config.shared_memory and self.plan.zero_stage < 2 and self.host_link is None,
+            rank=self.world.rank,
             limit_seconds=self.config.step_timeout_seconds,
+            sum_format=SumFormat.of(self.config),
+            num_communicators=self.config.num_communicators,
+            pool=self.pool,
         )
         if self.config.dump_graph and self.world.rank == 0:
             paths = dump_graphs(
@@ -173,7 +178,8 @@ class Deployer:
             stage_ranks=self.stage_ranks,
             num_micro_batches=self._num_micro_batches(analysis),
             eager_backward=schedule.eager_backward,
-            narrow_range=analysis.has_narrow_range,
+            narrow_range=analysis.has_narrow_range
+            or "fp16" in (config.gradient_dtype, config.boundary_dtype),
             gather_inputs=config.gather_inputs,
             mean_gradients=config.mean_gradients,
             step_limit_seconds=config.step_timeout_seconds,
@@ -293,6 +299,7 @@ class Deployer:
             ranks,
             capacity_bytes,
             Division(updates=self.table.updates, rank=self.world.rank, keeps_all=self.plan.zero_stage < 2),
+            max_buckets=self.config.max_buckets,
             wide_sums=self.config.wide_sums,
             device=self.world.device,
         )
@@ -307,6 +314,7 @@ class Deployer:
             table=self.table,
             switches=self.switches,
             capacity_bytes=capacity_bytes,
+            max_buckets=self.config.max_buckets,
             wide_sums=self.config.wide_sums,
             pool=self.pool,
             host_link=self.host_link,
@@ -325,6 +333,7 @@ class Deployer:
             graph.index: {slot.fqn for slot in graph.outputs if slot.kind == "buffer"} for graph in graphs
         }
         send_buffers = SendBuffers(self.world.device)
+        wire = boundary_wire(self.config.boundary_dtype, self.world.device)
 
         def make(kind: str, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
             config = self.config
@@ -372,6 +381,7 @@ class Deployer:
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in cut.buffer_makers),
                 limit_seconds=self.config.step_timeout_seconds,
                 host_link=self.host_link,
+                boundary_wire=wire,
             )
 
         return make
@@ -389,7 +399,8 @@ class Deployer:
     ) -> CompiledStage:
         graph = cut.graphs[index]
         edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
-        stored, stored_gradients = stored_names(edges, graph.index, names)
+        wire = boundary_wire(self.config.boundary_dtype, self.world.device)
+        stored, stored_gradients = stored_names(edges, graph.index, names, wire)
         needs_grad = analysis.needs_grad - (
             graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
         )

@@ -170,6 +170,17 @@ def _narrow_sums(deployed: Deployed) -> str:
     return ""
 
 
+def _fewer_bits(deployed: Deployed) -> str:
+    config, plan = deployed.config, deployed.plan
+    found = []
+    if config.boundary_dtype != "same" and len(plan.lanes) > 1:
+        found.append(f"values between stages on different ranks (boundary_dtype={config.boundary_dtype!r})")
+    is_reduced = any(len(plan.owners(name)) > 1 for stage in plan.stages for name in stage.parameters)
+    if config.gradient_dtype != "same" and is_reduced:
+        found.append(f"sums of gradients over ranks (gradient_dtype={config.gradient_dtype!r})")
+    return found and f"{' and '.join(found)} are rounded to fewer bits; 'same' is exact" or ""
+
+
 def _dtype(analysis: GraphAnalysis, name: str) -> torch.dtype:
     return analysis.node(name).meta["val"].dtype
 
@@ -206,6 +217,7 @@ EXCEPTIONS: Mapping[str, Callable[[Deployed], str]] = {
     "statistics": _statistics,
     "random numbers": _random_numbers,
     "narrow sums": _narrow_sums,
+    "fewer bits": _fewer_bits,
     "mean over ranks": _mean_over_ranks,
 }
 """By kind: the sentence about a graph, "" where the exception does not apply. A row of docs/semantics.md,

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rannc_backend.kernels import boundary_pack, gradient_views, scale_unless_one
+from rannc_backend.kernels import boundary_pack, bucket_wires, gradient_views, scale_unless_one
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -33,6 +33,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_POINTERS = {tl.float32: "fp32", tl.float16: "fp16", tl.bfloat16: "bf16", tl.float64: "fp64"}
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -81,6 +82,7 @@ def variants() -> Iterator[Variant]:
 
     yield message("pack", boundary_pack._pack_kernel, 1 << 0)
     yield message("pack, fp32 to bf16", boundary_pack._pack_kernel, 1 << 0 | 1 << 1)
+    yield message("pack, fp32 to fp16", boundary_pack._pack_kernel, 1 << 0 | 1 << 6)
     yield message("pack, fp32 to fp8", boundary_pack._pack_kernel, 1 << 3, float8=True, reduces=True)
     yield message("pack, bf16 to fp8", boundary_pack._pack_kernel, 1 << 5, float8=True, reduces=True)
     yield message("unpack, bf16 to fp32", boundary_pack._unpack_kernel, 1 << 1)
@@ -92,6 +94,17 @@ def variants() -> Iterator[Variant]:
         ("bucket, bf16", tl.bfloat16, 4),
     ):
         yield bucket(name, dtype, codes)
+    for name, source, target, factors in (
+        ("to wire, fp32 to bf16", tl.float32, tl.bfloat16, (128.0, 1.0)),
+        ("from wire, bf16 to fp32", tl.bfloat16, tl.float32, (1.0, 128.0)),
+    ):
+        types = {"source": f"*{_POINTERS[source]}", "target": f"*{_POINTERS[target]}", "count": "i32"}
+        config = gradient_views.LARGE
+        constants = dict(
+            from_dtype=source, to_dtype=target, times=factors[0], over=factors[1], block=config.block,
+            lanes=32 * config.num_warps, simulated=False,
+        )  # fmt: skip
+        yield Variant(name, bucket_wires._convert_kernel, types, constants, config.num_warps)
     for name, pointer in (("scale, fp32", "*fp32"), ("scale, bf16", "*bf16")):
         types = {"values": pointer, "scale": "*fp32", "num_values": "i64"}
         constants = dict(wide=False, block=scale_unless_one.BLOCK)
@@ -102,8 +115,7 @@ def bucket(name: str, dtype: Any, codes: int) -> Variant:
     """A variant of the kernel for gradients; ``codes`` has a bit for each dtype among them."""
     config = gradient_views.LARGE
     block = config.block // 2 if codes & 8 or dtype == tl.float64 else config.block
-    pointer = {tl.float32: "*fp32", tl.float16: "*fp16", tl.bfloat16: "*bf16", tl.float64: "*fp64"}[dtype]
-    types = {"bucket": pointer, "table": "*i64"}
+    types = {"bucket": f"*{_POINTERS[dtype]}", "table": "*i64"}
     constants = dict(
         bucket_dtype=dtype, codes=codes, block=block, lanes=32 * config.num_warps, simulated=False
     )

@@ -63,7 +63,8 @@ class Block:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """A value that later blocks read: sent once to each stage that reads it; its gradient comes back if it
-    `needs_grad`. `is_again`: the user wants it computed again rather than kept.
+    `needs_grad`. `is_again`: the user wants it computed again rather than kept. `value_share`, `gradient_share`: bytes
+    that travel per byte, of it and of its gradient.
     """
 
     name: str
@@ -72,6 +73,8 @@ class Flow:
     num_bytes: Size
     needs_grad: bool
     is_again: bool = False
+    value_share: float = 1.0
+    gradient_share: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.consumers and all(self.producer < block for block in self.consumers), (
@@ -94,18 +97,24 @@ class Output:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterUse:
     """A parameter by primary dotted name; tied names are one parameter. `has_wide_sum`: it has 16 bits, and its
-    gradients are summed in 32.
+    gradients are summed in 32. `sum_share`: bytes that replicas reduce per byte of the sum.
     """
 
     name: str
     num_bytes: int
     trainable: bool
     has_wide_sum: bool = False
+    sum_share: float = 1.0
 
     @property
     def sum_bytes(self) -> int:
-        """Of the sum of its gradients over micro-batches, which replicas reduce."""
+        """Of the sum of its gradients over micro-batches."""
         return self.num_bytes * (int(self.trainable) << self.has_wide_sum)
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Of what replicas reduce of it."""
+        return self.sum_bytes * self.sum_share
 
     @property
     def gradient_bytes(self) -> int:
@@ -136,7 +145,7 @@ class StageConstraints:
 class BlockGraph:
     """Blocks in topological order; every flow runs forwards; `parameters` are those that some block reads, by
     name. `whole_batch`: rows meet, so that a step has one micro-batch and a stage one replica. `has_loss`: a
-    scalar that needs a gradient comes back beside the outputs.
+    scalar that needs a gradient comes back beside the outputs. `num_communicators`: of the replicas of a stage.
     """
 
     blocks: tuple[Block, ...]
@@ -146,6 +155,19 @@ class BlockGraph:
     constraints: StageConstraints = StageConstraints()
     whole_batch: bool = False
     has_loss: bool = False
+    num_communicators: int = 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all travels as it is."""
+        shares = (share for flow in self.flows for share in (flow.value_share, flow.gradient_share))
+        return all(share == 1 for share in (*shares, *(use.sum_share for use in self.parameters)))
+
+    def as_it_is(self) -> BlockGraph:
+        """The same, where nothing travels in fewer bits."""
+        flows = (replace(flow, value_share=1.0, gradient_share=1.0) for flow in self.flows)
+        uses = (replace(use, sum_share=1.0) for use in self.parameters)
+        return replace(self, flows=tuple(flows), parameters=tuple(uses))
 
     @property
     def wide_sums(self) -> bool:

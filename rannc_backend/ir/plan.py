@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rannc_backend.errors import PlanError
+from rannc_backend.ir.plan_formats import Formats
 from rannc_backend.ir.plan_text import check_shape_of_text, describe_findings, first_repeated
 from rannc_backend.settings.choices import check_schedule_name
 
@@ -275,14 +276,12 @@ class Plan(_Record):
     """The whole decision for one model on one number of ranks. Immutable; all parts are checked against each
     other.
 
-    `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was
-    not looked at could be faster; 0 for a proven optimum. `proven_for`: schedules that this holds for, if not for all that
-    could be chosen. `equal_split_seconds`: predicted step of the best
-    plan with equally many blocks and replicas in every stage; None where there is none. `told_recompute`: names of the
-    modules that stages with `SEGMENTS_BUDGET` compute again, "marked" where they keep what the model marks, "" where they
-    compute again the segments of the blocks. `outputs_left_out`: why
-    the user does not get `outputs`; "" where every rank gets its rows of them.
-    """
+    `costs_from`: "analytic", or what was measured. `proven_gap`: share of the step by which a plan that was not looked at
+    could be faster; 0 for a proven optimum. `proven_for`: schedules that this holds for, if not for all that could be chosen.
+    `equal_split_seconds`: predicted step of the best plan with equally many blocks and replicas in every stage; None where
+    there is none. `told_recompute`: names of the modules that stages with `SEGMENTS_BUDGET` compute again, "marked" where they
+    keep what the model marks, "" where they compute again the segments of the blocks. `outputs_left_out`: why the user does
+    not get `outputs`; "" where every rank gets its rows of them."""
 
     schema_version: Literal[2]
     fingerprint: Name
@@ -298,6 +297,7 @@ class Plan(_Record):
     zero_ngroups: PositiveCount = 1
     told_recompute: Text = ""
     offload: Literal["none", "parameters"] = "none"
+    formats: Formats = Formats()
     outputs: tuple[OutputPlan, ...] = ()
     outputs_left_out: Text = ""
     memory_limit_bytes: Count

@@ -247,7 +247,7 @@ def _held(costs: IntervalCosts, solution: Solution, memories: Sequence[MemoryPar
         flight, kept = [memory.activations for memory in memories], [memory.kept for memory in memories]
         held = held_bytes(schedule, count, number, flight, kept)
         messages = [
-            costs.message_bytes(begin, end, [costs.replica_rows(number, replicas)])
+            costs.message_bytes(begin, end, [costs.replica_rows(number, replicas)], on_wire=True)
             for begin, end, replicas in zip(
                 solution.bounds, solution.bounds[1:], solution.replicas, strict=False
             )
@@ -308,7 +308,7 @@ def _stage(
         host_bytes=math.ceil(memory.host),
     )
     rows = costs.replica_rows(number, replicas)
-    received, returned = costs.message_bytes(begin, end, [rows])
+    received, returned = costs.message_bytes(begin, end, [rows], on_wire=True)
     is_first = index == 0
     return describe_stage(
         graph,

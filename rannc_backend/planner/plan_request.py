@@ -16,7 +16,7 @@ from rannc_backend.ir.block_graph import BlockGraph, StageConstraints
 from rannc_backend.planner.cluster.asked_job import memory_limit, of_whole_batch
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BlockPricer, MemoryRules
-from rannc_backend.planner.cost.transfer import offload_seconds
+from rannc_backend.planner.cost.transfer import bucket_bytes, offload_seconds
 from rannc_backend.planner.plan_parts import fullest_stages
 from rannc_backend.planner.search.feasibility import (
     cut_that_fits,
@@ -149,7 +149,7 @@ class PlanRequest:
             update_groups=config.zero_ngroups if config.zero_level else None,
             free_groups=config.zero_ngroups if config.zero_level is None else None,
             offload=config.offload == "parameters",
-            bucket_bytes=config.bucket_mb * MEGABYTE,
+            bucket_bytes=bucket_bytes(graph, config),
             num_stages=None if fixed else num_stages,
             replicas=None if fixed else config.replica_num or None,
             stage_replicas=fixed,
@@ -261,7 +261,7 @@ class PlanRequest:
             limits=self.limits,
             only_budget=self.recompute,
             recompute_last_stage=self.recompute_last_stage,
-            offload_seconds=offload_seconds(costs.cluster, costs.sums.parameters, costs.sums.reduced)
+            offload_seconds=offload_seconds(costs.cluster, costs.sums.parameters, costs.sums.sums)
             if self.offload
             else None,
         )

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
@@ -27,6 +28,7 @@ from rannc_backend.ir.plan import (
     lane_bytes,
     lanes_of_stages,
 )
+from rannc_backend.ir.plan_formats import Formats
 from rannc_backend.log.progress import Progress
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.output_bytes import (
@@ -44,6 +46,7 @@ from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_
 from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.limits import PipelineLimits
+from rannc_backend.planner.search.over_intervals import ParameterSums, received_bytes
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
 from rannc_backend.planner.settling import attempts, is_safe, settle, with_own_order
@@ -125,6 +128,7 @@ def plan_blocks(
         zero_ngroups=config.zero_ngroups,
         told_recompute=config.told_recompute,
         offload=config.offload,
+        formats=formats_of(request, config, choice.problem, chosen),
         outputs=output_plans(outputs, stages),
         outputs_left_out=left_out,
         memory_limit_bytes=int(request.memory_bytes),
@@ -146,6 +150,37 @@ def plan_blocks(
     if broken := request.limits.broken_by_plan(plan):
         raise InfeasiblePlanError(broken)
     return plan
+
+
+def formats_of(request: PlanRequest, config: Config, problem: SearchProblem, chosen: Solution) -> Formats:
+    """What the plan sends in fewer bits, and what that saves beside the same plan that sends all as it is."""
+    graph = request.graph
+    if graph.is_exact:
+        return Formats(boundary_dtype=config.boundary_dtype, gradient_dtype=config.gradient_dtype)
+    messages = gradients = 0.0
+    sums = ParameterSums.of(graph)
+    for index, (begin, end) in enumerate(pairwise(chosen.bounds)):
+        if index and chosen.ranks(index) != chosen.ranks(index - 1):
+            whole, sent = (
+                received_bytes(graph, begin, end, [request.batch_rows], on_wire=on_wire)
+                for on_wire in (False, True)
+            )
+            messages += sum(float(before[0] - after[0]) for before, after in zip(whole, sent, strict=True))
+        if chosen.replicas[index] > 1:
+            place = (begin, end - begin - 1)
+            gradients += float(sums.sums[place] - sums.reduced[place]) * chosen.replicas[index]
+    exact = replace(request, graph=graph.as_it_is(), without=(), without_all=None)
+    costs = exact.costs(all_stages=True)
+    whole_plan = priced(exact.problem(costs, memory_bytes=float("inf")), chosen)
+    own = priced(replace(problem, memory_bytes=float("inf"), limits=PipelineLimits()), chosen)
+    longer = 0.0 if whole_plan is None or own is None else whole_plan.step_seconds - own.step_seconds
+    return Formats(
+        boundary_dtype=config.boundary_dtype,
+        gradient_dtype=config.gradient_dtype,
+        saved_message_bytes=int(messages),
+        saved_gradient_bytes=int(gradients),
+        saved_seconds=float(f"{max(0.0, longer):.6g}"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

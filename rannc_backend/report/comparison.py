@@ -23,6 +23,7 @@ from rannc_backend.report.modules import path_tree, stage_modules
 from rannc_backend.report.words import (
     change_text,
     count_text,
+    formats_text,
     kept_text,
     offload_text,
     printable,
@@ -167,6 +168,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
     yield from texts("ZeRO", zero_text(a.zero_stage, a.zero_ngroups), zero_text(b.zero_stage, b.zero_ngroups))
     yield from texts("recompute", told_text(a.told_recompute), told_text(b.told_recompute))
     yield from texts("offload", offload_text(a), offload_text(b))
+    yield from texts("in fewer bits", formats_text(a) or "nothing", formats_text(b) or "nothing")
     yield from _amount("memory limit", a.memory_limit_bytes, b.memory_limit_bytes, size_text)
     yield from _amount("peak memory", a.peak_bytes, b.peak_bytes, size_text)
     yield from counts("blocks", len(a.blocks), len(b.blocks))

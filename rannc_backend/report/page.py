@@ -31,6 +31,7 @@ from rannc_backend.report.terms import meaning
 from rannc_backend.report.words import (
     change_text,
     count_text,
+    formats_text,
     kept_text,
     limit_text,
     name_text,
@@ -204,6 +205,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
         ),
         *([("recompute", "told", told_text(plan.told_recompute), "")] if plan.told_recompute else []),
         *([("offload", plan.offload, offload_text(plan), "")] if plan.offload != "none" else []),
+        *([("in fewer bits", "not exact", formats_text(plan), "")] if not plan.formats.are_exact else []),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
         (
             "peak memory",

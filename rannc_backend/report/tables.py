@@ -23,6 +23,7 @@ from rannc_backend.report.order_bound import order_bound_seconds, order_bound_te
 from rannc_backend.report.words import (
     change_text,
     count_text,
+    formats_text,
     kept_text,
     limit_text,
     name_text,
@@ -104,6 +105,7 @@ def shape_text(plan: Plan) -> str:
         f"{', ' + zero_text(plan.zero_stage, plan.zero_ngroups) if plan.zero_stage else ''}"
         f"{', ' + told_text(plan.told_recompute) if plan.told_recompute else ''}"
         f"{', offload ' + offload_text(plan) if plan.offload != 'none' else ''}"
+        f"{'' if plan.formats.are_exact else ', ' + formats_text(plan)}"
     )
 
 

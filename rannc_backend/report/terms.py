@@ -23,6 +23,8 @@ _OF_PAGE = {
     "recompute": "what backward computes again instead of keeping it, where the user names it and the search does not choose",
     "offload": "parameters: parameters, their gradients and the optimizer state lie on the host; a stage has copies on its "
     "device from its first forward of a call to its last backward, and sums gradients there",
+    "in fewer bits": "what boundary_dtype and gradient_dtype round where it is sent; what that saves is beside the same plan "
+    "with all as it is",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "
     "draining, waiting",
     "peak memory": "the most that one rank needs at one time, of all ranks the fullest",

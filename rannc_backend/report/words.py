@@ -140,6 +140,19 @@ def limit_text(num_bytes: int) -> str:
     return "any memory (ignore_memory)" if num_bytes > _MOST_MEMORY_BYTES else size_text(num_bytes)
 
 
+def formats_text(plan: Plan) -> str:
+    """What travels in fewer bits, and what that saves; "" where all travels as it is."""
+    formats = plan.formats
+    if formats.are_exact:
+        return ""
+    kinds = (
+        ("values between stages", formats.boundary_dtype, formats.saved_message_bytes),
+        ("sums of gradients", formats.gradient_dtype, formats.saved_gradient_bytes),
+    )
+    found = [f"{name} as {dtype} ({size_text(size)} less)" for name, dtype, size in kinds if dtype != "same"]
+    return f"{', '.join(found)}, which saves {seconds_text(formats.saved_seconds)} of a step; not exact"
+
+
 def offload_text(plan: Plan) -> str:
     """What keeping parameters on the host frees of a device, on the rank where it frees most, and what it costs."""
     if plan.offload == "none":

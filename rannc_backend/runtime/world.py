@@ -148,9 +148,9 @@ class BucketSums(Protocol):
         """Zeros to be summed over a group, in memory that is best for it."""
         ...
 
-    def reduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Work:
+    def reduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0) -> Work:
         """Start summing a tensor over a group, in place: all ranks of a group start their tensors in the same
-        order. ``takers``: as of `Transport.allreduce`.
+        order. ``takers``, ``communicator``: as of `Transport.allreduce`, to which what is not shared goes.
         """
         ...
 
@@ -163,12 +163,17 @@ class Transport(Protocol):
         ...
 
     def prepare(
-        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+        self,
+        *,
+        channels: Sequence[str] = (),
+        groups: Sequence[Ranks] = (),
+        routes: Sequence[Route] = (),
+        num_communicators: int = 1,
     ) -> None:
         """Make channels and groups of ranks that do not exist yet. All ranks call it with the same arguments.
 
         ``routes``: channels of which it is known who sends and who receives; ``channels``: the others, best
-        used with rank 0.
+        used with rank 0. ``num_communicators``: of each of the groups, in which sums go on side by side.
         """
         ...
 
@@ -180,9 +185,12 @@ class Transport(Protocol):
         """Start receiving into a contiguous tensor of the sender's size in bytes."""
         ...
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Work:
+    def allreduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> Work:
         """Start summing `tensor` in place over `ranks` (a prepared group that contains this rank). ``takers``: those
-        that need the sum, where not all do; the others' tensor is nothing to use then.
+        that need the sum, where not all do; the others' tensor is nothing to use then. ``communicator``: which of the
+        group's.
         """
         ...
 

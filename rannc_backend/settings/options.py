@@ -32,6 +32,8 @@ ITEMS_DISAGREE = "items_disagree"
 _PROFILED_STEPS = 5
 # Three years: what clocks and sockets can be told to wait.
 _LONGEST_SECONDS = 1e8
+_MOST_COMMUNICATORS = 64  # each takes memory of the device, and threads of the host
+_LARGEST_SCALE = 1e9
 _PADDING = rf"{NAME_PATTERN}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
 
 
@@ -108,22 +110,6 @@ class Config(MemoryOptions, PlanningOptions):
         description="Embeddings with sparse=True; dense: their gradients are dense, and summed as all others; refuse: such "
         "models are refused.",
     )
-    gradient_dtype: Literal["same", "bf16", "fp16"] = Field(
-        "same", description="What gradients travel as between replicas; same: as what they are summed in."
-    )
-    gradient_scale: float = Field(
-        1.0,
-        gt=0,
-        description="What gradients are multiplied by before gradient_dtype, and divided by after the sum.",
-    )
-    max_buckets: int = Field(
-        0,
-        ge=0,
-        description="Most buckets into which a stage's gradients are put; 0: as many as bucket_mb gives.",
-    )
-    num_communicators: int = Field(
-        1, ge=1, description="Number of communicators over which the buckets of a stage are summed in turn."
-    )
     states_on_all_ranks: bool = Field(
         False,
         description="state_dict() of the model and of optimizers gives every rank the whole state; False: "
@@ -165,6 +151,36 @@ class Config(MemoryOptions, PlanningOptions):
         description="Longest wait for the slowest rank to plan and compile, seconds.",
     )
     bucket_mb: float = Field(25.0, gt=0, description="Size of one gradient bucket in MB (1024**2 bytes).")
+    max_buckets: int = Field(
+        0,
+        ge=0,
+        description="In place of bucket_mb: at most so many gradient buckets, of about equal size, for the parameters of "
+        "a stage that have one dtype and one updater; 0: by bucket_mb.",
+    )
+    num_communicators: int = Field(
+        1,
+        ge=1,
+        le=_MOST_COMMUNICATORS,
+        description="Process groups for the gradients of the same ranks, which buckets go to in turn, so that sums go on "
+        "side by side; what is summed in shared memory needs none.",
+    )
+    boundary_dtype: Literal["same", "bf16", "fp16", "fp8"] = Field(
+        "same",
+        description="What floating values travel in between stages on different ranks, where that is narrower: NOT exact. "
+        "fp8: values as float8 e4m3 with a scale per 128 elements, their gradients as bf16.",
+    )
+    gradient_dtype: Literal["same", "bf16", "fp16"] = Field(
+        "same",
+        description="What gradients are summed in over ranks, where that is narrower than the dtype in which they are "
+        "summed over micro-batches: NOT exact.",
+    )
+    gradient_scale: float = Field(
+        1.0,
+        ge=1 / _LARGEST_SCALE,
+        le=_LARGEST_SCALE,
+        description="Number that gradients are multiplied by before they are rounded to gradient_dtype, and divided by "
+        "after the sum.",
+    )
     shared_memory: bool = Field(
         True,
         description="On CPUs, ranks of one host sum gradients in memory that they share; False: over "
@@ -287,6 +303,8 @@ class Config(MemoryOptions, PlanningOptions):
         if self.recompute_modules and (self.checkpointing or self.recompute != "auto"):
             other = "checkpointing" if self.checkpointing else "recompute"
             raise _disagreement("recompute_modules", "empty with", other)
+        if self.gradient_scale != 1 and self.gradient_dtype == "same":
+            raise _disagreement("gradient_scale", "1 without another", "gradient_dtype")
         if self.checkpointing and activation_budget(self.recompute):
             raise _disagreement("checkpointing", "False with", "recompute")
         return self

@@ -40,7 +40,7 @@ def test_staged_messages(
 
 @pytest.mark.parametrize("stage_compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("replicas", ["1,1", "2"])
-@pytest.mark.parametrize("check", ["equal", "no_wait", "long"])
+@pytest.mark.parametrize("check", ["equal", "no_wait", "long", "wires"])
 def test_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, replicas: str, stage_compiler: str
 ) -> None:

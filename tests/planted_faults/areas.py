@@ -157,8 +157,18 @@ AREAS = (
     Area(name="rows", files={"runtime/rows.py": 2}, tests=unit("runtime/rows")),
     Area(
         name="buckets",
-        files={"runtime/gradients/buckets.py": 3, "runtime/gradients/bucket_layout.py": 3},
+        files={"runtime/gradients/buckets.py": 3, "runtime/gradients/bucket_layout.py": 5},
         tests=(*unit("runtime/gradients/buckets"), *equal("small_buckets")),
+    ),
+    Area(
+        name="sums in fewer bits",
+        files={"runtime/gradients/bucket_reductions.py": 3},
+        tests=unit("runtime/gradients/bucket_reductions"),
+    ),
+    Area(
+        name="formats of messages",
+        files={"kernels/pack_reference.py": 3},
+        tests=("tests/unit/kernels/test_boundary_pack.py",),
     ),
     Area(
         name="who updates",

@@ -54,6 +54,7 @@ from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.memory import saved_values
 from rannc_backend.planner.cost.pricing import operator_seconds
 from rannc_backend.planner.cost.tensor_sizes import counted_bytes, value_bytes
+from rannc_backend.planner.cost.transfer import in_formats
 from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,10 @@ def block_graph(
         # Sizes that come from a graph are expressions.
         free = set().union(*(cast("sympy.Expr", flow.num_bytes).free_symbols for flow in graph.flows), set())
         assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
+    nodes = {node.name: node.meta.get("val") for node in staged.rowwise.graph.nodes}
+    values = {item.fqn or item.name: nodes.get(item.name) for item in inputs} | nodes
+    dtypes = {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
+    graph = in_formats(graph, dtypes, config)
     return replace(graph, whole_batch=whole_batch, has_loss=has_loss(split, needs_grad))
 
 

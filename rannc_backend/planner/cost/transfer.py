@@ -9,14 +9,21 @@ reduced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from rannc_backend.ir.block_graph import BlockGraph, ParameterUse
+from rannc_backend.kernels.bucket_wires import GRADIENT_DTYPES, dtype_on_wire
+from rannc_backend.kernels.gradient_writes import sum_dtype
+from rannc_backend.kernels.message_layout import WIRES, choose_wires, share_on_wire
 from rannc_backend.planner.cluster.cluster import Cluster, Link
+from rannc_backend.settings.options import Config
 
 Numbers = float | NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -110,6 +117,50 @@ def offload_seconds(
     return (parameter_bytes + gradient_bytes) / cluster.device.host_bytes_per_second
 
 
+def in_formats(graph: BlockGraph, values: Mapping[str, torch.dtype], config: Config) -> BlockGraph:
+    """The graph with what travels in fewer bits, by options; ``values``: dtypes of values by name and of parameters by
+    dotted name.
+    """
+    wire, sums = WIRES[config.boundary_dtype], GRADIENT_DTYPES.get(config.gradient_dtype)
+
+    def share(name: str, *, backward: bool) -> float:
+        dtype = values[name]
+        return share_on_wire(dtype, choose_wires([dtype], wire, backward=backward)[0])
+
+    def sum_share(use: ParameterUse) -> float:
+        dtype = sum_dtype(values[use.name], wide=config.wide_sums)
+        return dtype_on_wire(dtype, sums).itemsize / dtype.itemsize
+
+    return replace(
+        graph,
+        num_communicators=config.num_communicators,
+        flows=tuple(
+            replace(
+                flow,
+                value_share=share(flow.name, backward=False),
+                gradient_share=share(flow.name, backward=True),
+            )
+            for flow in graph.flows
+        ),
+        parameters=tuple(replace(use, sum_share=sum_share(use)) for use in graph.parameters),
+    )
+
+
+def bucket_bytes(graph: BlockGraph, config: Config) -> float:
+    """Of what replicas reduce, so many bytes are a bucket; buckets are filled by the sums before they are rounded."""
+    sums, reduced = (
+        (
+            sum(sizes)
+            for sizes in zip(*((use.sum_bytes, use.reduced_bytes) for use in graph.parameters), strict=True)
+        )
+        if graph.parameters
+        else (0, 0)
+    )
+    if config.max_buckets:
+        return max(1.0, reduced / config.max_buckets)
+    return config.bucket_mb * 2**20 * (reduced / sums if sums else 1.0)
+
+
 def message_memory(
     cluster: Cluster, num_micro_batches: int, sent: Any, awaited: Any, ahead: Any, returned: Any
 ) -> Any:
@@ -123,14 +174,16 @@ def message_memory(
     return 2 * (sent + returned) + awaited + ahead if num_micro_batches > 1 else sent + returned
 
 
-def communicator_memory(cluster: Cluster, num_blocks: int, begins: Ints, ends: Ints, replicas: Ints) -> Any:
+def communicator_memory(
+    cluster: Cluster, num_blocks: int, begins: Ints, ends: Ints, replicas: Ints, num_of_replicas: int = 1
+) -> Any:
     """Bytes of communicators: two of all ranks (rows and parameters, sums), one for the stage on each
-    side, one for replicas.
+    side, `num_of_replicas` for replicas.
 
     Stages that a value skips to are not known here; each would be one more.
     """
     has_group = (replicas > 1) & (replicas < cluster.num_devices)
-    number = 2.0 + (begins > 0) + (ends < num_blocks) + has_group
+    number = 2.0 + (begins > 0) + (ends < num_blocks) + num_of_replicas * has_group
     return cluster.device.communicator_bytes * number * (cluster.num_devices > 1)
 
 

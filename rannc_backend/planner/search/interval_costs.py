@@ -46,6 +46,7 @@ from rannc_backend.planner.search.over_intervals import (
     ParameterSums,
     WorkFloor,
     least_work,
+    messages_of,
     over,
     received_bytes,
     seconds_over,
@@ -252,9 +253,13 @@ class IntervalCosts:
         """
         return saved + self.message_bytes(0, end, rows)[0] + sent_bytes(self.graph, 0, end, rows)[1]
 
-    def message_bytes(self, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
-        """[rows]: what a replica receives of one micro-batch, and the gradients that it gives back."""
-        return received_bytes(self.graph, begin, end, rows)
+    def message_bytes(
+        self, begin: int, end: int, rows: Sequence[int], *, on_wire: bool = False
+    ) -> tuple[Floats, Floats]:
+        """What a replica with so many rows receives of one micro-batch, and the gradients that it gives back:
+        arrays [rows]. ``on_wire``: as they travel.
+        """
+        return received_bytes(self.graph, begin, end, rows, on_wire=on_wire)
 
     def memory(
         self,
@@ -274,17 +279,23 @@ class IntervalCosts:
         """
         rows = [self.replica_rows(num_micro_batches, replicas)]
         prices = self.prices(begin, end, budget, rows, traced)
-        received, gradients = self.message_bytes(begin, end, rows)
-        values, awaited = (float(size[0]) for size in sent_bytes(self.graph, begin, end, rows))
+        received, place = self.message_bytes(begin, end, rows)[0], (begin, end - begin - 1)
         # Where all micro-batches are in flight there is none to receive ahead.
-        ahead = received[0] if num_micro_batches > num_in_flight else 0.0
-        messages = message_memory(self.cluster, num_micro_batches, values, awaited, ahead, gradients[0])
+        is_ahead = num_micro_batches > num_in_flight
+        messages = messages_of(
+            self.graph, self.cluster, (begin, end), rows, num_micro_batches, is_ahead=is_ahead
+        )
         messages += float(
             communicator_memory(
-                self.cluster, len(self.graph.blocks), np.array(begin), np.array(end), np.array(replicas)
+                self.cluster,
+                len(self.graph.blocks),
+                np.array(begin),
+                np.array(end),
+                np.array(replicas),
+                self.graph.num_communicators,
             )
         )
-        place = (begin, end - begin - 1)
+        messages += float(self.sums.rounded[place]) * (replicas > 1)
         updated = float(self._updated_bytes(np.array([replicas]))[place][0])
         outputs = self.outputs.of_stage(range(begin, end), num_micro_batches, replicas)
         sizes = [self.sums.parameters[place], self.sums.gradients[place], self._device_factor * updated]
@@ -387,10 +398,14 @@ class IntervalCosts:
             [self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64
         )
         columns = np.searchsorted(self._rows, rows)
-        received, gradients, sent, awaited = (
-            self._flows.over_intervals(kind, columns, max_length)
-            for kind in ("received", "gradients", "sent", "awaited")
-        )
+        kinds = ("received", "gradients", "sent", "awaited")
+        whole_flows = [self._flows.over_intervals(kind, columns, max_length) for kind in kinds]
+        travelling = whole_flows
+        if not self.graph.is_exact:
+            travelling = [
+                self._flows.over_intervals(kind, columns, max_length, on_wire=True) for kind in kinds
+            ]
+        received, gradients, sent, awaited = travelling
         held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
         rounded = self.rules.rounded
         state = rounded(self.sums.parameters) + rounded(self.sums.gradients)
@@ -400,10 +415,18 @@ class IntervalCosts:
             num_micro_batches * over(self._returned[:, columns], ends)
             + self.outputs.of_any(num_micro_batches)
         )
+        # What travels in fewer bits is there as it is, too, when it is packed or has been unpacked.
         fixed += rounded(
             message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
+            + sum(map(np.subtract, whole_flows[1:], travelling[1:]))
+            + self.sums.rounded[:, :max_length, None] * (counts > 1)
             + communicator_memory(
-                self.cluster, len(ends), np.arange(len(ends))[:, None, None], ends[:, :, None], counts
+                self.cluster,
+                len(ends),
+                np.arange(len(ends))[:, None, None],
+                ends[:, :, None],
+                counts,
+                self.graph.num_communicators,
             )
         )
         whole = self._prices[self.pricer.budgets[0]]
@@ -442,7 +465,7 @@ class IntervalCosts:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
             backwards[index] = backward
             np.add(fixed, rounded(workspace), out=fixed_bytes[index])
-            flight_bytes[index] = rounded(saved + received)
+            flight_bytes[index] = rounded(saved + whole_flows[0])
         later = over(weight, ends)
         later[0] = backwards[:, 0].min(axis=0)  # nobody waits for gradients of the first stage's inputs
         return MicroBatchTables(

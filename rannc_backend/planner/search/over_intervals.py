@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rannc_backend.ir.block_graph import Block, BlockGraph, Flow, ParameterUse
+from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import BlockPrices
+from rannc_backend.planner.cost.transfer import message_memory
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -160,15 +162,18 @@ def first_at_or_after(places: Sequence[int], first: int) -> tuple[Ints, Ints]:
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ParameterSums:
     """`parameters`: all of them; `trainable`: those that an optimizer updates; `gradients`: memory of their
-    gradients; `reduced`: what replicas sum; `shared`: the part of `reduced` of parameters that blocks outside of the
-    interval read too; `host`: what lies on the host.
+    gradients; `sums`: of those, sums over micro-batches; `reduced`: what replicas send of them; `shared`: the part of
+    `reduced` of parameters that blocks outside of the interval read too; `rounded`: copies of `sums` in fewer bits; `host`:
+    what lies on the host.
     """
 
     parameters: Floats
     trainable: Floats
     gradients: Floats
+    sums: Floats
     reduced: Floats
     shared: Floats
+    rounded: Floats
     host: Floats
 
     @classmethod
@@ -181,28 +186,30 @@ class ParameterSums:
             for name in block.parameters:
                 readers.setdefault(name, []).append(block.index)
         uses = {use.name: use for use in graph.parameters}
-        sizes_at: dict[tuple[int, ...], list[int]] = {}  # by the blocks that read the same
+        sizes_at: dict[tuple[int, ...], list[float]] = {}  # by the blocks that read the same
         for name, indexes in readers.items():
-            sizes = sizes_at.setdefault(tuple(indexes), [0, 0, 0, 0])
+            sizes = sizes_at.setdefault(tuple(indexes), [0.0] * 6)
             for kind, size in enumerate(_sizes(uses[name])):
                 sizes[kind] += size
         num_blocks = len(graph.blocks)
-        added = np.zeros((5, num_blocks, num_blocks))
+        added = np.zeros((7, num_blocks, num_blocks))
         for places, sizes in sizes_at.items():
             begins, ends = first_at_or_after(places, 0)
             for kind, size in enumerate(sizes):
                 added[kind, begins, ends - begins] += size
             if len(places) > 1:
-                added[4, begins, ends - begins] += sizes[3]
+                added[6, begins, ends - begins] += sizes[4]
                 whole = np.arange(places[0] + 1)
-                added[4, whole, places[-1] - whole] -= sizes[3]
-        parameters, trainable, gradients, reduced, shared = np.cumsum(added, axis=2)
+                added[6, whole, places[-1] - whole] -= sizes[4]
+        parameters, trainable, gradients, sums, reduced, rounded, shared = np.cumsum(added, axis=2)
         return cls(
             parameters=parameters,
             trainable=trainable,
-            gradients=reduced if offload else gradients,
+            gradients=sums if offload else gradients,
+            sums=sums,
             reduced=reduced,
             shared=shared,
+            rounded=rounded,
             host=parameters + gradients if offload else np.zeros_like(parameters),
         )
 
@@ -212,25 +219,30 @@ class ParameterSums:
             parameters=self.parameters[:, :max_length],
             trainable=self.trainable[:, :max_length],
             gradients=self.gradients[:, :max_length],
+            sums=self.sums[:, :max_length],
             reduced=self.reduced[:, :max_length],
             shared=self.shared[:, :max_length],
+            rounded=self.rounded[:, :max_length],
             host=self.host[:, :max_length],
         )
 
 
-def _sizes(use: ParameterUse) -> tuple[int, int, int, int]:
-    return use.num_bytes, use.num_bytes * use.trainable, use.gradient_bytes, use.sum_bytes
+def _sizes(use: ParameterUse) -> tuple[float, ...]:
+    rounded = use.reduced_bytes if use.sum_share < 1 else 0.0
+    trainable = use.num_bytes * use.trainable
+    return use.num_bytes, trainable, use.gradient_bytes, use.sum_bytes, use.reduced_bytes, rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlowSums:
     """`places`: by kind of flows, where in [begin, length] each begins (or ceases, with a minus) to count, for intervals of
-    growing length; `num_bytes` [flows, rows].
+    growing length; `num_bytes` [flows, rows]; `shares` [flows], by kind: bytes that travel per byte.
     """
 
     num_blocks: int
     places: Mapping[str, tuple[Ints, Ints, Ints, Floats]]
     num_bytes: Floats
+    shares: Mapping[str, Floats]
 
     @classmethod
     def of(cls, graph: BlockGraph, rows: Sequence[int], max_length: int, between: Iterable[Flow]) -> FlowSums:
@@ -263,15 +275,20 @@ class FlowSums:
             kept = lengths < max_length
             places[kind] = (begins[kept], lengths[kept], labels[kept], signs[kept])
         num_bytes = evaluate([flow.num_bytes for flow in graph.flows], rows)
-        return cls(num_blocks=len(graph.blocks), places=places, num_bytes=num_bytes)
+        values = np.array([flow.value_share for flow in graph.flows])
+        gradients = np.array([flow.gradient_share for flow in graph.flows])
+        shares = {"received": values, "sent": values, "gradients": gradients, "awaited": gradients}
+        return cls(num_blocks=len(graph.blocks), places=places, num_bytes=num_bytes, shares=shares)
 
-    def over_intervals(self, kind: str, columns: Ints, max_length: int) -> Floats:
-        """[L, N, columns]: bytes of flows of a kind."""
+    def over_intervals(self, kind: str, columns: Ints, max_length: int, *, on_wire: bool = False) -> Floats:
+        """[L, N, columns]: bytes of flows of a kind; ``on_wire``: of the messages that they travel in."""
         begins, lengths, flows, signs = self.places[kind]
         kept = lengths < max_length
         result = np.zeros((self.num_blocks, max_length, len(columns)))
         if kept.any():
             moved = signs[kept, None] * self.num_bytes[flows[kept]][:, columns]
+            if on_wire:
+                moved *= self.shares[kind][flows[kept], None]
             np.add.at(result, (begins[kept], lengths[kept]), moved)
         return np.maximum(np.cumsum(result, axis=1), 0.0)
 
@@ -322,3 +339,47 @@ class WorkFloor:
             & (self._works <= self.most_replicas * most_seconds * _ROUNDED_UP)
         )
         return int(np.flatnonzero(fitting.any(axis=0)).max(initial=0)) + 1
+
+
+def received_bytes(
+    graph: BlockGraph, begin: int, end: int, rows: Sequence[int], *, on_wire: bool
+) -> tuple[Floats, Floats]:
+    """See `IntervalCosts.message_bytes`."""
+    received = [
+        flow for flow in graph.flows
+        if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
+    ]  # fmt: skip
+    sizes = evaluate([flow.num_bytes for flow in received], rows)
+    of_value, of_gradient = _shares(received, on_wire=on_wire)
+    return of_value @ sizes, of_gradient @ sizes
+
+
+def messages_of(
+    graph: BlockGraph,
+    cluster: Cluster,
+    interval: tuple[int, int],
+    rows: Sequence[int],
+    num_micro_batches: int,
+    *,
+    is_ahead: bool,
+) -> float:
+    """Bytes of messages on their way, and of what is there beside them where it travels in fewer bits."""
+    begin, end = interval
+    sent = [flow for flow in graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
+    sizes = evaluate([flow.num_bytes for flow in sent], rows)[:, 0]
+    whole, travelling = (
+        [float(share @ sizes) for share in _shares(sent, on_wire=on_wire)] for on_wire in (False, True)
+    )
+    values, awaited = travelling
+    received, gradients = (float(x[0]) for x in received_bytes(graph, begin, end, rows, on_wire=True))
+    beside = sum(whole) - sum(travelling)
+    beside += float(received_bytes(graph, begin, end, rows, on_wire=False)[1][0]) - gradients
+    ahead = received if is_ahead else 0.0
+    return float(message_memory(cluster, num_micro_batches, values, awaited, ahead, gradients)) + beside
+
+
+def _shares(flows: Sequence[Flow], *, on_wire: bool) -> tuple[Floats, Floats]:
+    """[flows]: bytes of messages per byte of each value; those of values and of gradients."""
+    values = [flow.value_share if on_wire else 1.0 for flow in flows]
+    gradients = [(flow.gradient_share if on_wire else 1.0) * flow.needs_grad for flow in flows]
+    return np.array(values), np.array(gradients, dtype=np.float64)

@@ -66,9 +66,16 @@ class WatchedTransport:
         self.inner.limit_waits(seconds)
 
     def prepare(
-        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+        self,
+        *,
+        channels: Sequence[str] = (),
+        groups: Sequence[Ranks] = (),
+        routes: Sequence[Route] = (),
+        num_communicators: int = 1,
     ) -> None:
-        self.inner.prepare(channels=channels, groups=groups, routes=routes)
+        self.inner.prepare(
+            channels=channels, groups=groups, routes=routes, num_communicators=num_communicators
+        )
 
     def isend(self, tensor: torch.Tensor, peer: int, channel: str) -> Work:
         number = self._num_sent[peer, channel]
@@ -107,7 +114,9 @@ class WatchedTransport:
             number=number,
         )
 
-    def allreduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()) -> Work:
+    def allreduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> Work:
         if self.displays:
             logger.info(
                 "rank %d adds to the all-reduce over ranks %s: %s",
@@ -115,7 +124,7 @@ class WatchedTransport:
                 list(ranks),
                 describe_values(tensor),
             )
-        return self.inner.allreduce(tensor, ranks, takers)
+        return self.inner.allreduce(tensor, ranks, takers, communicator)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: tuple[int, ...]) -> Work:
         return self.inner.broadcast(tensor, root, ranks)

@@ -41,6 +41,11 @@ class WaitWatch(Protocol):
     def end_wait(self) -> None: ...
 
 
+def reductions_name(ranks: Ranks, communicator: int) -> str:
+    """Of a group that sums, in messages: its ranks, and which of its communicators."""
+    return f"reductions of {ranks}{f', communicator {communicator}' if communicator else ''}"
+
+
 class DoneWork:
     """Nothing to wait for: an empty tensor, or a group of one."""
 
@@ -153,7 +158,12 @@ class SingleTransport(Memory):
         return
 
     def prepare(
-        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+        self,
+        *,
+        channels: Sequence[str] = (),
+        groups: Sequence[Ranks] = (),
+        routes: Sequence[Route] = (),
+        num_communicators: int = 1,
     ) -> None:
         return
 
@@ -163,7 +173,9 @@ class SingleTransport(Memory):
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DoneWork:
         raise AssertionError(f"message {channel!r} from rank {peer} in a job of one process")
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DoneWork:
+    def allreduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> DoneWork:
         return DoneWork()
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:
@@ -246,7 +258,7 @@ class GroupTransport(Memory):
         self._message_group = groups.add(message_group)
         self._groups = groups
         self._tags: dict[str, int] = {}
-        self._reductions: dict[Ranks, Any] = {}
+        self._reductions: dict[tuple[Ranks, int], Any] = {}  # by communicator
         self._answers: dict[Ranks, Any] = {}
         self._sums = SharedSums(rank=rank, places=places, plain=self.allreduce) if places else None
 
@@ -254,7 +266,12 @@ class GroupTransport(Memory):
         self.limit_seconds = seconds
 
     def prepare(
-        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+        self,
+        *,
+        channels: Sequence[str] = (),
+        groups: Sequence[Ranks] = (),
+        routes: Sequence[Route] = (),
+        num_communicators: int = 1,
     ) -> None:
         for channel in [*channels, *(route.channel for route in routes)]:
             if channel not in self._tags:
@@ -262,9 +279,10 @@ class GroupTransport(Memory):
                 self._tags[channel] = _FIRST_TAG + len(self._tags)
         for ranks in groups:
             assert list(ranks) == sorted(set(ranks)), f"group {ranks} is not in ascending order"
-            if len(ranks) > 1 and ranks not in self._reductions:
-                self.created.append(f"reductions of {ranks}")
-                self._reductions[ranks] = self._new_group(ranks)
+            for number in range(num_communicators if len(ranks) > 1 else 0):
+                if (ranks, number) not in self._reductions:
+                    self.created.append(reductions_name(ranks, number))
+                    self._reductions[ranks, number] = self._new_group(ranks)
 
     def share(self, groups: Sequence[Ranks]) -> SharedSums | None:
         self.prepare(groups=groups)
@@ -277,8 +295,8 @@ class GroupTransport(Memory):
                 if self.rank in ranks:
                     self._sums.add(
                         ranks,
-                        announce=self._starter(self._reductions, ranks),
-                        answer=self._starter(self._answers, ranks),
+                        announce=self._starter(self._reductions[ranks, 0], ranks),
+                        answer=self._starter(self._answers[ranks], ranks),
                     )
         return self._sums
 
@@ -302,10 +320,12 @@ class GroupTransport(Memory):
             what=f"receive of {channel!r}",
         )
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DistWork | DoneWork:
+    def allreduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        return self._start_sum(tensor, self._reductions[ranks], ranks, takers)
+        return self._start_sum(tensor, self._reductions[ranks, communicator], ranks, takers)
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DistWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
@@ -313,7 +333,7 @@ class GroupTransport(Memory):
         assert has_plain_memory(tensor), (
             "what is broadcast is not contiguous, or is marked as conjugate or negative"
         )
-        work = dist.broadcast(tensor, src=root, group=self._reductions[ranks], async_op=True)
+        work = dist.broadcast(tensor, src=root, group=self._reductions[ranks, 0], async_op=True)
         what = f"broadcast from rank {root} over ranks {list(ranks)}"
         return DistWork(self, work, tensor, peers=(root,), what=what)
 
@@ -322,12 +342,13 @@ class GroupTransport(Memory):
         return
 
     def recreate(self) -> None:
-        groups, shared = list(self._reductions), list(self._answers)
+        reductions, shared = list(self._reductions), list(self._answers)
         self._forget_groups()
         self._message_group = None
         self._groups.destroy()
         self._message_group = self._groups.add(dist.new_group(backend="gloo", timeout=UNLIMITED))
-        self.prepare(groups=groups)
+        for ranks, number in reductions:
+            self.prepare(groups=[ranks], num_communicators=number + 1)
         self.share(shared)
 
     def close(self) -> None:
@@ -347,8 +368,8 @@ class GroupTransport(Memory):
         group = dist.new_group(list(ranks), timeout=UNLIMITED, backend="gloo")
         return self._groups.add(group if self.rank in ranks else None)
 
-    def _starter(self, groups: dict[Ranks, Any], ranks: Ranks) -> Callable[[torch.Tensor], DistWork]:
-        return lambda tensor: self._start_sum(tensor, groups[ranks], ranks)
+    def _starter(self, group: Any, ranks: Ranks) -> Callable[[torch.Tensor], DistWork]:
+        return lambda tensor: self._start_sum(tensor, group, ranks)
 
     def _start_sum(self, tensor: torch.Tensor, group: Any, ranks: Ranks, takers: Ranks = ()) -> DistWork:
         assert has_plain_memory(tensor), (

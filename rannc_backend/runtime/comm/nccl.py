@@ -6,7 +6,8 @@ that its operations are queued on.
 
 - Links are shared, since each costs memory of the device: one for all messages between the same ranks (of two
   stages, or of all ranks: input rows, output rows, parameters), one per group of ranks that reduces. NCCL
-  runs the operations of one group one after the other. So within a step a message is not queued when it is
+  runs the operations of one group one after the other (a group that reduces may have several links, which buckets
+  go to in turn). So within a step a message is not queued when it is
   posted but at its turn (`schedule/turns.py`), where `reach` says so: both ends queue the same messages in
   the same order, and nothing is queued that needs what its own rank does later. Outside of steps messages are
   queued as they are posted: there all ranks go through the same list. All ranks make the same links in the
@@ -47,7 +48,7 @@ from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.comm.device_watch import DeviceWatch
-from rannc_backend.runtime.comm.gloo import DoneWork, OwnedGroups
+from rannc_backend.runtime.comm.gloo import DoneWork, OwnedGroups, reductions_name
 from rannc_backend.runtime.comm.receive_buffers import ReceiveBuffers
 from rannc_backend.runtime.comm.streams import DeviceLayer, Event, Stream, byte_view, unrecorded_alias
 from rannc_backend.runtime.torch_internals import is_finished
@@ -206,7 +207,7 @@ class NcclTransport:
         self._groups = groups
         self._ranks_of: dict[str, Ranks] = {}  # by channel
         self._messages: dict[Ranks, _Link] = {}
-        self._reductions: dict[Ranks, _Link] = {}
+        self._reductions: dict[tuple[Ranks, int], _Link] = {}  # by communicator
         self._turns: Sequence[QueueTurn] = ()
         self._next_turn = 0
         self._held: dict[
@@ -218,7 +219,12 @@ class NcclTransport:
         self._watch.limit_waits(seconds)
 
     def prepare(
-        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+        self,
+        *,
+        channels: Sequence[str] = (),
+        groups: Sequence[Ranks] = (),
+        routes: Sequence[Route] = (),
+        num_communicators: int = 1,
     ) -> None:
         for channel, ranks in [
             *((channel, self._everyone) for channel in channels),
@@ -229,8 +235,9 @@ class NcclTransport:
                 self._messages[ranks] = self._new_link(f"messages of {ranks}", ranks)
         for ranks in groups:
             assert list(ranks) == sorted(set(ranks)), f"group {ranks} is not in ascending order"
-            if len(ranks) > 1 and ranks not in self._reductions:
-                self._reductions[ranks] = self._new_link(f"reductions of {ranks}", ranks)
+            for number in range(num_communicators if len(ranks) > 1 else 0):
+                if (ranks, number) not in self._reductions:
+                    self._reductions[ranks, number] = self._new_link(reductions_name(ranks, number), ranks)
 
     def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
         wanted: dict[Ranks, set[tuple[int, bool]]] = {}
@@ -262,10 +269,12 @@ class NcclTransport:
             MessageWork(tensor, link, peer, f"receive of {channel!r}", is_send=False, ready=ready), channel
         )
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> EventWork | DoneWork:
+    def allreduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        link = self._reductions[ranks]
+        link = self._reductions[ranks, communicator]
         if len(takers) != 1:
             return self._sum(link, tensor)
         root = takers[0]
@@ -276,7 +285,7 @@ class NcclTransport:
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> EventWork | DoneWork:
         if len(ranks) == 1 or tensor.numel() == 0:
             return DoneWork()
-        link = self._reductions[ranks]
+        link = self._reductions[ranks, 0]
         return self._start(
             link,
             tensor,
@@ -329,7 +338,8 @@ class NcclTransport:
             self._messages[ranks] = self._new_link(link.name, ranks)
             if link.connected - self._messages[ranks].connected:
                 self._set_up(self._messages[ranks], sorted(link.connected - self._messages[ranks].connected))
-        self.prepare(groups=list(reductions))
+        for ranks, number in reductions:
+            self.prepare(groups=[ranks], num_communicators=number + 1)
 
     def close(self) -> None:
         self._watch.close()

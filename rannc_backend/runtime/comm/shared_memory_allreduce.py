@@ -177,7 +177,7 @@ class SharedSums:
         *,
         rank: int,
         places: tuple[str, ...],
-        plain: Callable[[torch.Tensor, Ranks, Ranks], Collective],
+        plain: Callable[[torch.Tensor, Ranks, Ranks, int], Collective],
     ) -> None:
         self.rank = rank
         self._places = places
@@ -212,10 +212,12 @@ class SharedSums:
                 say_once(logger, f"no shared memory for gradients: {error}")
         return torch.zeros(numel, dtype=dtype)
 
-    def reduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Collective | SharedReduction:
-        """Start summing a tensor over a group, in place; every rank of it gives one of the same size. ``takers``: as
-        of `BucketSums`.
+    def reduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> Collective | SharedReduction:
+        """Start summing a tensor over a group, in place; every rank of it gives one of the same size. ``takers``,
+        ``communicator``: as of `BucketSums`.
         """
         if ranks in self._groups and tensor.nbytes >= _FEWEST_BYTES:
             return self._groups[ranks].start(tensor, takers)
-        return self._plain(tensor, ranks, takers)
+        return self._plain(tensor, ranks, takers, communicator)

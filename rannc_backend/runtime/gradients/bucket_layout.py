@@ -6,6 +6,7 @@ that update each. Out: `BucketLayout`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,12 +103,14 @@ def plan_buckets(
     capacity_bytes: float,
     division: Division = UNDIVIDED,
     *,
+    max_buckets: int = 0,
     wide_sums: bool = False,
     device: torch.device | None = None,
 ) -> BucketLayout:
     """Buckets for ``parameters``, given in the order in which this rank's stage (ranks ``stage_ranks``)
     finishes them. A bucket has the parameters of one updater, and comes where the last of them is finished.
-    ``wide_sums``: gradients of 16 bits are summed in float32. ``device``: of the buckets, where it is not that of the
+    ``max_buckets``: in place of ``capacity_bytes``, of the parameters that have the same owners, dtype and updater; 0:
+    any number. ``wide_sums``: gradients of 16 bits are summed in float32. ``device``: of the buckets, where it is not that of the
     parameters.
 
     Parameters shared by several stages are sorted by name: the stages may finish them in different orders. So
@@ -130,7 +133,7 @@ def plan_buckets(
         return [
             (key, names)
             for key, members in of.items()
-            for names in _filled(members, capacity_bytes, sum_dtype(key[1], wide=wide_sums))
+            for names in _filled(members, capacity_bytes, sum_dtype(key[1], wide=wide_sums), max_buckets)
         ]
 
     found = filled(own)
@@ -170,9 +173,14 @@ def plan_buckets(
 
 
 def _filled(
-    members: Sequence[tuple[str, torch.Tensor]], capacity_bytes: float, dtype: torch.dtype
+    members: Sequence[tuple[str, torch.Tensor]], capacity_bytes: float, dtype: torch.dtype, max_buckets: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Members in order, as many at a time as go into a bucket, one at least."""
+    """Members in order, as many at a time as go into a bucket, one at least. With ``max_buckets`` all
+    elements are divided into so many equal parts, and a bucket has the members that end in the same one.
+    """
+    if max_buckets:
+        yield from _in_parts(members, max_buckets)
+        return
     found: list[tuple[str, torch.Tensor]] = []
     numel = 0
     for name, tensor in members:
@@ -183,3 +191,14 @@ def _filled(
         numel += slot_elements(tensor.numel(), dtype)
     if found:
         yield found
+
+
+def _in_parts(
+    members: Sequence[tuple[str, torch.Tensor]], number: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    ends = list(itertools.accumulate(tensor.numel() for _, tensor in members))
+    total = max(ends[-1], 1)
+    # Of each member the part of all elements in which it ends.
+    places = [max(0, -(-end * number // total) - 1) for end in ends]
+    for _, part in itertools.groupby(zip(places, members, strict=True), key=lambda item: item[0]):
+        yield [member for _, member in part]

@@ -42,13 +42,14 @@ def _later(buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> _Later:
 
 @dataclass(slots=True, kw_only=True)
 class DelayableBuckets(GradientBuckets):
-    """Buckets of one graph of a model; ``capacity_bytes``: size of the buckets of a reduction that was
-    delayed, ``wide_sums``: whether it sums gradients of 16 bits in float32.
+    """Buckets of one graph of a model; ``capacity_bytes``, ``max_buckets``: size of the buckets of a reduction that
+    was delayed, ``wide_sums``: whether it sums gradients of 16 bits in float32.
     """
 
     table: ParameterTable
     switches: Switches
     capacity_bytes: float
+    max_buckets: int = 0
     wide_sums: bool = False
 
     def pending(self) -> PendingGradients:
@@ -90,11 +91,22 @@ class DelayableBuckets(GradientBuckets):
 
     def reduce(self) -> None:
         """Sum all local gradients of the model over their owners."""
-        reduce_gradients(self.table, self.start_reduce, self.capacity_bytes, wide_sums=self.wide_sums)
+        reduce_gradients(
+            self.table,
+            self.start_reduce,
+            self.capacity_bytes,
+            max_buckets=self.max_buckets,
+            wide_sums=self.wide_sums,
+        )
 
 
 def reduce_gradients(
-    table: ParameterTable, start_reduce: StartReduce, capacity_bytes: float, *, wide_sums: bool = False
+    table: ParameterTable,
+    start_reduce: StartReduce,
+    capacity_bytes: float,
+    *,
+    max_buckets: int = 0,
+    wide_sums: bool = False,
 ) -> None:
     """Sum the gradients of every parameter over its owners, in flat buckets. Collective among owners; nothing
     to do on one rank.
@@ -108,7 +120,14 @@ def reduce_gradients(
     division = Division(updates=table.updates, rank=table.world.rank)
     device = table.world.device
     layout = plan_buckets(
-        mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums, device=device
+        mine,
+        table.owners,
+        (),
+        capacity_bytes,
+        division,
+        max_buckets=max_buckets,
+        wide_sums=wide_sums,
+        device=device,
     )
     # The same order on all ranks, whatever stages they have: owner groups may overlap.
     for bucket in sorted(layout.buckets, key=lambda bucket: (bucket.ranks, bucket.names)):

@@ -17,7 +17,7 @@ import torch
 from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel, Program
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.ir.plan_checks import lane_text
-from rannc_backend.kernels.message_layout import MessageLayout
+from rannc_backend.kernels.message_layout import MessageLayout, Wire
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.host_link import HostLink, StageParameters
 from rannc_backend.runtime.gradients.buckets import StageGradients
@@ -30,6 +30,7 @@ from rannc_backend.runtime.step.messages import (
     make_incoming,
     make_message,
     slice_rows,
+    wires_of,
 )
 from rannc_backend.runtime.step.send_buffers import SendBuffers
 from rannc_backend.runtime.step.step_state import OLD_VALUE, Destinations, Stage, StageSlot, StepState
@@ -52,6 +53,7 @@ class Executor:
     ``host_link``: where parameters lie on the host, and stages read copies of them.
     ``examples``: in a rehearsal, where nothing arrives, a row for each value that is known, as [1, elements];
     zeros for the others.
+    ``boundary_wire``: how floating values travel between stages.
     """
 
     world: World
@@ -66,6 +68,7 @@ class Executor:
     send_buffers: SendBuffers
     examples: Mapping[str, torch.Tensor] | None = None
     host_link: HostLink | None = None
+    boundary_wire: Wire = Wire.SAME
     _copies: StageParameters | None = field(default=None, init=False)
     _handlers: dict[ActionKind, Callable[[Action, StepState], None]] = field(default_factory=dict, init=False)
     _num_readers: dict[str, int] = field(default_factory=dict, init=False)
@@ -364,7 +367,9 @@ class Executor:
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = layout_of(self._values(channel, state), key[1])
+            values = self._values(channel, state)
+            layout = layout_of(values, key[1], wires_of(channel, values, self.boundary_wire))
+            self._layouts[key] = layout
         return layout
 
     def _message(
@@ -426,18 +431,17 @@ class Executor:
                     self._layout(channel, piece, state), piece, self.world.transport.acquire_message
                 )
                 if self.examples is not None:
-                    self._fill(incoming, values, self.examples)
+                    incoming.fill(values, self.examples)
                 work = self.world.transport.irecv(incoming.buffer, piece.peer, str(channel))
                 state.receives[channel, m].append((incoming, work))
 
-    def _fill(
-        self, incoming: Incoming, values: Sequence[Value], examples: Mapping[str, torch.Tensor]
-    ) -> None:
-        for value, rows in zip(values, incoming.views, strict=True):
-            if value.name in examples:
-                value.to_rows(rows).copy_(examples[value.name])  # the rows of a message are a view so
-            else:
-                rows.zero_()
+    def _rows_of(self, incoming: Incoming, micro_batch: int, state: StepState) -> RowsTensors:
+        if incoming.layout.is_exact:
+            return incoming.views
+        unpacked = incoming.unpacked(self.send_buffers.tables)
+        if state.copies is not None:
+            state.copies.add(MESSAGES, micro_batch, unpacked.report)
+        return unpacked.tensors
 
     def _arrived(self, action: Action, state: StepState) -> list[torch.Tensor] | None:
         """The values of this rank's rows once all pieces are there; None when it has no rows in this
@@ -447,7 +451,7 @@ class Executor:
         arrived = state.local_messages.pop((channel, m), [])
         for incoming, work in state.receives.pop((channel, m), ()):
             work.wait(self.limit_seconds)
-            arrived.append((incoming.piece, incoming.views))
+            arrived.append((incoming.piece, self._rows_of(incoming, m, state)))
         start, stop = state.rows.interval(action.stage, self.world.rank, m)
         if start == stop:
             return None

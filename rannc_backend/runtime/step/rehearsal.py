@@ -49,7 +49,12 @@ class NobodyThere(Memory):
         return
 
     def prepare(
-        self, *, channels: Sequence[str] = (), groups: Sequence[Ranks] = (), routes: Sequence[Route] = ()
+        self,
+        *,
+        channels: Sequence[str] = (),
+        groups: Sequence[Ranks] = (),
+        routes: Sequence[Route] = (),
+        num_communicators: int = 1,
     ) -> None:
         return
 
@@ -59,7 +64,9 @@ class NobodyThere(Memory):
     def irecv(self, tensor: torch.Tensor, peer: int, channel: str) -> DoneWork:
         return DoneWork()
 
-    def allreduce(self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> DoneWork:
+    def allreduce(
+        self, tensor: torch.Tensor, ranks: Ranks, takers: Ranks = (), communicator: int = 0
+    ) -> DoneWork:
         return DoneWork()
 
     def broadcast(self, tensor: torch.Tensor, root: int, ranks: Ranks) -> DoneWork:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rannc_backend.ir.action import Channel
+from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, Channel
 from rannc_backend.ir.exchange import Edge, Value
 from rannc_backend.kernels.boundary_pack import pack
 from rannc_backend.kernels.kept_views import KeptViews
-from rannc_backend.kernels.message_layout import MessageLayout
+from rannc_backend.kernels.message_layout import MessageLayout, Wire
 from rannc_backend.kernels.pack_reference import Packed
 from rannc_backend.kernels.record_table import RecordTables
-from rannc_backend.runtime.step.messages import RowsTensors, layout_of
+from rannc_backend.runtime.step.messages import RowsTensors, layout_of, wires_of
 
 _Key = tuple[Channel, int, int]  # channel, micro-batch, receiving rank
 
@@ -133,16 +133,34 @@ def storable_values(messages: Mapping[int, Collection[Value]]) -> frozenset[str]
 
 
 def stored_names(
-    edges: Mapping[tuple[int, int], Edge], stage_index: int, output_names: Collection[str]
+    edges: Mapping[tuple[int, int], Edge],
+    stage_index: int,
+    output_names: Collection[str],
+    wire: Wire = Wire.SAME,
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Names of a stage's outputs, and of inputs of which it makes the gradients, that it may write into
     messages.
 
-    ``output_names``: of all its outputs; those that serve two purposes are left out.
+    ``output_names``: of all its outputs; those that serve two purposes are left out. ``wire``: how floating values travel
+    between stages; messages in which some are rounded are packed.
     """
-    forward = storable_values({dst: edge.forward for (src, dst), edge in edges.items() if src == stage_index})
+
+    def is_exact(channel: Channel, values: Sequence[Value]) -> bool:
+        return not any(wires_of(channel, values, wire))
+
+    forward = storable_values(
+        {
+            dst: edge.forward
+            for (src, dst), edge in edges.items()
+            if src == stage_index and is_exact(Channel(src, dst, FORWARD_VALUES), edge.forward)
+        }
+    )
     once = frozenset(name for name, number in Counter(output_names).items() if number == 1)
     gradients = storable_values(
-        {src: edge.gradient for (src, dst), edge in edges.items() if dst == stage_index}
+        {
+            src: edge.gradient
+            for (src, dst), edge in edges.items()
+            if dst == stage_index and is_exact(Channel(dst, src, GRADIENTS), edge.gradient)
+        }
     )
     return forward & once, gradients

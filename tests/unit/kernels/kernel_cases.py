@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 import torch
 
-from rannc_backend.kernels import boundary_pack, gradient_views, pack_reference, record_table
+from rannc_backend.kernels import boundary_pack, bucket_wires, gradient_views, pack_reference, record_table
 from rannc_backend.kernels.boundary_pack import Wire, plan_message
 from rannc_backend.kernels.gradient_views import GradientTables
 from rannc_backend.kernels.message_layout import choose_wires
@@ -41,6 +41,7 @@ POISON = 0xA5
 # Large chunks make few programs, which is what costs time in the interpreter.
 PREPARED: set[str] = set()
 WIDE_PACK = LaunchConfig(block=65536, num_warps=512)
+BUCKET = LaunchConfig(block=4096, num_warps=8)
 
 
 def random_tensor(
@@ -109,7 +110,7 @@ def compare_messages(
     """Differences between two messages, tensor by tensor, and between what lies around the tensors."""
     found = []
     outside = torch.ones(layout.num_bytes, dtype=torch.bool)
-    wire_dtypes = {Wire.BFLOAT16: torch.bfloat16, Wire.FLOAT8: torch.float8_e4m3fn}
+    wire_dtypes = {**pack_reference.HALVES, Wire.FLOAT8: torch.float8_e4m3fn}
     for index, (shape, dtype, wire, offset) in enumerate(
         zip(layout.shapes, layout.dtypes, layout.wires, layout.offsets)
     ):
@@ -206,7 +207,7 @@ def message_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable
             ],
         )
     yield check("only empty tensors", lambda: [torch.empty(0, device=device)] * 3)
-    formats = {Wire.BFLOAT16: (torch.float32, torch.float64), Wire.FLOAT8: FLOATS[:3]}
+    formats = {Wire.BFLOAT16: FLOATS[::3], Wire.FLOAT16: FLOATS[::3], Wire.FLOAT8: FLOATS}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < pack_reference.FLOAT8_CAPABILITY:
         del formats[Wire.FLOAT8]  # refused there
     for wire, dtypes in formats.items():
@@ -274,11 +275,36 @@ def view_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable[[]
         yield lambda shift=shift, sizes=sizes: run(FLOATS if thorough else FLOATS[:3], sizes, shift)
 
 
+def bucket_checks(device: torch.device, *, thorough: bool) -> Iterator[Callable[[], list[str]]]:
+    """Flat buckets to a narrower dtype and back, with scales that are powers of two and others."""
+
+    def run(wide: torch.dtype, narrow: torch.dtype, size: int, scale: float, shift: int) -> list[str]:
+        name = f"bucket of {size} {wide} as {narrow}, scale {scale}, shift {shift}"
+        source = random_tensor(wide, size, device, shift=shift, special=True)
+        made, found = random_tensor(narrow, size, device), []
+        for given, target, factors in (
+            (source, made, {"times": scale, "over": 1.0}),
+            (made, random_tensor(wide, size, device, shift=shift), {"times": 1.0, "over": scale}),
+        ):
+            expected = target.clone()
+            bucket_wires.reference_convert(given, expected, **factors)
+            bucket_wires.launch_convert(given, target, **factors, config=BUCKET)
+            found += differences(f"{name}, {factors}", target.cpu(), expected.cpu())
+        return found
+
+    sizes = (1, 15, 4096, 70_003) if thorough else (15, 5001)
+    for wide, narrow, shift in itertools.product(FLOATS[::3], FLOATS[1:3], SHIFTS[:2]):
+        for size, scale in itertools.product(sizes, (1.0, 128.0, 3.0)):
+            yield lambda wide=wide, narrow=narrow, size=size, scale=scale, shift=shift: run(
+                wide, narrow, size, scale, shift
+            )
+
+
 def problems(device: torch.device, *, thorough: bool, every: int = 1) -> list[str]:
     """What differs from the references, one line each. ``every``: only each so-manieth check. Equal numbers
     on every run.
     """
-    parts = (message_checks, view_checks)
+    parts = (message_checks, view_checks, bucket_checks)
     checks = [check for part in parts for check in part(device, thorough=thorough)]
     found = []
     for index, check in list(enumerate(checks))[::every]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from rannc_backend.kernels.kept_views import KeptViews, new_message
-from rannc_backend.kernels.message_layout import message_views, plan_message
+from rannc_backend.kernels.message_layout import plan_message
 from rannc_backend.kernels.plain_memory import all_plain, has_plain_memory
 from rannc_backend.runtime.comm.receive_buffers import ReceiveBuffers
 from rannc_backend.runtime.torch_internals import num_storage_users
@@ -26,7 +26,7 @@ def test_a_layout_has_its_own_views() -> None:
         assert [tuple(view.shape) for view in views] == list(layout.shapes) and [
             view.dtype for view in views
         ] == list(layout.dtypes)
-        wanted = message_views(memory[: layout.num_bytes], layout.shapes, layout.dtypes)
+        wanted = [layout.view(memory[: layout.num_bytes], index) for index in range(len(layout.shapes))]
         assert all(
             view.data_ptr() == other.data_ptr() and view.is_contiguous()
             for view, other in zip(views, wanted, strict=True)

@@ -14,7 +14,7 @@ from rannc_backend.api.record_model import recorded_source
 from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.ir.action import Channel
-from rannc_backend.kernels.boundary_pack import message_views, pack, pack_message, plan_message
+from rannc_backend.kernels.boundary_pack import pack, plan_message
 from rannc_backend.kernels.gradient_writes import LATER
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.plain_memory import has_marks, has_plain_memory, plain_memory, without_marks
@@ -51,7 +51,7 @@ READERS: dict[str, Callable[[Tensor], bytes]] = {
     "alone in a message": lambda tensor: bits(
         pack([tensor], plan_message([tensor.shape], [tensor.dtype])).message
     ),
-    "with others": lambda tensor: _values(pack_message([tensor] * 2), tensor),
+    "with others": lambda tensor: _values(pack([tensor] * 2, layout_like([tensor] * 2)).message, tensor),
     "for the user": lambda tensor: bits(make_message([tensor], layout_like([tensor]))),
     "to a stage": lambda tensor: bits(_sent([tensor])),
     "to a stage with others": lambda tensor: _values(_sent([tensor] * 2), tensor),
@@ -61,7 +61,7 @@ READERS: dict[str, Callable[[Tensor], bytes]] = {
 
 
 def _values(message: Tensor, tensor: Tensor) -> bytes:
-    return b"".join(bits(view) for view in message_views(message, [tensor.shape] * 2, [tensor.dtype] * 2))
+    return b"".join(map(bits, layout_like([tensor] * 2).views(message)))
 
 
 def _sent(rows: list[Tensor]) -> Tensor:

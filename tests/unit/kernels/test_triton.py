@@ -25,10 +25,10 @@ CASES = Path(__file__).parent / "kernel_cases.py"
 RESOURCES = ROOT / "scripts" / "kernel_resources.py"
 OLDEST, OWN = "3.6", "own"
 # One element of the narrow side is half as wide; the other side has 128 bits.
-NARROW_LOADS = ("unpack, bf16 to fp32",)
+NARROW_LOADS = ("unpack, bf16 to fp32", "from wire, bf16 to fp32")
 # An unaligned gradient that is added to its bucket: four elements per thread, then four sums.
 IN_FLIGHT = 4
-NARROW_STORES = ("bucket, fp32 to fp16",)
+NARROW_STORES = ("bucket, fp32 to fp16", "to wire, fp32 to bf16")
 
 
 def environment(version: str, tmp_path: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rannc_backend.ir.plan import ClassEfficiency
+from rannc_backend.ir.plan_formats import Formats
 from rannc_backend.report.page import plan_page
 from rannc_backend.report.terms import MEANINGS, meaning
 from tests.unit.rannc_backend.ir.sample_plans import replaced, sample_plan
@@ -31,6 +32,7 @@ def body() -> ElementTree.Element:
             zero_stage=1,
             told_recompute="model.layers",
             offload="parameters",
+            formats=Formats(boundary_dtype="bf16", saved_message_bytes=2**20),
             schedule="zb_h1",
         )
     )

@@ -87,10 +87,6 @@ OTHER_VALUES = {
     "gradients_reduce_method": ("sum", "sum"),
     "gradient_accumulation_dtype": ("float32", "float32"),
     "sparse_gradients": ("dense", "dense"),
-    "gradient_dtype": ("bf16", "bf16"),
-    "gradient_scale": (128.0, "128"),
-    "max_buckets": (5, "5"),
-    "num_communicators": (2, "2"),
     "skip_grad_scaling": (True, "true"),
     "sync_allreduce": (True, "true"),
     "sync_params_on_init": (False, "false"),
@@ -98,6 +94,11 @@ OTHER_VALUES = {
     "step_timeout_seconds": (30.0, "30"),
     "compile_timeout_seconds": (60.0, "60"),
     "bucket_mb": (1.0, "1"),
+    "max_buckets": (5, "5"),
+    "num_communicators": (2, "2"),
+    "boundary_dtype": ("fp8", "fp8"),
+    "gradient_dtype": ("bf16", "bf16"),
+    "gradient_scale": (128.0, "128"),
     "partitioning_dry_run_np": (32, "32"),
     "shared_memory": (False, "0"),
     "save_deployment": (True, "1"),
@@ -120,6 +121,8 @@ OTHER_VALUES = {
     "show_config_items": (True, "true"),
     "verbose": (True, "true"),
 }
+# Items that are refused without another.
+COMPANIONS = {"gradient_scale": {"gradient_dtype": "fp16"}}
 ANY_VALUE = st.one_of(
     st.none(),
     st.booleans(),
@@ -141,7 +144,8 @@ def test_default_environment_options_in_this_order(item: str) -> None:
     value, text = OTHER_VALUES[item]
     assert value != default
     assert getattr(resolve_config(None, {}), item) == default
-    from_environment = resolve({}, {environment_name(item): text})
+    companions = COMPANIONS.get(item, {})
+    from_environment = resolve(companions, {environment_name(item): text})
     assert getattr(from_environment.config, item) == value
     assert from_environment.sources[item] == f"environment {environment_name(item)}"
     from_options = resolve({item: default}, {environment_name(item): text})
@@ -239,6 +243,10 @@ def test_any_text_in_the_environment_gives_a_config_or_an_error_that_names_it(it
         ({"deployment_file": ""}, "deployment_file"),
         ({"run_file": "run.json", "report_steps": 0}, "run_file"),
         ({"min_pipeline": 8, "max_pipeline": 4}, "min_pipeline"),
+        ({"gradient_scale": 128.0}, "gradient_scale"),
+        ({"gradient_scale": 0.0, "gradient_dtype": "fp16"}, "gradient_scale"),
+        ({"gradient_dtype": "fp8"}, "gradient_dtype"),
+        ({"num_communicators": 0}, "num_communicators"),
         ({"stage_replicas": "2,0"}, "stage_replicas"),
         ({"stage_replicas": "2, 1"}, "stage_replicas"),
         ({"stage_replicas": "2,1", "partition_num": 3}, "stage_replicas"),

@@ -172,7 +172,7 @@ def test_reductions_run_beside_compute(takers: tuple[int, ...], queued: str) -> 
         work = transport.allreduce(bucket, (0, 1), takers)
         assert queued in device.log[-1]
         other.mul_(3)  # the rest of the backward
-        link = transport._reductions[0, 1].stream
+        link = transport._reductions[(0, 1), 0].stream
         assert link is not None
         multiplied = 1 << len(device.log)
         assert not link.seen & multiplied, "the reduction waits for what was queued after it"  # type: ignore[attr-defined]
@@ -183,6 +183,23 @@ def test_reductions_run_beside_compute(takers: tuple[int, ...], queued: str) -> 
         transport.allreduce(bucket, (0, 1), takers)
         bucket.add_(1)
     assert any("add_" in race and queued in race for race in device.races)
+
+
+def test_communicators_of_one_group_have_streams_of_their_own() -> None:
+    first, second = make_ranks(2, [], [(0, 1)])
+    for rank in (first, second):
+        rank.transport.prepare(groups=[(0, 1)], num_communicators=2)
+    assert first.transport.created == second.transport.created
+    assert first.transport.created[-2:] == ["reductions of (0, 1)", "reductions of (0, 1), communicator 1"]
+    one, other = (first.transport._reductions[(0, 1), number].stream for number in (0, 1))
+    assert one is not other
+    with OnDevice(first.device):
+        buckets = [torch.ones(4), torch.ones(4)]
+        works = [first.transport.allreduce(bucket, (0, 1), (), turn) for turn, bucket in enumerate(buckets)]
+        for work in works:
+            work.wait()
+        total = buckets[0] + buckets[1]
+    assert total.tolist() == [4.0] * 4 and not first.device.races
 
 
 def test_links_are_shared_and_made_in_one_order_everywhere() -> None:
@@ -220,10 +237,12 @@ def test_what_is_made_anew_is_connected_again(monkeypatch: pytest.MonkeyPatch) -
     ranks = make_ranks(2, [ROUTE], [(0, 1)])
     for rank in ranks:
         monkeypatch.setattr(rank.transport._groups, "destroy", lambda: None)
+        rank.transport.prepare(groups=[(0, 1)], num_communicators=2)
         rank.transport.connect([("0F1", 0, 1)])
         rank.links.exchanges.clear()
         rank.transport.recreate()
-        assert rank.transport.created == ["messages of (0, 1)", "reductions of (0, 1)"] * 2
+        names = ["messages of (0, 1)", "reductions of (0, 1)", "reductions of (0, 1), communicator 1"]
+        assert rank.transport.created == names * 2
         assert {peer for _, out, come in rank.links.exchanges for peer in (*out, *come)} == {
             1 - rank.links._rank
         }
@@ -296,7 +315,7 @@ def test_work_that_has_failed_is_not_taken_for_done() -> None:
 def test_a_reduction_that_has_failed_is_noticed_too() -> None:
     first, _ = make_ranks(2, [ROUTE], [(0, 1)])
     first.transport.allreduce(torch.ones(4), (0, 1))
-    posted: Any = first.transport._reductions[0, 1].latest
+    posted: Any = first.transport._reductions[(0, 1), 0].latest
     posted.failure = RuntimeError("network")
     posted.event.passed = True
     first.transport._watch.look()

@@ -81,7 +81,9 @@ def make_ranks(size: int) -> list[SharedSums]:
     for rank in ranks:
         start = plain.starter(rank)
         sums = SharedSums(
-            rank=rank, places=("here",) * size, plain=lambda tensor, group, takers, start=start: start(tensor)
+            rank=rank,
+            places=("here",) * size,
+            plain=lambda tensor, group, takers, communicator, start=start: start(tensor),
         )
         sums.add(ranks, announce=announce.starter(rank), answer=answer.starter(rank))
         made.append(sums)
@@ -235,7 +237,9 @@ def test_an_earlier_bucket_is_summed_when_a_later_one_starts(monkeypatch: pytest
 def test_small_buckets_and_groups_of_several_hosts_go_over_gloo() -> None:
     calls = []
     sums = SharedSums(
-        rank=0, places=("a", "a", "b", ""), plain=lambda tensor, ranks, takers: calls.append((tensor, ranks))
+        rank=0,
+        places=("a", "a", "b", ""),
+        plain=lambda tensor, ranks, takers, number: calls.append((tensor, ranks)),
     )
     assert (
         sums.possible((0, 1))

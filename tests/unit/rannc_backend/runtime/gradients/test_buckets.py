@@ -158,6 +158,37 @@ def test_buckets_are_filled_to_the_last_byte() -> None:
     assert [bucket.names for bucket in buckets.layout.buckets] == [("a",), ("b",), ("c",), ("d",)]
 
 
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=20),
+    st.integers(1, 8),
+    st.sampled_from([(), ("a", "b")]),
+)
+def test_there_are_no_more_buckets_than_asked_for(sizes: list[int], most: int, tied: tuple[str, ...]) -> None:
+    parameters = [(f"p{number}", torch.zeros(size)) for number, size in enumerate(sizes)]
+    parameters += [(name, torch.zeros(5)) for name in tied]
+    owners = {name: (0, 1, 2) if name in tied else STAGE for name, _ in parameters}
+    layout = plan_buckets(parameters, owners, STAGE, 1.0, max_buckets=most)
+    for ranks in {STAGE, *((0, 1, 2) for _ in tied)}:
+        found = [bucket.names for bucket in layout.buckets if bucket.ranks == ranks]
+        assert len(found) <= most
+        assert [name for names in found for name in names] == [
+            name for name, _ in parameters if owners[name] == ranks
+        ]
+    least = max(sum(sizes) / most, max(sizes))
+    numels = [
+        sum(layout.slots[name].numel for name in bucket.names)
+        for bucket in layout.buckets
+        if bucket.ranks == STAGE
+    ]
+    assert max(numels) <= sum(sizes) / most + max(sizes) <= 2 * least
+
+
+def test_as_many_buckets_as_parameters_of_equal_size() -> None:
+    parameters = [(name, torch.zeros(8)) for name in "abcd"]
+    layout = plan_buckets(parameters, dict.fromkeys("abcd", STAGE), STAGE, 1e9, max_buckets=2)
+    assert [bucket.names for bucket in layout.buckets] == [("a", "b"), ("c", "d")]
+
+
 def test_sums_over_several_stages_start_after_the_last_backward() -> None:
     """Other stages may need what this backward sends before they come to theirs."""
     buckets, reductions = make({"a": STAGE, "b": (0, 1, 2), "c": STAGE})

@@ -5,20 +5,22 @@ was copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rannc_backend.ir.action import OUTPUT, Action, ActionKind, Channel
+from rannc_backend.errors import UserInputError
+from rannc_backend.ir.action import INPUT, OUTPUT, Action, ActionKind, Channel
 from rannc_backend.ir.exchange import Edge, Value
-from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES
+from rannc_backend.kernels.message_layout import ALIGNMENT_BYTES, Wire
 from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.gloo import SingleTransport
-from rannc_backend.runtime.rows import RowTable
+from rannc_backend.runtime.rows import Piece, RowTable
 from rannc_backend.runtime.step.executor import Executor
-from rannc_backend.runtime.step.messages import layout_of
+from rannc_backend.runtime.step.messages import boundary_wire, layout_of, make_incoming, wires_of
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
 from rannc_backend.runtime.step.step_state import StepState
 from rannc_backend.runtime.step_counts import StepCounts
@@ -46,6 +48,56 @@ def test_a_value_may_be_stored_that_travels_in_one_message_with_others() -> None
     assert stored_names(edges, 0, ["once", "twice", "turned"]) == ({"once"}, frozenset())
     assert stored_names(edges, 1, ["wide", "narrow", "wide"]) == ({"narrow"}, {"once", "twice"})
     assert stored_names(edges, 2, []) == (frozenset(), {"wide", "narrow"})
+
+
+def test_nothing_is_stored_in_messages_that_are_rounded() -> None:
+    ids = Value(name="ids", dtype=torch.int64, shape=(-1, 3), dim=0)
+    edges = {
+        (0, 1): Edge(src=0, dst=1, forward=(WIDE, ids), gradient=(WIDE, NARROW)),
+        (0, 2): Edge(src=0, dst=2, forward=(value("other", -1, 2), ids)),
+        (0, OUTPUT): Edge(src=0, dst=OUTPUT, forward=(WIDE, NARROW)),
+    }
+    integers = {(0, 1): Edge(src=0, dst=1, forward=(ids, replace(ids, name="more")))}
+    for wire in (Wire.BFLOAT16, Wire.FLOAT16, Wire.FLOAT8):
+        assert stored_names(edges, 0, ["wide", "ids", "other"], wire) == (frozenset(), frozenset())
+        assert stored_names(edges, 1, [], wire) == (frozenset(), frozenset())
+        assert stored_names(integers, 0, ["ids", "more"], wire) == ({"ids", "more"}, frozenset())
+
+
+def test_a_rounded_message_is_packed_once_and_unpacked_once() -> None:
+    """Also that of one value, whose memory would be the message else."""
+    for values in ((WIDE,), (WIDE, TURNED, NARROW)):
+        layout = layout_of(values, 4, wires_of(ROUTE, values, Wire.BFLOAT16))
+        rows = [torch.randn(4, each.elements_per_row) for each in values]
+        rows = [row.view(each.rows_shape(4)) for row, each in zip(rows, values, strict=True)]
+        buffers = SendBuffers(torch.device("cpu"))
+        packed = buffers.pack(ROUTE, 0, 1, rows, layout)
+        assert packed.report.bytes_copied == sum(row.numel() * 2 for row in rows)
+        incoming = make_incoming(layout, Piece(1, 0, 4), SingleTransport().acquire_message)
+        assert incoming.views == [] and incoming.buffer.numel() == packed.message.numel()
+        incoming.buffer.copy_(packed.message)
+        unpacked = incoming.unpacked(buffers.tables)
+        for got, row in zip(unpacked.tensors, rows, strict=True):
+            assert got.dtype == row.dtype and torch.equal(got, row.to(torch.bfloat16).float())
+        incoming.fill(values, {"wide": torch.full((1, 5), 3.0)})
+        filled = incoming.unpacked(buffers.tables).tensors
+        assert bool((filled[0] == 3).all()) and not any(each.any() for each in filled[1:])
+
+
+def test_what_travels_to_and_from_the_user_is_exact() -> None:
+    for channel in (Channel(INPUT, 0, "F"), Channel(0, INPUT, "B"), Channel(1, OUTPUT, "F")):
+        assert wires_of(channel, (WIDE,), Wire.FLOAT8) == (Wire.SAME,)
+    assert wires_of(ROUTE, (WIDE,), Wire.FLOAT8) == (Wire.FLOAT8,)
+    assert wires_of(Channel(1, 0, "B"), (WIDE,), Wire.FLOAT8) == (Wire.BFLOAT16,)
+
+
+def test_float8_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UserInputError, match="(?s)8.9.*boundary_dtype to 'bf16'"):
+        boundary_wire("fp8", torch.device("cuda"))
+    assert boundary_wire("bf16", torch.device("cuda")) == Wire.BFLOAT16
 
 
 def test_what_lies_in_the_message_is_not_packed() -> None:
