@@ -42,6 +42,7 @@ from rannc_backend.planner.cost.small_models import stage_compiler
 from rannc_backend.planner.explanations import alternatives, without_zero
 from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_limits, priced, stage_plans
 from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.search.ilp import IlpSearch
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
@@ -91,8 +92,8 @@ def plan_blocks(
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
-    stage_memory = _StageMemory(whole_stages, config.stage_memory == "traced")
-    request, choice = _choose_updates(request, progress, stage_memory)
+    means = _Means(config, whole_stages)
+    request, choice = _choose_updates(request, progress, means)
     chosen, equal = choice.solution, choice.equal
     if choice.problem.only_lane_schedules and not chosen.has_several_stages:
         logger.warning(
@@ -164,15 +165,26 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _StageMemory:
-    """What knows the memory of whole stages, and whether it is `always` asked, or where they come near to the limit."""
+class _Means:
+    """What a plan is searched with. `whole_stages` knows the memory of whole stages."""
 
+    config: Config
     whole_stages: WholeStages | None
-    always: bool
+
+    @property
+    def always(self) -> bool:
+        """Whether the memory of whole stages is always asked for, or where they come near to the limit."""
+        return self.config.stage_memory == "traced"
+
+    def search(self, problem: SearchProblem, progress: Progress | None, seconds: float) -> StageSearch:
+        """See `StageSearch`; by the solver that is asked for."""
+        if self.config.solver == "dp":
+            return StageSearch(problem, progress=progress, seconds=seconds)
+        return IlpSearch(problem, progress=progress, seconds=seconds, time_seconds=self.config.solver_seconds)
 
 
 def _choose_updates(
-    request: PlanRequest, progress: Progress | None, memory: _StageMemory
+    request: PlanRequest, progress: Progress | None, means: _Means
 ) -> tuple[PlanRequest, _Choice]:
     """The fastest plan, and the request with the answer whether updates are divided over replicas (ZeRO 1).
 
@@ -182,14 +194,14 @@ def _choose_updates(
     """
     plain = request.with_updates(divided=False)
     if not request.may_divide_updates or _fits_anyhow(plain):
-        return plain, _found(_choose(plain, progress, memory), plain)
+        return plain, _found(_choose(plain, progress, means), plain)
     divided = request.with_updates(divided=True)
-    choice = _found(_choose(divided, progress, memory), divided)
+    choice = _found(_choose(divided, progress, means), divided)
     assert choice.result.solution is not None, "it was chosen from"
     if progress is not None and progress.cancelled():
         return divided, choice
     limit = choice.result.solution.step_seconds * (1 + _WORTH_DIVIDING)
-    other = _choose(plain, progress, memory, limit)
+    other = _choose(plain, progress, means, limit)
     if other is not None and other.solution.step_seconds <= choice.solution.step_seconds * (
         1 + _WORTH_DIVIDING
     ):
@@ -222,7 +234,7 @@ def _fits_anyhow(request: PlanRequest) -> bool:
 
 
 def _choose(
-    request: PlanRequest, progress: Progress | None, memory: _StageMemory, limit_seconds: float = math.inf
+    request: PlanRequest, progress: Progress | None, means: _Means, limit_seconds: float = math.inf
 ) -> _Choice | None:
     """The fastest plan whose stages fit, also as whole stages; None where nothing fits whose step is found to take less
     than the limit.
@@ -232,9 +244,9 @@ def _choose(
     costs = request.costs()
     problem = request.problem(costs)
     least = math.inf
-    whole_stages = memory.whole_stages
+    whole_stages = means.whole_stages
     for _ in range(_MAX_SEARCHES):
-        found = _searched(request, problem, progress, limit_seconds)
+        found = _searched(request, problem, progress, means, limit_seconds)
         if found is None:
             break
         search, result, equal, solution = found
@@ -243,7 +255,7 @@ def _choose(
         if (
             whole_stages is not None
             and not ended
-            and (memory.always or _fullest(stages) > _NEAR * request.memory_bytes)
+            and (means.always or _fullest(stages) > _NEAR * request.memory_bytes)
         ):
             stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
         needed = _fullest(stages)
@@ -274,14 +286,18 @@ def _choose(
 
 
 def _searched(
-    request: PlanRequest, problem: SearchProblem, progress: Progress | None, limit_seconds: float
+    request: PlanRequest,
+    problem: SearchProblem,
+    progress: Progress | None,
+    means: _Means,
+    limit_seconds: float,
 ) -> tuple[StageSearch, SearchResult, Solution | None, Solution] | None:
     """A search, what it found, the best equal split, and the plan to take; None where nothing fits and keeps the limits
     whose step is found to take less than `limit_seconds`.
     """
     for tried in attempts(problem):
         searched = replace(tried, cluster=request.searched(tried.cluster))
-        search = StageSearch(searched, progress=progress, seconds=limit_seconds)
+        search = means.search(searched, progress, limit_seconds)
         result = search.run()
         if result.solution is None:
             continue

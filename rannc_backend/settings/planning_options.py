@@ -105,6 +105,17 @@ class PlanningOptions(Options):
         lt=1,
         description="Smallest fastest / slowest stage's time (against its name: higher is more even); 0: no limit.",
     )
+    solver: Literal["dp", "ilp"] = Field(
+        "dp",
+        description="What searches for stages: dp: shortest paths and branch and bound, work limited by numbers; ilp: the "
+        "same problem as mixed-integer programmes (HiGHS of scipy), limited by solver_seconds.",
+    )
+    solver_seconds: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most seconds of a search with solver ilp; what is not proven by then is told as a gap.",
+    )
     costs: Literal["auto", "analytic", "measured", "rules"] = Field(
         "auto",
         description="What plans are priced with: a model of the device, or each distinct block measured; "

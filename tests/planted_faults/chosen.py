@@ -9,6 +9,7 @@ from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
+from tests.planted_faults.chosen_planning import CHOSEN_PLANNING
 from tests.planted_faults.fault import Fault
 
 _EXECUTOR = "runtime/step/executor.py"
@@ -18,6 +19,7 @@ CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
     + CHOSEN_MEMORY
     + CHOSEN_CAPTURE
+    + CHOSEN_PLANNING
     + tuple(
         Fault(*row)
         for row in (

@@ -5,7 +5,7 @@ step. Pure and
 deterministic: work is limited by numbers of candidates, never by time.
 
 Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped
-by bounds that take no table of costs (quick_bounds.py); each of the others has a lower bound from shortest
+by bounds that take no table of costs (`quick_bounds`); each of the others has a lower bound from shortest
 paths (stage_bounds.py). First a narrow walk (stage_beam.py) through the most promising cells and local
 improvement give a plan; then cells are opened in the order of their
 bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks
@@ -31,7 +31,7 @@ from rannc_backend.planner.search.beam import Beam
 from rannc_backend.planner.search.bounds import Cell, CellBounds, Shapes
 from rannc_backend.planner.search.equal_split import Candidate, best_equal_split, best_even_shares
 from rannc_backend.planner.search.limits import PipelineLimits
-from rannc_backend.planner.search.moves import first_cells, honours, make_solution, neighbours
+from rannc_backend.planner.search.moves import first_cells, honours, make_solution, neighbours, quick_bounds
 from rannc_backend.planner.search.problem import (
     Floats,
     Ints,
@@ -41,7 +41,6 @@ from rannc_backend.planner.search.problem import (
     plans_lower_bounds,
     plans_step_seconds,
 )
-from rannc_backend.planner.search.quick_bounds import quick_bounds
 from rannc_backend.planner.search.search_log import SearchLog
 from rannc_backend.schedule.orders import ScheduleName
 

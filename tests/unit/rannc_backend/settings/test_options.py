@@ -48,6 +48,8 @@ OTHER_VALUES = {
     "check_gradients": (True, "true"),
     "checkpointing": (True, "true"),
     "verify_recomp": (True, "true"),
+    "solver": ("ilp", "ilp"),
+    "solver_seconds": (5.0, "5.0"),
     "costs": ("measured", "measured"),
     "profile_file": ("profile.json", "profile.json"),
     "save_graph_profile": (True, "true"),

@@ -1,0 +1,134 @@
+"""Mixed-integer programmes find what the search by shortest paths finds, and say what they could not prove."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rannc_backend.errors import OptionValueError
+from rannc_backend.planner.cost.pricing import AnalyticPricer
+from rannc_backend.planner.planner import plan_blocks
+from rannc_backend.planner.search.ilp import CellProgramme, IlpSearch
+from rannc_backend.planner.search.problem import SearchProblem
+from rannc_backend.planner.search.search import StageSearch, search
+from rannc_backend.settings.options import Config
+from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
+from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
+from tests.unit.rannc_backend.planner.search.search_problems import problems, random_problem
+from tests.unit.rannc_backend.planner.search.test_limits import LIMITS
+
+
+def check_equal(problem: SearchProblem) -> None:
+    expected, found = search(problem), IlpSearch(problem).run()
+    assert (found.solution is None) == (expected.solution is None)
+    if found.solution is not None and expected.solution is not None:
+        assert found.solution.step_seconds == pytest.approx(expected.solution.step_seconds, rel=1e-6)
+        assert found.proven_gap == 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(problem=problems())
+def test_both_solvers_find_equally_fast_plans(problem: SearchProblem) -> None:
+    check_equal(problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems(max_blocks=6, max_devices=4), limits=LIMITS)
+def test_both_solvers_keep_the_limits_of_pipelines(problem: SearchProblem, limits) -> None:
+    check_equal(replace(problem, limits=limits))
+
+
+def uneven(**changes: object) -> SearchProblem:
+    """Of which no equal split is the best plan."""
+    return random_problem(
+        3, 9, 5, devices_per_node=2, micro_batches=(4,), schedules=("1f1b",), style="layers", memory_bytes=9.0,
+        message_scale=0.1, reduction_scale=0.2, **changes,
+    )  # fmt: skip
+
+
+class NotImproved(IlpSearch):
+    """Begins from the best equal split as it is."""
+
+    def _improve(self) -> None:
+        pass
+
+
+def test_programmes_alone_improve_on_equal_splits() -> None:
+    """Without local moves, what is better than the first plan comes from the programmes."""
+    problem = uneven()
+    searched = NotImproved(problem)
+    found, expected = searched.run(), search(problem)
+    assert searched.equal is not None and expected.solution is not None and found.solution is not None
+    assert searched.equal.step_seconds > expected.solution.step_seconds * (1 + 1e-3)
+    assert found.solution.step_seconds == pytest.approx(expected.solution.step_seconds, rel=1e-9)
+    assert found.num_candidates > 0
+
+
+def test_what_is_not_proven_in_time_is_a_gap(caplog: pytest.LogCaptureFixture) -> None:
+    times = itertools.chain([0.0], itertools.repeat(10.0))
+    with caplog.at_level(logging.WARNING):
+        result = NotImproved(uneven(), time_seconds=5.0, clock=lambda: next(times)).run()
+    best = search(uneven()).solution
+    assert result.solution is not None and best is not None
+    assert 0 < result.proven_gap < 1 and result.lower_bound <= best.step_seconds
+    assert f"faster by {100 * result.proven_gap:.3g} %" in caplog.text
+
+
+def test_without_a_plan_in_time_the_other_solver_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IlpSearch, "_try_equal_splits", lambda self, candidates: None)
+    times = itertools.chain([0.0], itertools.repeat(10.0))
+    found = IlpSearch(uneven(), time_seconds=5.0, clock=lambda: next(times)).run()
+    best = search(uneven()).solution
+    assert found.solution is not None and best is not None
+    assert found.solution.step_seconds == best.step_seconds
+
+
+def plan_with(**options: object):
+    cluster = local_cpu(4, memory_bytes=10**9)
+    return plan_blocks(
+        random_line(5, 6), Config(max_pipeline=4, **options), cluster=cluster, batch_rows=12, fingerprint="f" * 64,
+        schedules=("1f1b", "fill_drain"), pricer=AnalyticPricer(device=cluster.device),
+    )  # fmt: skip
+
+
+def test_the_option_chooses_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    run = IlpSearch.run
+    monkeypatch.setattr(IlpSearch, "run", lambda self: (asked.append(self.time_seconds), run(self))[1])
+    by_paths = plan_with()
+    assert not asked
+    by_programmes = plan_with(solver="ilp", solver_seconds=7.5)
+    assert asked and set(asked) == {7.5}
+    assert by_programmes.predicted_step_seconds == pytest.approx(by_paths.predicted_step_seconds, rel=1e-6)
+    assert by_programmes.proven_gap == 0.0
+
+
+def test_without_scipy_the_option_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(OptionValueError, match="install scipy"):
+        plan_with(solver="ilp")
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems(max_blocks=6, max_devices=6), data=st.data())
+def test_a_programme_has_every_plan_of_its_cell(problem: SearchProblem, data: st.DataObject) -> None:
+    """The relaxation is below the best plan of the cell, and the programme reaches it without a limit."""
+    best = search(problem).solution
+    if best is None or best.placement != "stage_major":
+        return
+    key = (best.schedule, best.num_micro_batches)
+    only = replace(problem, schedules=key[:1], micro_batches=key[1:])
+    searched = StageSearch(only)
+    cells = [cell for found in searched._cells_of(searched._candidates()) if found for _, cell, _ in found]
+    cell = next(
+        cell for cell in cells if (cell.num_stages, cell.placement) == (best.num_stages, best.placement)
+    )
+    programme = CellProgramme(searched._bounds(cell, 1.0, 0.0), float("inf"))
+    relaxed = programme.solve(60.0, whole=False)
+    assert relaxed.fun / programme.scale <= best.step_seconds * (1 + 1e-6)
