@@ -39,15 +39,25 @@ from rannc_backend.planner.cost.output_bytes import (
 )
 from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
 from rannc_backend.planner.cost.small_models import stage_compiler
-from rannc_backend.planner.explanations import alternatives, without_zero
 from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_limits, priced, stage_plans
 from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.ilp import IlpSearch
 from rannc_backend.planner.search.limits import PipelineLimits
+from rannc_backend.planner.search.moves import RunAll
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
 from rannc_backend.planner.settling import attempts, is_safe, settle, with_own_order
-from rannc_backend.planner.what_binds import binding, refused_by_limits, what_if
+from rannc_backend.planner.what_binds import (
+    WITHOUT_ZERO,
+    Changed,
+    alternatives,
+    best_of_change,
+    binding,
+    refused_by_limits,
+    what_if,
+    without_zero,
+)
+from rannc_backend.planner.worker_processes import Workers
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.settings.options import Config
 
@@ -92,8 +102,13 @@ def plan_blocks(
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
-    means = _Means(config, whole_stages)
-    request, choice = _choose_updates(request, progress, means)
+    others: tuple[Alternative, ...] = ()
+    changes: tuple[WhatIf, ...] = ()
+    limit_seconds = config.compile_timeout_seconds
+    with Workers(num_processes=config.search_processes, limit_seconds=limit_seconds) as workers:
+        request, choice = _choose_updates(request, progress, _Means(config, whole_stages, workers))
+        if progress is None or not progress.cancelled():
+            others, changes = _explained(request, choice, workers)
     chosen, equal = choice.solution, choice.equal
     if choice.problem.only_lane_schedules and not chosen.has_several_stages:
         logger.warning(
@@ -102,13 +117,6 @@ def plan_blocks(
         )  # fmt: skip
     stages, left_out = _with_outputs(choice, outputs, config, request.memory_bytes)
     _warn_of_idle_ranks(request, chosen)
-    others: tuple[Alternative, ...] = ()
-    changes: tuple[WhatIf, ...] = ()
-    if progress is None or not progress.cancelled():
-        others = alternatives(request, choice.search, choice.problem, chosen, equal)
-        if choice.undivided is not None:
-            others = (*others, without_zero(choice.undivided, chosen))
-        changes = what_if(request, choice.problem, chosen, choice.result)
     plan = Plan(
         schema_version=SCHEMA_VERSION,
         fingerprint=fingerprint,
@@ -164,23 +172,59 @@ class _Choice:
     undivided: SearchProblem | None = None
 
 
+def _explained(
+    request: PlanRequest, choice: _Choice, workers: Workers
+) -> tuple[tuple[Alternative, ...], tuple[WhatIf, ...]]:
+    """What lost to the plan, and what would change it; each change is searched for by itself, so in several processes."""
+    changed = Changed(
+        request=request,
+        problem=choice.problem,
+        chosen=choice.solution,
+        found=choice.result,
+        undivided=choice.undivided,
+    )
+    changes = changed.changes
+    batch = workers.start(best_of_change, changed, changes)
+    try:
+        others = alternatives(request, choice.search, choice.problem, choice.solution, choice.equal)
+    except BaseException:
+        batch.stop()
+        raise
+    found = dict(zip(changes, batch.wait(), strict=True))
+    if choice.undivided is not None:
+        others = (*others, without_zero(choice.undivided, choice.solution, found[WITHOUT_ZERO]))
+    return others, what_if(changed, found)
+
+
 @dataclass(frozen=True, slots=True)
 class _Means:
     """What a plan is searched with. `whole_stages` knows the memory of whole stages."""
 
     config: Config
     whole_stages: WholeStages | None
+    workers: Workers
 
     @property
     def always(self) -> bool:
         """Whether the memory of whole stages is always asked for, or where they come near to the limit."""
         return self.config.stage_memory == "traced"
 
+    @property
+    def run_all(self) -> RunAll | None:
+        """None: one process does everything when it is needed."""
+        return self.workers.run if self.workers.num_processes > 1 else None
+
     def search(self, problem: SearchProblem, progress: Progress | None, seconds: float) -> StageSearch:
         """See `StageSearch`; by the solver that is asked for."""
         if self.config.solver == "dp":
-            return StageSearch(problem, progress=progress, seconds=seconds)
-        return IlpSearch(problem, progress=progress, seconds=seconds, time_seconds=self.config.solver_seconds)
+            return StageSearch(problem, progress=progress, seconds=seconds, run_all=self.run_all)
+        return IlpSearch(
+            problem,
+            progress=progress,
+            seconds=seconds,
+            time_seconds=self.config.solver_seconds,
+            run_all=self.run_all,
+        )
 
 
 def _choose_updates(

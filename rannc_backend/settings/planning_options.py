@@ -116,6 +116,12 @@ class PlanningOptions(Options):
         allow_inf_nan=False,
         description="Most seconds of a search with solver ilp; what is not proven by then is told as a gap.",
     )
+    search_processes: int = Field(
+        1,
+        ge=1,
+        json_schema_extra=OWN,
+        description="Processes that search for plans at the same time, on the rank that plans; the plan is the same.",
+    )
     costs: Literal["auto", "analytic", "measured", "rules"] = Field(
         "auto",
         description="What plans are priced with: a model of the device, or each distinct block measured; "

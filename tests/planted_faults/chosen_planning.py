@@ -6,6 +6,7 @@ from tests.planted_faults.areas import unit
 from tests.planted_faults.fault import Fault
 
 _ILP = unit("planner/search/ilp")
+_PROCESSES = unit("planner/worker_processes")
 
 CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
     Fault(*row)
@@ -44,6 +45,48 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             "for block in range(1, problem.num_blocks):",
             "for block in range(2, problem.num_blocks):",
             _ILP,
+        ),
+        (
+            "one-process-searches-whatever-is-asked",
+            "planner/worker_processes.py",
+            "if self.num_processes > 1 and len(items) > 1:",
+            "if False:",
+            _PROCESSES,
+        ),
+        (
+            "answers-in-the-sequence-of-their-coming",
+            "planner/worker_processes.py",
+            "return [self._results[number] for number in range(len(self.items))]",
+            "return list(self._results.values())",
+            _PROCESSES,
+        ),
+        (
+            "missing-answers-stay-missing",
+            "planner/worker_processes.py",
+            "self._results[number] = self.function(self.shared, self.items[number])",
+            "self._results[number] = None",
+            _PROCESSES,
+        ),
+        (
+            "interrupts-end-the-processes",
+            "planner/worker_processes.py",
+            "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+            "signal.getsignal(signal.SIGINT)",
+            _PROCESSES,
+        ),
+        (
+            "what-libraries-print-is-an-answer",
+            "planner/worker_processes.py",
+            "os.dup2(2, 1)",
+            "os.fsync",
+            _PROCESSES,
+        ),
+        (
+            "processes-answer-for-other-numbers",
+            "planner/search/moves.py",
+            "groups.setdefault(item[-1], []).append(item)",
+            "groups.setdefault(item[-1], []).insert(0, item)",
+            _PROCESSES,
         ),
     )
 )

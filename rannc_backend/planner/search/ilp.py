@@ -83,9 +83,11 @@ class CellProgramme:
     num_columns: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.scale = _SCALE / (
-            self.limit if np.isfinite(self.limit) else max(self.bounds.path_seconds, 1e-30)
-        )
+        longest = self.limit
+        if not np.isfinite(longest):
+            computes = [float(each.compute.max(initial=0.0)) for each in self.bounds.choices]
+            longest = self.cell.num_micro_batches * sum(computes)
+        self.scale = _SCALE / longest if longest > 0 else 1.0
         self.places, self.stages = [], []
         for stage in range(self.cell.num_stages):
             self._add_stage(stage)
@@ -467,7 +469,7 @@ class IlpSearch(StageSearch):
 
     def _relaxed(self, programme: CellProgramme) -> float:
         """A lower bound, from the programme without integers; paths that count there are added."""
-        lower = 0.0
+        lower = programme.bounds.lower_bound
         for _ in range(_MOST_RELAXED):
             found = programme.solve(self._until - self.clock(), whole=False)
             if found.status == 2:

@@ -19,7 +19,7 @@ so segment by segment (planner/cost/segments.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import numpy as np
@@ -153,7 +153,14 @@ class IntervalCosts:
         known = self._tables.get(num_micro_batches)
         if known is None or known.forward.shape[1] < length:
             self._tables[num_micro_batches] = known = self._build_tables(num_micro_batches, length)
-        return known
+        return _up_to(length, known)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process computes the tables that it needs."""
+        given = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.init and item.name[0] != "_"
+        }
+        return partial(IntervalCosts, **given), ()
 
     def work_floor(self, num_micro_batches: int) -> WorkFloor:
         """See `SearchProblem`: seconds of a stage are at least the sums of its blocks' with the budgets that
@@ -482,3 +489,12 @@ class IntervalCosts:
         """[L, N]: the block after each interval; those beyond the last block count as ending there."""
         num_blocks = len(self.graph.blocks)
         return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+
+
+def _up_to(length: int, tables: MicroBatchTables) -> MicroBatchTables:
+    """Of intervals of so many blocks at most: what is known of longer ones changes no search."""
+    if tables.forward.shape[1] <= length:
+        return tables
+    columns = {item.name: getattr(tables, item.name) for item in fields(tables)}
+    # Over intervals [..., L, N, R]; the others are over replica counts alone.
+    return replace(tables, **{name: each[..., :length, :] for name, each in columns.items() if each.ndim > 1})

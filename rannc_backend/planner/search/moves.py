@@ -18,8 +18,9 @@ max c; the bound is the least over it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,31 @@ from rannc_backend.planner.search.bounds import Cell, Shapes
 from rannc_backend.planner.search.problem import Ints, Pricer, SearchProblem, Solution
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
+RunAll = Callable[[Callable[[Any, Any], Any], Any, Sequence[Any]], list[Any]]
+"""Calls a function of a module with what is shared and each of some items, perhaps in several processes."""
+
 _NUM_INTERVALS = 96  # of max c; between two ends the weaker end counts
 _WIDEST = 4.0  # max c beyond so many times W / D is one interval
 ROUNDED_DOWN = 1 - 1e-9  # of sums that are summed up otherwise than in tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans
+    looked at in all.
+
+    A problem of at most `whole_size` blocks x devices is walked through whole.
+    """
+
+    narrow_width: int = 24
+    num_narrow_cells: int = 8
+    width: int = 512
+    whole_size: int = 100
+    most_candidates: int = 12_000_000
+
+    def width_for(self, problem: SearchProblem) -> int:
+        """Partial plans kept at once."""
+        return 10**9 if problem.num_blocks * problem.num_devices <= self.whole_size else self.width
 
 
 def first_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[float, Cell, float]]:
@@ -224,3 +247,24 @@ def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[
     for number in range(min(smallest, batch_rows), min(largest, batch_rows) + 1):
         chosen.setdefault(-(-batch_rows // number), number)
     return tuple(sorted(chosen.values()))
+
+
+def by_number(
+    run_all: RunAll, function: Callable[[Any, Any], Any], search: object, items: Sequence[Any]
+) -> list[Any]:
+    """`function(search, item)` of all items, which end in a number of micro-batches: those of one number share tables, so
+    they are computed in one process. [] where there are not several numbers.
+    """
+    groups: dict[int, list[Any]] = {}
+    for item in items:
+        groups.setdefault(item[-1], []).append(item)
+    if len(groups) < 2:
+        return []
+    results = run_all(_of_group, (function, search), list(groups.values()))
+    found = dict(zip(groups, map(iter, results), strict=True))
+    return [next(found[item[-1]]) for item in items]
+
+
+def _of_group(shared: tuple[Callable[[Any, Any], Any], object], items: Sequence[Any]) -> list[Any]:
+    function, search = shared
+    return [function(search, item) for item in items]

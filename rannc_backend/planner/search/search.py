@@ -1,17 +1,14 @@
 """The stage search: the plan with the shortest simulated step, over everything a `SearchProblem` leaves open.
 
-In: a `SearchProblem`. Out: a `SearchResult`: the best plan found and a proven lower bound of every plan's
-step. Pure and
+In: a `SearchProblem`. Out: a `SearchResult`: the best plan found and a proven lower bound of every plan's step. Pure and
 deterministic: work is limited by numbers of candidates, never by time.
 
-Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped
-by bounds that take no table of costs (`quick_bounds`); each of the others has a lower bound from shortest
-paths (stage_bounds.py). First a narrow walk (stage_beam.py) through the most promising cells and local
-improvement give a plan; then cells are opened in the order of their
-bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks
-better by then, and complete plans are simulated, until no cell's bound is below the best plan. A cell that is
-too wide to be walked through whole keeps the least bound of what was left out. Problems of ten blocks on six
-devices always end proven.
+Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped by bounds that
+take no table of costs (`quick_bounds`); each of the others has a lower bound from shortest paths (bounds.py). First a narrow
+walk (beam.py) through the most promising cells and local improvement give a plan; then cells are opened in the order of their
+bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks better by then,
+and complete plans are simulated, until no cell's bound is below the best plan. A cell that is too wide to be walked through
+whole keeps the least bound of what was left out. Problems of ten blocks on six devices always end proven.
 """
 
 from __future__ import annotations
@@ -19,10 +16,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +29,16 @@ from rannc_backend.planner.search.beam import Beam
 from rannc_backend.planner.search.bounds import Cell, CellBounds, Shapes
 from rannc_backend.planner.search.equal_split import Candidate, best_equal_split, best_even_shares
 from rannc_backend.planner.search.limits import PipelineLimits
-from rannc_backend.planner.search.moves import first_cells, honours, make_solution, neighbours, quick_bounds
+from rannc_backend.planner.search.moves import (
+    Effort,
+    RunAll,
+    by_number,
+    first_cells,
+    honours,
+    make_solution,
+    neighbours,
+    quick_bounds,
+)
 from rannc_backend.planner.search.problem import (
     Floats,
     Ints,
@@ -58,25 +65,6 @@ Entry = tuple[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans
-    looked at in all.
-
-    A problem of at most `whole_size` blocks x devices is walked through whole.
-    """
-
-    narrow_width: int = 24
-    num_narrow_cells: int = 8
-    width: int = 512
-    whole_size: int = 100
-    most_candidates: int = 12_000_000
-
-    def width_for(self, problem: SearchProblem) -> int:
-        """Partial plans kept at once."""
-        return 10**9 if problem.num_blocks * problem.num_devices <= self.whole_size else self.width
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`solution`: None if nothing fits. No plan's step is shorter than `lower_bound` seconds. `ended`: not by
     the user.
@@ -99,19 +87,19 @@ class SearchResult:
 def search(
     problem: SearchProblem,
     *,
-    effort: Effort = Effort(),
+    effort: Effort | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited
     for.
     """
-    return StageSearch(problem, effort, progress).run()
+    return StageSearch(problem, effort or Effort(), progress).run()
 
 
 @dataclass(slots=True, eq=False)
 class StageSearch:
     """One search, which can be asked afterwards for the best plans of other shapes. `seconds`: of the best plan, and before
-    one is found, what plans must take less than.
+    one is found, what plans must take less than. `run_all`: None: all is done here.
     """
 
     problem: SearchProblem
@@ -127,6 +115,7 @@ class StageSearch:
     entries: list[Entry] = field(init=False, default_factory=list)
     interrupted: bool = field(init=False, default=False)
     log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
+    run_all: RunAll | None = None
 
     def run_shortly(self, start: Solution) -> Solution | None:
         """A good plan without proof: the better of `start` and the equal splits, improved, and what narrow
@@ -247,19 +236,46 @@ class StageSearch:
         """By candidate: its cells, each with a bound and its round trip at least; None where it is left
         out.
         """
+        items = [
+            (each.schedule, self._open_counts(each), each.num_micro_batches)
+            for each in candidates
+            if each.lower_bound < self.limit
+        ]
+        found = iter(self._elsewhere(_cells_of_item, items))
         result: list[list[tuple[float, Cell, float]] | None] = []
         for candidate in candidates:
             self.interrupted = self.interrupted or self._cancelled()
             if candidate.lower_bound >= self.limit or self.interrupted:
                 result.append(None)
                 continue
-            key = (candidate.schedule, candidate.num_micro_batches)
-            shapes = self._shapes_of(*key)
-            found = first_cells(shapes, self._open_counts(candidate))
-            # Cores that are shared have all of the work to do.
-            floor = key[1] * shapes.least_path * self.problem.num_devices / self.problem.num_cores
-            result.append([(max(bound, floor), cell, path) for bound, cell, path in found])
+            schedule, number = candidate.schedule, candidate.num_micro_batches
+            cells = next(found, None)
+            result.append(
+                self.cells_with(schedule, self._open_counts(candidate), number) if cells is None else cells
+            )
         return result
+
+    def cells_with(
+        self, schedule: ScheduleName, counts: Sequence[int], number: int
+    ) -> list[tuple[float, Cell, float]]:
+        """The cells with a schedule, a number of micro-batches and these numbers of stages; see `_cells_of`."""
+        shapes = self._shapes_of(schedule, number)
+        # Cores that are shared have all of the work to do.
+        floor = number * shapes.least_path * self.problem.num_devices / self.problem.num_cores
+        return [(max(bound, floor), cell, path) for bound, cell, path in first_cells(shapes, counts)]
+
+    def _elsewhere(self, function: Callable[[StageSearch, Any], Any], items: Sequence[Any]) -> list[Any]:
+        """See `by_number`: at the limit of now."""
+        if self.run_all is None or not self._has_limit or self._cancelled():
+            return []
+        other = StageSearch(self.problem, self.effort, seconds=self.seconds)
+        return by_number(self.run_all, function, other, items)
+
+    def is_hopeless(self, cell: Cell, path: float) -> bool:
+        """Whether bounds alone show that no plan of a cell is below the limit."""
+        bounds = self._bounds(cell, path)
+        bounds.narrow(self.limit)
+        return bounds.lower_bound >= self.limit
 
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
         """A good plan of these cells, without proof; None if none is found that takes less than a few times
@@ -296,7 +312,8 @@ class StageSearch:
 
     def _shapes_of(self, schedule: ScheduleName, num_micro_batches: int) -> Shapes:
         key = (schedule, num_micro_batches)
-        if key not in self.shapes:
+        # Of one limit, so that bounds do not depend on what was looked at before.
+        if key not in self.shapes or self.shapes[key].limit != self.limit:
             self.shapes[key] = Shapes(self._pricer(*key), self.limit)
         return self.shapes[key]
 
@@ -327,7 +344,6 @@ class StageSearch:
         `least_path` (None: `path`).
         """
         shapes = self._shapes_of(cell.schedule, cell.num_micro_batches)
-        shapes.limit = min(shapes.limit, self.limit)
         return shapes.bounds(cell, path, path if least_path is None else least_path)
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
@@ -346,11 +362,18 @@ class StageSearch:
             return True
         total = len(heap)
         task = self.progress.task("search", total) if self.progress is not None else nullcontext()
+        hopeless, at = set[int](), 0.0
         with task as counter:
             while heap and heap[0][0] < self.limit:
                 if self._cancelled():
                     return False
+                if self.limit != at:
+                    hopeless, at = self._hopeless_of(heap), self.limit
                 _, number, cell, path, bounds = heapq.heappop(heap)
+                if number in hopeless:
+                    if counter is not None:
+                        counter.advance(1)
+                    continue
                 bounds = bounds or self._bounds(cell, path)
                 bounds.narrow(self.limit)
                 if heap and heap[0][0] < bounds.lower_bound < self.limit:
@@ -371,6 +394,15 @@ class StageSearch:
                 if counter is not None:
                     counter.advance(1)
         return True
+
+    def _hopeless_of(self, heap: Sequence[Entry]) -> set[int]:
+        """Numbers of the entries of which other processes say that they are hopeless."""
+        unknown = [entry for entry in sorted(heap, key=lambda entry: entry[:2]) if entry[4] is None]
+        items = [
+            (entry[2], entry[3], entry[2].num_micro_batches) for entry in unknown if entry[0] < self.limit
+        ]
+        found = self._elsewhere(_is_hopeless_item, items)
+        return {entry[1] for entry, is_hopeless in zip(unknown, found, strict=False) if is_hopeless}
 
     def _walk_through(self, bounds: CellBounds, width: int) -> float:
         """Simulate the plans of a cell that may be faster than the best; the least bound of those left
@@ -450,3 +482,11 @@ class StageSearch:
                 self._simulate(pricer, cell, cuts[order], options[order], places[order], lower[order])
             if self.best is best:
                 return
+
+
+def _cells_of_item(search: StageSearch, item: tuple[ScheduleName, Sequence[int], int]) -> object:
+    return search.cells_with(*item)
+
+
+def _is_hopeless_item(search: StageSearch, item: tuple[Cell, float, int]) -> bool:
+    return search.is_hopeless(*item[:2])

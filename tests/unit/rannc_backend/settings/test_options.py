@@ -50,6 +50,7 @@ OTHER_VALUES = {
     "verify_recomp": (True, "true"),
     "solver": ("ilp", "ilp"),
     "solver_seconds": (5.0, "5.0"),
+    "search_processes": (2, "2"),
     "costs": ("measured", "measured"),
     "profile_file": ("profile.json", "profile.json"),
     "save_graph_profile": (True, "true"),
@@ -292,6 +293,7 @@ OWN = {
     "dump_graph_prefix",
     "event_trace_file",
     "run_file",
+    "search_processes",
     "show_config_items",
 }
 

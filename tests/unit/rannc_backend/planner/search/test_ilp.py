@@ -24,8 +24,25 @@ from tests.unit.rannc_backend.planner.search.search_problems import problems, ra
 from tests.unit.rannc_backend.planner.search.test_limits import LIMITS
 
 
-def check_equal(problem: SearchProblem) -> None:
-    expected, found = search(problem), IlpSearch(problem).run()
+class NotImproved(IlpSearch):
+    """Begins from the best equal split as it is."""
+
+    def _improve(self) -> None:
+        pass
+
+
+class FromNothing(NotImproved):
+    """All that is found comes from the programmes."""
+
+    def _try_equal_splits(self, candidates) -> None:
+        pass
+
+    def _try_even_shares(self, candidates) -> None:
+        pass
+
+
+def check_equal(problem: SearchProblem, solver: type[IlpSearch] = FromNothing) -> None:
+    expected, found = search(problem), solver(problem).run()
     assert (found.solution is None) == (expected.solution is None)
     if found.solution is not None and expected.solution is not None:
         assert found.solution.step_seconds == pytest.approx(expected.solution.step_seconds, rel=1e-6)
@@ -41,7 +58,17 @@ def test_both_solvers_find_equally_fast_plans(problem: SearchProblem) -> None:
 @settings(max_examples=40, deadline=None)
 @given(problem=problems(max_blocks=6, max_devices=4), limits=LIMITS)
 def test_both_solvers_keep_the_limits_of_pipelines(problem: SearchProblem, limits) -> None:
-    check_equal(replace(problem, limits=limits))
+    check_equal(replace(problem, limits=limits), IlpSearch)
+
+
+def test_within_a_limit_the_other_solver_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    best = search(uneven()).solution
+    assert best is not None
+    times = itertools.chain([0.0], itertools.repeat(10.0))
+    found = NotImproved(
+        uneven(), seconds=0.9 * best.step_seconds, time_seconds=5.0, clock=lambda: next(times)
+    ).run()
+    assert found.solution is None and "goes on" not in caplog.text
 
 
 def uneven(**changes: object) -> SearchProblem:
@@ -50,13 +77,6 @@ def uneven(**changes: object) -> SearchProblem:
         3, 9, 5, devices_per_node=2, micro_batches=(4,), schedules=("1f1b",), style="layers", memory_bytes=9.0,
         message_scale=0.1, reduction_scale=0.2, **changes,
     )  # fmt: skip
-
-
-class NotImproved(IlpSearch):
-    """Begins from the best equal split as it is."""
-
-    def _improve(self) -> None:
-        pass
 
 
 def test_programmes_alone_improve_on_equal_splits() -> None:

@@ -17,10 +17,10 @@ from rannc_backend.planner.plan_request import PlanRequest
 from rannc_backend.planner.search.bounds import Cell, Shapes
 from rannc_backend.planner.search.equal_split import Candidate, _bounds_without_tables, best_equal_split
 from rannc_backend.planner.search.feasibility import is_feasible, smallest_memory
-from rannc_backend.planner.search.moves import honours, quick_bounds
+from rannc_backend.planner.search.moves import Effort, honours, quick_bounds
 from rannc_backend.planner.search.over_intervals import WorkFloor
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, plans_step_seconds
-from rannc_backend.planner.search.search import Effort, StageSearch, search
+from rannc_backend.planner.search.search import StageSearch, search
 from rannc_backend.settings.options import Config
 from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
