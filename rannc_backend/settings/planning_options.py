@@ -133,6 +133,16 @@ class PlanningOptions(Options):
         description="File in which measured blocks are kept and looked up, or the run_file of a run to learn "
         "from; empty: none.",
     )
+    parallel_profile: bool = Field(
+        True,
+        description="True: ranks share the distinct blocks that are measured; False: rank 0 measures all, while the others "
+        "compute nothing.",
+    )
+    profile_again: bool = Field(
+        False,
+        description="Measure again what the file of measured blocks has, and write it anew; plans of earlier runs are not "
+        "taken.",
+    )
     save_graph_profile: bool = Field(
         False, description="Write measured blocks to graph_profile_file, where profile_file is empty."
     )

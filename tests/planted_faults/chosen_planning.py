@@ -6,6 +6,7 @@ from tests.planted_faults.areas import unit
 from tests.planted_faults.fault import Fault
 
 _ILP = unit("planner/search/ilp")
+_MEASURE = unit("planner/blocks/measure")
 _PROCESSES = unit("planner/worker_processes")
 
 CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
@@ -87,6 +88,41 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             "groups.setdefault(item[-1], []).append(item)",
             "groups.setdefault(item[-1], []).insert(0, item)",
             _PROCESSES,
+        ),
+        (
+            "all-ranks-measure-whatever-is-asked",
+            "planner/blocks/measure.py",
+            "return world.size if self.is_shared else 1",
+            "return world.size",
+            _MEASURE,
+        ),
+        (
+            "what-is-known-is-not-measured-again",
+            "planner/choose_pricer.py",
+            "if self.config.profile_again or not _covers",
+            "if not _covers",
+            _MEASURE,
+        ),
+        (
+            "old-points-stay-beside-new-ones",
+            "planner/choose_pricer.py",
+            "self._profile = self._profile.without(setting",
+            "self._profile.without(setting",
+            _MEASURE,
+        ),
+        (
+            "stages-are-not-measured-again",
+            "planner/choose_pricer.py",
+            "(item in self._measured or not self.config.profile_again)",
+            "True",
+            _MEASURE,
+        ),
+        (
+            "a-kept-plan-in-place-of-new-measurements",
+            "planner/plan_on_ranks.py",
+            "config.profile_to_write or config.profile_again:",
+            "config.profile_to_write:",
+            unit("planner/plan_on_ranks"),
         ),
     )
 )

@@ -51,6 +51,8 @@ OTHER_VALUES = {
     "solver": ("ilp", "ilp"),
     "solver_seconds": (5.0, "5.0"),
     "search_processes": (2, "2"),
+    "parallel_profile": (False, "0"),
+    "profile_again": (True, "1"),
     "costs": ("measured", "measured"),
     "profile_file": ("profile.json", "profile.json"),
     "save_graph_profile": (True, "true"),
