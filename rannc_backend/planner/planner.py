@@ -54,6 +54,7 @@ from rannc_backend.planner.what_binds import (
     best_of_change,
     binding,
     refused_by_limits,
+    runners_up,
     what_if,
     without_zero,
 )
@@ -186,7 +187,10 @@ def _explained(
     changes = changed.changes
     batch = workers.start(best_of_change, changed, changes)
     try:
-        others = alternatives(request, choice.search, choice.problem, choice.solution, choice.equal)
+        others = (
+            *runners_up(choice.search, choice.problem, choice.solution),
+            *alternatives(request, choice.search, choice.problem, choice.solution, choice.equal),
+        )
     except BaseException:
         batch.stop()
         raise
@@ -217,13 +221,20 @@ class _Means:
     def search(self, problem: SearchProblem, progress: Progress | None, seconds: float) -> StageSearch:
         """See `StageSearch`; by the solver that is asked for."""
         if self.config.solver == "dp":
-            return StageSearch(problem, progress=progress, seconds=seconds, run_all=self.run_all)
+            return StageSearch(
+                problem,
+                progress=progress,
+                seconds=seconds,
+                run_all=self.run_all,
+                num_plans=self.config.num_plans,
+            )
         return IlpSearch(
             problem,
             progress=progress,
             seconds=seconds,
             time_seconds=self.config.solver_seconds,
             run_all=self.run_all,
+            num_plans=self.config.num_plans,
         )
 
 

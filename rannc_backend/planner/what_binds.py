@@ -20,6 +20,7 @@ from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.bounds import Cell
 from rannc_backend.planner.search.feasibility import least_bytes_of_one_stage
 from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits, least_bubble
+from rannc_backend.planner.search.moves import with_one_more
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
 from rannc_backend.planner.settling import attempts, settle
@@ -395,6 +396,17 @@ def alternatives(
     if equal is not None and (equal.bounds, equal.replicas) != (chosen.bounds, chosen.replicas):
         result.append(_lost("equally many blocks and replicas in every stage", equal, chosen))
     return tuple(result)
+
+
+def runners_up(found: StageSearch, problem: SearchProblem, chosen: Solution) -> tuple[Alternative, ...]:
+    """The other plans that the search has kept, as they would be taken, fastest first."""
+    others: list[Solution] = []
+    for kept in found.kept[1:]:
+        others = with_one_more(others, settle(problem, kept, None), len(found.kept))
+    others = [each for each in others if len(with_one_more([chosen], each, 2)) == 2]
+    return tuple(
+        _lost(f"number {place} of the best plans", each, chosen) for place, each in enumerate(others, start=2)
+    )
 
 
 def _undivided(undivided: SearchProblem, chosen: Solution) -> Solution | None:

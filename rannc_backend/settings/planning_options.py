@@ -105,6 +105,13 @@ class PlanningOptions(Options):
         lt=1,
         description="Smallest fastest / slowest stage's time (against its name: higher is more even); 0: no limit.",
     )
+    num_plans: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Number of plans that are kept, the best ones of those that differ in cuts, replicas or micro-batches; "
+        "the plan lists the others among its alternatives.",
+    )
     solver: Literal["dp", "ilp"] = Field(
         "dp",
         description="What searches for stages: dp: shortest paths and branch and bound, work limited by numbers; ilp: the "

@@ -20,13 +20,6 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             _ILP,
         ),
         (
-            "programmes-with-every-link-far",
-            "planner/search/ilp.py",
-            "return bool(source[0] // per_node == (node[0] + replicas[node[1]] - 1) // per_node)",
-            "return False",
-            _ILP,
-        ),
-        (
             "programmes-without-shared-cores",
             "planner/search/ilp.py",
             "number = self.cell.num_micro_batches / problem.num_cores",
@@ -38,13 +31,6 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             "planner/search/ilp.py",
             "lower = self.seconds if left_out >= self.seconds * (1 - _PROVEN_TO) else left_out",
             "lower = self.seconds",
-            _ILP,
-        ),
-        (
-            "blocks-skipped-between-stages",
-            "planner/search/ilp.py",
-            "for block in range(1, problem.num_blocks):",
-            "for block in range(2, problem.num_blocks):",
             _ILP,
         ),
         (
@@ -87,7 +73,7 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             "planner/search/moves.py",
             "groups.setdefault(item[-1], []).append(item)",
             "groups.setdefault(item[-1], []).insert(0, item)",
-            _PROCESSES,
+            unit("planner/search/moves"),
         ),
         (
             "all-ranks-measure-whatever-is-asked",
@@ -123,6 +109,27 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             "config.profile_to_write or config.profile_again:",
             "config.profile_to_write:",
             unit("planner/plan_on_ranks"),
+        ),
+        (
+            "only-the-best-plan-bounds-the-search",
+            "planner/search/search.py",
+            "is_full = len(self.kept) == self.num_plans",
+            "is_full = bool(self.kept)",
+            unit("planner/search/search"),
+        ),
+        (
+            "programmes-find-one-plan-of-a-cell",
+            "planner/search/ilp.py",
+            "if not np.isfinite(seconds) or self.num_plans > 1:",
+            "if not np.isfinite(seconds):",
+            _ILP,
+        ),
+        (
+            "plans-that-were-kept-are-not-told",
+            "planner/what_binds.py",
+            "for kept in found.kept[1:]:",
+            "for kept in found.kept[2:]:",
+            _ILP,
         ),
     )
 )

@@ -414,9 +414,14 @@ class IlpSearch(StageSearch):
         nothing_found = self.best is None and not np.isfinite(self.seconds)
         if nothing_found and left_out < np.inf and not self._cancelled():
             logger.warning("solver 'ilp' found no plan in %g s; the search by dp goes on", self.time_seconds)
-            other = StageSearch(self.problem, self.effort, self.progress, seconds=self.seconds)
+            other = StageSearch(self.problem, self.effort, self.progress, num_plans=self.num_plans)
             result = other.run()
-            self.best, self.seconds, self.pricers = other.best, other.seconds, other.pricers
+            self.best, self.seconds, self.pricers, self.kept = (
+                other.best,
+                other.seconds,
+                other.pricers,
+                other.kept,
+            )
             return result
         lower = self.seconds if left_out >= self.seconds * (1 - _PROVEN_TO) else left_out
         result = SearchResult(
@@ -457,7 +462,7 @@ class IlpSearch(StageSearch):
             seconds, columns = self._priced(programme, found.x)
             programme.limit = min(programme.limit, self.limit)
             length = programme.add_path(programme.terms_of(found.x)) / programme.scale
-            if not np.isfinite(seconds):
+            if not np.isfinite(seconds) or self.num_plans > 1:
                 programme.excluded.append(columns)
             elif (
                 length <= float(found.x[programme.total]) / programme.scale * (1 + _PROVEN_TO)

@@ -28,6 +28,19 @@ from rannc_backend.planner.search.bounds import Cell, Shapes
 from rannc_backend.planner.search.problem import Ints, Pricer, SearchProblem, Solution
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
+
+def with_one_more(kept: Sequence[Solution], solution: Solution, most: int) -> list[Solution]:
+    """The best `most` of these plans, ascending by their steps; of those that differ in schedule or places alone the faster one."""
+    others = [each for each in kept if _shape_of(each) != _shape_of(solution)]
+    same = [each for each in kept if _shape_of(each) == _shape_of(solution)]
+    faster = min([*same, solution], key=lambda each: each.step_seconds)
+    return sorted([*others, faster], key=lambda each: each.step_seconds)[:most]
+
+
+def _shape_of(plan: Solution) -> tuple[object, ...]:
+    return plan.num_micro_batches, plan.bounds, plan.replicas
+
+
 RunAll = Callable[[Callable[[Any, Any], Any], Any, Sequence[Any]], list[Any]]
 """Calls a function of a module with what is shared and each of some items, perhaps in several processes."""
 

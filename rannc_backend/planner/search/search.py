@@ -38,6 +38,7 @@ from rannc_backend.planner.search.moves import (
     make_solution,
     neighbours,
     quick_bounds,
+    with_one_more,
 )
 from rannc_backend.planner.search.problem import (
     Floats,
@@ -90,16 +91,15 @@ def search(
     effort: Effort | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited
-    for.
-    """
+    """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited for."""
     return StageSearch(problem, effort or Effort(), progress).run()
 
 
 @dataclass(slots=True, eq=False)
 class StageSearch:
     """One search, which can be asked afterwards for the best plans of other shapes. `seconds`: of the best plan, and before
-    one is found, what plans must take less than. `run_all`: None: all is done here.
+    one is found, what plans must take less than. `run_all`: None: all is done here. `kept`: the
+    `num_plans` best plans that differ in more than schedule and places, the best first.
     """
 
     problem: SearchProblem
@@ -116,6 +116,8 @@ class StageSearch:
     interrupted: bool = field(init=False, default=False)
     log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
     run_all: RunAll | None = None
+    num_plans: int = 1
+    kept: list[Solution] = field(init=False, default_factory=list)
 
     def run_shortly(self, start: Solution) -> Solution | None:
         """A good plan without proof: the better of `start` and the equal splits, improved, and what narrow
@@ -154,8 +156,16 @@ class StageSearch:
 
     @property
     def limit(self) -> float:
-        """Bounds from here on are of no interest."""
-        return self.seconds * (1 - TOLERANCE)
+        """Bounds from here on are of no interest: those of the last plan that is kept, when there are so many."""
+        if self.num_plans == 1:
+            return self.seconds * (1 - TOLERANCE)
+        is_full = len(self.kept) == self.num_plans
+        return self.kept[-1].step_seconds * (1 - TOLERANCE) if is_full else float("inf")
+
+    def _keep(self, solution: Solution) -> None:
+        """One more of the best plans; the first of equally fast ones stays the best."""
+        self.kept = with_one_more(self.kept, solution, self.num_plans)
+        self.best, self.seconds = self.kept[0], min(self.seconds, self.kept[0].step_seconds)
 
     def _cancelled(self) -> bool:
         return self._has_limit and self.progress is not None and self.progress.cancelled()
@@ -182,7 +192,7 @@ class StageSearch:
         if equal is not None:
             self.log.priced(equal.num_stages, equal.step_seconds)
             if equal.step_seconds < self.limit:
-                self.best, self.seconds = equal, equal.step_seconds
+                self._keep(equal)
 
     def _try_even_shares(self, candidates: Sequence[Candidate]) -> None:
         """Where no equal split keeps the limits: even shares of few stages, in the most promising numbers of micro-batches
@@ -199,7 +209,7 @@ class StageSearch:
             shapes = Shapes(self._pricer(candidate.schedule, candidate.num_micro_batches))
             found = best_even_shares(shapes, sorted(candidate.bounds)[:_MOST_EVEN])
             if found is not None and found.step_seconds < self.limit:
-                self.best, self.seconds = found, found.step_seconds
+                self._keep(found)
 
     def _first_cells(self) -> list[Entry]:
         """All cells that may hold a faster plan than the first found, as a heap."""
@@ -266,7 +276,7 @@ class StageSearch:
 
     def _elsewhere(self, function: Callable[[StageSearch, Any], Any], items: Sequence[Any]) -> list[Any]:
         """See `by_number`: at the limit of now."""
-        if self.run_all is None or not self._has_limit or self._cancelled():
+        if self.run_all is None or not self._has_limit or self.num_plans > 1 or self._cancelled():
             return []
         other = StageSearch(self.problem, self.effort, seconds=self.seconds)
         return by_number(self.run_all, function, other, items)
@@ -278,9 +288,7 @@ class StageSearch:
         return bounds.lower_bound >= self.limit
 
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
-        """A good plan of these cells, without proof; None if none is found that takes less than a few times
-        the best. After `run`.
-        """
+        """A good plan of these cells, without proof; None if none takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
         other.pricers, other.seconds = self.pricers.copy(), _SLOWER_AT_MOST * self.seconds
         cells = list(cells)
@@ -302,7 +310,7 @@ class StageSearch:
         if self.problem.limits == limits:
             return self
         other = StageSearch(replace(self.problem, limits=limits), self.effort, self.progress)
-        other.best, other.seconds, other.equal = self.best, self.seconds, self.equal
+        other.best, other.seconds, other.equal, other.kept = self.best, self.seconds, self.equal, self.kept
         return other
 
     def _walk_narrowly(self, cell: Cell) -> None:
@@ -331,9 +339,7 @@ class StageSearch:
     def _pricer_of_equal(
         self, schedule: ScheduleName, num_micro_batches: int, num_stages: int, limit: float
     ) -> Pricer:
-        """For equal splits into at least so many stages, and where there is a limit for all plans below
-        it.
-        """
+        """For equal splits into at least so many stages, and where there is a limit for all plans below it."""
         longest = self.problem.longest_stage(num_micro_batches, limit) if np.isfinite(limit) else 1
         return self._pricer(
             schedule, num_micro_batches, max(longest, -(-self.problem.num_blocks // num_stages))
@@ -355,9 +361,7 @@ class StageSearch:
                 self._walk_through(bounds, self.effort.narrow_width)
 
     def _walk(self, heap: list[Entry]) -> bool:
-        """Open cells in the order of their bounds until none is below the best plan; False if the user ended
-        it.
-        """
+        """Open cells in the order of their bounds until none is below the best plan; False if the user ended it."""
         if not heap:
             return True
         total = len(heap)
@@ -430,12 +434,11 @@ class StageSearch:
         while first < len(cuts) and lower[first] < self.limit:
             part = slice(first, first + min(count, most))
             seconds = plans_step_seconds(pricer, cuts[part], options[part], places[part], cell.placement)
-            index = int(seconds.argmin())
-            self.log.priced(cell.num_stages, float(seconds[index]))
-            if seconds[index] < self.limit:
-                self.seconds = float(seconds[index])
-                chosen = (array[part][index] for array in (cuts, options, places))
-                self.best = make_solution(pricer, cell, *chosen, step_seconds=self.seconds)
+            self.log.priced(cell.num_stages, float(seconds.min()))
+            for index in np.argsort(seconds, kind="stable")[: self.num_plans].tolist():
+                if seconds[index] < self.limit:
+                    chosen = (array[part][index] for array in (cuts, options, places))
+                    self._keep(make_solution(pricer, cell, *chosen, step_seconds=float(seconds[index])))
             first, count = part.stop, 4 * count
 
     def _try_again(self, start: Solution) -> None:

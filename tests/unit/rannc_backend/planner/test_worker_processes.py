@@ -75,6 +75,7 @@ def test_one_process_computes_here() -> None:
 def test_what_is_printed_is_no_answer() -> None:
     with Workers(num_processes=2, limit_seconds=60) as workers:
         assert workers.run(print_and_add, 1, [1, 2, 3]) == [2, 3, 4]
+        assert workers.pids and os.getpid() not in workers.pids
 
 
 @pytest.mark.parametrize("function", [end_in, refuse])

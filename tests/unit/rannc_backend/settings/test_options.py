@@ -48,6 +48,7 @@ OTHER_VALUES = {
     "check_gradients": (True, "true"),
     "checkpointing": (True, "true"),
     "verify_recomp": (True, "true"),
+    "num_plans": (3, "3"),
     "solver": ("ilp", "ilp"),
     "solver_seconds": (5.0, "5.0"),
     "search_processes": (2, "2"),

@@ -79,6 +79,18 @@ def uneven(**changes: object) -> SearchProblem:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_programmes_know_links_nodes_and_cores(seed: int) -> None:
+    """Several stages on several nodes, whose messages take long."""
+    check_equal(
+        random_problem(
+            seed, 6, 6, devices_per_node=2, micro_batches=(2, 4), schedules=("1f1b", "fill_drain"),
+            style=("layers", "anything")[seed % 2], memory_bytes=6.0, message_scale=1.0, reduction_scale=0.5,
+            core_share=1.0 if seed % 3 else 0.4,
+        )
+    )  # fmt: skip
+
+
 def test_programmes_alone_improve_on_equal_splits() -> None:
     """Without local moves, what is better than the first plan comes from the programmes."""
     problem = uneven()
@@ -152,3 +164,30 @@ def test_a_programme_has_every_plan_of_its_cell(problem: SearchProblem, data: st
     programme = CellProgramme(searched._bounds(cell, 1.0, 0.0), float("inf"))
     relaxed = programme.solve(60.0, whole=False)
     assert relaxed.fun / programme.scale <= best.step_seconds * (1 + 1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems(max_blocks=5, max_devices=4), most=st.integers(2, 3))
+def test_both_solvers_keep_equally_fast_plans(problem: SearchProblem, most: int) -> None:
+    expected, found = StageSearch(problem, num_plans=most), FromNothing(problem, num_plans=most)
+    expected.run()
+    found.run()
+    steps = [[each.step_seconds for each in searched.kept] for searched in (expected, found)]
+    assert steps[1] == pytest.approx(steps[0], rel=1e-6)
+
+
+def test_a_plan_lists_the_other_plans_that_were_kept() -> None:
+    alone, several = plan_with(), plan_with(num_plans=4)
+    assert several.predicted_step_seconds == alone.predicted_step_seconds and several.stages == alone.stages
+    others = [each for each in several.alternatives if "of the best plans" in each.reason]
+    assert several.alternatives[len(others) :] == alone.alternatives
+    assert [each.reason.split(":")[0] for each in others] == [
+        f"number {place} of the best plans" for place in (2, 3, 4)
+    ]
+    steps = [each.predicted_step_seconds for each in others]
+    assert several.predicted_step_seconds <= steps[0] and steps == sorted(steps)
+    shapes = [
+        (each.schedule, each.num_micro_batches, each.stage_replicas, step)
+        for each, step in zip(others, steps, strict=True)
+    ]
+    assert len(set(shapes)) == 3

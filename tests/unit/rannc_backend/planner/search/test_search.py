@@ -29,6 +29,7 @@ from tests.unit.rannc_backend.planner.search.search_problems import (
     brute_force,
     problems,
     random_problem,
+    step_of_each_shape,
 )
 
 INFINITY = float("inf")
@@ -266,3 +267,17 @@ def test_a_heavy_head_is_cut_better_than_equally() -> None:
         make_pricer=lambda num_stages, limit: Pricer(even, 8, "1f1b"),
     )  # fmt: skip
     assert best_equal_split(even, [candidate]).step_seconds >= search(even).solution.step_seconds * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(max_blocks=5, max_devices=4), most=st.integers(2, 4))
+def test_as_many_plans_are_kept_as_asked_for_the_best_ones_there_are(
+    problem: SearchProblem, most: int
+) -> None:
+    searched = StageSearch(problem, num_plans=most)
+    result = searched.run()
+    best = sorted(step_of_each_shape(problem).values())[:most]
+    assert [each.step_seconds for each in searched.kept] == pytest.approx(best, rel=1e-8)
+    assert result.solution is (searched.kept[0] if best else None)
+    for kept in searched.kept:
+        check_solution(problem, kept)
