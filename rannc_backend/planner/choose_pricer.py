@@ -55,6 +55,7 @@ class Pricing:
     num_measured: int = field(init=False, default=0)  # jobs so far
     _pricer: BlockPricer | None = field(init=False, default=None)
     _profile: Profile = field(init=False, default_factory=Profile)
+    _measured: list[StageProfile] = field(init=False, default_factory=list)  # here, not in an earlier run
 
     def plan(
         self, plan_once: Callable[[BlockPricer], Plan], *, cancelled: Callable[[], bool] = lambda: False
@@ -127,7 +128,7 @@ class Pricing:
         missing = {
             structure: Job(begin=block.index, end=block.index + 1, budget=1.0, rows=wanted)
             for structure, block in sorted(firsts.items(), key=lambda item: item[1].index)
-            if not _covers(known.get((structure, 1.0)), wanted)
+            if self.config.profile_again or not _covers(known.get((structure, 1.0)), wanted)
         }
         logger.info("%d distinct blocks: %d are to be measured", len(firsts), len(missing))
         found = [
@@ -136,6 +137,8 @@ class Pricing:
             if points
         ]
         if found:
+            if self.config.profile_again:
+                self._profile = self._profile.without(setting, {item.structure for item in found})
             self._profile = self._profile.with_blocks(found)
             self._write_file()
 
@@ -149,7 +152,7 @@ class Pricing:
         known = {
             (item.structures, item.budget, item.point.rows)
             for item in self._profile.stages
-            if item.setting == setting
+            if item.setting == setting and (item in self._measured or not self.config.profile_again)
         }
         for stage in plan.stages:
             begin, end = (min(stage.blocks), max(stage.blocks) + 1) if stage.blocks else (0, 0)
@@ -172,6 +175,7 @@ class Pricing:
             if points
         ]
         if found:
+            self._measured += found
             self._profile = self._profile.with_stages(found)
             self._write_file()
             self._pricer = self._pricer.corrected(

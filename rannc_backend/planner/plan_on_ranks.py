@@ -86,8 +86,8 @@ def plan_job(
     )
     bench = make_bench(graph.timed, question.config, cluster, world.device) if profiled else None
     with leading(bench, world, limit_seconds=config.compile_timeout_seconds, progress=progress) as profiler:
-        # A file of measured blocks that is asked for must be written.
-        if check is None or not config.plan_cache or config.profile_to_write:
+        # A file of measured blocks that is asked for must be written, and what is to be measured again measured.
+        if check is None or not config.plan_cache or config.profile_to_write or config.profile_again:
             return plan_analysis(analysis, question, profiler=profiler, seen=graph.seen)
 
         def fits(plan: Plan) -> None:

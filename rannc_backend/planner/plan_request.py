@@ -26,8 +26,8 @@ from rannc_backend.planner.search.feasibility import (
 )
 from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits
+from rannc_backend.planner.search.moves import useful_micro_batches
 from rannc_backend.planner.search.problem import SearchProblem
-from rannc_backend.planner.search.quick_bounds import useful_micro_batches
 from rannc_backend.schedule.orders import ScheduleName, schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 

@@ -41,16 +41,28 @@ from rannc_backend.planner.cost.output_bytes import (
 )
 from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
 from rannc_backend.planner.cost.small_models import stage_compiler
-from rannc_backend.planner.explanations import alternatives, without_zero
 from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_limits, priced, stage_plans
 from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.search.ilp import IlpSearch
 from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.limits import PipelineLimits
+from rannc_backend.planner.search.moves import RunAll
 from rannc_backend.planner.search.over_intervals import ParameterSums, received_bytes
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
 from rannc_backend.planner.settling import attempts, is_safe, settle, with_own_order
-from rannc_backend.planner.what_binds import binding, refused_by_limits, what_if
+from rannc_backend.planner.what_binds import (
+    WITHOUT_ZERO,
+    Changed,
+    alternatives,
+    best_of_change,
+    binding,
+    refused_by_limits,
+    runners_up,
+    what_if,
+    without_zero,
+)
+from rannc_backend.planner.worker_processes import Workers
 from rannc_backend.schedule.orders import ScheduleName
 from rannc_backend.settings.options import Config
 
@@ -95,8 +107,13 @@ def plan_blocks(
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
         return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
-    stage_memory = _StageMemory(whole_stages, config.stage_memory == "traced")
-    request, choice = _choose_updates(request, progress, stage_memory)
+    others: tuple[Alternative, ...] = ()
+    changes: tuple[WhatIf, ...] = ()
+    limit_seconds = config.compile_timeout_seconds
+    with Workers(num_processes=config.search_processes, limit_seconds=limit_seconds) as workers:
+        request, choice = _choose_updates(request, progress, _Means(config, whole_stages, workers))
+        if progress is None or not progress.cancelled():
+            others, changes = _explained(request, choice, workers)
     chosen, equal = choice.solution, choice.equal
     if choice.problem.only_lane_schedules and not chosen.has_several_stages:
         logger.warning(
@@ -105,13 +122,6 @@ def plan_blocks(
         )  # fmt: skip
     stages, left_out = _with_outputs(choice, outputs, config, request.memory_bytes)
     _warn_of_idle_ranks(request, chosen)
-    others: tuple[Alternative, ...] = ()
-    changes: tuple[WhatIf, ...] = ()
-    if progress is None or not progress.cancelled():
-        others = alternatives(request, choice.search, choice.problem, chosen, equal)
-        if choice.undivided is not None:
-            others = (*others, without_zero(choice.undivided, chosen))
-        changes = what_if(request, choice.problem, chosen, choice.result)
     plan = Plan(
         schema_version=SCHEMA_VERSION,
         fingerprint=fingerprint,
@@ -199,16 +209,73 @@ class _Choice:
     undivided: SearchProblem | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _StageMemory:
-    """What knows the memory of whole stages, and whether it is `always` asked, or where they come near to the limit."""
+def _explained(
+    request: PlanRequest, choice: _Choice, workers: Workers
+) -> tuple[tuple[Alternative, ...], tuple[WhatIf, ...]]:
+    """What lost to the plan, and what would change it; each change is searched for by itself, so in several processes."""
+    changed = Changed(
+        request=request,
+        problem=choice.problem,
+        chosen=choice.solution,
+        found=choice.result,
+        undivided=choice.undivided,
+    )
+    changes = changed.changes
+    batch = workers.start(best_of_change, changed, changes)
+    try:
+        others = (
+            *runners_up(choice.search, choice.problem, choice.solution),
+            *alternatives(request, choice.search, choice.problem, choice.solution, choice.equal),
+        )
+    except BaseException:
+        batch.stop()
+        raise
+    found = dict(zip(changes, batch.wait(), strict=True))
+    if choice.undivided is not None:
+        others = (*others, without_zero(choice.undivided, choice.solution, found[WITHOUT_ZERO]))
+    return others, what_if(changed, found)
 
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """What a plan is searched with. `whole_stages` knows the memory of whole stages."""
+
+    config: Config
     whole_stages: WholeStages | None
-    always: bool
+    workers: Workers
+
+    @property
+    def always(self) -> bool:
+        """Whether the memory of whole stages is always asked for, or where they come near to the limit."""
+        return self.config.stage_memory == "traced"
+
+    @property
+    def run_all(self) -> RunAll | None:
+        """None: one process does everything when it is needed."""
+        return self.workers.run if self.workers.num_processes > 1 else None
+
+    def search(self, problem: SearchProblem, progress: Progress | None, seconds: float) -> StageSearch:
+        """See `StageSearch`; by the solver that is asked for."""
+        if self.config.solver == "dp":
+            return StageSearch(
+                problem,
+                progress=progress,
+                seconds=seconds,
+                run_all=self.run_all,
+                num_plans=self.config.num_plans,
+            )
+        return IlpSearch(
+            problem,
+            progress=progress,
+            seconds=seconds,
+            time_seconds=self.config.solver_seconds,
+            run_all=self.run_all,
+            num_plans=self.config.num_plans,
+        )
 
 
 def _choose_updates(
-    request: PlanRequest, progress: Progress | None, memory: _StageMemory
+    request: PlanRequest, progress: Progress | None, means: _Means
 ) -> tuple[PlanRequest, _Choice]:
     """The fastest plan, and the request with the answer whether updates are divided over replicas (ZeRO 1).
 
@@ -219,15 +286,15 @@ def _choose_updates(
     plain = request.with_updates(divided=False)
     costs = plain.costs()
     if not request.may_divide_updates or _fits_anyhow(plain, costs):
-        return plain, _found(_choose(plain, costs, progress, memory), plain, costs)
+        return plain, _found(_choose(plain, costs, progress, means), plain, costs)
     divided = request.with_updates(divided=True)
     divided_costs = divided.costs()
-    choice = _found(_choose(divided, divided_costs, progress, memory), divided, divided_costs)
+    choice = _found(_choose(divided, divided_costs, progress, means), divided, divided_costs)
     assert choice.result.solution is not None, "it was chosen from"
     if progress is not None and progress.cancelled():
         return divided, choice
     limit = choice.result.solution.step_seconds * (1 + _WORTH_DIVIDING)
-    other = _choose(plain, costs, progress, memory, limit)
+    other = _choose(plain, costs, progress, means, limit)
     if other is not None and other.solution.step_seconds <= choice.solution.step_seconds * (
         1 + _WORTH_DIVIDING
     ):
@@ -263,7 +330,7 @@ def _choose(
     request: PlanRequest,
     costs: IntervalCosts,
     progress: Progress | None,
-    memory: _StageMemory,
+    means: _Means,
     limit_seconds: float = math.inf,
 ) -> _Choice | None:
     """The fastest plan whose stages fit, also as whole stages; None where nothing fits whose step is found to take less
@@ -273,9 +340,9 @@ def _choose(
     """
     problem = request.problem(costs)
     least = math.inf
-    whole_stages = memory.whole_stages
+    whole_stages = means.whole_stages
     for _ in range(_MAX_SEARCHES):
-        found = _searched(request, problem, progress, limit_seconds)
+        found = _searched(request, problem, progress, means, limit_seconds)
         if found is None:
             break
         search, result, equal, solution = found
@@ -284,7 +351,7 @@ def _choose(
         if (
             whole_stages is not None
             and not ended
-            and (memory.always or _fullest(stages) > _NEAR * request.memory_bytes)
+            and (means.always or _fullest(stages) > _NEAR * request.memory_bytes)
         ):
             stages = stage_plans(request.graph, costs, problem, solution, whole_stages)
         needed = _fullest(stages)
@@ -315,14 +382,18 @@ def _choose(
 
 
 def _searched(
-    request: PlanRequest, problem: SearchProblem, progress: Progress | None, limit_seconds: float
+    request: PlanRequest,
+    problem: SearchProblem,
+    progress: Progress | None,
+    means: _Means,
+    limit_seconds: float,
 ) -> tuple[StageSearch, SearchResult, Solution | None, Solution] | None:
     """A search, what it found, the best equal split, and the plan to take; None where nothing fits and keeps the limits
     whose step is found to take less than `limit_seconds`.
     """
     for tried in attempts(problem):
         searched = replace(tried, cluster=request.searched(tried.cluster))
-        search = StageSearch(searched, progress=progress, seconds=limit_seconds)
+        search = means.search(searched, progress, limit_seconds)
         result = search.run()
         if result.solution is None:
             continue

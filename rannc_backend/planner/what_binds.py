@@ -1,27 +1,31 @@
-"""What binds a plan: what one more device, twice the memory and twice the link speed would each gain.
+"""What binds a plan: what one more device, twice the memory and twice the link speed would each gain; and which plans lost
+to the chosen one, and by how much.
 
-In: a finished search's problem and plan, the request. Out: `WhatIf` records and a sentence for the `Plan`.
+In: a finished search's problem and plan, the request. Out: `WhatIf` and `Alternative` records and a sentence for the `Plan`.
 Each case is planned again by the same rules, so that a gain is that of the change alone; in large problems by
-a short search without proof.
+a short search without proof, and so are alternatives: no better plan of their kind was found, but one may exist.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rannc_backend.errors import InfeasiblePlanError
-from rannc_backend.ir.plan import StageCost, StagePlan, WhatIf
+from rannc_backend.ir.plan import Alternative, StageCost, StagePlan, WhatIf
 from rannc_backend.planner.cluster.cluster import Cluster
-from rannc_backend.planner.explanations import SAME
 from rannc_backend.planner.plan_parts import judged, keeps_limits, priced
-from rannc_backend.planner.plan_request import PlanRequest
+from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.search.bounds import Cell
+from rannc_backend.planner.search.feasibility import least_bytes_of_one_stage
 from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits, least_bubble
+from rannc_backend.planner.search.moves import with_one_more
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
 from rannc_backend.planner.settling import attempts, settle
 from rannc_backend.report.words import percent_text
+from rannc_backend.schedule.orders import ScheduleName
 
 ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
     "one more device",
@@ -30,6 +34,8 @@ ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS = (
 )
 MORE_DEVICES = "twice the devices"
 WITHOUT = "without "  # and an option as it was set
+WITHOUT_ZERO = "without ZeRO"
+NO_CHANGE = "no change"
 ON_HOST = "parameters and optimizer state on the host (offload=parameters)"
 # What binds where a change gains most, and the change in a few words.
 _BINDING = {
@@ -37,52 +43,100 @@ _BINDING = {
     MORE_MEMORY: ("memory", "twice the memory"),
     FASTER_LINKS: ("links", "twice the link speed"),
 }
+SAME = 1e-3  # relative difference of steps that are called equal
 _SMALL = 500  # blocks x devices: searched in some tenths of a second, so for each change again
 _SMALL_WITH_NUMBERS = 5000  # blocks x devices x numbers of micro-batches: the same where these change
 _NOTICEABLE = 0.01  # share of the step: what gains less binds nothing
 _MOST_TRIED = 6  # values of a limit, in errors
 
 
-def what_if(
-    request: PlanRequest, problem: SearchProblem, chosen: Solution, found: SearchResult
-) -> tuple[WhatIf, ...]:
-    """The best plans found if one thing were different. `found`: the search that `chosen` comes from."""
-    shortly = problem.num_blocks * problem.num_devices > _SMALL
-    now: Solution = chosen
-    if shortly and (found.proven_gap > 0 or request.num_stages is not None):
-        # A better plan without the change may be found as shortly: a change must beat that one.
-        again = _planned_again(request, problem, chosen, shortly)
-        now = min((plan for plan in (chosen, again) if plan is not None), key=lambda plan: plan.step_seconds)
-    result = []
-    for change, other in _cases(request, problem):
-        best = None if other is None else _planned_again(request, other, chosen, shortly)
-        if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
-            best = chosen  # it fits as well with more of anything
-        result.append(_record(change, best))
-    result += _without_options(request, problem, chosen, now)
-    more_memory = next(record for record in result if record.change == MORE_MEMORY)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """What would be if one thing were different. `found`: the search that `chosen` comes from. `undivided`: what else was
+    asked for, where the plan divides updates.
+    """
+
+    request: PlanRequest
+    problem: SearchProblem
+    chosen: Solution
+    found: SearchResult
+    undivided: SearchProblem | None
+
+    @property
+    def shortly(self) -> bool:
+        """Whether large problems are searched shortly."""
+        return self.problem.num_blocks * self.problem.num_devices > _SMALL
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """All that are looked at by themselves, those that take longest first."""
+        is_given = self.request.stage_replicas is not None
+        again = self.shortly and (self.found.proven_gap > 0 or self.request.num_stages is not None)
+        return (
+            *((WITHOUT_ZERO,) if self.undivided is not None else ()),
+            *((MORE_DEVICES,) if not is_given else ()),
+            ONE_MORE_DEVICE,
+            FASTER_LINKS,
+            MORE_MEMORY,
+            *((NO_CHANGE,) if again else ()),
+            *(f"{WITHOUT}{text}" for text, _ in self.request.without),
+        )
+
+    def best(self, change: str) -> Solution | None:
+        """The plan that would be taken; None where nothing fits, or the options leave no use for the change."""
+        request, problem, chosen = self.request, self.problem, self.chosen
+        if change == WITHOUT_ZERO:
+            assert self.undivided is not None, "it is asked about"
+            return _undivided(self.undivided, chosen)
+        if change == NO_CHANGE:
+            return _planned_again(request, problem, chosen, self.shortly)
+        if change == ON_HOST:
+            request = request.offloaded()
+            problem = request.problem(request.costs(), memory_bytes=problem.memory_bytes)
+            return _planned_again(request, problem, chosen, self.shortly)
+        freed = next((freed for text, freed in request.without if change == f"{WITHOUT}{text}"), None)
+        if freed is not None:
+            # Stages as a whole may have been found to need more than their blocks do.
+            memory_bytes = freed.memory_bytes - (request.memory_bytes - problem.memory_bytes)
+            other = freed.problem(freed.costs(), memory_bytes=memory_bytes)
+            size = other.num_blocks * other.num_devices * len(other.micro_batches)
+            return _planned_again(freed, other, chosen, size > _SMALL_WITH_NUMBERS)
+        changed = _changed_problem(request, problem, change)
+        return None if changed is None else _planned_again(request, changed, chosen, self.shortly)
+
+
+def best_of_change(changed: Changed, change: str) -> Solution | None:
+    """See `Changed`; a function of the module, for other processes."""
+    return changed.best(change)
+
+
+def what_if(changed: Changed, found: Mapping[str, Solution | None]) -> tuple[WhatIf, ...]:
+    """Records of the best plans, which were `found` by change."""
+    request, chosen = changed.request, changed.chosen
+    # A better plan without the change may be found as shortly: a change must beat that one.
+    both = [plan for plan in (chosen, found.get(NO_CHANGE)) if plan is not None]
+    now = min(both, key=lambda plan: plan.step_seconds)
+
+    def beats(best: Solution | None, by: float) -> bool:
+        return best is not None and best.step_seconds < now.step_seconds * (1 - by)
+
+    def record(change: str, best: Solution | None) -> WhatIf:
+        # What is chosen fits as well with more of anything.
+        return _record(change, best if best is not None and beats(best, SAME) else chosen)
+
+    result = [
+        record(change, found.get(change))
+        for change in (ONE_MORE_DEVICE, MORE_MEMORY, FASTER_LINKS, MORE_DEVICES)
+        if change != MORE_DEVICES or change in found
+    ]
+    for change in (f"{WITHOUT}{text}" for text, _ in request.without):
+        best = found[change]
+        if best is not None and beats(best, _NOTICEABLE):
+            result.append(_record(change, best))
+    more_memory = next(each for each in result if each.change == MORE_MEMORY)
     if not request.offload and _saves(more_memory, chosen) >= _NOTICEABLE:
-        offloaded = request.offloaded()
-        other = offloaded.problem(offloaded.costs(), memory_bytes=problem.memory_bytes)
-        best = _planned_again(offloaded, other, chosen, shortly)
-        if best is None or best.step_seconds >= now.step_seconds * (1 - SAME):
-            best = chosen
-        result.append(_record(ON_HOST, best))
+        result.append(record(ON_HOST, changed.best(ON_HOST)))
     return tuple(result)
-
-
-def _without_options(
-    request: PlanRequest, problem: SearchProblem, chosen: Solution, now: Solution
-) -> Iterator[WhatIf]:
-    """What leaving an option out would gain, for each that keeps the search from a noticeably faster plan."""
-    for text, freed in request.without:
-        # Stages as a whole may have been found to need more than their blocks do.
-        memory_bytes = freed.memory_bytes - (request.memory_bytes - problem.memory_bytes)
-        other = freed.problem(freed.costs(), memory_bytes=memory_bytes)
-        size = other.num_blocks * other.num_devices * len(other.micro_batches)
-        best = _planned_again(freed, other, chosen, size > _SMALL_WITH_NUMBERS)
-        if best is not None and best.step_seconds < now.step_seconds * (1 - _NOTICEABLE):
-            yield _record(f"{WITHOUT}{text}", best)
 
 
 def _record(change: str, best: Solution) -> WhatIf:
@@ -100,8 +154,8 @@ def _saves(item: WhatIf, plan: Solution) -> float:
     return 0.0 if step is None or plan.step_seconds <= 0 else 1 - step / plan.step_seconds
 
 
-def _cases(request: PlanRequest, problem: SearchProblem) -> Iterator[tuple[str, SearchProblem | None]]:
-    """Each change with the problem that it makes; None where the options leave no use for it."""
+def _changed_problem(request: PlanRequest, problem: SearchProblem, change: str) -> SearchProblem | None:
+    """The problem that a change makes; None where the options leave no use for it."""
     cluster = problem.cluster
 
     def on(other: Cluster) -> SearchProblem | None:
@@ -109,16 +163,18 @@ def _cases(request: PlanRequest, problem: SearchProblem) -> Iterator[tuple[str, 
             return None
         return request.problem(request.costs(other), memory_bytes=problem.memory_bytes)
 
-    yield ONE_MORE_DEVICE, on(_with_one_more(cluster))
-    yield MORE_MEMORY, replace(problem, memory_bytes=2 * problem.memory_bytes)
+    if change == ONE_MORE_DEVICE:
+        return on(_with_one_more(cluster))
+    if change == MORE_DEVICES:
+        return on(replace(cluster, num_devices=2 * cluster.num_devices))
+    if change == MORE_MEMORY:
+        return replace(problem, memory_bytes=2 * problem.memory_bytes)
     fast = replace(
         cluster,
         intra_node=replace(cluster.intra_node, bytes_per_second=2 * cluster.intra_node.bytes_per_second),
         inter_node=replace(cluster.inter_node, bytes_per_second=2 * cluster.inter_node.bytes_per_second),
     )
-    yield FASTER_LINKS, replace(problem, cluster=fast)
-    if request.stage_replicas is None:
-        yield MORE_DEVICES, on(replace(cluster, num_devices=2 * cluster.num_devices))
+    return replace(problem, cluster=fast)
 
 
 def _with_one_more(cluster: Cluster) -> Cluster:
@@ -302,3 +358,133 @@ def _slowest(plan: Solution, stages: Sequence[StagePlan]) -> str:
 
 def _micro_batch_seconds(cost: StageCost) -> float:
     return cost.forward_seconds + cost.backward_seconds + cost.transfer_seconds
+
+
+def alternatives(
+    request: PlanRequest, found: StageSearch, problem: SearchProblem, chosen: Solution, equal: Solution | None
+) -> tuple[Alternative, ...]:
+    """Good plans with other numbers of stages, of pure data parallelism, with the other schedule, and of
+    equal splits.
+
+    `problem`: in which steps are priced; that of `found` may leave latency out.
+    """
+    counts, searched = problem.stage_counts, chosen.base or chosen
+    wanted = [1, searched.num_stages - 1, searched.num_stages + 1, min(2 * searched.num_stages, counts[-1])]
+    numbers = few_numbers(problem.micro_batches, chosen.num_micro_batches)
+    result = []
+
+    def best(schedules: Sequence[ScheduleName], count: int) -> Solution | None:
+        return found.best_of(
+            Cell(schedule=name, num_micro_batches=m, num_stages=count) for name in schedules for m in numbers
+        )
+
+    for count in dict.fromkeys(
+        number for number in wanted if number in counts and number != searched.num_stages
+    ):
+        if count == 1 and least_bytes_of_one_stage(problem) > problem.memory_bytes:
+            result.append(_one_stage_does_not_fit(request, problem, chosen))
+            continue
+        label = "pure data parallelism" if count == 1 else f"{count} stages"
+        other = best((searched.schedule,), count)
+        if other is not None:
+            result.append(_lost(label, _in(problem, other), chosen))
+    for schedule in problem.schedules:
+        if schedule != chosen.schedule and (chosen.num_micro_batches > 1 or chosen.num_stages > 1):
+            other = best((schedule,), searched.num_stages)
+            if other is not None:
+                result.append(_lost(f"schedule {schedule}", _in(problem, other), chosen))
+    if equal is not None and (equal.bounds, equal.replicas) != (chosen.bounds, chosen.replicas):
+        result.append(_lost("equally many blocks and replicas in every stage", equal, chosen))
+    return tuple(result)
+
+
+def runners_up(found: StageSearch, problem: SearchProblem, chosen: Solution) -> tuple[Alternative, ...]:
+    """The other plans that the search has kept, as they would be taken, fastest first."""
+    others: list[Solution] = []
+    for kept in found.kept[1:]:
+        others = with_one_more(others, settle(problem, kept, None), len(found.kept))
+    others = [each for each in others if len(with_one_more([chosen], each, 2)) == 2]
+    return tuple(
+        _lost(f"number {place} of the best plans", each, chosen) for place, each in enumerate(others, start=2)
+    )
+
+
+def _undivided(undivided: SearchProblem, chosen: Solution) -> Solution | None:
+    """What is found if every replica updates all; None where nothing fits."""
+    start = chosen.base or chosen
+    search = StageSearch(replace(undivided, schedules=(start.schedule,), lane_schedules=()))
+    found = search.run_shortly(start)
+    return None if found is None else settle(undivided, found, None)
+
+
+def without_zero(undivided: SearchProblem, chosen: Solution, found: Solution | None) -> Alternative:
+    """What was `found` if every replica updates all, beside a plan in which one does (ZeRO)."""
+    label = WITHOUT_ZERO
+    if found is None:
+        return Alternative(
+            num_stages=chosen.num_stages,
+            stage_replicas=chosen.replicas,
+            num_micro_batches=chosen.num_micro_batches,
+            schedule=chosen.schedule,
+            recompute=chosen.budgets,
+            predicted_step_seconds=None,
+            reason=f"{label}: nothing fits into {size_text(undivided.memory_bytes)}",
+        )
+    return _lost(label, found, chosen)
+
+
+def few_numbers(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:
+    """Numbers of micro-batches around the chosen one, that first, and the largest."""
+    place = numbers.index(chosen)
+    near = (
+        numbers[place],
+        numbers[max(place - 1, 0)],
+        numbers[min(place + 1, len(numbers) - 1)],
+        numbers[-1],
+    )
+    return tuple(dict.fromkeys(near))
+
+
+def _in(problem: SearchProblem, solution: Solution) -> Solution:
+    return priced(problem, solution) or solution
+
+
+def _lost(label: str, other: Solution, chosen: Solution) -> Alternative:
+    longer = other.step_seconds / max(chosen.step_seconds, 1e-30)
+    if longer > 1 + SAME:
+        reason = f"{label}: the step takes {longer:.4g} times as long"
+    else:
+        reason = f"{label}: equally fast"
+    return Alternative(
+        num_stages=other.num_stages,
+        stage_replicas=other.replicas,
+        num_micro_batches=other.num_micro_batches,
+        schedule=other.schedule,
+        recompute=other.budgets,
+        predicted_step_seconds=other.step_seconds,
+        reason=reason,
+    )
+
+
+def _one_stage_does_not_fit(request: PlanRequest, problem: SearchProblem, chosen: Solution) -> Alternative:
+    least = least_bytes_of_one_stage(problem)
+    if least == float("inf"):
+        held = sum(
+            use.held_bytes(request.optimizer_factor, offload=request.offload)
+            for use in request.graph.parameters
+        )
+        least = held
+    reason = (
+        f"pure data parallelism: it does not fit: it needs {size_text(least)} or more on one device, and "
+        f"plans may use {size_text(problem.memory_bytes)}"
+    )
+    replicas = min(problem.num_devices, max(1, request.batch_rows))
+    return Alternative(
+        num_stages=1,
+        stage_replicas=(replicas,),
+        num_micro_batches=chosen.num_micro_batches,
+        schedule=chosen.schedule,
+        recompute=(1.0,),
+        predicted_step_seconds=None,
+        reason=reason,
+    )

@@ -116,6 +116,46 @@ def _program_seconds(
     return np.asarray(np.maximum(ends, reduced).max(axis=0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LongestPath:
+    """What a step of one chain waits for, from its begin to its end.
+
+    `seconds`: of the step; `counts` [8, stages]: how often each of the terms of `longest_path` is on the path. For other
+    terms the same path takes `(counts * terms).sum()`, which no step of that schedule is shorter than.
+    """
+
+    seconds: float
+    counts: Ints
+
+
+def longest_path(terms: Floats, schedule: Schedule, num_micro_batches: int) -> LongestPath:
+    """The longest path through a step of a chain.
+
+    Args:
+        terms: [8, stages], seconds: of a forward, a backward, its first and its second part, the message and the gradient
+            between a stage and the one before it; how long after the end of the last computation of a stage its
+            reductions end if they wait for each other (a - d (1 - 1 / n), with a, n of the reductions and d of that computation),
+            and if only the last bucket does (a / n).
+    """
+    num_stages = terms.shape[1]
+    steps = _steps_of(schedule, num_stages, num_micro_batches)
+    assert steps is not None, f"the order of {schedule} gets stuck"
+    seconds = terms[:6].reshape(-1)
+    times = np.zeros(len(steps.kinds))
+    for begin, end in zip(steps.levels, steps.levels[1:], strict=False):
+        times[begin:end] = times[steps.waits[begin:end]].max(axis=1) + seconds[steps.kinds[begin:end]]
+    later = np.concatenate([terms[6:], np.zeros((1, num_stages))]) + times[steps.last]
+    which, stage = np.unravel_index(int(later.argmax()), later.shape)
+    counts = np.zeros((9, num_stages), dtype=np.int64)
+    counts[6 + which, stage] = 1
+    event = int(steps.last[stage])
+    while event:
+        counts[divmod(int(steps.kinds[event]), num_stages)] += 1
+        before = steps.waits[event]
+        event = int(before[times[before].argmax()])
+    return LongestPath(seconds=float(later.max()), counts=counts[:8])
+
+
 def order_seconds(
     order: Order, forward: Floats, backward: Floats, message: Floats, gradient: Floats, weight: Floats
 ) -> float | None:

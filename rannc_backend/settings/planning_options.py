@@ -147,6 +147,30 @@ class PlanningOptions(Options):
         lt=1,
         description="Smallest fastest / slowest stage's time (against its name: higher is more even); 0: no limit.",
     )
+    num_plans: int = Field(
+        1,
+        ge=1,
+        le=100,
+        description="Number of plans that are kept, the best ones of those that differ in cuts, replicas or micro-batches; "
+        "the plan lists the others among its alternatives.",
+    )
+    solver: Literal["dp", "ilp"] = Field(
+        "dp",
+        description="What searches for stages: dp: shortest paths and branch and bound, work limited by numbers; ilp: the "
+        "same problem as mixed-integer programmes (HiGHS of scipy), limited by solver_seconds.",
+    )
+    solver_seconds: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most seconds of a search with solver ilp; what is not proven by then is told as a gap.",
+    )
+    search_processes: int = Field(
+        1,
+        ge=1,
+        json_schema_extra=OWN,
+        description="Processes that search for plans at the same time, on the rank that plans; the plan is the same.",
+    )
     costs: Literal["auto", "analytic", "measured", "rules"] = Field(
         "auto",
         description="What plans are priced with: a model of the device, or each distinct block measured; "
@@ -157,6 +181,16 @@ class PlanningOptions(Options):
         "",
         description="File in which measured blocks are kept and looked up, or the run_file of a run to learn "
         "from; empty: none.",
+    )
+    parallel_profile: bool = Field(
+        True,
+        description="True: ranks share the distinct blocks that are measured; False: rank 0 measures all, while the others "
+        "compute nothing.",
+    )
+    profile_again: bool = Field(
+        False,
+        description="Measure again what the file of measured blocks has, and write it anew; plans of earlier runs are not "
+        "taken.",
     )
     save_graph_profile: bool = Field(
         False, description="Write measured blocks to graph_profile_file, where profile_file is empty."
@@ -182,18 +216,6 @@ class PlanningOptions(Options):
         "near to the limit.",
     )
     profiling_iter: int = Field(10, ge=1, description="Most timings of a block at one number of rows.")
-    parallel_profile: bool = Field(
-        True, description="Ranks measure distinct blocks side by side; False: rank 0 measures all."
-    )
-    profile_again: bool = Field(
-        False, description="Measure every block again, and write it over what profile_file has."
-    )
-    num_plans: int = Field(1, ge=1, description="How many of the best plans are kept to choose from.")
-    search_processes: int = Field(1, ge=1, description="Processes that search for a plan.")
-    solver: Literal["dp", "ilp"] = Field(
-        "dp",
-        description="What searches: dp: branch and bound over cuts; ilp: a mixed-integer programme.",
-    )
     cluster: str = Field(
         "local",
         min_length=1,

@@ -1,10 +1,10 @@
-"""Chosen plans beside equal splits: `python -m tests.benchmarks.planner_table [--devices 8,32,256] [--brute]
+"""Chosen plans beside equal splits: `python -m tests.benchmarks.planner_table [--devices 8,32,256] [--brute] [--ilp]
 [--json FILE] [MODEL ...]`.
 
 In: the families of examples/planning_models.py, wide enough that none fits on one device, in float32 with
 Adam for v100-32gb with eight devices per node. Out: a Markdown table, and JSON where asked for. Every model
 is captured once, in a process of its own. `--brute` looks at every plan of the model in few blocks on few
-devices, and prints what the search finds there beside it.
+devices, and prints what the search finds there beside it. `--ilp` plans each again with solver "ilp".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ _ROWS_PER_DEVICE = 8
 _BRUTE_BLOCKS, _BRUTE_DEVICES, _BRUTE_ROWS = 6, 6, 48
 
 
-def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, devices: list[int], brute: bool, ilp: bool) -> Iterator[dict[str, Any]]:
     """One row of the table per number of devices."""
     import torch
 
@@ -88,7 +88,7 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
     prepared = prepare(analysis, question(devices[-1]))
     captured = time.process_time() - start
     for count in devices:
-        start = time.process_time()
+        start, began = time.process_time(), time.perf_counter()
         row = {
             "model": name,
             "billion_parameters": parameters / 1e9,
@@ -100,7 +100,11 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
         except InfeasiblePlanError as error:
             yield row | {"infeasible": str(error)}
             continue
+        seconds = time.perf_counter() - began
+        if ilp:
+            row |= ilp_of(prepared, question(count))
         yield row | {
+            "search_seconds": seconds,
             "blocks": len(plan.blocks),
             "stage_replicas": list(plan.stage_replicas),
             "recompute": [stage.recompute for stage in plan.stages],
@@ -114,6 +118,20 @@ def rows_of(name: str, devices: list[int], brute: bool) -> Iterator[dict[str, An
         }
     if brute:
         yield brute_force_row(name, analysis)
+
+
+def ilp_of(prepared: Any, question: Any) -> dict[str, Any]:
+    """The same question, answered by mixed-integer programmes."""
+    from rannc_backend.planner.plan_blocks import plan_prepared
+
+    config = question.config.model_copy(update={"solver": "ilp"})
+    began = time.perf_counter()
+    plan = plan_prepared(prepared, replace(question, config=config))
+    return {
+        "ilp_step_seconds": plan.predicted_step_seconds,
+        "ilp_proven_gap": plan.proven_gap,
+        "ilp_seconds": time.perf_counter() - began,
+    }
 
 
 def brute_force_row(name: str, analysis: Any) -> dict[str, Any]:
@@ -166,6 +184,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['step_seconds']:.3f} s | {'' if equal is None else f'{equal:.3f} s'} | {ratio} | "
             f"{row['proven_gap']:.2%} |"
         )
+    lines += ilp_table([row for row in rows if "ilp_seconds" in row])
     brute = [row for row in rows if "brute_force_seconds" in row]
     if brute:
         lines += ["", "| model | blocks | devices | search | brute force |", "|---|---|---|---|---|"]
@@ -176,6 +195,23 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['brute_force_seconds']:.6f} s |"
         )
     return "\n".join(lines)
+
+
+def ilp_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Both solvers side by side; seconds are of all searches of a plan."""
+    if not rows:
+        return []
+    lines = [
+        "",
+        "| model | devices | dp: step | gap | seconds | ilp: step | gap | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {row['model']} | {row['devices']} | {row['step_seconds']:.6f} s | {row['proven_gap']:.2%} | "
+        f"{row['search_seconds']:.1f} | {row['ilp_step_seconds']:.6f} s | {row['ilp_proven_gap']:.2%} | "
+        f"{row['ilp_seconds']:.1f} |"
+        for row in rows
+    ]
 
 
 def _replicas(counts: list[int]) -> str:
@@ -198,12 +234,16 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--devices", default="8,32,256")
     parser.add_argument("--brute", action="store_true")
+    parser.add_argument("--ilp", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         for row in rows_of(
-            options.models[0], [int(count) for count in options.devices.split(",")], options.brute
+            options.models[0],
+            [int(count) for count in options.devices.split(",")],
+            options.brute,
+            options.ilp,
         ):
             print(json.dumps(row), flush=True)
         return
@@ -218,7 +258,7 @@ def main() -> None:
             options.devices,
             name,
         ]
-        command += ["--brute"] if options.brute else []
+        command += [f"--{flag}" for flag in ("brute", "ilp") if getattr(options, flag)]
         done = subprocess.run(
             command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
         )

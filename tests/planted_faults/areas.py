@@ -301,6 +301,11 @@ AREAS = (
         tests=unit("planner/search/search"),
     ),
     Area(
+        name="planner: programmes",
+        files={"planner/search/ilp.py": 3, "schedule/chain.py": 1},
+        tests=unit("planner/search/ilp", "schedule/chain"),
+    ),
+    Area(
         name="planner: limits",
         files={"planner/search/limits.py": 1},
         tests=unit("planner/search/limits", "planner/planner_limits"),

@@ -1,7 +1,6 @@
 """From a row-wise graph to at most k blocks in a line, of which every run of neighbours is a legal stage.
 
-In: the staged nodes of a row-wise graph, what its outputs are, which values need gradients, what the user
-pinned. Out: a `BlockGraph`.
+In: the staged nodes of a row-wise graph, its outputs, which values need gradients, pins. Out: a `BlockGraph`.
 Terms: an *atom* is a staged node with the getitems that take from it. Steps: atoms that must stay together
 become *items* (atom_graph.py), the items a line (the order of the graph, or coarsening.py's where that is
 clearly better), the line is cut (line_cuts.py), alike in equal layers (repeats.py). Nodes of one kind
@@ -112,8 +111,7 @@ def block_graph(
         least_elements=config.small_tensor_elements,
         recomputed=recomputed,
     )
-    if rows_symbol is not None:
-        # Sizes that come from a graph are expressions.
+    if rows_symbol is not None:  # sizes that come from a graph are expressions
         free = set().union(*(cast("sympy.Expr", flow.num_bytes).free_symbols for flow in graph.flows), set())
         assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
     nodes = {node.name: node.meta.get("val") for node in staged.rowwise.graph.nodes}
@@ -484,11 +482,8 @@ class _Builder:
         batch = {item.name for item in self.inputs if item.kind == "batch"}
         flows = []
         for node in self.staged.rowwise.graph.nodes:
-            if node.op == "placeholder" and node.name in batch:
-                producer = INPUT_BLOCK
-            elif node in block_of:
-                producer = block_of[node]
-            else:
+            producer = INPUT_BLOCK if node.op == "placeholder" and node.name in batch else block_of.get(node)
+            if producer is None:
                 continue
             consumers = sorted({block_of[user] for user in node.users if user in block_of} - {producer})
             if consumers:

@@ -56,7 +56,8 @@ _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """Measures on this rank. `most_bytes`: what a measurement may take; `num_repeats`: at most so many
-    timings of a point; `wide_sums`: gradients of 16 bits go to sums in float32.
+    timings of a point; `wide_sums`: gradients of 16 bits go to sums in float32; `is_shared`: all ranks measure, not rank 0
+    alone.
     """
 
     analysis: GraphAnalysis
@@ -65,11 +66,16 @@ class Bench:
     num_repeats: int
     most_bytes: float = float("inf")
     wide_sums: bool = False
+    is_shared: bool = True
     cache: CompileCache = field(default_factory=CompileCache)
     clock: Callable[[], float] = time.perf_counter
     core_clock: Callable[[], float] = time.process_time
     _others: torch.Tensor | None = field(init=False, default=None)
     _host_seconds: float = field(init=False, default=_FIRST_HOST_SECONDS)
+
+    def sharers(self, world: World) -> int:
+        """How many ranks measure, from rank 0 on."""
+        return world.size if self.is_shared else 1
 
     def measure(self, blocks: Sequence[Sequence[str]], job: Job) -> list[Point]:
         """The points of one job; `blocks` are the node names of all blocks."""
@@ -211,6 +217,7 @@ def make_bench(analysis: GraphAnalysis, config: Config, cluster: Cluster, device
         num_repeats=config.profiling_iter,
         most_bytes=_MEMORY_SHARE * limit,
         wide_sums=config.wide_sums,
+        is_shared=config.parallel_profile,
     )
 
 
@@ -239,7 +246,9 @@ class LeadingProfiler:
             return []
         request = {"blocks": [list(names) for names in blocks], "jobs": [_job_words(job) for job in jobs]}
         self.world.control.broadcast(request, what="what to profile", limit_seconds=self.limit_seconds)
-        with self.progress.task("profiling", total=_num_rounds(len(jobs), self.world.size)) as task:
+        with self.progress.task(
+            "profiling", total=_num_rounds(len(jobs), self.bench.sharers(self.world))
+        ) as task:
             return _share_work(
                 self.bench, self.world, blocks, jobs, self.limit_seconds, lambda: task.advance(1)
             )
@@ -286,12 +295,15 @@ def _share_work(
     advance: Callable[[], None],
 ) -> list[list[Point]]:
     """Every rank measures its jobs round by round; all get all results, the median where several have
-    measured one.
+    measured one. Ranks that do not share in the work wait for those that do.
     """
+    num_sharers = bench.sharers(world)
     own: list[tuple[int, list[dict[str, Any]]]] = []
-    for turn in range(_num_rounds(len(jobs), world.size)):
-        index = (turn * world.size + world.rank) % len(jobs)
+    for turn in range(_num_rounds(len(jobs), num_sharers)):
+        index = (turn * num_sharers + world.rank) % len(jobs)
         world.control.barrier(what="profiling", limit_seconds=limit_seconds)
+        if world.rank >= num_sharers:
+            continue
         points = _measured_or_none(bench, blocks, jobs[index])
         own.append((index, [point.model_dump() for point in points]))
         advance()

@@ -12,7 +12,7 @@ not possible, since memory did not suffice.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -145,6 +145,11 @@ class Profile(_Record):
             merged[key] = item.model_copy(update={"points": tuple(points[rows] for rows in sorted(points))})
         ordered = sorted(merged.items(), key=lambda entry: (*entry[0][:2], entry[0][2].model_dump_json()))
         return self.model_copy(update={"blocks": tuple(item for _, item in ordered)})
+
+    def without(self, setting: Setting, structures: Collection[str]) -> Profile:
+        """Without what was measured of these blocks under `setting`."""
+        kept = (item for item in self.blocks if item.setting != setting or item.structure not in structures)
+        return self.model_copy(update={"blocks": tuple(kept)})
 
     def with_stages(self, found: Iterable[StageProfile]) -> Profile:
         """With more stages; a new one replaces an old one of the same blocks, rows, budget and setting."""

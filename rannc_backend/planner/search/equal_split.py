@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from rannc_backend.planner.search.bounds import Cell, Shapes
-from rannc_backend.planner.search.moves import honours, make_solution, pack
+from rannc_backend.planner.search.moves import ROUNDED_DOWN, honours, make_solution, pack
 from rannc_backend.planner.search.problem import (
     Floats,
     Ints,
@@ -24,7 +24,6 @@ from rannc_backend.planner.search.problem import (
     Solution,
     plans_step_seconds,
 )
-from rannc_backend.planner.search.quick_bounds import ROUNDED_DOWN
 from rannc_backend.schedule.orders import ScheduleName
 
 _EVENNESS = 6

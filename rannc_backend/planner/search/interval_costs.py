@@ -19,7 +19,7 @@ so segment by segment (planner/cost/segments.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 import numpy as np
@@ -38,19 +38,22 @@ from rannc_backend.planner.cost.pricing import (
     replica_rows,
 )
 from rannc_backend.planner.cost.segments import Segments
-from rannc_backend.planner.cost.transfer import communicator_memory, message_memory, useful_replicas
+from rannc_backend.planner.cost.transfer import communicator_memory, useful_replicas
 from rannc_backend.planner.cost.update_shares import update_shares
 from rannc_backend.planner.search.over_intervals import (
     FlowSums,
     LargestOperators,
     ParameterSums,
     WorkFloor,
+    ends_of,
     least_work,
     messages_of,
+    messages_over,
     over,
     received_bytes,
     seconds_over,
     sent_bytes,
+    up_to,
     workspace_of,
     workspace_over,
 )
@@ -161,7 +164,12 @@ class IntervalCosts:
         known = self._tables.get(num_micro_batches)
         if known is None or known.forward.shape[1] < length:
             self._tables[num_micro_batches] = known = self._build_tables(num_micro_batches, length)
-        return known
+        return up_to(length, known)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process computes the tables that it needs."""
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        return partial(IntervalCosts, **given), ()
 
     def work_floor(self, num_micro_batches: int) -> WorkFloor:
         """See `SearchProblem`: seconds of a stage are at least the sums of its blocks' with the budgets that
@@ -394,19 +402,11 @@ class IntervalCosts:
 
     def _build_tables(self, num_micro_batches: int, max_length: int) -> MicroBatchTables:
         counts = self.counts(num_micro_batches)
-        rows = np.array(
-            [self.replica_rows(num_micro_batches, int(count)) for count in counts], dtype=np.int64
-        )
-        columns = np.searchsorted(self._rows, rows)
-        kinds = ("received", "gradients", "sent", "awaited")
-        whole_flows = [self._flows.over_intervals(kind, columns, max_length) for kind in kinds]
-        travelling = whole_flows
-        if not self.graph.is_exact:
-            travelling = [
-                self._flows.over_intervals(kind, columns, max_length, on_wire=True) for kind in kinds
-            ]
-        received, gradients, sent, awaited = travelling
-        held, ends = self._held_bytes()[:, :max_length], self._ends(max_length)
+        columns = self._columns(num_micro_batches, counts)
+        rows = self._rows[columns]
+        messages = messages_over(self.graph, self.cluster, self._flows, columns, max_length)
+        received, gradients = messages.travelling[:2]
+        held, ends = self._held_bytes()[:, :max_length], ends_of(len(self.graph.blocks), max_length)
         rounded = self.rules.rounded
         state = rounded(self.sums.parameters) + rounded(self.sums.gradients)
         updated = self._updated_bytes(counts)[:, :max_length]
@@ -415,19 +415,9 @@ class IntervalCosts:
             num_micro_batches * over(self._returned[:, columns], ends)
             + self.outputs.of_any(num_micro_batches)
         )
-        # What travels in fewer bits is there as it is, too, when it is packed or has been unpacked.
         fixed += rounded(
-            message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
-            + sum(map(np.subtract, whole_flows[1:], travelling[1:]))
+            messages.fixed_bytes(num_micro_batches, counts)
             + self.sums.rounded[:, :max_length, None] * (counts > 1)
-            + communicator_memory(
-                self.cluster,
-                len(ends),
-                np.arange(len(ends))[:, None, None],
-                ends[:, :, None],
-                counts,
-                self.graph.num_communicators,
-            )
         )
         whole = self._prices[self.pricer.budgets[0]]
         forward = seconds_over(np.stack([price.forward_seconds[columns] for price in whole]), ends)
@@ -439,9 +429,8 @@ class IntervalCosts:
             again = self.segments.told_again(whole, begins, places)[:, :, columns]
         largest = LargestOperators.of(self._alike if self.rules.transient_factor else (), rows.tolist())
         # Filled in place: stacking parts of this size takes as long as computing them.
-        backwards, fixed_bytes, flight_bytes = (
-            np.empty((len(self.budgets), *forward.shape)) for _ in range(3)
-        )
+        shape = (len(self.budgets), *forward.shape)
+        backwards, fixed_bytes, flight_bytes = (np.empty(shape) for _ in range(3))
         for index, budget in enumerate(self.budgets):
             priced_as = self._priced_as(budget)
             prices = self._prices[self.pricer.budgets[0] if priced_as is None else priced_as]
@@ -465,7 +454,7 @@ class IntervalCosts:
                 backward, workspace, saved = backward + forward, workspace + saved, np.zeros_like(saved)
             backwards[index] = backward
             np.add(fixed, rounded(workspace), out=fixed_bytes[index])
-            flight_bytes[index] = rounded(saved + whole_flows[0])
+            flight_bytes[index] = rounded(saved + messages.received)
         later = over(weight, ends)
         later[0] = backwards[:, 0].min(axis=0)  # nobody waits for gradients of the first stage's inputs
         return MicroBatchTables(
@@ -509,8 +498,3 @@ class IntervalCosts:
             return self.sums.trainable[:, :, None]
         known = np.searchsorted(self._divisors, self._divisor(replicas), side="right") - 1
         return self._update_shares[:, :, known]
-
-    def _ends(self, max_length: int) -> Ints:
-        """[L, N]: the block after each interval; those beyond the last block count as ending there."""
-        num_blocks = len(self.graph.blocks)
-        return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)

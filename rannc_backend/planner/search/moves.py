@@ -1,17 +1,71 @@
-"""Small parts of the stage search: which cells there are, how a plan is made of indices, and which plans are
-near to one.
+"""Small parts of the stage search: which cells there are and which of them can be left out, how a plan is made of
+indices, and which plans are near to one.
 
 In and out: the types of planner/search/problem.py and planner/search/bounds.py.
+
+Quick bounds take no table of costs: most numbers of micro-batches and stages end with them. They are of problems whose
+costs are sums over blocks (which say so with a `WorkFloor`). Terms as in planner/search/bounds.py, with r_s replicas of
+stage s, D devices, W the least work (the least sum of r c of any plan), f the largest share of W in one stage that fits
+into memory. Since the sum of r_s is at most D:
+
+    P >= W / (f D)             (Cauchy: P >= (sum of the roots of the works of stages)^2 / D, none of them above f W)
+    P >= W - (D - p) max c     (P = sum of r c less sum of (r - 1) c)
+    p >= 1 / f,   max c >= W / D
+
+The step is at least m max c, P, and alpha P + beta max c for the quick weights of the cell. All of these hold for one
+max c; the bound is the least over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from rannc_backend.planner.search.bounds import Cell, Shapes
 from rannc_backend.planner.search.problem import Ints, Placement, Pricer, SearchProblem, Solution
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
+
+
+def with_one_more(kept: Sequence[Solution], solution: Solution, most: int) -> list[Solution]:
+    """The best `most` of these plans, ascending by their steps; of those that differ in schedule or places alone the faster one."""
+    others = [each for each in kept if _shape_of(each) != _shape_of(solution)]
+    same = [each for each in kept if _shape_of(each) == _shape_of(solution)]
+    faster = min([*same, solution], key=lambda each: each.step_seconds)
+    return sorted([*others, faster], key=lambda each: each.step_seconds)[:most]
+
+
+def _shape_of(plan: Solution) -> tuple[object, ...]:
+    return plan.num_micro_batches, plan.bounds, plan.replicas
+
+
+RunAll = Callable[[Callable[[Any, Any], Any], Any, Sequence[Any]], list[Any]]
+"""Calls a function of a module with what is shared and each of some items, perhaps in several processes."""
+
+_NUM_INTERVALS = 96  # of max c; between two ends the weaker end counts
+_WIDEST = 4.0  # max c beyond so many times W / D is one interval
+ROUNDED_DOWN = 1 - 1e-9  # of sums that are summed up otherwise than in tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans
+    looked at in all.
+
+    A problem of at most `whole_size` blocks x devices is walked through whole.
+    """
+
+    narrow_width: int = 24
+    num_narrow_cells: int = 8
+    width: int = 512
+    whole_size: int = 100
+    most_candidates: int = 12_000_000
+
+    def width_for(self, problem: SearchProblem) -> int:
+        """Partial plans kept at once."""
+        return 10**9 if problem.num_blocks * problem.num_devices <= self.whole_size else self.width
 
 
 def first_cells(shapes: Shapes, counts: Sequence[int]) -> list[tuple[float, Cell, float]]:
@@ -190,3 +244,69 @@ def pack(replicas: Sequence[int], per_node: int) -> tuple[int, ...]:
         places.append(free)
         free += count
     return tuple(places)
+
+
+def quick_bounds(problem: SearchProblem, schedule: ScheduleName, num_micro_batches: int) -> dict[int, float]:
+    """Number of stages -> lower bound of the step, for those numbers in which anything may fit and the bubble may be
+    small enough; 0 where nothing is known.
+    """
+    counts = np.array(problem.stage_counts, dtype=np.int64)
+    counts = counts[counts <= problem.limits.most_stages(schedule_named(schedule), num_micro_batches)]
+    if problem.work_floor is None or not len(counts):
+        return dict.fromkeys(counts.tolist(), 0.0)
+    floor = problem.work_floor(num_micro_batches)
+    work, devices, number = float(floor.work.sum()), problem.num_devices, num_micro_batches
+    share = floor.largest_share(problem.memory_bytes)
+    if not share or not np.isfinite(work):
+        return {}
+    counts = counts[counts * share >= ROUNDED_DOWN]
+    if work <= 0:
+        return dict.fromkeys(counts.tolist(), 0.0)
+    least = work / devices
+    ends = np.append(least * np.geomspace(1.0, _WIDEST, _NUM_INTERVALS + 1), np.inf)
+    low, high = ends[:-1], ends[1:]
+    stages = counts[:, None].astype(float)
+    with np.errstate(invalid="ignore"):
+        path = np.where(stages >= devices, work, work - (devices - stages) * high)
+    path = np.maximum(path, max(work / (share * devices), least))
+    if schedule_named(schedule).splits_backward:
+        path = np.zeros_like(path)  # the sums hold for whole backwards
+    bounds = np.maximum(number * low[None, :], path)
+    cell = Cell(schedule=schedule, num_micro_batches=number, num_stages=1)
+    for row, count in enumerate(counts.tolist()):
+        for alpha, beta in replace(cell, num_stages=count).quick_weights():
+            bounds[row] = np.maximum(bounds[row], alpha * path[row] + beta * low)
+    return dict(zip(counts.tolist(), (bounds.min(axis=1) * ROUNDED_DOWN).tolist(), strict=True))
+
+
+def useful_micro_batches(batch_rows: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Numbers of micro-batches in [smallest, largest] worth trying: of those with equally large ones only the
+    fewest.
+
+    No more than the batch has rows.
+    """
+    chosen: dict[int, int] = {}
+    for number in range(min(smallest, batch_rows), min(largest, batch_rows) + 1):
+        chosen.setdefault(-(-batch_rows // number), number)
+    return tuple(sorted(chosen.values()))
+
+
+def by_number(
+    run_all: RunAll, function: Callable[[Any, Any], Any], search: object, items: Sequence[Any]
+) -> list[Any]:
+    """`function(search, item)` of all items, which end in a number of micro-batches: those of one number share tables, so
+    they are computed in one process. [] where there are not several numbers.
+    """
+    groups: dict[int, list[Any]] = {}
+    for item in items:
+        groups.setdefault(item[-1], []).append(item)
+    if len(groups) < 2:
+        return []
+    results = run_all(_of_group, (function, search), list(groups.values()))
+    found = dict(zip(groups, map(iter, results), strict=True))
+    return [next(found[item[-1]]) for item in items]
+
+
+def _of_group(shared: tuple[Callable[[Any, Any], Any], object], items: Sequence[Any]) -> list[Any]:
+    function, search = shared
+    return [function(search, item) for item in items]

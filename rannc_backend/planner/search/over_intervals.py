@@ -8,8 +8,9 @@ less one. A parameter of several blocks counts once in an interval that has them
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,9 @@ from rannc_backend.ir.block_graph import Block, BlockGraph, Flow, ParameterUse
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import BlockPrices
-from rannc_backend.planner.cost.transfer import message_memory
+from rannc_backend.planner.cost.transfer import communicator_memory, message_memory
 
+_Tables = TypeVar("_Tables", bound=Any)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _INFINITY = float("inf")
@@ -50,15 +52,6 @@ def largest_over(values: Floats, max_length: int, added: Floats | float = 0.0) -
     padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
     places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
     return np.maximum.accumulate(padded[places] + added, axis=1)
-
-
-def received_bytes(graph: BlockGraph, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
-    """[rows]: what the blocks [begin, end) receive of one micro-batch, and the gradients that they give back."""
-    flows = [
-        flow for flow in graph.flows
-        if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
-    ]  # fmt: skip
-    return _values_and_gradients(flows, rows)
 
 
 def sent_bytes(graph: BlockGraph, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
@@ -354,6 +347,59 @@ def received_bytes(
     return of_value @ sizes, of_gradient @ sizes
 
 
+def ends_of(num_blocks: int, max_length: int) -> Ints:
+    """[L, N]: the block after each interval; those beyond the last block count as ending there."""
+    return np.minimum(np.arange(num_blocks)[:, None] + np.arange(1, max_length + 1)[None, :], num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Messages:
+    """Bytes of what intervals receive, give back, hand on and get back, each [L, N, R], as it is and as it travels."""
+
+    graph: BlockGraph
+    cluster: Cluster
+    whole: Sequence[Floats]
+    travelling: Sequence[Floats]
+
+    @property
+    def received(self) -> Floats:
+        """[L, N, R]: what is received, as it is there."""
+        return self.whole[0]
+
+    def fixed_bytes(self, num_micro_batches: int, replicas: Ints) -> Floats:
+        """[L, N, R]: messages on their way and communicators. What travels in fewer bits is there as it is, too, when it is
+        packed or has been unpacked.
+        """
+        received, gradients, sent, awaited = self.travelling
+        on_their_way = message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
+        beside = sum(map(np.subtract, self.whole[1:], self.travelling[1:]))
+        num_blocks, max_length = received.shape[:2]
+        return np.asarray(
+            on_their_way
+            + beside
+            + communicator_memory(
+                self.cluster,
+                num_blocks,
+                np.arange(num_blocks)[:, None, None],
+                ends_of(num_blocks, max_length)[:, :, None],
+                replicas,
+                self.graph.num_communicators,
+            )
+        )
+
+
+def messages_over(
+    graph: BlockGraph, cluster: Cluster, flows: FlowSums, columns: Ints, max_length: int
+) -> Messages:
+    """The messages of all intervals."""
+    kinds = ("received", "gradients", "sent", "awaited")
+    whole = [flows.over_intervals(kind, columns, max_length) for kind in kinds]
+    travelling = whole
+    if not graph.is_exact:
+        travelling = [flows.over_intervals(kind, columns, max_length, on_wire=True) for kind in kinds]
+    return Messages(graph=graph, cluster=cluster, whole=whole, travelling=travelling)
+
+
 def messages_of(
     graph: BlockGraph,
     cluster: Cluster,
@@ -383,3 +429,12 @@ def _shares(flows: Sequence[Flow], *, on_wire: bool) -> tuple[Floats, Floats]:
     values = [flow.value_share if on_wire else 1.0 for flow in flows]
     gradients = [(flow.gradient_share if on_wire else 1.0) * flow.needs_grad for flow in flows]
     return np.array(values), np.array(gradients, dtype=np.float64)
+
+
+def up_to(length: int, tables: _Tables) -> _Tables:
+    """Tables of intervals of so many blocks at most: what is known of longer ones changes no search."""
+    if tables.forward.shape[1] <= length:
+        return tables
+    columns = {item.name: getattr(tables, item.name) for item in fields(tables)}
+    # Over intervals [..., L, N, R]; the others are over replica counts alone.
+    return replace(tables, **{name: each[..., :length, :] for name, each in columns.items() if each.ndim > 1})

@@ -1,17 +1,14 @@
 """The stage search: the plan with the shortest simulated step, over everything a `SearchProblem` leaves open.
 
-In: a `SearchProblem`. Out: a `SearchResult`: the best plan found and a proven lower bound of every plan's
-step. Pure and
+In: a `SearchProblem`. Out: a `SearchResult`: the best plan found and a proven lower bound of every plan's step. Pure and
 deterministic: work is limited by numbers of candidates, never by time.
 
-Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped
-by bounds that take no table of costs (quick_bounds.py); each of the others has a lower bound from shortest
-paths (stage_bounds.py). First a narrow walk (stage_beam.py) through the most promising cells and local
-improvement give a plan; then cells are opened in the order of their
-bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks
-better by then, and complete plans are simulated, until no cell's bound is below the best plan. A cell that is
-too wide to be walked through whole keeps the least bound of what was left out. Problems of ten blocks on six
-devices always end proven.
+Method. Branch and bound over cells (schedule, micro-batches, number of stages, placement). Most are dropped by bounds that
+take no table of costs (`quick_bounds`); each of the others has a lower bound from shortest paths (bounds.py). First a narrow
+walk (beam.py) through the most promising cells and local improvement give a plan; then cells are opened in the order of their
+bounds: stages that no faster plan has are dropped, what is left is walked through unless another cell looks better by then,
+and complete plans are simulated, until no cell's bound is below the best plan. A cell that is too wide to be walked through
+whole keeps the least bound of what was left out. Problems of ten blocks on six devices always end proven.
 """
 
 from __future__ import annotations
@@ -19,10 +16,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +29,17 @@ from rannc_backend.planner.search.beam import Beam
 from rannc_backend.planner.search.bounds import Cell, CellBounds, Shapes
 from rannc_backend.planner.search.equal_split import Candidate, best_equal_split, best_even_shares
 from rannc_backend.planner.search.limits import PipelineLimits
-from rannc_backend.planner.search.moves import first_cells, honours, make_solution, neighbours
+from rannc_backend.planner.search.moves import (
+    Effort,
+    RunAll,
+    by_number,
+    first_cells,
+    honours,
+    make_solution,
+    neighbours,
+    quick_bounds,
+    with_one_more,
+)
 from rannc_backend.planner.search.problem import (
     Floats,
     Ints,
@@ -41,7 +49,6 @@ from rannc_backend.planner.search.problem import (
     plans_lower_bounds,
     plans_step_seconds,
 )
-from rannc_backend.planner.search.quick_bounds import quick_bounds
 from rannc_backend.planner.search.search_log import SearchLog
 from rannc_backend.schedule.orders import ScheduleName
 
@@ -56,25 +63,6 @@ _SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many time
 Entry = tuple[
     float, int, Cell, float, CellBounds | None
 ]  # lower bound, number, cell, its round trip at least, bounds if known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How much work a search may do. Widths: partial plans kept at once; `most_candidates`: partial plans
-    looked at in all.
-
-    A problem of at most `whole_size` blocks x devices is walked through whole.
-    """
-
-    narrow_width: int = 24
-    num_narrow_cells: int = 8
-    width: int = 512
-    whole_size: int = 100
-    most_candidates: int = 12_000_000
-
-    def width_for(self, problem: SearchProblem) -> int:
-        """Partial plans kept at once."""
-        return 10**9 if problem.num_blocks * problem.num_devices <= self.whole_size else self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +88,18 @@ class SearchResult:
 def search(
     problem: SearchProblem,
     *,
-    effort: Effort = Effort(),
+    effort: Effort | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited
-    for.
-    """
-    return StageSearch(problem, effort, progress).run()
+    """The fastest plan. When the user cancels, the best plan found so far; the first one is always waited for."""
+    return StageSearch(problem, effort or Effort(), progress).run()
 
 
 @dataclass(slots=True, eq=False)
 class StageSearch:
     """One search, which can be asked afterwards for the best plans of other shapes. `seconds`: of the best plan, and before
-    one is found, what plans must take less than.
+    one is found, what plans must take less than. `run_all`: None: all is done here. `kept`: the
+    `num_plans` best plans that differ in more than schedule and places, the best first.
     """
 
     problem: SearchProblem
@@ -128,6 +115,9 @@ class StageSearch:
     entries: list[Entry] = field(init=False, default_factory=list)
     interrupted: bool = field(init=False, default=False)
     log: SearchLog = field(init=False, default_factory=lambda: SearchLog(logger))
+    run_all: RunAll | None = None
+    num_plans: int = 1
+    kept: list[Solution] = field(init=False, default_factory=list)
 
     def run_shortly(self, start: Solution) -> Solution | None:
         """A good plan without proof: the better of `start` and the equal splits, improved, and what narrow
@@ -166,8 +156,16 @@ class StageSearch:
 
     @property
     def limit(self) -> float:
-        """Bounds from here on are of no interest."""
-        return self.seconds * (1 - TOLERANCE)
+        """Bounds from here on are of no interest: those of the last plan that is kept, when there are so many."""
+        if self.num_plans == 1:
+            return self.seconds * (1 - TOLERANCE)
+        is_full = len(self.kept) == self.num_plans
+        return self.kept[-1].step_seconds * (1 - TOLERANCE) if is_full else float("inf")
+
+    def _keep(self, solution: Solution) -> None:
+        """One more of the best plans; the first of equally fast ones stays the best."""
+        self.kept = with_one_more(self.kept, solution, self.num_plans)
+        self.best, self.seconds = self.kept[0], min(self.seconds, self.kept[0].step_seconds)
 
     def _cancelled(self) -> bool:
         return self._has_limit and self.progress is not None and self.progress.cancelled()
@@ -194,7 +192,7 @@ class StageSearch:
         if equal is not None:
             self.log.priced(equal.num_stages, equal.step_seconds)
             if equal.step_seconds < self.limit:
-                self.best, self.seconds = equal, equal.step_seconds
+                self._keep(equal)
 
     def _try_even_shares(self, candidates: Sequence[Candidate]) -> None:
         """Where no equal split keeps the limits: even shares of few stages, in the most promising numbers of micro-batches
@@ -211,7 +209,7 @@ class StageSearch:
             shapes = Shapes(self._pricer(candidate.schedule, candidate.num_micro_batches))
             found = best_even_shares(shapes, sorted(candidate.bounds)[:_MOST_EVEN])
             if found is not None and found.step_seconds < self.limit:
-                self.best, self.seconds = found, found.step_seconds
+                self._keep(found)
 
     def _first_cells(self) -> list[Entry]:
         """All cells that may hold a faster plan than the first found, as a heap."""
@@ -248,24 +246,49 @@ class StageSearch:
         """By candidate: its cells, each with a bound and its round trip at least; None where it is left
         out.
         """
+        items = [
+            (each.schedule, self._open_counts(each), each.num_micro_batches)
+            for each in candidates
+            if each.lower_bound < self.limit
+        ]
+        found = iter(self._elsewhere(_cells_of_item, items))
         result: list[list[tuple[float, Cell, float]] | None] = []
         for candidate in candidates:
             self.interrupted = self.interrupted or self._cancelled()
             if candidate.lower_bound >= self.limit or self.interrupted:
                 result.append(None)
                 continue
-            key = (candidate.schedule, candidate.num_micro_batches)
-            shapes = self._shapes_of(*key)
-            found = first_cells(shapes, self._open_counts(candidate))
-            # Cores that are shared have all of the work to do.
-            floor = key[1] * shapes.least_path * self.problem.num_devices / self.problem.num_cores
-            result.append([(max(bound, floor), cell, path) for bound, cell, path in found])
+            schedule, number = candidate.schedule, candidate.num_micro_batches
+            cells = next(found, None)
+            result.append(
+                self.cells_with(schedule, self._open_counts(candidate), number) if cells is None else cells
+            )
         return result
 
+    def cells_with(
+        self, schedule: ScheduleName, counts: Sequence[int], number: int
+    ) -> list[tuple[float, Cell, float]]:
+        """The cells with a schedule, a number of micro-batches and these numbers of stages; see `_cells_of`."""
+        shapes = self._shapes_of(schedule, number)
+        # Cores that are shared have all of the work to do.
+        floor = number * shapes.least_path * self.problem.num_devices / self.problem.num_cores
+        return [(max(bound, floor), cell, path) for bound, cell, path in first_cells(shapes, counts)]
+
+    def _elsewhere(self, function: Callable[[StageSearch, Any], Any], items: Sequence[Any]) -> list[Any]:
+        """See `by_number`: at the limit of now."""
+        if self.run_all is None or not self._has_limit or self.num_plans > 1 or self._cancelled():
+            return []
+        other = StageSearch(self.problem, self.effort, seconds=self.seconds)
+        return by_number(self.run_all, function, other, items)
+
+    def is_hopeless(self, cell: Cell, path: float) -> bool:
+        """Whether bounds alone show that no plan of a cell is below the limit."""
+        bounds = self._bounds(cell, path)
+        bounds.narrow(self.limit)
+        return bounds.lower_bound >= self.limit
+
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
-        """A good plan of these cells, without proof; None if none is found that takes less than a few times
-        the best. After `run`.
-        """
+        """A good plan of these cells, without proof; None if none takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
         other.pricers, other.seconds = self.pricers.copy(), _SLOWER_AT_MOST * self.seconds
         cells = list(cells)
@@ -287,7 +310,7 @@ class StageSearch:
         if self.problem.limits == limits:
             return self
         other = StageSearch(replace(self.problem, limits=limits), self.effort, self.progress)
-        other.best, other.seconds, other.equal = self.best, self.seconds, self.equal
+        other.best, other.seconds, other.equal, other.kept = self.best, self.seconds, self.equal, self.kept
         return other
 
     def _walk_narrowly(self, cell: Cell) -> None:
@@ -297,7 +320,8 @@ class StageSearch:
 
     def _shapes_of(self, schedule: ScheduleName, num_micro_batches: int) -> Shapes:
         key = (schedule, num_micro_batches)
-        if key not in self.shapes:
+        # Of one limit, so that bounds do not depend on what was looked at before.
+        if key not in self.shapes or self.shapes[key].limit != self.limit:
             self.shapes[key] = Shapes(self._pricer(*key), self.limit)
         return self.shapes[key]
 
@@ -315,9 +339,7 @@ class StageSearch:
     def _pricer_of_equal(
         self, schedule: ScheduleName, num_micro_batches: int, num_stages: int, limit: float
     ) -> Pricer:
-        """For equal splits into at least so many stages, and where there is a limit for all plans below
-        it.
-        """
+        """For equal splits into at least so many stages, and where there is a limit for all plans below it."""
         longest = self.problem.longest_stage(num_micro_batches, limit) if np.isfinite(limit) else 1
         return self._pricer(
             schedule, num_micro_batches, max(longest, -(-self.problem.num_blocks // num_stages))
@@ -328,7 +350,6 @@ class StageSearch:
         `least_path` (None: `path`).
         """
         shapes = self._shapes_of(cell.schedule, cell.num_micro_batches)
-        shapes.limit = min(shapes.limit, self.limit)
         return shapes.bounds(cell, path, path if least_path is None else least_path)
 
     def _try_narrowly(self, entries: list[Entry], most: int) -> None:
@@ -340,18 +361,23 @@ class StageSearch:
                 self._walk_through(bounds, self.effort.narrow_width)
 
     def _walk(self, heap: list[Entry]) -> bool:
-        """Open cells in the order of their bounds until none is below the best plan; False if the user ended
-        it.
-        """
+        """Open cells in the order of their bounds until none is below the best plan; False if the user ended it."""
         if not heap:
             return True
         total = len(heap)
         task = self.progress.task("search", total) if self.progress is not None else nullcontext()
+        hopeless, at = set[int](), 0.0
         with task as counter:
             while heap and heap[0][0] < self.limit:
                 if self._cancelled():
                     return False
+                if self.limit != at:
+                    hopeless, at = self._hopeless_of(heap), self.limit
                 _, number, cell, path, bounds = heapq.heappop(heap)
+                if number in hopeless:
+                    if counter is not None:
+                        counter.advance(1)
+                    continue
                 bounds = bounds or self._bounds(cell, path)
                 bounds.narrow(self.limit)
                 if heap and heap[0][0] < bounds.lower_bound < self.limit:
@@ -372,6 +398,15 @@ class StageSearch:
                 if counter is not None:
                     counter.advance(1)
         return True
+
+    def _hopeless_of(self, heap: Sequence[Entry]) -> set[int]:
+        """Numbers of the entries of which other processes say that they are hopeless."""
+        unknown = [entry for entry in sorted(heap, key=lambda entry: entry[:2]) if entry[4] is None]
+        items = [
+            (entry[2], entry[3], entry[2].num_micro_batches) for entry in unknown if entry[0] < self.limit
+        ]
+        found = self._elsewhere(_is_hopeless_item, items)
+        return {entry[1] for entry, is_hopeless in zip(unknown, found, strict=False) if is_hopeless}
 
     def _walk_through(self, bounds: CellBounds, width: int) -> float:
         """Simulate the plans of a cell that may be faster than the best; the least bound of those left
@@ -399,12 +434,11 @@ class StageSearch:
         while first < len(cuts) and lower[first] < self.limit:
             part = slice(first, first + min(count, most))
             seconds = plans_step_seconds(pricer, cuts[part], options[part], places[part], cell.placement)
-            index = int(seconds.argmin())
-            self.log.priced(cell.num_stages, float(seconds[index]))
-            if seconds[index] < self.limit:
-                self.seconds = float(seconds[index])
-                chosen = (array[part][index] for array in (cuts, options, places))
-                self.best = make_solution(pricer, cell, *chosen, step_seconds=self.seconds)
+            self.log.priced(cell.num_stages, float(seconds.min()))
+            for index in np.argsort(seconds, kind="stable")[: self.num_plans].tolist():
+                if seconds[index] < self.limit:
+                    chosen = (array[part][index] for array in (cuts, options, places))
+                    self._keep(make_solution(pricer, cell, *chosen, step_seconds=float(seconds[index])))
             first, count = part.stop, 4 * count
 
     def _try_again(self, start: Solution) -> None:
@@ -451,3 +485,11 @@ class StageSearch:
                 self._simulate(pricer, cell, cuts[order], options[order], places[order], lower[order])
             if self.best is best:
                 return
+
+
+def _cells_of_item(search: StageSearch, item: tuple[ScheduleName, Sequence[int], int]) -> object:
+    return search.cells_with(*item)
+
+
+def _is_hopeless_item(search: StageSearch, item: tuple[Cell, float, int]) -> bool:
+    return search.is_hopeless(*item[:2])

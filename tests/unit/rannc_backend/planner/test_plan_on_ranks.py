@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rannc_backend.capture.analysis import GraphAnalysis, analyze
 from rannc_backend.errors import BYTES_PER_GB, InfeasiblePlanError
 from rannc_backend.ir.plan import Plan
+from rannc_backend.log.progress import Progress
+from rannc_backend.planner import plan_on_ranks
 from rannc_backend.planner.cluster.cluster_file import load_cluster
 from rannc_backend.planner.plan_blocks import PlanningQuestion
 from rannc_backend.planner.plan_model import plan_analysis
@@ -67,3 +73,27 @@ def test_what_fits_at_the_length_of_the_call_alone_is_no_plan(analysis: GraphAna
     assert _plan(_between(analysis, SEEN, SEEN), **limit).stages
     with pytest.raises(InfeasiblePlanError):
         _plan(_between(analysis, SEEN, LONGEST), **limit)
+
+
+@pytest.mark.parametrize(("again", "expected"), [(False, "kept"), (True, "made")])
+def test_what_is_measured_again_is_planned_again(
+    analysis: GraphAnalysis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: bool, expected: str
+) -> None:
+    answers = {"plan_analysis": "made", "cached_plan": "kept", "key_of": "", "device_memory_bytes": 0}
+    for name, answer in answers.items():
+        monkeypatch.setattr(plan_on_ranks, name, lambda *args, answer=answer, **kwargs: answer)
+    monkeypatch.setattr(plan_on_ranks, "leading", lambda *args, **kwargs: contextlib.nullcontext())
+    config = resolve_config(
+        {"stage_compiler": "eager", "cache_dir": str(tmp_path), "profile_again": again}, {}
+    )
+    found = plan_on_ranks.plan_job(
+        _between(analysis, SEEN, SEEN),
+        config,
+        load_cluster("v100-32gb", 2),
+        SimpleNamespace(hosts=("here",)),
+        batch_rows=8,
+        progress=Progress(),
+        profiled=False,
+        check=lambda plan: None,
+    )
+    assert found == expected

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rannc_backend.ir.action import Channel
-from rannc_backend.schedule.chain import chains_step_seconds
+from rannc_backend.schedule.chain import chains_step_seconds, longest_path
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower
 from rannc_backend.schedule.orders import build_order, schedule_named
@@ -127,3 +127,35 @@ def test_many_chains_at_once_are_each_priced_alone() -> None:
                 for row in np.stack([column[index] for column in columns], axis=1)
             ]
             assert chain_step_seconds(stages, 6, schedule) == seconds
+
+
+@settings(max_examples=150, deadline=None)
+@given(stages=chains(), number=st.integers(1, 7), schedule=st.sampled_from(ONE_STAGE))
+def test_the_longest_path_takes_as_long_as_the_step(
+    stages: list[ChainStage], number: int, schedule: str
+) -> None:
+    described = schedule_named(schedule)
+    forward, backward, message, gradient, allreduce, buckets, weight = np.array(
+        [astuple(each) for each in stages]
+    ).T
+    weight = weight if described.splits_backward else 0 * weight
+    last = weight if described.splits_backward else backward
+    terms = np.stack(
+        [
+            forward,
+            backward,
+            backward - weight,
+            weight,
+            message,
+            gradient,
+            allreduce - last * (1 - 1 / buckets),
+            allreduce / buckets,
+        ]
+    )
+    path = longest_path(terms, described, number)
+    assert path.seconds == pytest.approx(chain_step_seconds(stages, number, schedule), rel=1e-9, abs=1e-12)
+    assert (path.counts * terms).sum() == pytest.approx(path.seconds, rel=1e-9, abs=1e-12)
+    # With other terms it is a path all the same.
+    assert (path.counts * terms[:, ::-1]).sum() <= longest_path(terms[:, ::-1], described, number).seconds * (
+        1 + 1e-9
+    )

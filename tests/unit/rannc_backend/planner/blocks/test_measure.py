@@ -102,6 +102,49 @@ def test_a_second_run_measures_nothing(tmp_path: Path) -> None:
     assert (alone.forward_seconds == before.forward_seconds).all()
 
 
+def test_profile_again_measures_what_the_file_has_and_overwrites_it(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    config = CONFIG.model_copy(update={"profile_file": str(path)})
+    first = pricing_of("chain", config)
+    first.pricer()
+    known = Profile.from_json(path.read_text())
+    # As if it had been slower, and measured at more rows.
+    slow = [
+        item.model_copy(
+            update={
+                "points": (
+                    *(point.model_copy(update={"forward_seconds": 1e3}) for point in item.points),
+                    item.points[-1].model_copy(update={"rows": 10**6}),
+                )
+            }
+        )
+        for item in known.blocks
+    ]
+    path.write_text(known.model_copy(update={"blocks": tuple(slow)}).to_json())
+    again = pricing_of("chain", config.model_copy(update={"profile_again": True}))
+    again.pricer()
+    assert again.num_measured == first.num_measured > 0
+    written = Profile.from_json(path.read_text())
+    assert [item.structure for item in written.blocks] == [item.structure for item in known.blocks]
+    points = [point for item in written.blocks for point in item.points]
+    assert all(point.forward_seconds is not None and point.forward_seconds < 1e3 for point in points)
+    assert max(point.rows for point in points) < 10**6
+
+
+def test_profile_again_measures_stages_once(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(
+        update={"profile_file": str(tmp_path / "profile.json"), "profile_by_acc": False}
+    )
+    planner = Planner(_plans("chain", (2, 2)))
+    pricing_of("chain", config).plan(planner)
+    again = pricing_of("chain", config.model_copy(update={"profile_again": True}))
+    again.plan(Planner(_plans("chain", (2, 2))))
+    once = pricing_of("chain", config)
+    once.plan(Planner(_plans("chain", (2, 2))))
+    assert once.num_measured == 0
+    assert again.num_measured > len({block.structure for block in analysed("chain")[1].blocks})
+
+
 def test_another_setting_is_measured_again(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"profile_file": str(tmp_path / "profile.json")})
     pricing_of("chain", config).pricer()
@@ -301,7 +344,11 @@ def test_sums_of_blocks_are_enough_by_default() -> None:
     assert len(planner.pricers) == 1
 
 
-def test_jobs_are_dealt_out_so_that_every_rank_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_jobs_are_dealt_out_so_that_every_rank_is_busy(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `parallel_profile`; else rank 0 has all of them."""
     done: list[int] = []
     analysis, graph = analysed("chain")
     bench = make_bench(analysis, CONFIG, CLUSTER, CPU)
@@ -321,6 +368,7 @@ def test_jobs_are_dealt_out_so_that_every_rank_is_busy(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(profiling, "_measured_or_none", measure)
     jobs = [Job(begin=index, end=index + 1, budget=1.0, rows=(1,)) for index in range(4)]
+    bench.is_shared = is_shared
     shares: list[Any] = []
     results: list[list[Point]] = []
     for rank in range(3):
@@ -334,6 +382,6 @@ def test_jobs_are_dealt_out_so_that_every_rank_is_busy(monkeypatch: pytest.Monke
             results = profiling._share_work(
                 bench, ranks, [], jobs, 1.0, lambda turns=turns: turns.append(None)
             )
-        assert len(turns) == 2
-    assert done == [0, 3, 1, 0, 2, 1]
+        assert len(turns) == (2 if is_shared else 0 if rank else 4)
+    assert done == ([0, 3, 1, 0, 2, 1] if is_shared else [0, 1, 2, 3])
     assert [points[0].forward_seconds for points in results] == [0.0, 1.0, 2.0, 3.0]

@@ -243,3 +243,30 @@ def _best_of(
     if not len(cuts):
         return float("inf")
     return float(plans_step_seconds(pricer, cuts, options, places, placement).min())
+
+
+def step_of_each_shape(problem: SearchProblem) -> dict[tuple[object, ...], float]:
+    """The least step over schedules and places of each plan that fits, by micro-batches, cuts and replicas."""
+    found: dict[tuple[object, ...], float] = {}
+    per_node = problem.cluster.devices_per_node
+    for schedule in problem.schedules:
+        for number in problem.micro_batches:
+            pricer = Pricer(problem, number, schedule)
+            counts = tuple(pricer.tables.replicas.tolist())
+            for num_stages in range(1, min(problem.num_blocks, problem.num_devices) + 1):
+                shapes = all_shapes(problem.num_blocks, counts, problem.num_devices, per_node, num_stages)
+                for cut, options, places in zip(*shapes, strict=True):
+                    replicas = tuple(pricer.tables.replicas[options].tolist())
+                    key = (number, tuple(cut.tolist()), replicas)
+                    plan = (cut[None], options[None])
+                    ways = [_best_of(pricer, *plan, places[None], "stage_major")]
+                    turned = num_stages > 1 and problem.num_devices > per_node > 1
+                    if (
+                        turned
+                        and len(set(replicas)) == 1 < replicas[0]
+                        and 0 in (per_node % num_stages, num_stages % per_node)
+                    ):
+                        ways.append(_best_of(pricer, *plan, np.arange(num_stages)[None], "replica_major"))
+                    if min(ways) < float("inf"):
+                        found[key] = min(*ways, found.get(key, float("inf")))
+    return found

@@ -11,7 +11,7 @@ from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import AnalyticPricer
 from rannc_backend.planner.cost.tensor_sizes import value_bytes
 from rannc_backend.planner.search.interval_costs import IntervalCosts
-from rannc_backend.planner.search.quick_bounds import useful_micro_batches
+from rannc_backend.planner.search.moves import useful_micro_batches
 from tests.unit.rannc_backend.planner.blocks.block_models import blocks_of, model, staged_graph
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import generic_gpu, local_cpu
 

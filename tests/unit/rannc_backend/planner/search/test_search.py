@@ -17,11 +17,10 @@ from rannc_backend.planner.plan_request import PlanRequest
 from rannc_backend.planner.search.bounds import Cell, Shapes
 from rannc_backend.planner.search.equal_split import Candidate, _bounds_without_tables, best_equal_split
 from rannc_backend.planner.search.feasibility import is_feasible, smallest_memory
-from rannc_backend.planner.search.moves import honours
+from rannc_backend.planner.search.moves import Effort, honours, quick_bounds
 from rannc_backend.planner.search.over_intervals import WorkFloor
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, plans_step_seconds
-from rannc_backend.planner.search.quick_bounds import quick_bounds
-from rannc_backend.planner.search.search import Effort, StageSearch, search
+from rannc_backend.planner.search.search import StageSearch, search
 from rannc_backend.settings.options import Config
 from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
@@ -30,6 +29,7 @@ from tests.unit.rannc_backend.planner.search.search_problems import (
     brute_force,
     problems,
     random_problem,
+    step_of_each_shape,
 )
 
 INFINITY = float("inf")
@@ -267,3 +267,17 @@ def test_a_heavy_head_is_cut_better_than_equally() -> None:
         make_pricer=lambda num_stages, limit: Pricer(even, 8, "1f1b"),
     )  # fmt: skip
     assert best_equal_split(even, [candidate]).step_seconds >= search(even).solution.step_seconds * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(max_blocks=5, max_devices=4), most=st.integers(2, 4))
+def test_as_many_plans_are_kept_as_asked_for_the_best_ones_there_are(
+    problem: SearchProblem, most: int
+) -> None:
+    searched = StageSearch(problem, num_plans=most)
+    result = searched.run()
+    best = sorted(step_of_each_shape(problem).values())[:most]
+    assert [each.step_seconds for each in searched.kept] == pytest.approx(best, rel=1e-8)
+    assert result.solution is (searched.kept[0] if best else None)
+    for kept in searched.kept:
+        check_solution(problem, kept)

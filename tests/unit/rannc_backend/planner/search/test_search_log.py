@@ -14,7 +14,8 @@ from torch import nn
 from rannc_backend.log.rannc_names import python_loggers
 from rannc_backend.planner.blocks.cut_blocks import build_block_graph
 from rannc_backend.planner.blocks.staged_nodes import find_staged_nodes
-from rannc_backend.planner.search.search import Effort, StageSearch
+from rannc_backend.planner.search.moves import Effort
+from rannc_backend.planner.search.search import StageSearch
 from tests.unit.rannc_backend.planner.blocks.block_models import ROWS, model, staged_graph
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planner.planning_graphs import split_model
