@@ -26,6 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from rannc_backend.settings import hooks
+
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
@@ -180,7 +182,8 @@ class Batch:
 
 def serve() -> None:
     """What such a process does: answer until its input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the process that asks ends this one
+    # Of the terminal; the process that asks ends this one.
+    hooks.handle_signal("helper's signals", signal.SIGINT, signal.SIG_IGN)
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     with suppress(EOFError, BrokenPipeError):

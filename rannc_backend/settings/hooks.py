@@ -381,8 +381,8 @@ HOOKS = (
     Hook(
         name="helper's signals",
         what="SIGINT, SIGTERM, SIGHUP",
-        by="runtime.job.supervisor, runtime.job.start_watch",
-        when="a helper process of a job",
+        by="runtime.job.supervisor, runtime.job.start_watch, planner.worker_processes",
+        when="a helper process of a job or of a search",
         until=_WITH_PROCESS,
         why="the launcher's signals are for the ranks",
     ),

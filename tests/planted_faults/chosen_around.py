@@ -37,8 +37,8 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "options-that-bind-are-not-told",
             "planner/what_binds.py",
-            "result += _without_options(request, problem, chosen, now)",
-            "result += ()",
+            "if best is not None and beats(best, _NOTICEABLE):",
+            "if False:",
             unit("planner/what_binds"),
         ),
         (
@@ -265,8 +265,8 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "options-before-environment",
             "settings/sources.py",
-            "plain_options(options).items()",
-            "{k: v for k, v in plain_options(options).items() if k not in values}.items()",
+            "in given.items():",
+            "in {k: v for k, v in given.items() if k not in values}.items():",
             unit("settings/sources"),
         ),
         (

@@ -398,8 +398,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "sums-over-replicas-rounded-first",
             _DELAYED,
-            "mine, table.owners, (), capacity_bytes, division, wide_sums=wide_sums, device=device",
-            "mine, table.owners, (), capacity_bytes, division, device=device",
+            "        wide_sums=wide_sums,\n        device=device,\n",
+            "        device=device,\n",
             unit("runtime/gradients/buckets"),
         ),
         (
@@ -519,8 +519,8 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "state-is-counted-whole-on-every-replica",
             "planner/search/interval_costs.py",
-            "self._device_factor * updated\n",
-            "self._device_factor * self.sums.trainable[:, :max_length, None]\n",
+            "rounded(self._device_factor * updated)\n",
+            "rounded(self._device_factor * self.sums.trainable[:, :max_length, None])\n",
             unit("planner/search/interval_costs"),
         ),
         (

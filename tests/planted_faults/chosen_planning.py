@@ -57,7 +57,7 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
         (
             "interrupts-end-the-processes",
             "planner/worker_processes.py",
-            "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+            'hooks.handle_signal("helper\'s signals", signal.SIGINT, signal.SIG_IGN)',
             "signal.getsignal(signal.SIGINT)",
             _PROCESSES,
         ),

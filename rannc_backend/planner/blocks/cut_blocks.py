@@ -36,6 +36,7 @@ from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
 from rannc_backend.passes.stage.split_stages import OutputOfRowwise
 from rannc_backend.planner.blocks.atom_graph import AtomGraph, AtomValue, contract, reorder
 from rannc_backend.planner.blocks.coarsening import line_order
+from rannc_backend.planner.blocks.formats import in_formats
 from rannc_backend.planner.blocks.line_cuts import crossing_bytes, cut_line, good_crossing
 from rannc_backend.planner.blocks.pins import FoundPins, StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import (
@@ -53,7 +54,6 @@ from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.memory import saved_values
 from rannc_backend.planner.cost.pricing import operator_seconds
 from rannc_backend.planner.cost.tensor_sizes import counted_bytes, value_bytes
-from rannc_backend.planner.cost.transfer import in_formats
 from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)

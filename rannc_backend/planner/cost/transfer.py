@@ -9,19 +9,14 @@ reduced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from rannc_backend.ir.block_graph import BlockGraph, ParameterUse
-from rannc_backend.kernels.bucket_wires import GRADIENT_DTYPES, dtype_on_wire
-from rannc_backend.kernels.gradient_writes import sum_dtype
-from rannc_backend.kernels.message_layout import WIRES, choose_wires, share_on_wire
+from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.planner.cluster.cluster import Cluster, Link
 from rannc_backend.settings.options import Config
 
@@ -115,35 +110,6 @@ def offload_seconds(
     if nothing ran beside it.
     """
     return (parameter_bytes + gradient_bytes) / cluster.device.host_bytes_per_second
-
-
-def in_formats(graph: BlockGraph, values: Mapping[str, torch.dtype], config: Config) -> BlockGraph:
-    """The graph with what travels in fewer bits, by options; ``values``: dtypes of values by name and of parameters by
-    dotted name.
-    """
-    wire, sums = WIRES[config.boundary_dtype], GRADIENT_DTYPES.get(config.gradient_dtype)
-
-    def share(name: str, *, backward: bool) -> float:
-        dtype = values[name]
-        return share_on_wire(dtype, choose_wires([dtype], wire, backward=backward)[0])
-
-    def sum_share(use: ParameterUse) -> float:
-        dtype = sum_dtype(values[use.name], wide=config.wide_sums)
-        return dtype_on_wire(dtype, sums).itemsize / dtype.itemsize
-
-    return replace(
-        graph,
-        num_communicators=config.num_communicators,
-        flows=tuple(
-            replace(
-                flow,
-                value_share=share(flow.name, backward=False),
-                gradient_share=share(flow.name, backward=True),
-            )
-            for flow in graph.flows
-        ),
-        parameters=tuple(replace(use, sum_share=sum_share(use)) for use in graph.parameters),
-    )
 
 
 def bucket_bytes(graph: BlockGraph, config: Config) -> float:

@@ -323,6 +323,7 @@ OWN_FILES = {
     "doctor/ranks.py",
     "errors/catalogue.py",  # the package's own source
     "planner/plan_cache.py",  # in its own directory
+    "planner/worker_processes.py",  # its own pipes
     "report/page.py",  # shipped templates
     "api/materialize.py",  # torch.load and safetensors, looked at before
 }
