@@ -86,6 +86,7 @@ def configurations(world: int, *, batch: int) -> dict[str, AutoDistConfig]:
             zero_ngroups=min(4, world),
             opt_resident_coef=6,
             opt_transient_coef=2,
+            topk=50,
         ),
         "pipeline": AutoDistConfig(
             task_name="pipeline_training",
@@ -105,6 +106,8 @@ def configurations(world: int, *, batch: int) -> dict[str, AutoDistConfig]:
             consider_mem=True,
             memory_constraint=24,
             recompute_modules="attention,mlp",
+            solver="ilp",
+            topk=10,
         ),
     }
 

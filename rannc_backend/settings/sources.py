@@ -94,14 +94,14 @@ def plain_options(given: Given) -> Mapping[str, object]:
     Raises:
         OptionValueError: it is neither a mapping nor a configuration.
     """
-    if isinstance(given, GivesOptions):
+    if isinstance(given, GivesOptions) and not isinstance(given, type):
         return given.options()
     if given is not None and not isinstance(given, Mapping):
         raise OptionValueError(
             "options",
             value=given,
             source="torch.compile",
-            expected="a dict of values by name, or a configuration",
+            expected="as a dict, or as an object whose method options() gives one",
         )
     return given or {}
 

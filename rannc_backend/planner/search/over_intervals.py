@@ -437,4 +437,6 @@ def up_to(length: int, tables: _Tables) -> _Tables:
         return tables
     columns = {item.name: getattr(tables, item.name) for item in fields(tables)}
     # Over intervals [..., L, N, R]; the others are over replica counts alone.
-    return replace(tables, **{name: each[..., :length, :] for name, each in columns.items() if each.ndim > 1})
+    return replace(
+        tables, **{name: each[..., :length, :] for name, each in columns.items() if np.ndim(each) > 1}
+    )

@@ -136,8 +136,6 @@ def _plan(
     cluster: str = "generic-cpu", **items: Any,
 ) -> Plan:  # fmt: skip
     options = AutoDistConfig(**items).options()
-    # Searched one at a time, by the search that is the same for all.
-    options = {name: value for name, value in options.items() if name not in ("num_plans", "solver")}
     config = resolve_config({"stage_compiler": "eager", "costs": "rules", **(own or {}), **options}, {})
     question = PlanningQuestion(
         config=config,
