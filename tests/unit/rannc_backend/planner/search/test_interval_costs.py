@@ -168,7 +168,7 @@ def test_stages_beyond_the_memory_are_not_priced_and_the_others_cost_the_same() 
 
 def test_tables_know_stages_as_long_as_asked_for_and_cost_the_same() -> None:
     whole, short = interval_costs("tied").tables(4), interval_costs("tied")
-    for asked, expected in ((2, 2), (3, 3), (2, 3)):
+    for asked, expected in ((2, 2), (3, 3), (2, 2)):
         known = short.tables(4, asked)
         assert known.forward.shape[1] == expected
         for name in ("forward", "message_bytes", "gradient_bytes"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,9 +17,15 @@ from rannc_backend.planner.cost.pricing import AnalyticPricer
 from rannc_backend.planner.plan_parts import priced
 from rannc_backend.planner.plan_request import PlanRequest
 from rannc_backend.planner.planner import plan_blocks
-from rannc_backend.planner.search.problem import SearchProblem
+from rannc_backend.planner.search.problem import Pricer, SearchProblem
 from rannc_backend.planner.search.search import search
-from rannc_backend.planner.search.several_stages import LaneMemory, lane_plans, several_stages, step_seconds
+from rannc_backend.planner.search.several_stages import (
+    LaneMemory,
+    _even_bounds,
+    lane_plans,
+    several_stages,
+    step_seconds,
+)
 from rannc_backend.planner.settling import settle
 from rannc_backend.report.tables import proof_text
 from rannc_backend.schedule.orders import schedule_named
@@ -240,3 +247,17 @@ def test_every_module_that_must_start_a_stage_moves_a_cut_of_its_own(starts: tup
     # More of them than a plan has cuts cannot be had.
     many = replace(problem, lane_starts=tuple(range(1, 2 * NUM_LANES + 1)))
     assert several_stages(many, base, schedule_named("zb_v")) is None
+
+
+@pytest.mark.parametrize("heavy", [0, 3, 5])
+def test_even_stages_have_a_block_each_wherever_the_work_is(heavy: int) -> None:
+    """A block that is far more than a stage's share leaves the others with a block each."""
+    work = np.ones((6, 1, 1))
+    work[heavy] = 100.0
+    tables = SimpleNamespace(replicas=np.array([1]), forward=work, backward=work[None])
+    pricer = SimpleNamespace(
+        problem=SimpleNamespace(num_blocks=6, lane_starts=(), lane_legal_starts=None), tables=tables
+    )
+    bounds = _even_bounds(cast("Pricer", pricer), ((0, 2), (1, 3)), (1, 1, 1, 1))
+    assert bounds is not None and bounds[0] == 0 and bounds[-1] == 6
+    assert all(end > begin for begin, end in itertools.pairwise(bounds))
