@@ -7,7 +7,7 @@ less one. A parameter of several blocks counts once in an interval that has them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -52,19 +52,6 @@ def largest_over(values: Floats, max_length: int, added: Floats | float = 0.0) -
     padded = np.concatenate([values, np.full((max_length, values.shape[1]), -np.inf)])
     places = np.arange(len(values))[:, None] + np.arange(max_length)[None, :]
     return np.maximum.accumulate(padded[places] + added, axis=1)
-
-
-def sent_bytes(graph: BlockGraph, begin: int, end: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
-    """[rows]: what the blocks [begin, end) hand on, and the gradients that come back."""
-    return _values_and_gradients(
-        [flow for flow in graph.flows if begin <= flow.producer < end <= flow.consumers[-1]], rows
-    )
-
-
-def _values_and_gradients(flows: Sequence[Flow], rows: Sequence[int]) -> tuple[Floats, Floats]:
-    sizes = evaluate([flow.num_bytes for flow in flows], rows)
-    has_gradient = np.array([flow.needs_grad for flow in flows], dtype=bool)
-    return sizes.sum(axis=0), sizes[has_gradient].sum(axis=0)
 
 
 def workspace_of(prices: Sequence[BlockPrices], held: Floats, again: Floats | float) -> Floats:
@@ -335,16 +322,33 @@ class WorkFloor:
 
 
 def received_bytes(
-    graph: BlockGraph, begin: int, end: int, rows: Sequence[int], *, on_wire: bool
+    graph: BlockGraph, begin: int, end: int, rows: Sequence[int], *, on_wire: bool = False
 ) -> tuple[Floats, Floats]:
-    """See `IntervalCosts.message_bytes`."""
+    """[rows]: what the blocks [begin, end) receive of one micro-batch, and the gradients that they give back; `on_wire`: as
+    it travels.
+    """
     received = [
         flow for flow in graph.flows
         if flow.producer < begin and any(begin <= place < end for place in flow.consumers)
     ]  # fmt: skip
-    sizes = evaluate([flow.num_bytes for flow in received], rows)
-    of_value, of_gradient = _shares(received, on_wire=on_wire)
-    return of_value @ sizes, of_gradient @ sizes
+    return _values_and_gradients(received, rows, on_wire=on_wire)
+
+
+def sent_bytes(
+    graph: BlockGraph, begin: int, end: int, rows: Sequence[int], *, on_wire: bool = False
+) -> tuple[Floats, Floats]:
+    """[rows]: what the blocks [begin, end) hand on, and the gradients that come back; `on_wire`: as it travels."""
+    sent = [flow for flow in graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
+    return _values_and_gradients(sent, rows, on_wire=on_wire)
+
+
+def _values_and_gradients(
+    flows: Sequence[Flow], rows: Sequence[int], *, on_wire: bool
+) -> tuple[Floats, Floats]:
+    sizes = evaluate([flow.num_bytes for flow in flows], rows)
+    values = np.array([flow.value_share if on_wire else 1.0 for flow in flows])
+    gradients = np.array([(flow.gradient_share if on_wire else 1.0) * flow.needs_grad for flow in flows])
+    return values @ sizes, gradients @ sizes
 
 
 def ends_of(num_blocks: int, max_length: int) -> Ints:
@@ -411,24 +415,17 @@ def messages_of(
 ) -> float:
     """Bytes of messages on their way, and of what is there beside them where it travels in fewer bits."""
     begin, end = interval
-    sent = [flow for flow in graph.flows if begin <= flow.producer < end <= flow.consumers[-1]]
-    sizes = evaluate([flow.num_bytes for flow in sent], rows)[:, 0]
-    whole, travelling = (
-        [float(share @ sizes) for share in _shares(sent, on_wire=on_wire)] for on_wire in (False, True)
-    )
-    values, awaited = travelling
-    received, gradients = (float(x[0]) for x in received_bytes(graph, begin, end, rows, on_wire=True))
-    beside = sum(whole) - sum(travelling)
-    beside += float(received_bytes(graph, begin, end, rows, on_wire=False)[1][0]) - gradients
+
+    def sizes(kind: Callable[..., tuple[Floats, Floats]], *, on_wire: bool) -> tuple[float, float]:
+        values, gradients = kind(graph, begin, end, rows, on_wire=on_wire)
+        return float(values[0]), float(gradients[0])
+
+    sent, awaited = sizes(sent_bytes, on_wire=True)
+    received, gradients = sizes(received_bytes, on_wire=True)
+    beside = sum(sizes(sent_bytes, on_wire=False)) - sent - awaited
+    beside += sizes(received_bytes, on_wire=False)[1] - gradients
     ahead = received if is_ahead else 0.0
-    return float(message_memory(cluster, num_micro_batches, values, awaited, ahead, gradients)) + beside
-
-
-def _shares(flows: Sequence[Flow], *, on_wire: bool) -> tuple[Floats, Floats]:
-    """[flows]: bytes of messages per byte of each value; those of values and of gradients."""
-    values = [flow.value_share if on_wire else 1.0 for flow in flows]
-    gradients = [(flow.gradient_share if on_wire else 1.0) * flow.needs_grad for flow in flows]
-    return np.array(values), np.array(gradients, dtype=np.float64)
+    return float(message_memory(cluster, num_micro_batches, sent, awaited, ahead, gradients)) + beside
 
 
 def up_to(length: int, tables: _Tables) -> _Tables:
