@@ -252,6 +252,13 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             unit("planner/plan_on_ranks"),
         ),
         (
+            "tables-of-all-cells-are-kept",
+            "planner/search/moves.py",
+            "if len(kept) > most:",
+            "if len(kept) > most * most:",
+            unit("planner/search/search"),
+        ),
+        (
             "only-the-best-plan-bounds-the-search",
             "planner/search/search.py",
             "is_full = len(self.kept) == self.num_plans",

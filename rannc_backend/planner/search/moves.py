@@ -18,13 +18,14 @@ max c; the bound is the least over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rannc_backend.planner.search.bounds import Cell, Shapes
+from rannc_backend.planner.search.bounds import Cell, CellBounds, Shapes
 from rannc_backend.planner.search.problem import Ints, Placement, Pricer, SearchProblem, Solution
 from rannc_backend.schedule.orders import ScheduleName, schedule_named
 
@@ -41,9 +42,46 @@ def _shape_of(plan: Solution) -> tuple[object, ...]:
     return plan.num_micro_batches, plan.bounds, plan.replicas
 
 
+def keep_most_recent(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Add to a dictionary of the `most` values that were used last."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]
+
+
+def drop(heap: list[Any], numbers: Collection[int]) -> None:
+    """Take entries out of a heap by their numbers, which come second in them; order it again."""
+    heap[:] = [entry for entry in heap if entry[1] not in numbers]
+    heapq.heapify(heap)
+
+
+def examine(heap: list[Any], like: Cell, narrowed: Callable[[Cell, float], CellBounds], limit: float) -> None:
+    """Bounds of all cells of a heap that have these prices, which are made once for them; hopeless ones are dropped.
+
+    Args:
+        heap: of (bound, number, cell, path, bounds or None), as the search has it.
+    """
+    hopeless, room = set[int](), _BOUNDS_KEPT - sum(entry[4] is not None for entry in heap)
+    # In an order that does not depend on what was dropped elsewhere.
+    heap.sort(key=lambda entry: entry[:2])
+    for index, (bound, number, cell, path, known) in enumerate(heap):
+        is_like = (cell.schedule, cell.num_micro_batches) == (like.schedule, like.num_micro_batches)
+        if not is_like or known is not None or bound >= limit:
+            continue
+        bounds = narrowed(cell, path)
+        if bounds.lower_bound >= limit:
+            hopeless.add(number)
+            continue
+        heap[index] = (max(bound, bounds.lower_bound), number, cell, path, bounds if room > 0 else None)
+        room -= 1
+    drop(heap, hopeless)
+
+
 RunAll = Callable[[Callable[[Any, Any], Any], Any, Sequence[Any]], list[Any]]
 """Calls a function of a module with what is shared and each of some items, perhaps in several processes."""
 
+_BOUNDS_KEPT = 64  # of cells that are still to be walked through: some megabytes each
 _NUM_INTERVALS = 96  # of max c; between two ends the weaker end counts
 _WIDEST = 4.0  # max c beyond so many times W / D is one interval
 ROUNDED_DOWN = 1 - 1e-9  # of sums that are summed up otherwise than in tables
@@ -154,6 +192,30 @@ def make_solution(
         budgets=tuple(budgets),
         step_seconds=step_seconds,
     )
+
+
+def in_problem(problem: SearchProblem, plan: Solution) -> tuple[Pricer, Cell, Ints] | None:
+    """Prices, cell and options [p] of a plan of another problem with the same blocks; None where this one has no such plan."""
+    key = (plan.schedule, plan.num_micro_batches)
+    if (
+        key[0] not in problem.schedules
+        or key[1] not in problem.micro_batches
+        or plan.num_stages not in problem.stage_counts
+    ):
+        return None
+    pricer = Pricer(problem, key[1], key[0], plan.longest_stage)
+    options = np.searchsorted(pricer.tables.replicas, plan.replicas)
+    if (options >= len(pricer.tables.replicas)).any() or plan.bounds[-1] != problem.num_blocks:
+        return None
+    is_same = tuple(pricer.tables.replicas[options]) == plan.replicas
+    fits = max(plan.ranks(stage)[-1] for stage in range(plan.num_stages)) < problem.num_devices
+    if not (is_same and fits and honours(problem, plan.bounds, plan.replicas, plan.placement)):
+        return None
+    cell = Cell(
+        schedule=key[0], num_micro_batches=key[1], num_stages=plan.num_stages, placement=plan.placement,
+        option=int(options[0]) if plan.placement == "replica_major" else None,
+    )  # fmt: skip
+    return pricer, cell, options
 
 
 def honours(

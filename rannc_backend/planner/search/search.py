@@ -33,8 +33,11 @@ from rannc_backend.planner.search.moves import (
     Effort,
     RunAll,
     by_number,
+    drop,
+    examine,
     first_cells,
-    honours,
+    in_problem,
+    keep_most_recent,
     make_solution,
     neighbours,
     quick_bounds,
@@ -57,12 +60,13 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 1e-9  # relative: plans that are less faster than this count as equally fast
 _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
 _MAX_IMPROVEMENTS = 30
+_PRICERS_KEPT = 48  # they and choices of stages take memory, some gigabytes on a thousand devices
+_SHAPES_KEPT = 3
 _MOST_EVEN = 4  # numbers of micro-batches of each schedule, and of stages, whose even shares are tried
 _SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many times the best are of no interest
 
-Entry = tuple[
-    float, int, Cell, float, CellBounds | None
-]  # lower bound, number, cell, its round trip at least, bounds if known
+# lower bound, number, cell, its round trip at least, bounds if known
+Entry = tuple[float, int, Cell, float, CellBounds | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,12 +285,6 @@ class StageSearch:
         other = StageSearch(self.problem, self.effort, seconds=self.seconds)
         return by_number(self.run_all, function, other, items)
 
-    def is_hopeless(self, cell: Cell, path: float) -> bool:
-        """Whether bounds alone show that no plan of a cell is below the limit."""
-        bounds = self._bounds(cell, path)
-        bounds.narrow(self.limit)
-        return bounds.lower_bound >= self.limit
-
     def best_of(self, cells: Iterable[Cell]) -> Solution | None:
         """A good plan of these cells, without proof; None if none takes less than a few times the best. After `run`."""
         other = StageSearch(self.problem, self.effort)
@@ -320,10 +318,12 @@ class StageSearch:
 
     def _shapes_of(self, schedule: ScheduleName, num_micro_batches: int) -> Shapes:
         key = (schedule, num_micro_batches)
+        known = self.shapes.get(key)
         # Of one limit, so that bounds do not depend on what was looked at before.
-        if key not in self.shapes or self.shapes[key].limit != self.limit:
-            self.shapes[key] = Shapes(self._pricer(*key), self.limit)
-        return self.shapes[key]
+        if known is None or known.limit != self.limit:
+            known = Shapes(self._pricer(*key), self.limit)
+        keep_most_recent(self.shapes, key, known, _SHAPES_KEPT)
+        return known
 
     def _pricer(
         self, schedule: ScheduleName, num_micro_batches: int, longest_stage: int | None = None
@@ -333,7 +333,8 @@ class StageSearch:
         needed = longest_stage or self.problem.longest_stage(num_micro_batches, self.limit)
         known = self.pricers.get(key)
         if known is None or known.max_length < min(needed, known.problem.own_gradient_bytes.shape[1]):
-            self.pricers[key] = known = Pricer(self.problem, num_micro_batches, schedule, needed)
+            known = Pricer(self.problem, num_micro_batches, schedule, needed)
+        keep_most_recent(self.pricers, key, known, _PRICERS_KEPT)
         return known
 
     def _pricer_of_equal(
@@ -366,23 +367,26 @@ class StageSearch:
             return True
         total = len(heap)
         task = self.progress.task("search", total) if self.progress is not None else nullcontext()
-        hopeless, at = set[int](), 0.0
+        examined, at = set[tuple[str, int]](), 0.0
         with task as counter:
             while heap and heap[0][0] < self.limit:
                 if self._cancelled():
                     return False
                 if self.limit != at:
-                    hopeless, at = self._hopeless_of(heap), self.limit
-                _, number, cell, path, bounds = heapq.heappop(heap)
-                if number in hopeless:
-                    if counter is not None:
-                        counter.advance(1)
+                    drop(heap, self._hopeless_of(heap))
+                    examined, at = set(), self.limit
                     continue
-                bounds = bounds or self._bounds(cell, path)
-                bounds.narrow(self.limit)
+                if counter is not None:
+                    counter.advance(total - len(heap) - counter.done)
+                _, number, cell, path, bounds = heap[0]
+                if bounds is None and (cell.schedule, cell.num_micro_batches) not in examined:
+                    examined.add((cell.schedule, cell.num_micro_batches))
+                    examine(heap, cell, self.narrowed, self.limit)
+                    continue
+                heapq.heappop(heap)
+                bounds = self.narrowed(cell, path, bounds)
                 if heap and heap[0][0] < bounds.lower_bound < self.limit:
-                    # Cells that look better now come first: what is found there may spare the walk through
-                    # this one.
+                    # Cells that look better now come first: what is found there may spare this walk.
                     heapq.heappush(heap, (bounds.lower_bound, number, cell, path, bounds))
                     continue
                 if bounds.lower_bound < self.limit:
@@ -398,6 +402,12 @@ class StageSearch:
                 if counter is not None:
                     counter.advance(1)
         return True
+
+    def narrowed(self, cell: Cell, path: float, known: CellBounds | None = None) -> CellBounds:
+        """Bounds of a cell, without the stages that no plan below the limit has."""
+        bounds = known or self._bounds(cell, path)
+        bounds.narrow(self.limit)
+        return bounds
 
     def _hopeless_of(self, heap: Sequence[Entry]) -> set[int]:
         """Numbers of the entries of which other processes say that they are hopeless."""
@@ -443,25 +453,9 @@ class StageSearch:
 
     def _try_again(self, start: Solution) -> None:
         """Price a plan of another problem in this one."""
-        problem = self.problem
-        key = (start.schedule, start.num_micro_batches)
-        if (
-            key[0] not in problem.schedules
-            or key[1] not in problem.micro_batches
-            or start.num_stages not in problem.stage_counts
-        ):
-            return
-        pricer = Pricer(problem, key[1], key[0], start.longest_stage)
-        options = np.searchsorted(pricer.tables.replicas, start.replicas)
-        if (options >= len(pricer.tables.replicas)).any() or start.bounds[-1] != problem.num_blocks:
-            return
-        is_same = tuple(pricer.tables.replicas[options]) == start.replicas
-        fits = max(start.ranks(stage)[-1] for stage in range(start.num_stages)) < problem.num_devices
-        if is_same and fits and honours(problem, start.bounds, start.replicas, start.placement):
-            cell = Cell(
-                schedule=key[0], num_micro_batches=key[1], num_stages=start.num_stages, placement=start.placement,
-                option=int(options[0]) if start.placement == "replica_major" else None,
-            )  # fmt: skip
+        found = in_problem(self.problem, start)
+        if found is not None:
+            pricer, cell, options = found
             bounds, places = np.array([start.bounds]), np.array([start.places])
             self._simulate(pricer, cell, bounds, options[None], places, np.zeros(1))
 
@@ -492,4 +486,4 @@ def _cells_of_item(search: StageSearch, item: tuple[ScheduleName, Sequence[int],
 
 
 def _is_hopeless_item(search: StageSearch, item: tuple[Cell, float, int]) -> bool:
-    return search.is_hopeless(*item[:2])
+    return search.narrowed(*item[:2]).lower_bound >= search.limit

@@ -218,6 +218,28 @@ def test_an_interrupted_search_gives_the_best_so_far_and_proves_little() -> None
     check_solution(problem, result.solution)
 
 
+def test_a_search_keeps_few_tables_and_makes_few_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept for all numbers of micro-batches, they took gigabytes on a thousand devices."""
+    problem = random_problem(
+        3, 12, 6, devices_per_node=4, micro_batches=tuple(range(2, 62)), schedules=("1f1b", "fill_drain"), style="layers",
+        memory_bytes=60.0, message_scale=0.05, reduction_scale=0.1,
+    )  # fmt: skip
+    made: list[tuple[str, int, float]] = []
+    real = Shapes.__init__
+
+    def counted(self: Shapes, pricer: Pricer, limit: float = INFINITY) -> None:
+        made.append((pricer.schedule, pricer.num_micro_batches, limit))
+        real(self, pricer, limit)
+
+    monkeypatch.setattr(Shapes, "__init__", counted)
+    stages = StageSearch(problem)
+    assert stages.run().proven_gap == 0.0
+    assert len({each[:2] for each in made}) > 48
+    assert len(stages.shapes) <= 3 and len(stages.pricers) <= 48
+    # All cells with the same prices are looked at together.
+    assert len(made) <= 4 * len(set(made))
+
+
 def test_a_plan_of_another_problem_is_begun_from_only_where_it_fits() -> None:
     problem = layered_problem(12, 6, 60.0)
     best = search(problem)
