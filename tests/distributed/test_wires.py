@@ -27,7 +27,7 @@ def _case(check: str, replicas: str, *words: str, **members: Any) -> Case:
 
 
 def _reduced(dtype: str, *words: str, replicas: str = "2", scale: float = 1.0, **options: Any) -> Case:
-    parameters = {word: True for word in words if word in ("shared", "ties")}
+    parameters = {word: True for word in words if word in ("shared", "ties", "outside")}
     return _case(
         "equal_rounding_in_one_process",
         replicas,
@@ -67,12 +67,15 @@ GRADIENTS = (
     _reduced("fp16", "zero1", scale=64.0, zero_stage=1),
     _reduced("bf16", "zero2", scale=4.0, zero_stage=2),
     _reduced("bf16", "late", scale=8.0, sync_allreduce=True, bucket_mb=0.001),
+    _reduced("bf16", "outside", scale=4.0),
+    _reduced("bf16", "outside", "summed", scale=4.0, gradients_reduce_method="sum"),
     _reduced("bf16", "stages", replicas="2,2", scale=16.0),
     _case("within_their_bound", "1,1", "tied", parameters={"ties": True}, options={"gradient_dtype": "bf16", **_ALL}),
     _case(
         "within_their_bound", "2,2", "tied", parameters={"ties": True},
         options={"gradient_dtype": "fp16", "gradient_scale": 256.0, **_ALL},
     ),
+    _case("within_their_bound", "1,3", "uneven", options={"gradient_dtype": "bf16", **_ALL}),
     _case("within_their_bound", "4", "zero2", options={"gradient_dtype": "bf16", "zero_stage": 2, **_ALL}),
     _case("overflow", "2", options={"gradient_dtype": "fp16"}),
     _case("overflow", "2", "zero1", options={"gradient_dtype": "fp16", "gradient_scale": 1e8, "zero_stage": 1}),

@@ -31,10 +31,15 @@ ROUNDOFF = {"same": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
 
 
 class Parts(nn.Module):
-    """Two stages: a value with gradient and integers pass from one to the other. The loss is inside."""
+    """Two stages: a value with gradient and integers pass from one to the other. The loss is inside, or what it is of
+    is given.
+    """
 
-    def __init__(self, *, ties: bool = False, rounded: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    def __init__(
+        self, *, ties: bool = False, outside: bool = False, rounded: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
         super().__init__()
+        self.outside = outside
         self.first = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -44,7 +49,13 @@ class Parts(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.second(self.rounded(self.first(ids)))
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+        words = self.head(hidden)
+        return words if self.outside else loss_of(words, ids)
+
+
+def loss_of(words: Tensor, ids: Tensor) -> Tensor:
+    """That of the next ids."""
+    return F.cross_entropy(words.flatten(0, 1), ids.roll(1, 1).flatten())
 
 
 def as_sent(x: Tensor, wire: str, *, backward: bool = False) -> Tensor:
@@ -114,14 +125,20 @@ class Job:
     def __init__(self, context: Context, **options: Any) -> None:
         self.context, self.options = context, {**context.case.options, **options}
         self.ties = bool(context.case.parameters.get("ties"))
-        self.replicas = int(context.case.replicas.split(",")[0])
+        self.replicas = max(map(int, context.case.replicas.split(",")))
         self.boundary = self.options.get("boundary_dtype", "same") if "," in context.case.replicas else "same"
         self.wire = self.options.get("gradient_dtype", "same")
         self.scale = self.options.get("gradient_scale", 1.0)
-        self.model, alone, self.compiled, _ = context.pair(lambda: Parts(ties=self.ties).double(), **options)
+        self.outside = bool(context.case.parameters.get("outside"))
+        # With the loss outside, that of a rank is the mean over its rows: "sum" adds those of all ranks up.
+        self.factor = context.case.world if self.options.get("gradients_reduce_method") == "sum" else 1
+        self.model, alone, self.compiled, _ = context.pair(
+            lambda: Parts(ties=self.ties, outside=self.outside).double(), **options
+        )
         self.alone = Parts(ties=self.ties, rounded=lambda x: Sent.apply(x, self.boundary)).double()
         self.alone.load_state_dict(alone.state_dict())
-        self.exact_model = alone
+        self.exact_model = Parts(ties=self.ties).double()
+        self.exact_model.load_state_dict(alone.state_dict())
 
     def ids(self, seed: int) -> Tensor:
         rows = sum(self.context.case.local_rows)
@@ -129,18 +146,21 @@ class Job:
 
     def loss(self, seed: int) -> Tensor:
         """Of this rank's rows, which is that of all."""
-        return self.compiled(self.ids(seed)[slice(*self.context.interval)].clone())
+        ids = self.ids(seed)[slice(*self.context.interval)].clone()
+        return loss_of(self.compiled(ids), ids) if self.outside else self.compiled(ids)
 
     def by_replica(self, seed: int, model: nn.Module | None = None) -> dict[str, list[Tensor]]:
         """The gradients that each replica sums over its micro-batches."""
-        slices = self.ids(seed).chunk(self.context.case.num_micro_batches * self.replicas)
+        ids = self.ids(seed)
+        micro_batches = ids.tensor_split(self.context.case.num_micro_batches)
+        slices = [part for each in micro_batches for part in each.tensor_split(self.replicas)]
         model = model or self.alone
         found: dict[str, list[Tensor]] = {
             name: [torch.zeros_like(p) for _ in range(self.replicas)] for name, p in model.named_parameters()
         }
         for number, rows in enumerate(slices):
             model.zero_grad()
-            (model(rows) / len(slices)).backward()
+            (self.factor * model(rows) * (len(rows) / len(ids))).backward()
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     found[name][number % self.replicas] += parameter.grad
@@ -206,7 +226,7 @@ def wires_equal_rounding_in_one_process(context: Context) -> None:
             loss.backward()
             job.compare(f"step {step}", job.expected(step))
             reference = job.alone(job.ids(step)).detach() if job.boundary != "fp8" else None
-            if reference is not None:
+            if reference is not None and not job.outside:
                 context.findings.that(
                     float((loss.detach() - reference).abs()) <= EXACT * float(reference), f"loss {loss}"
                 )
