@@ -259,6 +259,13 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             unit("planner/search/search"),
         ),
         (
+            "stages-before-a-place-rounded-up",
+            "planner/search/bounds.py",
+            "return number >> max(0, number.bit_length() - 4) <<",
+            "return number + 1 >> max(0, number.bit_length() - 4) <<",
+            unit("planner/search/search"),
+        ),
+        (
             "only-the-best-plan-bounds-the-search",
             "planner/search/search.py",
             "is_full = len(self.kept) == self.num_plans",

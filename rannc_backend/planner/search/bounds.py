@@ -245,7 +245,9 @@ class Shapes:
         """[n]; the same array for places at which the same budgets fit. `or_more`: plans may have more stages."""
         described, micro_batches = self.pricer.described, self.pricer.num_micro_batches
         number = described.in_flight(num_stages_to_end, micro_batches)
-        kept = described.kept(num_stages_to_end, num_stages, micro_batches)
+        # Nowhere is more kept behind fewer stages, so this is the least memory of some neighbouring places.
+        fewer_stages = num_stages_to_end + rounded_down(num_stages - num_stages_to_end)
+        kept = described.kept(num_stages_to_end, fewer_stages, micro_batches)
         problem, stage = self.pricer.problem, num_stages - num_stages_to_end
         limits = 0 <= problem.recompute_last_stage and (stage > problem.recompute_last_stage or not or_more)
         allowed = problem.allowed_budgets(stage) if limits else np.ones(len(problem.budgets), dtype=bool)
@@ -255,7 +257,7 @@ class Shapes:
             backward = np.where(allowed[:, None], backward, np.inf) if limits else backward
             fixed = fixed + described.kept_memory(
                 num_stages_to_end,
-                num_stages,
+                fewer_stages,
                 micro_batches,
                 self.pricer.tables.kept_bytes[self._useful],
                 flight,
@@ -420,6 +422,11 @@ class Shapes:
     def unit(self) -> float:
         """The unit of prices: `least_path`, but never nothing."""
         return max(self.least_path, 1e-30)
+
+
+def rounded_down(number: int) -> int:
+    """To four binary digits, so that few numbers are told apart; those below 16 are as they are."""
+    return number >> max(0, number.bit_length() - 4) << max(0, number.bit_length() - 4)
 
 
 def _shortest(values: Floats) -> Floats:

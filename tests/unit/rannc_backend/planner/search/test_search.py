@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from rannc_backend.log.progress import Cancellation
 from rannc_backend.planner.cost.pricing import AnalyticPricer
 from rannc_backend.planner.plan_request import PlanRequest
-from rannc_backend.planner.search.bounds import Cell, Shapes
+from rannc_backend.planner.search.bounds import Cell, Shapes, rounded_down
 from rannc_backend.planner.search.equal_split import Candidate, _bounds_without_tables, best_equal_split
 from rannc_backend.planner.search.feasibility import is_feasible, smallest_memory
 from rannc_backend.planner.search.moves import Effort, honours, quick_bounds
 from rannc_backend.planner.search.over_intervals import WorkFloor
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, plans_step_seconds
 from rannc_backend.planner.search.search import StageSearch, search
+from rannc_backend.schedule.orders import schedule_named, schedule_names
 from rannc_backend.settings.options import Config
 from tests.unit.rannc_backend.planner.blocks.block_lines import random_line
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
@@ -121,6 +122,24 @@ def test_no_bound_is_above_the_best_plan_of_its_cell(problem: SearchProblem, lim
                 # Narrowing keeps plans faster than the limit: the best one if it is above.
                 bounds.narrow(limit * best)
                 assert limit <= 1 or bounds.lower_bound <= best * (1 + 1e-9)
+
+
+@given(number=st.integers(0, 5000), num_stages_to_end=st.integers(1, 300), micro_batches=st.integers(1, 300))
+def test_places_with_about_as_many_stages_before_them_share_the_least_memory(
+    number: int, num_stages_to_end: int, micro_batches: int
+) -> None:
+    low = rounded_down(number)
+    assert low == number if number < 16 else 7 / 8 * number < low <= number
+    assert rounded_down(low) == low
+    for name in schedule_names():
+        described = schedule_named(name)
+        at = [
+            float(
+                described.kept_memory(num_stages_to_end, num_stages_to_end + before, micro_batches, 3.0, 1.0)
+            )
+            for before in (low, number)
+        ]
+        assert at[0] <= at[1]
 
 
 @settings(max_examples=40, deadline=None)
