@@ -144,6 +144,59 @@ def norms_by_name(context: Context) -> None:
         _compare_losses(context, f"norms of order {order}", [*found.values()], [*wanted.values()])
 
 
+def averages(context: Context) -> None:
+    """AveragedModel in each of its forms, with buffers too, and an average by hand: complete in state_dict, and back
+    in the model.
+    """
+    model = _net(context)
+    alone, compiled = copy.deepcopy(model), context.compile(model)
+    found, wanted = (
+        _with_averages(context, net, call, own)
+        for net, call, own in ((model, compiled, True), (alone, alone, False))
+    )
+    for average, plain in zip(found, wanted, strict=True):
+        state = average.state_dict()
+        values = [name for name in state if name != "n_averaged"]
+        context.findings.that(bool(values) == (context.rank == 0), f"{values} on rank {context.rank}")
+        if context.rank == 0:
+            context.compare_state(state, plain.state_dict(), factor=1e3)
+    for net, plain in ((model, found[-1]), (alone, wanted[-1])):
+        net.load_state_dict(plain.state_dict())
+    found[0].load_state_dict(found[1].state_dict())
+    rows = _rows(context, 9)
+    with torch.no_grad():
+        losses = [float(compiled(*_own(context, rows)))], [float(alone(*rows))]
+    _compare_losses(context, "the average in the model", *losses)
+    if not all(map(rannc_backend.is_held, found[-1].parameters())):
+        context.findings.raises(
+            "the plain average", ("ReleasedParameterError",), lambda: found[-1](_own(context, rows)[0])
+        )
+
+
+def _with_averages(context: Context, net: Net, call: Any, own: bool) -> list[nn.Module]:
+    swa = torch.optim.swa_utils
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found: list[Any] = []
+    for number in range(4):
+        rows = _rows(context, number)
+        call(*(_own(context, rows) if own else rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not number:  # parameters are where their stages are
+            found = [
+                swa.AveragedModel(net),
+                swa.AveragedModel(net, avg_fn=lambda average, new, count: 0.9 * average + 0.1 * new),
+                swa.AveragedModel(net, multi_avg_fn=swa.get_ema_multi_avg_fn(0.9), use_buffers=True),
+                copy.deepcopy(net),
+            ]
+        for average in found[:-1]:
+            average.update_parameters(net)
+        with torch.no_grad():
+            for mean, value in zip(found[-1].parameters(), net.parameters(), strict=True):
+                mean.mul_(0.9).add_(value, alpha=0.1)
+    return found
+
+
 def unfrozen(context: Context) -> None:
     """Layers that are frozen, and trained again, in mid-training; groups of decay; a scheduler; a hook that comes
     later.

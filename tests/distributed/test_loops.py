@@ -37,10 +37,12 @@ CASES = (
     _case("joined", "2,1"),
     _case("norms_by_name", "1,1"),
     _case("norms_by_name", "1,2,1"),
+    _case("averages", "1,1"),
+    _case("averages", "1,2"),
     _case("unfrozen", "1,1"),
     _case("several_models", "1,1"),
 )
-IN_FULL = ("lightning-4", "joined-2,1", "norms_by_name-1,2,1")
+IN_FULL = ("averages-1,2", "lightning-4", "joined-2,1", "norms_by_name-1,2,1")
 
 
 @pytest.mark.parametrize("case", cases(CASES, "loops", IN_FULL))
