@@ -422,6 +422,11 @@ def _backward(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _hook(self: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
 def _write_without_gradient(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         x.mul_(2.0)
@@ -455,6 +460,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a path, then a check": (_with(_raise_later, "RaisingLater"), "known only when the model runs"),
     "batch size": (_with(_split, "Splitter"), "tests its batch size"),
     "backward": (_with(_backward, "Backward"), "calls backward"),
+    "hook": (_with(_hook, "Hooking"), "calls register_hook"),
     # What fails for another reason than that it reads a value fails as it does in the model.
     "several values": (
         _with(lambda self, x: x if x > 0 else -x, "Several"),

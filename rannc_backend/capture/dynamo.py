@@ -95,6 +95,15 @@ class RestartReason(str):
     finished: Any = None  # what the trace before gave, where this one only renews the guards
 
 
+def guard_module_hooks() -> Callable[[], object]:
+    """From now on Dynamo guards on the hooks of modules, so that one that comes or goes after the first call has the
+    model traced again; returns what ends this. By default Dynamo would go on with the hooks that it has seen.
+    """
+    undo = contextlib.ExitStack()
+    undo.enter_context(dynamo_config.patch(skip_nnmodule_hook_guards=False))
+    return undo.close
+
+
 def find_dynamo_call() -> DynamoCall:
     """Walk up the Python stack from a backend call. Raises LaunchError on a torch whose stack looks
     different.

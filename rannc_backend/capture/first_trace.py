@@ -26,7 +26,12 @@ from torch._guards import CompileContext
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.batch_inputs import may_be_batch
-from rannc_backend.capture.dynamo import MarkedLengths, RestartReason, symbolic_trace
+from rannc_backend.capture.dynamo import (
+    MarkedLengths,
+    RestartReason,
+    guard_module_hooks,
+    symbolic_trace,
+)
 from rannc_backend.capture.refusals import find_compilation, refuse_wrapped
 from rannc_backend.ir.length import SMALLEST
 from rannc_backend.settings import hooks
@@ -68,6 +73,7 @@ def begin_symbolically(
             # however it ends.
             context = CompileContext.get()
             begun.append(weakref.finalize(context, begin_rare_collections()))
+            begun.append(weakref.finalize(context, guard_module_hooks()))
             if before is not None:
                 before()
             refuse_wrapped(compilation)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError
 from rannc_backend.kernels.plain_memory import has_marks
@@ -112,6 +113,7 @@ _FUNCTIONS = (
     "zeros_like",
     "_has_compatible_shallow_copy_type",
 )
+_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 # They give the tensor itself where nothing is to be converted.
 _CONVERSIONS = (
     "to",
@@ -139,6 +141,9 @@ class Absence:
         kind: "parameter" or "buffer".
         original: class of the tensor before.
         strides: those of its value, in elements.
+        is_value: the tensor is no parameter, but detached from one, or computed: what is computed with it is computed
+        by the owners, and absent here.
+        is_copy: it may be changed in place too, as a copy of a model may.
     """
 
     name: str
@@ -146,6 +151,8 @@ class Absence:
     owners: tuple[int, ...]
     original: type[torch.Tensor]
     strides: tuple[int, ...]
+    is_value: bool = False
+    is_copy: bool = False
 
     def error(self, what: str) -> ReleasedParameterError | ValueNotMadeError:
         """The error for a use of the tensor; ``what``: name of the function."""
@@ -191,6 +198,9 @@ class Absent:
             and isinstance(args[1], Absent)
         ):
             return tensor  # what load_state_dict and Module.to do with a tensor that they are not to change
+        result = _computed_by_owners(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
         raise absence_of(tensor).error(getattr(func, "__name__", str(func)))
 
     def __repr__(self) -> str:
@@ -211,7 +221,11 @@ class Absent:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        raise absence_of(self).error("deepcopy")
+        absence = absence_of(self)
+        if not absence.owners:
+            raise absence.error("deepcopy")
+        memo[id(self)] = twin = _absent_like(self, replace(absence, is_value=True, is_copy=True))  # type: ignore[arg-type]
+        return twin
 
 
 def make_absent(
@@ -335,9 +349,85 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """What ``detach()`` and ``data`` give: shape and dtype can be asked for, no value."""
     with without_torch_function():
         twin = tensor.detach().as_subclass(torch.Tensor)
-    setattr(twin, _ATTRIBUTE, replace(absence_of(tensor), original=torch.Tensor))
+    setattr(twin, _ATTRIBUTE, replace(absence_of(tensor), original=torch.Tensor, is_value=True))
     refuse_again([twin])
     return twin
+
+
+def _absent_like(tensor: torch.Tensor, absence: Absence) -> torch.Tensor:
+    """Another absent tensor of this shape and dtype, on the device of ``tensor``, or on the CPU for one on meta."""
+    with without_torch_function():
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        cell = placeholder(tensor, device)
+        refuse_memory_access(cell, absence.error("").problem)
+        if absence.kind == "parameter" and issubclass(absence.original, torch.nn.Parameter):
+            twin: torch.Tensor = torch.nn.Parameter(cell, requires_grad=tensor.requires_grad)
+            twin.__class__ = absence.original  # type: ignore[assignment]
+        else:
+            twin = cell.as_subclass(absence.original)
+    setattr(twin, _ATTRIBUTE, absence)
+    refuse_again([twin])
+    return twin
+
+
+def _computed_by_owners(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a computation gives on this rank whose operands are absent copies, and numbers: a result that is absent too.
+    NotImplemented for anything else. All ranks compute it; those that have the operands have the result.
+    """
+    if "out" in kwargs:
+        return NotImplemented
+    name = getattr(func, "__name__", "")
+    if name.startswith("_foreach_"):
+        return _foreach_by_owners(func, args, kwargs) if name.endswith("_") and not kwargs else NotImplemented
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    absent = [leaf for leaf in leaves if isinstance(leaf, Absent)]
+    values = [leaf for leaf in absent if absence_of(leaf).is_value]
+    if not values or any(
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, Absent) and leaf.dim() for leaf in leaves
+    ):
+        return NotImplemented
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        is_copy = isinstance(args[0], Absent) and absence_of(args[0]).is_copy
+        return args[0] if is_copy else NotImplemented
+    with without_torch_function():
+        metas = [
+            torch.empty_strided(leaf.shape, strides_of(leaf), dtype=leaf.dtype, device="meta")  # type: ignore[attr-defined,arg-type]
+            if isinstance(leaf, Absent)
+            else leaf
+            for leaf in leaves
+        ]
+        meta_args, meta_kwargs = pytree.tree_unflatten(metas, form)
+        try:
+            result = func(*meta_args, **meta_kwargs)
+        except Exception:  # whatever reads a value
+            return NotImplemented
+    if not isinstance(result, torch.Tensor) or not result.is_meta:
+        return NotImplemented
+    # Of a model's own values, arithmetic with numbers: what averages are made of. All else is told where it is asked for.
+    if result.shape != values[0].shape and not any(absence_of(value).is_copy for value in values):
+        return NotImplemented
+    return _absent_like(
+        result,
+        replace(
+            absence_of(values[0]), original=torch.Tensor, strides=result.stride(), is_value=True, is_copy=True
+        ),
+    )
+
+
+def _foreach_by_owners(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A change in place of a list of tensors, some of which are absent copies: of those that this rank has."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and isinstance(arg[0], torch.Tensor)]
+    kept = []
+    for position, targets in enumerate(zip(*lists, strict=True)):
+        is_here = [not isinstance(tensor, Absent) for tensor in targets]
+        if not any(is_here) and absence_of(targets[0]).is_copy:
+            continue
+        if not all(is_here):
+            return NotImplemented
+        kept.append(position)
+    if kept:
+        func(*([arg[place] for place in kept] if any(arg is one for one in lists) else arg for arg in args))
+    return args[0]
 
 
 def _wants_copy(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

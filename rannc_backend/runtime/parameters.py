@@ -32,7 +32,15 @@ from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.deferred import DeferredValues, Make
-from rannc_backend.runtime.state_hooks import StateHook, all_names, complete, no_value, size_in_bytes
+from rannc_backend.runtime.state_hooks import (
+    StatesOfCopies,
+    all_names,
+    complete,
+    no_value,
+    size_in_bytes,
+    state_hooks,
+    wait_all,
+)  # fmt: skip
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
 from rannc_backend.runtime.torch_internals import GradientNote
 from rannc_backend.runtime.world import Ranks, World
@@ -296,9 +304,9 @@ class ParameterTable:
             elif home != device and not tensor.is_pinned():
                 tensor.data = tensor.data.pin_memory()
             if num_bytes > _MAX_UNDER_WAY:
-                _wait(under_way)
+                wait_all(under_way)
                 num_bytes = 0
-        _wait(under_way)
+        wait_all(under_way)
         return moved
 
     def _home(self, tensor: torch.Tensor) -> torch.device:
@@ -406,12 +414,11 @@ class ParameterTable:
             self.states_on_all_ranks = before
 
     def _install_hooks(self, root: nn.Module) -> None:
+        is_spread = any(owners != self.everyone for owners in self.owners.values())
+        copies = StatesOfCopies(self.world, lambda: self.states_on_all_ranks) if is_spread else None
         for module in root.modules():
             if module._parameters or module._buffers:
-                for register, hook in (
-                    (module.register_state_dict_post_hook, StateHook(self._after_state_dict)),
-                    (module.register_load_state_dict_pre_hook, StateHook(self._before_load)),
-                ):
+                for register, hook in state_hooks(module, self._after_state_dict, self._before_load, copies):
                     self._handles.append(hooks.register("module states", register, hook))
 
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
@@ -430,13 +437,9 @@ class ParameterTable:
                 own[local] = (buffers[id(buffer)], buffer)
         return own
 
-    def _agree(self, what: str, flags: list[bool]) -> list[list[bool]]:
-        """All ranks' ``flags``; an error that names the ranks when they are not in the same call."""
-        return agree(self.world, what, flags)
-
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         own = self._tensors(module)
-        self._agree(f"state_dict of {prefix or 'the model'}", [])
+        agree(self.world, f"state_dict of {prefix or 'the model'}", [])
         for local, (name, tensor) in own.items():
             key = prefix + local
             if self.states_on_all_ranks:
@@ -464,8 +467,10 @@ class ParameterTable:
                 cure="call load_state_dict without assign, or before the first call of the compiled model",
             )
         own = self._tensors(module)
-        given = self._agree(
-            f"load_state_dict of {prefix or 'the model'}", [prefix + local in state for local in own]
+        given = agree(
+            self.world,
+            f"load_state_dict of {prefix or 'the model'}",
+            [prefix + local in state for local in own],
         )
         for index, (local, (name, tensor)) in enumerate(own.items()):
             key = prefix + local
@@ -492,9 +497,3 @@ class ParameterTable:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
                 transport.irecv(buffer, 0, STATE_CHANNEL).wait()
                 state[key] = buffer
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
-    works.clear()

@@ -8,22 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from rannc_backend.runtime.absent_tensors import is_absent
+from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.world import Ranks, World
 
 
 class StateHook:
-    """A hook of one module, for torch.nn.Module: copies of the module, also by way of a file, have one that
-    does nothing.
+    """A hook of one module, for torch.nn.Module: copies of the module have the hook ``in_copies``, those by way of a
+    file one that does nothing.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., None], in_copies: Callable[..., None] | None = None) -> None:
+        self._function, self._in_copies = function, in_copies or do_nothing
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
-        return StateHook(do_nothing)
+        return StateHook(self._in_copies, self._in_copies)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StateHook, (do_nothing,)
@@ -31,6 +33,75 @@ class StateHook:
 
 def do_nothing(*args: Any) -> None:
     return
+
+
+class StatesOfCopies:
+    """``state_dict`` and ``load_state_dict`` of copies of a model whose parameters are spread over ranks: a copy's are
+    where the model's were.
+    """
+
+    def __init__(self, world: World, on_all_ranks: Callable[[], bool]) -> None:
+        self._world, self._on_all_ranks = world, on_all_ranks
+
+    def after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Rank 0, or every rank, gets all values, and the others nothing. Collective."""
+        world, own = self._world, _own_tensors(module)
+        held = agree(world, f"state_dict of {prefix or 'a copy'}", [not is_absent(t) for t in own.values()])
+        for index, (local, tensor) in enumerate(own.items()):
+            first = next(rank for rank, flags in enumerate(held) if flags[index])
+            key = prefix + local
+            if first != 0 or self._on_all_ranks():
+                state[key] = self._from_rank(first, tensor, tensor.detach()).cpu()
+            if world.rank != 0 and not self._on_all_ranks():
+                state.pop(key, None)
+
+    def before_load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
+    ) -> None:
+        """Ranks that pass nothing get rank 0's values. Collective."""
+        world, own = self._world, _own_tensors(module)
+        given = agree(
+            world, f"load_state_dict of {prefix or 'a copy'}", [prefix + local in state for local in own]
+        )
+        for index, (local, tensor) in enumerate(own.items()):
+            key = prefix + local
+            if given[0][index] and not all(flags[index] for flags in given):
+                state[key] = self._from_rank(0, tensor, state.get(key, tensor))
+            if is_absent(tensor) and key in state and state[key].shape == tensor.shape:
+                state[key] = tensor
+
+    def _from_rank(self, root: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        world = self._world
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+        if world.rank == root:
+            buffer.copy_(value.detach())
+        with exchanging(world):
+            world.transport.broadcast(buffer, root, tuple(range(world.size))).wait()
+        return buffer
+
+
+def state_hooks(
+    module: nn.Module,
+    after: Callable[..., None],
+    before: Callable[..., None],
+    copies: StatesOfCopies | None,
+) -> tuple[tuple[Callable[..., Any], StateHook], ...]:
+    """What registers a hook of a module, and the hook. ``copies``: what its copies have; None: nothing."""
+    in_copies = (None, None) if copies is None else (copies.after_state_dict, copies.before_load)
+    return (
+        (module.register_state_dict_post_hook, StateHook(after, in_copies[0])),
+        (module.register_load_state_dict_pre_hook, StateHook(before, in_copies[1])),
+    )
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What ``state_dict`` has of the module itself."""
+    found = {**module._parameters, **module._buffers}
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def all_names(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -55,3 +126,10 @@ def no_value(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def size_in_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def wait_all(works: list[Any]) -> None:
+    """Wait for messages, and forget them."""
+    for work in works:
+        work.wait()
+    works.clear()

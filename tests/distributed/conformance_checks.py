@@ -342,7 +342,7 @@ def document(context: Context) -> None:
     pyrannc.barrier()
 
 
-def _run_example(context: Context, *flags: str) -> Any:
+def run_example(context: Context, *flags: str) -> Any:
     """What main() of the case's example returns."""
     folder = Path(__file__).parents[2] / "examples"
     sys.path.insert(0, str(folder))
@@ -358,7 +358,7 @@ def _run_example(context: Context, *flags: str) -> Any:
 
 def example(context: Context) -> None:
     """An example trains: its loss falls, or it says how much it gets right."""
-    result = _run_example(context)
+    result = run_example(context)
     if isinstance(result, list):
         context.findings.that(
             result[-1] < result[0] and all(math.isfinite(loss) for loss in result),
@@ -371,12 +371,12 @@ def example(context: Context) -> None:
 def example_resumed(context: Context) -> None:
     """An example that goes on from its checkpoint ends where one without interruption does, bit for bit."""
     first, second = (context.directory / f"{context.case.name}-{part}" for part in ("first", "second"))
-    whole = _run_example(context, "--save", str(first))
+    whole = run_example(context, "--save", str(first))
     if context.rank == 0:
         earlier = sorted(first.glob("step-*"))[0]
         shutil.copytree(earlier, second / earlier.name)
     pyrannc.barrier()
-    rest = _run_example(context, "--save", str(second), "--resume")
+    rest = run_example(context, "--save", str(second), "--resume")
     if isinstance(whole, list):
         context.findings.that(
             0 < len(rest) < len(whole) and rest == whole[-len(rest) :], f"resumed {rest}, at once {whole}"

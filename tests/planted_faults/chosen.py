@@ -11,6 +11,7 @@ from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_lanes import CHOSEN_LANES
+from tests.planted_faults.chosen_loops import CHOSEN_LOOPS
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
 from tests.planted_faults.chosen_planning import CHOSEN_PLANNING
 from tests.planted_faults.chosen_wires import CHOSEN_WIRES
@@ -28,6 +29,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_EPL
     + CHOSEN_WIRES
     + CHOSEN_PLANNING
+    + CHOSEN_LOOPS
     + tuple(
         Fault(*row)
         for row in (

@@ -72,6 +72,7 @@ _EQUALITIES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.allclose: torch.isclose,
 }
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(
     f"__{name}__"
@@ -128,6 +129,13 @@ class Watch(TorchFunctionMode):
                 location=user_location(trace),
                 cure="use torch.autograd.grad(..., create_graph=True) in the forward, or call backward() "
                 "outside.",
+            )
+        if func in _HOOKING:
+            raise UnsupportedModelError(
+                f"the forward calls {_name(func)}, and the backward of its graph would not call the hook",
+                location=user_location(trace),
+                cure="write a torch.autograd.Function whose backward changes the gradient; hooks of parameters "
+                "are registered outside of the forward.",
             )
         operands = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if (

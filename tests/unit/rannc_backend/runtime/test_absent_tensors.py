@@ -61,8 +61,6 @@ def _ones(p: torch.Tensor) -> torch.Tensor:
 
 READS: Mapping[str, Callable[[nn.Parameter], Any]] = {
     "sum": lambda p: p.sum(),
-    "detach": lambda p: p.detach().sum(),
-    "data": lambda p: p.data + 1,
     "numpy": lambda p: p.detach().numpy(),
     "asarray": lambda p: np.asarray(p.detach()),
     "numpy function": lambda p: np.add(1, p),
@@ -75,6 +73,7 @@ READS: Mapping[str, Callable[[nn.Parameter], Any]] = {
     "truth": lambda p: bool(p),
     "view": lambda p: p.view(-1),
     "transpose": lambda p: p.T,
+    "detach": lambda p: p.detach().sum(),
     "as_strided": lambda p: torch.as_strided(p.detach(), (2, 2), (1, 1)),
     "linear": lambda p: nn.functional.linear(X, p),
     "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
@@ -122,16 +121,12 @@ WRITES: Mapping[str, Callable[[nn.Parameter], Any]] = {
 COPIES: Mapping[str, Callable[[nn.Parameter], Any]] = {
     "clone": lambda p: p.clone(),
     "copy": lambda p: copy.copy(p),
-    "deepcopy": lambda p: copy.deepcopy(p),
-    "deepcopy of data": lambda p: copy.deepcopy(p.data),
     "pickle": lambda p: pickle.dumps(p),
     "pickle of data": lambda p: pickle.dumps(p.data),
     "torch.save": lambda p: torch.save(p, io.BytesIO()),
     "old torch.save": lambda p: torch.save(p, io.BytesIO(), _use_new_zipfile_serialization=False),
     "safetensors": lambda p: safetensors.torch.save({"p": p}),
     "torch.save of a module": lambda p: torch.save(_linear(p), io.BytesIO()),
-    "deepcopy of a module": lambda p: copy.deepcopy(_linear(p)),
-    "AveragedModel": lambda p: torch.optim.swa_utils.AveragedModel(_linear(p)),
     "Module.double": lambda p: _linear(p).double(),
 }
 
@@ -169,6 +164,33 @@ def test_a_value_that_is_not_here_is_neither_read_nor_written_nor_copied(p: nn.P
         pytest.raises(ReleasedParameterError, match=r"'layer.weight' is not on this rank; rank 1 has it"),
     ):
         use(p)
+
+
+def test_a_copy_is_absent_too_and_what_is_computed_of_it_is_computed_by_the_owners(p: nn.Parameter) -> None:
+    module = _linear(p)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    twin = average.module.weight
+    assert isinstance(twin, nn.Parameter) and twin.shape == p.shape and twin.requires_grad == p.requires_grad
+    assert is_absent(twin) and twin is not p and not is_absent(average.module.bias)
+    with torch.no_grad():
+        for _ in range(3):
+            average.update_parameters(module)
+        assert twin.mul_(0.9) is twin and twin.lerp_(p, 0.1) is twin
+        twin.copy_(0.9 * twin + (1 - 0.9) * p.detach())
+        here = [torch.ones(2), torch.ones(2)]
+        torch._foreach_lerp_([twin, here[0]], [p.detach(), torch.zeros(2)], 0.5)
+        assert torch.equal(here[0], torch.full((2,), 0.5))
+        reads = (
+            lambda: float((twin - p.detach()).norm()), lambda: bool(twin.sum() > 0), lambda: twin.tolist(),
+            lambda: here[0].add_(twin[0, :2]), lambda: nn.functional.linear(X, twin), lambda: pickle.dumps(twin),
+            lambda: torch._foreach_lerp_([here[0]], [twin[0, :2]], 0.5), lambda: p.detach().mul_(twin),
+            lambda: torch.add(twin, 1, out=torch.zeros(p.shape)), lambda: twin + torch.ones(p.shape),
+            lambda: np.asarray(twin), lambda: torch._foreach_norm([twin]), lambda: float((2 * p.detach())[0, 0]),
+        )  # fmt: skip
+        for number, read in enumerate(reads):
+            with pytest.raises(ReleasedParameterError, match="rank 1 has it"):
+                read()
+                pytest.fail(f"read {number}")
 
 
 def test_no_other_parameter_is_made_of_it(p: nn.Parameter) -> None:

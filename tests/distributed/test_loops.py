@@ -1,0 +1,50 @@
+"""The loops that people run, on several ranks as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.choice import cases
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+
+
+def _case(check: str, replicas: str, **members: Any) -> Case:
+    world = sum(int(number) for number in replicas.split(","))
+    return Case(name=f"loops-{check}-{replicas}", replicas=replicas, world=world, check=check, **members)
+
+
+def _lightning(world: int) -> Case:
+    flags = (
+        "--precision", "64-true", "--width", "4", "--batch", "336", "--epochs", "1", "--accumulate", "2",
+        "--stages", str(min(world, 2)),
+    )  # fmt: skip
+    return Case(
+        name=f"loops-lightning-{world}",
+        world=world,
+        check="lightning",
+        parameters={"script": "train_lightning", "flags": flags},
+        limit_seconds=200.0,
+    )
+
+
+CASES = (
+    _lightning(2),
+    _lightning(4),
+    _case("joined", "1,1"),
+    _case("joined", "2,1"),
+    _case("norms_by_name", "1,1"),
+    _case("norms_by_name", "1,2,1"),
+    _case("averages", "1,1"),
+    _case("averages", "1,2"),
+    _case("unfrozen", "1,1"),
+    _case("several_models", "1,1"),
+)
+IN_FULL = ("averages-1,2", "lightning-4", "joined-2,1", "norms_by_name-1,2,1")
+
+
+@pytest.mark.parametrize("case", cases(CASES, "loops", IN_FULL))
+def test_a_loop_equals_one_process(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
