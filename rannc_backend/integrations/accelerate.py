@@ -15,12 +15,12 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
 from rannc_backend.capture.module_compile import is_compiled
-from rannc_backend.errors import LaunchError, UserInputError
+from rannc_backend.capture.refusals import refuse_other_count
+from rannc_backend.errors import UserInputError
 from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
@@ -28,7 +28,7 @@ from rannc_backend.settings.torch_version import numbers_of
 
 logger = logging.getLogger(__name__)
 
-TRIED = {"accelerate": "1.15", "transformers": "5.24"}
+TRIED = {"accelerate": "1.15", "transformers": "5.24", "trl": "1.16"}
 
 # What Accelerate may do to a model by itself: nothing, or replicas, in whose place the backend makes its own.
 _ALLOWED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU"})
@@ -61,19 +61,9 @@ def join_job() -> World:
             os.environ.setdefault(name, str(value))
         if world.device.type == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"
-    check_processes(world)
+    refuse_other_count(world.size)
     mention_untried(accelerate)
     return world
-
-
-def check_processes(world: World) -> None:
-    """Raises LaunchError where Accelerate has started and sees another number of processes than the job has."""
-    seen = PartialState().num_processes if PartialState._shared_state else world.size
-    if seen != world.size:
-        raise LaunchError(
-            f"Accelerate sees {seen} process(es), the job has {world.size} ranks: each would read all rows",
-            cure="call rannc_backend.integrations.accelerate.join_job() before Accelerator or TrainingArguments are made.",
-        )
 
 
 def prepare(accelerator: Accelerator, *objects: Any, options: Mapping[str, Any] | None = None) -> Any:
@@ -121,7 +111,7 @@ def prepare_model(
             "the model is compiled already, so Accelerate cannot set up its mixed precision",
             cure="give the plain model, and the backend's options as options={...}.",
         )
-    check_processes(join_job())
+    join_job()
     # Evaluation mode is Accelerate's word for a model that it makes no replicas of; whether the model trains is up to it.
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     if is_compiled(prepared):

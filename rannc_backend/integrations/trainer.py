@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rannc_backend.api.functions import full_state_dict
 from rannc_backend.capture.module_compile import is_compiled
 from rannc_backend.errors import UserInputError
-from rannc_backend.integrations.accelerate import check_processes, join_job, mention_untried, prepare_model
+from rannc_backend.integrations.accelerate import join_job, mention_untried, prepare_model
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
 
@@ -54,7 +54,7 @@ class RanncTrainerMixin:
     ) -> None:
         self._rannc_options = dict(rannc_options or {})
         self._rannc_model: nn.Module | None = None
-        check_processes(join_job())
+        join_job()
         mention_untried(transformers)
         if args is not None:
             _refuse_settings(args)
@@ -86,12 +86,16 @@ class RanncTrainerMixin:
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, of a compiled model."""
-        if not is_compiled(model):
+        self.refuse_plain(model)
+        return super().compute_loss(model, *args, **kwargs)
+
+    def refuse_plain(self, model: nn.Module) -> None:
+        """Raises UserInputError where it is not the compiled model that is to be called."""
+        if model is not self._rannc_model:
             raise UserInputError(
                 "this version of the Trainer calls the plain model, which each rank would train by itself",
                 cure="use a version of transformers that was tried: docs/trainer.md names them.",
             )
-        return super().compute_loss(model, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """All ranks give their parameters, rank 0 writes."""
@@ -150,9 +154,9 @@ def _share_of_loss(model: nn.Module, args: Any, kwargs: Mapping[str, Any], outpu
     """This rank's share of a loss that is divided by the number of items of all ranks, which the Trainer multiplies by
     the number of ranks, as DistributedDataParallel takes the mean over them.
     """
-    num_ranks = bootstrap.start().size
-    if num_ranks == 1 or kwargs.get("num_items_in_batch") is None:
+    if kwargs.get("num_items_in_batch") is None:
         return output
+    num_ranks = bootstrap.start().size  # of one rank, too: the Trainer multiplies in place
     if isinstance(output, Mapping):
         loss = output.get("loss")
         if loss is not None:
