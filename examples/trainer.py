@@ -38,7 +38,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows of all ranks in a forward")
     parser.add_argument("--accumulate", type=int, default=2, help="forwards per update")
     parser.add_argument("--steps", type=int, default=20, help="updates")
-    parser.add_argument("--every", type=int, default=10, help="updates between two evaluations and checkpoints")
+    parser.add_argument(
+        "--every", type=int, default=10, help="updates between two evaluations and checkpoints"
+    )
     parser.add_argument("--smoothing", type=float, default=0.0, help="of labels")
     parser.add_argument("--precision", choices=("float64", "float32", "bfloat16"), default="float64")
     parser.add_argument("--lora", action="store_true", help="train adapters of PEFT alone")

@@ -117,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             _, scores = model(*batch)
         guessed, told = accelerator.gather_for_metrics((scores.argmax(-1), batch[1]))
         right, num_rows = right + int((guessed == told).sum()), num_rows + len(told)
-    accelerator.print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}, right {right} of {num_rows}")
+    if losses:
+        accelerator.print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+    accelerator.print(f"right {right} of {num_rows}")
     if flags.save:
         accelerator.save_state(flags.save)
     if flags.check:

@@ -175,7 +175,10 @@ def _share_of_loss(model: nn.Module, args: Any, kwargs: Mapping[str, Any], outpu
 def _refuse_settings(args: Any) -> None:
     """Raises UserInputError for settings under which the Trainer would do what the backend does, or wrong numbers."""
     refused = {
-        "deepspeed": (args.deepspeed, "the backend divides the model, its gradients and its optimizer's state"),
+        "deepspeed": (
+            args.deepspeed,
+            "the backend divides the model, its gradients and its optimizer's state",
+        ),
         "fsdp": (args.fsdp, "the backend divides the model, its gradients and its optimizer's state"),
         "parallelism_config": (
             args.parallelism_config,

@@ -69,11 +69,13 @@ def test_trainer_equals_one_process(
     script = EXAMPLES / "trainer.py"
     saved = tmp_path / "run"
     output = _run(script, tmp_path, templates, world, *_FLAGS, *flags, "--save", str(saved))
-    plain = _run(script, tmp_path, templates, 1, *_FLAGS, *flags, "--plain", "--save", str(tmp_path / "plain"))
+    plain = _run(
+        script, tmp_path, templates, 1, *_FLAGS, *flags, "--plain", "--save", str(tmp_path / "plain")
+    )
     # The smoother adds up in float32, whatever the model computes in.
     precision = 1e-6 if "--smoothing" in flags else _PRECISION
     _assert_as_one_process(output, plain, ("losses", "evaluated"), precision)
-    assert f"plan of {'PeftModelForCausalLM' if '--lora' in flags else 'GPT2LMHeadModel'} for {world}" in output
+    assert re.search(rf"plan of \w+ for {world} rank\(s\): 2 stage\(s\)", output), output[-3000:]
     assert sorted(path.name for path in saved.iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
@@ -126,9 +128,7 @@ def test_sft_equals_one_process(tmp_path: Path, templates: Templates) -> None:
     flags = ("--steps", "4", "--accumulate", "2")
     output = _run(script, tmp_path, templates, 2, *flags, "--stages", "2")
     # TRL's own kernel computes in float32.
-    _assert_as_one_process(
-        output, _run(script, tmp_path, templates, 1, *flags, "--plain"), ("losses",), 1e-6
-    )
+    _assert_as_one_process(output, _run(script, tmp_path, templates, 1, *flags, "--plain"), ("losses",), 1e-6)
 
 
 @pytest.mark.full
