@@ -116,7 +116,8 @@ def prepare_model(
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     if is_compiled(prepared):
         return prepared
-    return torch.compile(prepared, backend="rannc", options=dict(options or {}))
+    compiled: Any = torch.compile(prepared, backend="rannc", options=dict(options or {}))
+    return compiled  # type: ignore[no-any-return]
 
 
 def mention_untried(module: ModuleType) -> None:

@@ -8,9 +8,9 @@ a sum over ranks. The backend's loss is the whole sum on every rank, so a share 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,6 +27,12 @@ from rannc_backend.runtime.torch_internals import root_of
 
 _NAME = "rannc"
 
+# A mixin: what is beside it in a class's bases has the rest of a Trainer.
+if TYPE_CHECKING:
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object
+
 
 @dataclass
 class RanncTrainingArguments(transformers.TrainingArguments):
@@ -37,7 +43,7 @@ class RanncTrainingArguments(transformers.TrainingArguments):
         super().__post_init__()
 
 
-class RanncTrainerMixin:
+class RanncTrainerMixin(_Trainer):
     """What makes a Trainer one of this backend: ``class MyTrainer(RanncTrainerMixin, SFTTrainer): ...``.
 
     Args:
@@ -66,7 +72,8 @@ class RanncTrainerMixin:
         super().__init__(model, args, *others, **named)
         _refuse_settings(self.args)
         if self.label_smoother is not None:
-            self.label_smoother = SmootherOverRanks(self.label_smoother, is_causal=_is_causal(self.model))
+            smoother: Any = SmootherOverRanks(self.label_smoother, is_causal=_is_causal(self.model))
+            self.label_smoother = smoother
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's; the backend's name is not one of those that Accelerate knows."""
@@ -100,12 +107,13 @@ class RanncTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """All ranks give their parameters, rank 0 writes."""
         if state_dict is None:
-            state_dict = full_state_dict(self.model)
+            model: Any = self.model
+            state_dict = full_state_dict(model)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """All ranks give their part of the optimizer's state, rank 0 writes."""
-        if not self.args.should_save:
+        if not self.args.should_save and self.optimizer is not None:
             self.optimizer.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)
 
@@ -124,7 +132,7 @@ class SmootherOverRanks:
             another for every compiled model.
     """
 
-    smoother: Callable[..., torch.Tensor]
+    smoother: Any
     is_causal: bool
 
     def __call__(
@@ -144,7 +152,7 @@ class SmootherOverRanks:
         return loss * num_ranks
 
 
-def _is_causal(model: nn.Module) -> bool:
+def _is_causal(model: Any) -> bool:
     """Whether the Trainer takes a model's labels to be shifted."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -157,7 +165,7 @@ def _share_of_loss(model: nn.Module, args: Any, kwargs: Mapping[str, Any], outpu
     if kwargs.get("num_items_in_batch") is None:
         return output
     num_ranks = bootstrap.start().size  # of one rank, too: the Trainer multiplies in place
-    if isinstance(output, Mapping):
+    if isinstance(output, MutableMapping):
         loss = output.get("loss")
         if loss is not None:
             output["loss"] = loss / num_ranks

@@ -26,9 +26,10 @@ class RanncSFTTrainer(RanncTrainerMixin, trl.SFTTrainer):
     def __init__(self, *args: Any, **named: Any) -> None:
         mention_untried(trl)
         super().__init__(*args, **named)
-        if self.args.loss_type != _LOSS:
+        loss_type = getattr(self.args, "loss_type", _LOSS)
+        if loss_type != _LOSS:
             raise UserInputError(
-                f"loss_type={self.args.loss_type!r} is computed by TRL outside of the model, and cannot be captured",
+                f"loss_type={loss_type!r} is computed by TRL outside of the model, and cannot be captured",
                 cure=f"use loss_type={_LOSS!r}.",
             )
 

@@ -44,7 +44,7 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
         (
             "a-rank-saves-alone",
             _TRAINER,
-            "state_dict = full_state_dict(self.model)",
+            "state_dict = full_state_dict(model)",
             "pass",
             _EXAMPLE,
         ),
