@@ -117,7 +117,7 @@ def prepare_model(
     if is_compiled(prepared):
         return prepared
     compiled: Any = torch.compile(prepared, backend="rannc", options=dict(options or {}))
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def mention_untried(module: ModuleType) -> None:
