@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rannc_backend.capture.refusals import refuse_other_count
 from rannc_backend.errors import OptionValueError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.logger import setup_logging
@@ -85,6 +86,7 @@ class SessionRegistry:
         if session is None:
             world = bootstrap.start(bootstrap.options_of(config))
             setup_logging(world.rank, os.environ)
+            refuse_other_count(world.size)
             if world.rank == 0:
                 mention_untried_torch(torch.__version__)
             if world.size > 1 and not self.ends:

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.errors import graph_break_error
-from rannc_backend.errors import WrappedModelError, user_location
+from rannc_backend.errors import LaunchError, WrappedModelError, user_location
 from rannc_backend.settings import hooks
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,22 @@ logger = logging.getLogger(__name__)
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 _FARTHEST = 20  # frames between Dynamo's `_compile` and what it calls
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
+
+def refuse_other_count(num_ranks: int) -> None:
+    """Raises LaunchError where Accelerate, on which the Trainer of Hugging Face stands, has started in this process and
+    sees another number of processes than the job has: each rank would read all rows, and counts of items and means over
+    processes would be those of one rank.
+    """
+    state = sys.modules.get("accelerate.state")
+    shared: Mapping[str, Any] = getattr(getattr(state, "PartialState", None), "_shared_state", {})
+    seen = shared.get("num_processes", num_ranks)
+    if seen != num_ranks:
+        raise LaunchError(
+            f"Accelerate sees {seen} process(es), the job has {num_ranks} ranks: each would read all rows",
+            cure="call rannc_backend.integrations.accelerate.join_job() before Accelerator or TrainingArguments are made "
+            "(docs/accelerate.md).",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,7 @@ class WrappedModelError(UserInputError):
             "itself",
             cure="compile the plain model, and call the compiled one: the backend makes replicas of stages "
             "and reduces their gradients itself. Accelerate and the Trainer of Hugging Face wrap a model "
-            "when they prepare it; write the loop by hand.",
+            "when they prepare it: use rannc_backend.integrations (docs/accelerate.md, docs/trainer.md).",
         )
 
 

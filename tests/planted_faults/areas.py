@@ -114,6 +114,11 @@ AREAS = (
         files={"epl/config.py": 6, "epl/items.py": 2, "epl/job.py": 2},
         tests=unit("epl/config", "epl/job"),
     ),
+    Area(
+        name="loops of other libraries",
+        files={"integrations/accelerate.py": 3, "integrations/trainer.py": 4},
+        tests=unit("integrations/accelerate", "integrations/trainer"),
+    ),
     Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
     Area(
         name="kept plans and views",

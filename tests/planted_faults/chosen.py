@@ -14,6 +14,7 @@ from tests.planted_faults.chosen_lanes import CHOSEN_LANES
 from tests.planted_faults.chosen_loops import CHOSEN_LOOPS
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
 from tests.planted_faults.chosen_planning import CHOSEN_PLANNING
+from tests.planted_faults.chosen_trainers import CHOSEN_TRAINERS
 from tests.planted_faults.chosen_wires import CHOSEN_WIRES
 from tests.planted_faults.fault import Fault
 
@@ -23,6 +24,7 @@ _GRAPH = "runtime/step/graph_runtime.py"
 CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
     + CHOSEN_LANES
+    + CHOSEN_LOOPS
     + CHOSEN_MEMORY
     + CHOSEN_CAPTURE
     + CHOSEN_AUTODIST

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from rannc_backend.capture.errors import graph_break_error
-from rannc_backend.capture.refusals import GivenUpModels
-from rannc_backend.errors import GraphBreakError, WrappedModelError
+from rannc_backend.capture.refusals import GivenUpModels, refuse_other_count
+from rannc_backend.errors import GraphBreakError, LaunchError, WrappedModelError
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo, trace_settings
 
 
@@ -47,6 +49,25 @@ def test_a_model_that_the_backend_would_not_see_is_refused(group, wrapper: type)
     assert isinstance(caught.value.inner_exception, WrappedModelError)
     assert trace_settings() == before and not recorder.graphs
     torch.compile(model, backend="eager")(torch.randn(4, 3))  # other backends are none of our business
+
+
+@pytest.mark.parametrize(("shared", "seen"), [({"num_processes": 1}, 1), ({"num_processes": 4}, 4)])
+def test_another_number_of_processes_than_accelerate_sees_is_refused(
+    shared: dict[str, int], seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    with pytest.raises(LaunchError, match=rf"sees {seen} process\(es\), the job has 2 ranks(?s:.*)join_job"):
+        refuse_other_count(2)
+    refuse_other_count(seen)
+
+
+def test_without_accelerate_or_before_it_starts_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace())
+    refuse_other_count(2)
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    refuse_other_count(2)
 
 
 def test_models_of_the_backend_are_compiled_beyond_dynamos_limits() -> None:
