@@ -51,7 +51,7 @@ CHOSEN_GATHERED: tuple[Fault, ...] = tuple(
             _GATHERING,
             "                tensor.data = kept",
             "                pass",
-            gathered("changes-1,1"),
+            gathered("refused-1,1"),
         ),
         (
             "calls-through-stages-inside",
