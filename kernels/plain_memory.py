@@ -8,6 +8,7 @@ address, size and dtype does not, and would read the number that ``x`` has there
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -42,3 +43,9 @@ def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
 def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The same value, contiguous and without marks; the tensor itself where it is so already."""
     return without_marks(tensor).contiguous()
+
+
+def crc32_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's elements in order, as they are in memory and in files."""
+    flat = plain_memory(tensor.detach()).cpu().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)

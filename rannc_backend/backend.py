@@ -53,6 +53,7 @@ from rannc_backend.compiled_call import (  # noqa: E402
     gated,
     note_capture,
     note_compilation,
+    refuse_gathered,
     refuse_wrappers,
 )
 from rannc_backend.errors import ModelError, OffloadError, RanncError, UserInputError  # noqa: E402
@@ -212,6 +213,7 @@ def _session_for(module: nn.Module, resolution: Resolution, shapes: tuple[str, .
     """The session of a model that has just been captured for inputs of these shapes."""
     note_capture()
     refuse_sharded(module)
+    refuse_gathered(REGISTRY.is_gathered(module))
     session = REGISTRY.session_of(module, resolution.config)
     say_options(resolution)
     _check_number(session, shapes)
@@ -270,6 +272,12 @@ def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | Non
         return padded_arguments(model, args, kwargs, paddings=config.paddings, exchange=exchange)
 
     return prepared
+
+
+def _gathered(module: nn.Module | None) -> Callable[[], bool]:
+    """Whether `rannc_backend.gathered` is under way for a module."""
+    found = None if module is None else weakref.ref(module)
+    return lambda: bool(REGISTRY.gathered) and found is not None and REGISTRY.is_gathered(found())
 
 
 def _prepare_without_dynamo(
@@ -420,6 +428,7 @@ def _bind(
         model = root()
         assert model is not None, "the model is gone"
         refuse_sharded(model)
+        refuse_gathered(REGISTRY.is_gathered(model))
         session = REGISTRY.sessions[model]
         if session.table is not None:
             known = session.table.tensors
@@ -474,6 +483,7 @@ hooks.install(
                 _second_way(module, told),
                 _padding(module, told),
                 casting(_config_of(told)),
+                _gathered(module),
             ),
             REGISTRY.over_defaults,
         ),

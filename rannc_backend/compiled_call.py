@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from rannc_backend.capture.errors import own_error
-from rannc_backend.capture.module_compile import is_compiled
+from rannc_backend.capture.module_compile import is_compiled, plain_function
 from rannc_backend.capture.refusals import is_inside_ddp, plain_reason, wrapper_of
 from rannc_backend.errors import (
+    GatheringError,
     ModelError,
     PlainCallError,
     RanncError,
@@ -87,6 +88,17 @@ def note_compilation() -> None:
         call.compiled = True
 
 
+def refuse_gathered(is_gathered: bool) -> None:
+    """Raises GatheringError where a call comes to the backend though its model is gathered: another compiled function
+    calls it.
+    """
+    if is_gathered:
+        raise GatheringError(
+            "a compiled function calls the model inside rannc_backend.gathered",
+            cure="call the model itself, which runs there as in one process, or the function outside of it.",
+        )
+
+
 def refuse_wrappers(is_planned: Callable[[nn.Module], bool]) -> Callable[[], None]:
     """From now on, modules that make replicas or shards cannot be made of a compiled model; gives what ends
     this.
@@ -127,10 +139,12 @@ def gated(
     second: SecondWay | None = None,
     prepared: Prepare | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    is_gathered: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
     """``compiled`` behind the gate; Dynamo sees through it as through what it made itself. ``on_failure``:
     told of calls that raise. ``second``: serves the calls of a model that Dynamo refuses. ``prepared``: what is done
-    to the arguments first. ``around``: gives the context in which a call runs.
+    to the arguments first. ``around``: gives the context in which a call runs. ``is_gathered``:
+    whether calls run plainly now.
     """
 
     has_no_operator = False
@@ -139,6 +153,8 @@ def gated(
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
+        if is_gathered():
+            return plain_function(compiled)(*args, **kwargs)
         nonlocal has_no_operator
         counts = bootstrap.counts()
         counts.num_calls += 1

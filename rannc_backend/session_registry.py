@@ -65,6 +65,9 @@ class SessionRegistry:
     states: OptimizerStates | None = None
     num_models: int = 0  # so far
     steps_in_parts: bool = False  # some model has asked for it
+    gathered: list[weakref.WeakSet[nn.Module]] = field(
+        default_factory=list
+    )  # modules whose calls run plainly now: see api/gathered.py
     synchronized: WeakTensorKeyDictionary = field(
         default_factory=WeakTensorKeyDictionary
     )  # see synchronized_modules.py
@@ -163,6 +166,10 @@ class SessionRegistry:
         return bool(tables) and any(
             table.name_of(parameter) is not None for parameter in module.parameters() for table in tables
         )
+
+    def is_gathered(self, module: nn.Module | None) -> bool:
+        """Whether `gathered` is under way for a module."""
+        return module is not None and any(module in modules for modules in self.gathered)
 
     def is_synchronized(self, parameter: torch.Tensor) -> bool:
         """Whether the gradients of a parameter outside of compiled models are averaged over ranks."""

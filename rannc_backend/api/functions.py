@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from rannc_backend.api.whole_optimizer_state import GlobalState, globals_of
-from rannc_backend.errors import UserInputError
+from rannc_backend.errors import GatheringError, UserInputError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_file import read_plan, write_text
 from rannc_backend.report.tables import plan_report
@@ -162,7 +162,7 @@ def get_param(model: nn.Module, name: str) -> torch.Tensor:
         root = root_of(model)
         tensor = dict([*root.named_parameters(), *root.named_buffers()])[name]
         if REGISTRY.deferred_values.of(tensor) is not None:
-            raise _no_value_yet()
+            raise no_value_yet()
         return tensor.detach().cpu().clone()
     return table.gather(name)
 
@@ -199,7 +199,7 @@ def full_state_dict(
     """
     root, table = root_of(model), _table_of(model)
     if REGISTRY.deferred_values.any_in(root):
-        raise _no_value_yet()
+        raise no_value_yet()
     if no_hook:
         names = _state_names(root, str(kwargs.get("prefix", "")))
         if table is not None:
@@ -292,6 +292,7 @@ def undeploy(model: nn.Module) -> None:
         model: The model, compiled or not. One that has not been called is left as it is.
     """
     session = REGISTRY.of(model)
+    _refuse_gathered("undeploy")
     if session is not None:
         agree(session.world, "undeploy")
         session.undeploy()
@@ -299,6 +300,7 @@ def undeploy(model: nn.Module) -> None:
 
 def clear() -> None:
     """Undeploys all models of this process and resets switches such as `delay_grad_allreduce`. Collective."""
+    _refuse_gathered("clear")
     for session in list(REGISTRY.sessions.values()):
         session.undeploy()
     REGISTRY.reset_switches()
@@ -381,7 +383,14 @@ def _state_names(root: nn.Module, prefix: str) -> list[tuple[str, torch.Tensor]]
     return names
 
 
-def _no_value_yet() -> UserInputError:
+def _refuse_gathered(what: str) -> None:
+    if REGISTRY.gathered:
+        raise GatheringError(
+            f"{what} inside rannc_backend.gathered", cure=f"call {what} before or after its block."
+        )
+
+
+def no_value_yet() -> UserInputError:
     return UserInputError(
         "parameters of the model have no value yet: each rank makes those of its stages at the first call",
         cure="call the model once before asking for its parameters.",

@@ -86,7 +86,8 @@ def begin_symbolically(
                 dims=tuple((tensors[place], dims) for place, dims in changed.items()),
                 give_up=functools.partial(seen.give_up, weakref.ref(compilation.owner)),
             )
-            if batches:
+            # A batch of one row shows in the second trace, which goes on with the lengths of this one.
+            if batches or changed:
                 reason = symbolic_trace(batches, lengths=lengths)
                 reason.restore = weakref.finalize(context, reason.restore)
                 setattr(context, _ATTRIBUTE, reason)

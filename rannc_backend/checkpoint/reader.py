@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.directory import checkpoint_file, find_checkpoint, read_file, read_manifest
 from rannc_backend.checkpoint.manifest import (
     INDEX_FILE,
@@ -32,6 +31,7 @@ from rannc_backend.checkpoint.plain_values import decode
 from rannc_backend.errors import CheckpointFileError, CheckpointMismatchError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
+from rannc_backend.kernels.plain_memory import crc32_of
 from rannc_backend.settings.user_files import kind_of
 
 _MAX_OPEN_FILES = 8

@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.directory import Disk
 from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX, FileRecord, TensorRecord
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.errors import CheckpointStateError
-from rannc_backend.kernels.plain_memory import plain_memory
+from rannc_backend.kernels.plain_memory import crc32_of, plain_memory
 
 # A new file is begun beyond this: only so many bytes of a GPU's tensors are on the host at a time.
 FILE_BYTES = 2 * 2**30

@@ -205,10 +205,27 @@ class ReleasedParameterError(RanncError):
         super().__init__(
             f"the value of {kind} {name!r} is not on this rank{owned}{used}",
             cure="call the compiled model, not the plain one, a submodule or a copy of it (generate, "
-            "AveragedModel and copy.deepcopy use the plain one); compute what depends on parameters (a "
+            "AveragedModel and copy.deepcopy use the plain one), or use the plain one inside `with "
+            "rannc_backend.gathered(model):`, which all ranks enter; compute what depends on parameters (a "
             "penalty) inside the model's forward; for values call model.state_dict() on all ranks (rank 0 "
             "gets the full one), or ask rannc_backend.is_held(parameter) before.",
         )
+
+
+class GenerationError(UserInputError):
+    """Generation cannot go through the stages of a model, because of the model or of an argument."""
+
+    def __init__(self, problem: str, *, cure: str) -> None:
+        super().__init__(problem, cure=cure)
+
+
+class GatheringError(UserInputError):
+    """The parameters of a model cannot be brought together by `gathered`, or what was done to them inside cannot be
+    given back.
+    """
+
+    def __init__(self, problem: str, *, cure: str) -> None:
+        super().__init__(problem, cure=cure)
 
 
 class ValueNotMadeError(RanncError):

@@ -50,6 +50,19 @@ def give_back_memory() -> None:
         library.malloc_trim(0)
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory that this process can still take, on a GPU or on its host; -1 where that is not known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    lines = _read("/proc/meminfo").splitlines()
+    kibibytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    found = [int(kibibytes[0]) * 1024] if kibibytes else []
+    found += [max(0, int(limit) - int(used))] if limit.isdecimal() and used.isdecimal() else []
+    return min(found, default=-1)
+
+
 def _library() -> Any:
     return ctypes.CDLL(None)
 

@@ -87,6 +87,7 @@ class ParameterTable:
     updates: dict[str, Update] = field(default_factory=dict)  # of parameters that not all owners update
     is_in_backward: bool = False  # gradients are being published, and hooks called
     gradients_are_local: bool = False  # p.grad holds sums over this rank's rows only: see accumulation.py
+    is_gathered: bool = False  # see gathering.py
     states_on_all_ranks: bool = False  # state_dict() gives every rank what rank 0 gets otherwise
     versions: dict[str, int] = field(default_factory=dict)  # of those, when all owners had the same values
     _names: dict[int, str] = field(default_factory=dict)
@@ -438,6 +439,8 @@ class ParameterTable:
         return own
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if self.is_gathered:
+            return  # each rank has what it asks for
         own = self._tensors(module)
         agree(self.world, f"state_dict of {prefix or 'the model'}", [])
         for local, (name, tensor) in own.items():
@@ -466,12 +469,10 @@ class ParameterTable:
                 "load_state_dict(assign=True) cannot replace parameters that are spread over ranks",
                 cure="call load_state_dict without assign, or before the first call of the compiled model",
             )
-        own = self._tensors(module)
-        given = agree(
-            self.world,
-            f"load_state_dict of {prefix or 'the model'}",
-            [prefix + local in state for local in own],
-        )
+        if self.is_gathered:
+            return
+        own, what = self._tensors(module), f"load_state_dict of {prefix or 'the model'}"
+        given = agree(self.world, what, [prefix + local in state for local in own])
         for index, (local, (name, tensor)) in enumerate(own.items()):
             key = prefix + local
             if given[0][index] and not all(flags[index] for flags in given):

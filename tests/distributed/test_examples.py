@@ -137,6 +137,7 @@ IN_PROCESS = (
     ),
 )
 IN_FULL = (
+    _case("generate", 2, "--width", "32", "--steps", "10", "--tokens", "6"),
     _case("train_bert-bfloat16", 2, *_BERT, "--precision", "bfloat16", "--steps", "30", "--lr", "3e-3"),
     _case(
         "train_bert-float16",

@@ -50,6 +50,16 @@ def buffers(*names: str) -> tuple[str, ...]:
     )
 
 
+def gathered(*names: str) -> tuple[str, ...]:
+    """Cases of models that are whole for a while."""
+    return tuple(f"tests/distributed/test_gathered.py::test_gathered[{name}]" for name in names)
+
+
+def generated(*names: str) -> tuple[str, ...]:
+    """Cases of generation over ranks."""
+    return tuple(f"tests/distributed/test_generation.py::test_generation[{name}]" for name in names)
+
+
 def noticed(*names: str) -> tuple[str, ...]:
     """Cases that were written because a planted fault went unnoticed."""
     return tuple(f"tests/distributed/test_noticed.py::test_noticed[{name}]" for name in names)
@@ -360,6 +370,16 @@ AREAS = (
         name="the size of the job",
         files={"planner/cluster/asked_job.py": 3},
         tests=unit("planner/cluster/asked_job"),
+    ),
+    Area(
+        name="gathered models",
+        files={"api/gathering.py": 4, "api/gathered.py": 1},
+        tests=(*unit("api/gathering"), *gathered("works-1,1", "changes-1,1", "refused-1,1")),
+    ),
+    Area(
+        name="generation",
+        files={"integrations/generation.py": 2},
+        tests=generated("gpt2", "refused-gpt2"),
     ),
     Area(
         name="AutoDist's items",

@@ -10,6 +10,7 @@ from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
+from tests.planted_faults.chosen_gathered import CHOSEN_GATHERED
 from tests.planted_faults.chosen_lanes import CHOSEN_LANES
 from tests.planted_faults.chosen_loops import CHOSEN_LOOPS
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
@@ -23,6 +24,7 @@ _GRAPH = "runtime/step/graph_runtime.py"
 
 CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
+    + CHOSEN_GATHERED
     + CHOSEN_LANES
     + CHOSEN_LOOPS
     + CHOSEN_MEMORY
@@ -31,7 +33,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_EPL
     + CHOSEN_WIRES
     + CHOSEN_PLANNING
-    + CHOSEN_LOOPS
+    + CHOSEN_TRAINERS
     + tuple(
         Fault(*row)
         for row in (

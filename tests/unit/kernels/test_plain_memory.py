@@ -11,13 +11,18 @@ from torch import Tensor, nn
 
 import rannc_backend
 from rannc_backend.api.record_model import recorded_source
-from rannc_backend.checkpoint.checksums import crc32_of
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.ir.action import Channel
 from rannc_backend.kernels.boundary_pack import pack, plan_message
 from rannc_backend.kernels.gradient_writes import LATER
 from rannc_backend.kernels.message_layout import MessageLayout
-from rannc_backend.kernels.plain_memory import has_marks, has_plain_memory, plain_memory, without_marks
+from rannc_backend.kernels.plain_memory import (
+    crc32_of,
+    has_marks,
+    has_plain_memory,
+    plain_memory,
+    without_marks,
+)
 from rannc_backend.kernels.scale_unless_one import scale_unless_one
 from rannc_backend.runtime.step.digests import digest
 from rannc_backend.runtime.step.messages import make_message

@@ -26,6 +26,8 @@ from rannc_backend.errors import (
     CoupledOptimizerError,
     DataDependentControlFlowError,
     FactoryError,
+    GatheringError,
+    GenerationError,
     GradientsDifferError,
     GraphBreakError,
     GroupedStepError,
@@ -188,7 +190,15 @@ EXAMPLES = [
     ),
     (
         ReleasedParameterError("wte.weight", owners=(0, 3), use="norm"),
-        ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict"],
+        ["'wte.weight'", "ranks 0, 3 have it", "norm", "state_dict", "rannc_backend.gathered"],
+    ),
+    (
+        GenerationError("output_attentions is not given", cure="leave it out."),
+        ["output_attentions", "leave it out"],
+    ),
+    (
+        GatheringError("5 bytes too few", cure="gather it on rank 0 alone."),
+        ["5 bytes too few", "rank 0 alone"],
     ),
     (
         InternalError("KeyError: 'x'", location="m.py:3, in forward"),
