@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import stat
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 
 from rannc_backend.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
 from rannc_backend.errors import CheckpointFileError, CheckpointNotFoundError, RanncError
+from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.settings.user_files import NEW_FILE, UserFile, kind_of, names_in, read_bytes
 
 _NAME = re.compile(r"step-(?P<step>[0-9]{8,})(?:-(?P<attempt>[0-9]+))?")
@@ -234,6 +236,12 @@ def rotate(path: Path, keep: int | None, disk: Disk) -> None:
         if not item.path.is_symlink():
             disk.remove(item.path / MANIFEST_FILE)
         disk.remove(item.path)
+
+
+def crc32_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of a CPU tensor's elements in order, as they are in memory and in files."""
+    flat = plain_memory(tensor.detach()).reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)
 
 
 def _in_the_format(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rannc_backend
 from rannc_backend.api.record_model import recorded_source
-from rannc_backend.checkpoint.checksums import crc32_of
+from rannc_backend.checkpoint.directory import crc32_of
 from rannc_backend.checkpoint.reader import CheckpointReader
 from rannc_backend.ir.action import Channel
 from rannc_backend.kernels.boundary_pack import pack, plan_message
