@@ -58,7 +58,7 @@ from rannc_backend.errors import (
 from rannc_backend.errors.base import did_you_mean, nearest, shown
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.job import bootstrap
-from rannc_backend.runtime.torch_internals import root_of
+from rannc_backend.runtime.torch_internals import outside_of_traces, root_of
 from rannc_backend.runtime.world import World
 from rannc_backend.session_registry import REGISTRY
 from rannc_backend.settings.user_files import UserFile, kind_of, names_in, read_bytes
@@ -515,7 +515,9 @@ class DistributedReader:
             with open(path, "rb") as opened:
                 opened.seek(place.offset)
                 content = opened.read(place.length)
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            # The values of a model on "meta" are read within its first call.
+            with outside_of_traces():
+                return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except CheckpointFileError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever the bytes of a file make torch.load raise

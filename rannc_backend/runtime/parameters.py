@@ -30,7 +30,7 @@ from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.ir.updates import Update
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absent, make_present, strides_of
-from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.deferred import DeferredValues, Make
 from rannc_backend.runtime.state_hooks import StateHook, all_names, complete, no_value, size_in_bytes
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
@@ -198,7 +198,7 @@ class ParameterTable:
         for name, tensor in self._all_tensors():
             deferred_value = deferred_values.of(tensor)
             holders[name] = self.everyone if deferred_value is None or deferred_value.source.held else ()
-        with deferred_values.materializing(self.module(), self.world) as make:
+        with deferred_values.materializing(self.module(), self.world) as make, exchanging(self.world):
             return self._move(holders, deferred_values, make, synchronize=synchronize)
 
     def transfer(self, owners: Mapping[str, Ranks], updates: Mapping[str, Update]) -> Moved:
