@@ -102,7 +102,9 @@ class Loading:
         if self.optimizers:
             optimizer_state.check_fit(self.optimizers, self.reader, self._tensors.names_of())
         manifest = self._manifest
-        num_saved = 0 if manifest is None or not isinstance(manifest.schedulers, list) else len(manifest.schedulers)
+        num_saved = (
+            0 if manifest is None or not isinstance(manifest.schedulers, list) else len(manifest.schedulers)
+        )
         if self.schedulers and len(self.schedulers) != num_saved:
             raise CheckpointMismatchError(
                 f"the checkpoint {str(self.reader.path)!r} has the state of {num_saved} scheduler(s); "

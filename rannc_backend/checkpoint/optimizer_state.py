@@ -103,9 +103,7 @@ def check_fit(
                 cure="build the optimizer that was saved, or load with optimizer=None.",
             )
         own = [set(group) for group in _group_names(optimizer, names, place)]
-        saved = [
-            {reader.aliases.get(name, name) for name in group.parameters} for group in record.groups
-        ]
+        saved = [{reader.aliases.get(name, name) for name in group.parameters} for group in record.groups]
         if len(own) != len(saved):
             raise CheckpointMismatchError(
                 f"{place} has {len(own)} parameter group(s), {len(saved)} were saved", cure=_SAME_GROUPS

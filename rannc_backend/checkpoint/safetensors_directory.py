@@ -192,7 +192,9 @@ def _torn(path: Path, problem: str) -> CheckpointFileError:
 def _found(path: Path, named_by: str) -> tuple[Path, str]:
     """The folder, and the name of the file to begin with."""
     cure = "give a safetensors file, or a directory with one or with an index."
-    named = UserFile(path=path, what="parameters", named_by=named_by, error=CheckpointNotFoundError, cure=cure)
+    named = UserFile(
+        path=path, what="parameters", named_by=named_by, error=CheckpointNotFoundError, cure=cure
+    )
     kind = kind_of(named)
     if kind == "a file":
         return path.parent, path.name
@@ -202,7 +204,10 @@ def _found(path: Path, named_by: str) -> tuple[Path, str]:
     if MANIFEST_FILE in there:
         # Optimizers' files and checksums are beside: the better way to the same tensors.
         named = UserFile(
-            path=path, what="parameters", named_by=named_by, error=CheckpointNotFoundError,
+            path=path,
+            what="parameters",
+            named_by=named_by,
+            error=CheckpointNotFoundError,
             cure="load it with rannc_backend.load_checkpoint.",
         )
         raise named.failed("cannot read the", "it is a checkpoint of rannc_backend.save_checkpoint")
@@ -213,7 +218,10 @@ def _found(path: Path, named_by: str) -> tuple[Path, str]:
     pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
     if pickled:
         named = UserFile(
-            path=path, what="parameters", named_by=named_by, error=CheckpointNotFoundError,
+            path=path,
+            what="parameters",
+            named_by=named_by,
+            error=CheckpointNotFoundError,
             cure="load these files in one process, and save the model again with safetensors.",
         )
     raise named.failed(

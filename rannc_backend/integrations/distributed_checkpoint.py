@@ -20,7 +20,7 @@ import pathlib
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -189,17 +189,17 @@ class _Part:
             groups += record.groups
             for key, tensor in tensors.items():
                 name, _, local = key.removeprefix(f"{OPTIMIZER_PREFIX}{number}/").rpartition("/")
-                state[*optimizer_at, "state", name, local] = tensor
+                state[(*optimizer_at, "state", name, local)] = tensor
             for name, values in record.values.items():
                 for local, value in values.items():
-                    state[*optimizer_at, "state", name, local] = decode(value, local)
+                    state[(*optimizer_at, "state", name, local)] = decode(value, local)
         for index, group in enumerate(groups):
             options = {key: decode(value, key) for key, value in group.options.items()}
             for key, value in (options | {"params": list(group.parameters)}).items():
-                state[*optimizer_at, "param_groups", index, key] = value
+                state[(*optimizer_at, "param_groups", index, key)] = value
         if world.rank == 0 and not state:
             # A record of where rank 0 has written is what those of other ranks are made from.
-            state["saved_by",] = "rannc_backend"
+            state[("saved_by",)] = "rannc_backend"
         aliases = {(*model_at, alias): (*model_at, name) for alias, name in model.aliases.items()}
         return cls(state=state, aliases=aliases)
 
@@ -386,9 +386,7 @@ class DistributedReader:
         for number, (optimizer, count) in enumerate(zip(optimizers, counts, strict=True)):
             own, groups = groups[:count], groups[count:]
             owner.update({name: number for group in own for name in group.parameters})
-            records.append(
-                OptimizerRecord(class_name=type(optimizer).__name__, groups=tuple(own), values={})
-            )
+            records.append(OptimizerRecord(class_name=type(optimizer).__name__, groups=tuple(own), values={}))
         self.optimizers = tuple(records)
         self._values = [{} for _ in optimizers]
         prefix = f"{self._optimizer_prefix}state."

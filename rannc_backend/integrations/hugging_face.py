@@ -35,7 +35,7 @@ from rannc_backend.checkpoint.manifest import WEIGHTS_INDEX_FILE
 from rannc_backend.checkpoint.model_state import ModelTensors, tensors_to_write
 from rannc_backend.checkpoint.reader import TensorReader
 from rannc_backend.checkpoint.safetensors_directory import WEIGHTS_FILE, SafetensorsDirectory
-from rannc_backend.checkpoint.saving import PART_LIMIT_SECONDS, sees
+from rannc_backend.checkpoint.saving import sees
 from rannc_backend.errors import (
     CheckpointMismatchError,
     CheckpointStateError,
@@ -330,7 +330,9 @@ def _publish(
     rows: Sequence[Sequence[Any]],
 ) -> None:
     old = [
-        entry.name for entry in directory.iterdir() if _SHARD.fullmatch(entry.name) and entry.name not in names
+        entry.name
+        for entry in directory.iterdir()
+        if _SHARD.fullmatch(entry.name) and entry.name not in names
     ]
     _write_configuration(disk, share, directory, token)
     if len(names) > 1:

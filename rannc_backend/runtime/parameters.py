@@ -32,7 +32,7 @@ from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.deferred import DeferredValues, Make
-from rannc_backend.runtime.state_hooks import StateHook, all_names, complete, no_value, size_in_bytes
+from rannc_backend.runtime.state_hooks import all_names, complete, install_hooks, no_value, size_in_bytes
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
 from rannc_backend.runtime.torch_internals import GradientNote
 from rannc_backend.runtime.world import Ranks, World
@@ -109,7 +109,7 @@ class ParameterTable:
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
             world.transport.prepare(channels=[STATE_CHANNEL], groups=[table.everyone])
-            table._install_hooks(root)
+            table._handles += install_hooks(root, table._after_state_dict, table._before_load, world)
             table._note_plain_gradients()
         return table
 
@@ -405,15 +405,6 @@ class ParameterTable:
         finally:
             self.states_on_all_ranks = before
 
-    def _install_hooks(self, root: nn.Module) -> None:
-        for module in root.modules():
-            if module._parameters or module._buffers:
-                for register, hook in (
-                    (module.register_state_dict_post_hook, StateHook(self._after_state_dict)),
-                    (module.register_load_state_dict_pre_hook, StateHook(self._before_load)),
-                ):
-                    self._handles.append(hooks.register("module states", register, hook))
-
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         """Local name → (primary name, tensor) of the module's own parameters and persistent buffers."""
         buffers = {id(tensor): name for name, tensor in self.module().named_buffers()}
@@ -430,13 +421,9 @@ class ParameterTable:
                 own[local] = (buffers[id(buffer)], buffer)
         return own
 
-    def _agree(self, what: str, flags: list[bool]) -> list[list[bool]]:
-        """All ranks' ``flags``; an error that names the ranks when they are not in the same call."""
-        return agree(self.world, what, flags)
-
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         own = self._tensors(module)
-        self._agree(f"state_dict of {prefix or 'the model'}", [])
+        agree(self.world, f"state_dict of {prefix or 'the model'}", [])
         for local, (name, tensor) in own.items():
             key = prefix + local
             if self.states_on_all_ranks:
@@ -464,9 +451,8 @@ class ParameterTable:
                 cure="call load_state_dict without assign, or before the first call of the compiled model",
             )
         own = self._tensors(module)
-        given = self._agree(
-            f"load_state_dict of {prefix or 'the model'}", [prefix + local in state for local in own]
-        )
+        here = [prefix + local in state for local in own]
+        given = agree(self.world, f"load_state_dict of {prefix or 'the model'}", here)
         for index, (local, (name, tensor)) in enumerate(own.items()):
             key = prefix + local
             if given[0][index] and not all(flags[index] for flags in given):

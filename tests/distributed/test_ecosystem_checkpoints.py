@@ -1,0 +1,69 @@
+"""Files of Hugging Face's libraries and of `torch.distributed.checkpoint`, out and in, over ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import OutcomeOf
+from tests.distributed.harness.case import Case
+
+# Jobs of several worlds meet in it.
+DIRECTORY = Path(tempfile.gettempdir()) / f"rannc-ecosystem-{os.getpid()}"
+STAGES = {1: "1", 2: "1,1", 4: "1,2,1"}
+ROWS = {1: (12,), 2: (6, 6), 4: (3, 3, 3, 3)}
+
+
+def _case(check: str, world: int, *, saver: int = 0, needs: tuple[str, ...] = ()) -> Case:
+    return Case(
+        name=f"ecosystem-{check}-{world}-{saver}",
+        world=world,
+        replicas=STAGES[world],
+        rows=ROWS[world],
+        num_micro_batches=1,
+        check=check,
+        limit_seconds=300,
+        environment={"HF_HUB_OFFLINE": "1"},
+        parameters={"path": str(DIRECTORY / str(saver))},
+        needs=needs,
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+
+
+FILES = [_case("hugging_face_files", 2), _case("adapter_files", 2)]
+FULL_FILES = [_case("hugging_face_files", 4), _case("adapter_files", 4), _case("hugging_face_files", 1)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*FILES, *(pytest.param(case, marks=pytest.mark.full) for case in FULL_FILES)],
+    ids=lambda case: case.name,
+)
+def test_files(case: Case, outcome_of: OutcomeOf) -> None:
+    outcome_of(case).raise_if_failed()
+
+
+def _pair(saver: int, loader: int) -> list[Case]:
+    saving = _case("dcp_saved", saver, saver=saver)
+    return [saving, _case("dcp_loaded", loader, saver=saver, needs=(saving.name,))]
+
+
+PAIRS = [(2, 2), (2, 4), (4, 2), (2, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [PAIRS[0], *(pytest.param(*pair, marks=pytest.mark.full) for pair in PAIRS[1:])]
+)
+def test_distributed_checkpoint(saver: int, loader: int, outcome_of: OutcomeOf) -> None:
+    for case in _pair(saver, loader):
+        outcome_of(case).raise_if_failed()
