@@ -114,6 +114,15 @@ AREAS = (
         files={"epl/config.py": 6, "epl/items.py": 2, "epl/job.py": 2},
         tests=unit("epl/config", "epl/job"),
     ),
+    Area(
+        name="files of other libraries",
+        files={
+            "integrations/hugging_face.py": 4,
+            "integrations/distributed_checkpoint.py": 4,
+            "checkpoint/safetensors_directory.py": 3,
+        },
+        tests=unit("integrations/hugging_face", "integrations/distributed_checkpoint"),
+    ),
     Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
     Area(
         name="kept plans and views",

@@ -9,6 +9,7 @@ from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_ecosystem import CHOSEN_ECOSYSTEM
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_lanes import CHOSEN_LANES
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
@@ -26,6 +27,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_CAPTURE
     + CHOSEN_AUTODIST
     + CHOSEN_EPL
+    + CHOSEN_ECOSYSTEM
     + CHOSEN_WIRES
     + CHOSEN_PLANNING
     + tuple(
