@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from tests.distributed.conftest import OutcomeOf
 from tests.distributed.harness.case import Case
+from tests.distributed.harness.launch import run_script
 
 # Jobs of several worlds meet in it.
 DIRECTORY = Path(tempfile.gettempdir()) / f"rannc-ecosystem-{os.getpid()}"
@@ -38,6 +40,19 @@ def _case(check: str, world: int, *, saver: int = 0, needs: tuple[str, ...] = ()
 def _clean() -> Iterator[None]:
     yield
     shutil.rmtree(DIRECTORY, ignore_errors=True)
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "other_files.py"
+
+
+@pytest.mark.full
+def test_example(tmp_path: Path) -> None:
+    flags = ("--directory", str(tmp_path / "files"))
+    code, output, _ = run_script(EXAMPLE, flags, world=2, directory=tmp_path, limit_seconds=150.0)
+    assert code == 0, output[-6000:]
+    losses = re.search(r"loss went on (\S+), resumed (\S+)", output)
+    assert losses and losses[1] == losses[2], output[-3000:]
+    assert "read by transformers: 28544 parameters" in output
 
 
 FILES = [_case("hugging_face_files", 2), _case("adapter_files", 2)]
