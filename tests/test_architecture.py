@@ -49,6 +49,7 @@ DISTRIBUTED_FILES = (
     "rannc_backend/runtime/job/meeting.py",
     # torch.distributed.checkpoint only: no collectives.
     "rannc_backend/checkpoint/tensor_storage.py",
+    "rannc_backend/integrations/distributed_checkpoint.py",
 )
 PRIVATE_TORCH_FILES = ("passes/plain_numbers.py", "rannc_backend/runtime/torch_internals.py")
 PRIVATE_TORCH_PREFIXES = ("rannc_backend/capture/", "rannc_backend/stages/")

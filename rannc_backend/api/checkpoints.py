@@ -23,6 +23,8 @@ from rannc_backend.checkpoint.directory import Disk, find_checkpoint
 from rannc_backend.checkpoint.loading import Loading
 from rannc_backend.checkpoint.lock import DirectoryLocks
 from rannc_backend.checkpoint.manifest import PLAN_FILE
+from rannc_backend.checkpoint.model_state import ModelTensors
+from rannc_backend.checkpoint.reader import CheckpointReader, TensorReader
 from rannc_backend.checkpoint.saving import PART_LIMIT_SECONDS, SaveJob, Snapshot, begin_directory, sees
 from rannc_backend.checkpoint.snapshot import listed, take_snapshot
 from rannc_backend.errors import (
@@ -213,22 +215,20 @@ def load_checkpoint(
         [str(path), strict, random_state],
         limit_seconds=PART_LIMIT_SECONDS,
     )
-    session, root = REGISTRY.of(model), root_of(model)
-    loading = Loading(
-        world=world,
-        table=None if session is None else session.table,
-        deferred_values=REGISTRY.deferred_values,
-        optimizers=listed(optimizer),
-        schedulers=listed(scheduler),
-        scaler=scaler,
-    )
+    root = root_of(model)
+    loading = _loading(world, model, optimizer, scheduler, scaler)
     place = _find(world, path)
-    _together(world, "the checkpoint's description", lambda: loading.check(place, root, strict=strict))
+    _together(
+        world,
+        "the checkpoint's description",
+        lambda: loading.check(lambda _: CheckpointReader(place), root, strict=strict),
+    )
     _together(world, "the checkpoint's tensors", loading.load_tensors)
     _together(world, "the checkpoint's further state", lambda: loading.load_rest(random_state=random_state))
     _finish_when_planned(root, loading)
     world.monitor.phase("between steps")
     reader = loading.reader
+    assert isinstance(reader, CheckpointReader), "opened above"
     if world.rank == 0:
         logger.info(
             "loaded the checkpoint %s of step %d, saved by %d rank(s)",
@@ -244,6 +244,66 @@ def load_checkpoint(
         plan_file=reader.path / PLAN_FILE if PLAN_FILE in reader.manifest.files else None,
         missing=loading.missing,
         unexpected=loading.unexpected,
+    )
+
+
+def load_other(
+    what: str,
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers,
+    open_reader: Callable[[ModelTensors], TensorReader],
+    *,
+    strict: bool,
+    same_dtypes: bool,
+    before_tensors: Callable[[TensorReader], None] = lambda _: None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Load a checkpoint of another library, see `rannc_backend.integrations`. Collective.
+
+    Args:
+        what: The function that the user has called.
+        open_reader, same_dtypes: As `Loading.check`.
+        before_tensors: Called when everything fits, before anything is read.
+
+    Returns:
+        Names that only the model has, and those that only the checkpoint has.
+    """
+    world = bootstrap.start()
+    world.monitor.phase("loading a checkpoint")
+    _share(world, what, BACKGROUND.finish(), [str(path), strict], limit_seconds=PART_LIMIT_SECONDS)
+    root = root_of(model)
+    loading = _loading(world, model, optimizer, None, None)
+    _together(
+        world,
+        "the checkpoint's description",
+        lambda: loading.check(open_reader, root, strict=strict, same_dtypes=same_dtypes),
+    )
+    _together(world, "the model's buffers", lambda: before_tensors(loading.reader))
+    _together(world, "the checkpoint's tensors", loading.load_tensors)
+    _finish_when_planned(root, loading)
+    world.monitor.phase("between steps")
+    return loading.missing, loading.unexpected
+
+
+def share_problem(
+    world: World, what: str, problem: RanncError | None, given: Any = None, payload: Any = None
+) -> list[Any]:
+    """Raise this rank's problem, else the first rank's that has one; else every rank's ``payload``. What was
+    ``given`` to ``what`` must be the same on all ranks. Collective.
+    """
+    _share(world, what, problem, given, limit_seconds=PART_LIMIT_SECONDS)
+    return world.control.allgather(payload, what=what, limit_seconds=PART_LIMIT_SECONDS)
+
+
+def _loading(world: World, model: nn.Module, optimizer: Optimizers, scheduler: Any, scaler: Any) -> Loading:
+    session = REGISTRY.of(model)
+    return Loading(
+        world=world,
+        table=None if session is None else session.table,
+        deferred_values=REGISTRY.deferred_values,
+        optimizers=listed(optimizer),
+        schedulers=listed(scheduler),
+        scaler=scaler,
     )
 
 

@@ -26,6 +26,8 @@ import torch
 from torch import nn
 
 from rannc_backend.api.record_model import recorded_source, seed_generator
+from rannc_backend.checkpoint.loading import CheckpointSource
+from rannc_backend.checkpoint.safetensors_directory import SafetensorsDirectory
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.absent_tensors import make_absent
 from rannc_backend.runtime.deferred import DeferredValue, Source, give_no_memory
@@ -36,6 +38,7 @@ from rannc_backend.settings.user_files import UserFile, require_file
 
 ValueSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 _META = torch.device("meta")
+_NAMED_BY = "the source of materialize_by_stage"
 
 
 def materialize_by_stage(model: nn.Module, source: ValueSource | None = None) -> None:
@@ -47,8 +50,9 @@ def materialize_by_stage(model: nn.Module, source: ValueSource | None = None) ->
 
     Args:
         model: The model; its parameters become placeholders.
-        source: Where the values of parameters on "meta" come from: the path of a safetensors file or of a
-            state_dict that `torch.save` wrote; a state_dict; or a function from a name to a tensor. None:
+        source: Where the values of parameters on "meta" come from: the path of a safetensors file, of a
+            directory of them with their index, or of a state_dict that `torch.save` wrote; a state_dict; or
+            a function from a name to a tensor. None:
             what `DistributeModelParams` recorded, otherwise the modules' own ``reset_parameters``, each
             seeded by (seed, name of the module), with the seed drawn on rank 0.
 
@@ -172,32 +176,6 @@ class FunctionValues:
 
 
 @dataclass(slots=True)
-class SafetensorsValues:
-    """Values of a safetensors file, read one by one."""
-
-    path: str
-    seed: int = 0
-    held: bool = False
-
-    def names(self) -> list[str]:
-        with self._open() as file:
-            return list(file.keys())
-
-    def value(self, name: str, seed: int) -> torch.Tensor:
-        with self._open() as file:
-            return file.get_tensor(name)
-
-    def _open(self) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        require_file(_source_file(self.path))
-        try:
-            return safe_open(self.path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise _source_file(self.path).failed("cannot read the", str(error)) from None
-
-
-@dataclass(slots=True)
 class ModuleResets:
     """Values that modules make themselves, in ``reset_parameters``; see the rule in the module docstring."""
 
@@ -298,11 +276,11 @@ def _given_source(source: ValueSource, names: list[str]) -> Source:
     if not isinstance(source, str | os.PathLike):
         return FunctionValues(source)
     path = Path(source)
+    if path.suffix in (".safetensors", ".json") or path.is_dir():
+        reader = SafetensorsDirectory(path, _NAMED_BY)
+        _require_names(dict.fromkeys(reader.names), names)
+        return CheckpointSource(reader)
     require_file(_source_file(path))
-    if path.suffix == ".safetensors":
-        file = SafetensorsValues(str(path))
-        _require_names(dict.fromkeys(file.names()), names)
-        return file
     try:
         # Mapped, not read; and no code of the file is run.
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -319,7 +297,7 @@ def _given_source(source: ValueSource, names: list[str]) -> Source:
 
 def _source_file(path: str | os.PathLike[str]) -> UserFile:
     cure = "give a safetensors file, or a state_dict saved by torch.save."
-    return UserFile(path=path, what="parameters", named_by="the source of materialize_by_stage", cure=cure)
+    return UserFile(path=path, what="parameters", named_by=_NAMED_BY, cure=cure)
 
 
 def _require_names(given: Mapping[str, object], names: list[str]) -> None:

@@ -11,8 +11,7 @@ when the plan is there.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,10 @@ from torch import nn
 
 from rannc_backend.checkpoint import model_state, optimizer_state
 from rannc_backend.checkpoint import random_state as generators
+from rannc_backend.checkpoint.manifest import Manifest
 from rannc_backend.checkpoint.model_state import ModelTensors
 from rannc_backend.checkpoint.plain_values import decode
-from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.checkpoint.reader import CheckpointReader, TensorReader
 from rannc_backend.checkpoint.tensor_storage import read_tensors
 from rannc_backend.errors import CheckpointMismatchError
 from rannc_backend.runtime.deferred import DeferredValue, DeferredValues, give_no_memory
@@ -36,7 +36,7 @@ from rannc_backend.runtime.world import World
 class CheckpointSource:
     """Values of parameters with deferred values, from a checkpoint; see `runtime.deferred.Source`."""
 
-    reader: CheckpointReader
+    reader: TensorReader
     seed: int = 0
     held: bool = False
 
@@ -59,34 +59,51 @@ class Loading:
     scaler: Any
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    _reader: CheckpointReader | None = None
+    _reader: TensorReader | None = None
     _model: ModelTensors | None = None
     _has_optimizers: bool = False
 
     @property
-    def reader(self) -> CheckpointReader:
+    def reader(self) -> TensorReader:
         """The checkpoint, once `check` has been called."""
         assert self._reader is not None, "not checked yet"
         return self._reader
+
+    @property
+    def _manifest(self) -> Manifest | None:
+        return self.reader.manifest if isinstance(self.reader, CheckpointReader) else None
 
     @property
     def _tensors(self) -> ModelTensors:
         assert self._model is not None, "not checked yet"
         return self._model
 
-    def check(self, path: str | os.PathLike[str], root: nn.Module, *, strict: bool) -> None:
+    def check(
+        self,
+        open_reader: Callable[[ModelTensors], TensorReader],
+        root: nn.Module,
+        *,
+        strict: bool,
+        same_dtypes: bool = True,
+    ) -> None:
         """Compare names, shapes, dtypes and groups; nothing is changed.
+
+        Args:
+            open_reader: opens the checkpoint for the tensors of the model.
 
         Raises:
             CheckpointMismatchError, CheckpointFileError, CheckpointVersionError: see `errors`.
         """
-        self._reader = CheckpointReader(path)
         self._model = ModelTensors.of(root, self.table, self.world.size)
-        self.missing, self.unexpected = model_state.check_fit(self._tensors, self.reader, strict=strict)
+        self._reader = open_reader(self._model)
+        self.missing, self.unexpected = model_state.check_fit(
+            self._tensors, self.reader, strict=strict, same_dtypes=same_dtypes
+        )
         if self.optimizers:
             optimizer_state.check_fit(self.optimizers, self.reader, self._tensors.names_of())
+        manifest = self._manifest
         num_saved = (
-            len(self.reader.manifest.schedulers) if isinstance(self.reader.manifest.schedulers, list) else 0
+            0 if manifest is None or not isinstance(manifest.schedulers, list) else len(manifest.schedulers)
         )
         if self.schedulers and len(self.schedulers) != num_saved:
             raise CheckpointMismatchError(
@@ -94,7 +111,7 @@ class Loading:
                 f"{len(self.schedulers)} were given",
                 cure="give the schedulers that save_checkpoint was given, or scheduler=None to load none.",
             )
-        if self.scaler is not None and self.reader.manifest.scaler is None:
+        if self.scaler is not None and (manifest is None or manifest.scaler is None):
             raise CheckpointMismatchError(
                 f"the checkpoint {str(self.reader.path)!r} has no state of a scaler",
                 cure="load with scaler=None.",
@@ -126,7 +143,8 @@ class Loading:
             self._load_optimizers(self._tensors)
 
     def load_rest(self, *, random_state: bool) -> None:
-        """Schedulers, scaler, and the random generators."""
+        """Schedulers, scaler, and the random generators, of a checkpoint of this package."""
+        assert isinstance(self.reader, CheckpointReader), "a checkpoint of another library"
         manifest = self.reader.manifest
         for number, scheduler in enumerate(self.schedulers):
             scheduler.load_state_dict(decode(manifest.schedulers[number], f"scheduler {number}"))  # type: ignore[index]
@@ -142,8 +160,9 @@ class Loading:
         """When the model is planned: what the backend counts, and the optimizers' state of this rank's
         parameters.
         """
-        counter.number = self.reader.manifest.runtime.num_steps_begun
-        counter.loss_gradient = self.reader.manifest.runtime.loss_gradient
+        if self._manifest is not None:
+            counter.number = self._manifest.runtime.num_steps_begun
+            counter.loss_gradient = self._manifest.runtime.loss_gradient
         if not self._has_optimizers:
             self._load_optimizers(ModelTensors.of(table.module(), table, self.world.size))
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX
-from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.checkpoint.reader import TensorReader
 from rannc_backend.errors import CheckpointMismatchError, CheckpointStateError
+from rannc_backend.errors.base import did_you_mean, nearest
 from rannc_backend.runtime.parameters import ParameterTable
 
 _SHOWN = 5
@@ -123,9 +124,10 @@ def tensors_to_write(model: ModelTensors, writers: Mapping[str, int], rank: int)
 
 
 def check_fit(
-    model: ModelTensors, reader: CheckpointReader, *, strict: bool
+    model: ModelTensors, reader: TensorReader, *, strict: bool, same_dtypes: bool = True
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Compare names, shapes and dtypes before anything is changed; returns (missing, unexpected) names.
+    """Compare names, shapes and, with ``same_dtypes``, dtypes before anything is changed; returns (missing,
+    unexpected) names. Without, floating-point values are rounded to the model's dtype.
 
     Raises:
         CheckpointMismatchError: names differ and ``strict``, or a tensor of the same name has another shape
@@ -141,12 +143,20 @@ def check_fit(
             for what, names in (("has no", missing), ("has, but the model has not:", unexpected))
             if names
         ]
+        near = nearest(missing[0], unexpected) if missing else nearest(unexpected[0], model.tensors)
         raise CheckpointMismatchError(
             f"the checkpoint {str(reader.path)!r} {' and '.join(parts)}",
-            cure="build the model that was saved, or load with strict=False to take what is in both.",
+            cure=f"{did_you_mean(near)}build the model that was saved, or load with strict=False to take "
+            "what is in both.",
         )
     for name, tensor in model.tensors.items():
-        if name in saved and (tuple(tensor.shape), tensor.dtype) != (reader.shape(name), reader.dtype(name)):
+        if name not in saved:
+            continue
+        theirs = reader.dtype(name)
+        fits = tensor.dtype == theirs or (
+            not same_dtypes and tensor.is_floating_point() and theirs.is_floating_point
+        )
+        if tuple(tensor.shape) != reader.shape(name) or not fits:
             raise CheckpointMismatchError(
                 f"{name!r} has shape {list(tensor.shape)} and dtype {tensor.dtype} in the model, but "
                 f"{list(reader.shape(name))} and {reader.dtype(name)} in the checkpoint {str(reader.path)!r}",
@@ -156,7 +166,7 @@ def check_fit(
     return missing, unexpected
 
 
-def targets(model: ModelTensors, reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor]:
+def targets(model: ModelTensors, reader: TensorReader, rank: int) -> dict[str, torch.Tensor]:
     """The tensors to fill on this rank: those that it owns; not those without memory."""
     saved = set(reader.names)
     return {

@@ -13,7 +13,7 @@ import torch
 
 from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX, GroupRecord, OptimizerRecord
 from rannc_backend.checkpoint.plain_values import decode, encode
-from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.checkpoint.reader import TensorReader
 from rannc_backend.checkpoint.tensor_storage import read_tensors
 from rannc_backend.errors import CheckpointMismatchError, CheckpointStateError
 from rannc_backend.runtime.gradients.optimizer_state_dicts import raw_optimizer_states
@@ -80,14 +80,14 @@ def capture(
 
 
 def check_fit(
-    optimizers: Sequence[torch.optim.Optimizer], reader: CheckpointReader, names: Mapping[int, str]
+    optimizers: Sequence[torch.optim.Optimizer], reader: TensorReader, names: Mapping[int, str]
 ) -> None:
     """Compare kind and groups with what was saved, before anything is changed.
 
     Raises:
         CheckpointMismatchError: another number or class of optimizers, or other parameters in a group.
     """
-    records = reader.index.parts[0].optimizers
+    records = reader.optimizers
     if len(records) != len(optimizers):
         raise CheckpointMismatchError(
             f"the checkpoint {str(reader.path)!r} has the state of {len(records)} optimizer(s), and "
@@ -103,9 +103,7 @@ def check_fit(
                 cure="build the optimizer that was saved, or load with optimizer=None.",
             )
         own = [set(group) for group in _group_names(optimizer, names, place)]
-        saved = [
-            {reader.index.aliases.get(name, name) for name in group.parameters} for group in record.groups
-        ]
+        saved = [{reader.aliases.get(name, name) for name in group.parameters} for group in record.groups]
         if len(own) != len(saved):
             raise CheckpointMismatchError(
                 f"{place} has {len(own)} parameter group(s), {len(saved)} were saved", cure=_SAME_GROUPS
@@ -119,9 +117,9 @@ def check_fit(
                 )
 
 
-def restore_groups(optimizer: torch.optim.Optimizer, number: int, reader: CheckpointReader) -> None:
+def restore_groups(optimizer: torch.optim.Optimizer, number: int, reader: TensorReader) -> None:
     """Set the options of the parameter groups (learning rates and so on), and forget all state."""
-    record = reader.index.parts[0].optimizers[number]
+    record = reader.optimizers[number]
     place = f"optimizer {number}"
     with raw_optimizer_states():
         groups = optimizer.state_dict()["param_groups"]
@@ -140,7 +138,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, number: int, reader: Checkp
 def restore_state(
     optimizer: torch.optim.Optimizer,
     number: int,
-    reader: CheckpointReader,
+    reader: TensorReader,
     names: Mapping[int, str],
     mine: Collection[str],
 ) -> None:
@@ -150,10 +148,7 @@ def restore_state(
     for key in reader.keys:
         if key.startswith(prefix):
             keys.setdefault(key[len(prefix) :].rpartition("/")[0], []).append(key)
-    values: dict[str, Mapping[str, Any]] = {}
-    for part in reader.index.parts:
-        if number < len(part.optimizers):
-            values.update(part.optimizers[number].values)
+    values = reader.optimizer_values(number)
     state: dict[int, dict[str, Any]] = {}
     found: dict[str, torch.Tensor] = {}
     with raw_optimizer_states():

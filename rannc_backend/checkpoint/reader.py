@@ -11,7 +11,9 @@ import math
 import os
 import zlib
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +26,7 @@ from rannc_backend.checkpoint.manifest import (
     PLAN_FILE,
     Index,
     Manifest,
+    OptimizerRecord,
     TensorRecord,
     parse,
 )
@@ -35,6 +38,34 @@ from rannc_backend.kernels.plain_memory import crc32_of
 from rannc_backend.settings.user_files import kind_of
 
 _MAX_OPEN_FILES = 8
+
+
+class TensorReader(Protocol):
+    """What loading needs of a checkpoint, of this package or of another one: see `CheckpointReader`.
+
+    Attributes:
+        aliases: further names of tied tensors, each with the name under which the tensor is kept.
+        optimizers: what was saved of each optimizer, but for tensors and `optimizer_values`.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def keys(self) -> Sequence[str]: ...
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+    @property
+    def optimizers(self) -> Sequence[OptimizerRecord]: ...
+
+    def optimizer_values(self, number: int) -> Mapping[str, Mapping[str, Any]]: ...
+    def file_of(self, key: str) -> str: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def mapped(self, name: str) -> torch.Tensor: ...
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor: ...
 
 
 class CheckpointReader:
@@ -96,6 +127,28 @@ class CheckpointReader:
     def keys(self) -> tuple[str, ...]:
         """Keys of all tensors, those of the optimizers included; see `manifest`."""
         return tuple(self._records)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors, each with the name under which the tensor is kept."""
+        return self.index.aliases
+
+    @property
+    def optimizers(self) -> tuple[OptimizerRecord, ...]:
+        """What was saved of each optimizer, but for tensors and `optimizer_values`."""
+        return self.index.parts[0].optimizers
+
+    def optimizer_values(self, number: int) -> dict[str, Mapping[str, Any]]:
+        """By parameter and name of the state: what is no tensor, as `plain_values.encode` writes it."""
+        values: dict[str, Mapping[str, Any]] = {}
+        for part in self.index.parts:
+            if number < len(part.optimizers):
+                values.update(part.optimizers[number].values)
+        return values
+
+    def file_of(self, key: str) -> str:
+        """Name of the file that a tensor is in."""
+        return self.record(key).file
 
     def plan(self) -> Plan | None:
         """The plan under which the model ran, which is also in `plan.json`; None if it had not been planned

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from rannc_backend.checkpoint.directory import Disk
 from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX, FileRecord, TensorRecord
-from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.checkpoint.reader import CheckpointReader, TensorReader
 from rannc_backend.errors import CheckpointStateError
 from rannc_backend.kernels.plain_memory import crc32_of, plain_memory
 
@@ -146,9 +146,9 @@ class SafetensorsReader(StorageReader):
     Raises (on construction): as `CheckpointReader`.
     """
 
-    def __init__(self, checkpoint: CheckpointReader | str | os.PathLike[str]) -> None:
-        self._reader = (
-            checkpoint if isinstance(checkpoint, CheckpointReader) else CheckpointReader(checkpoint)
+    def __init__(self, checkpoint: TensorReader | str | os.PathLike[str]) -> None:
+        self._reader: TensorReader = (
+            CheckpointReader(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -175,7 +175,7 @@ class SafetensorsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         # File by file, each from front to back as far as the writer's order goes.
-        for item in sorted(plan.items, key=lambda item: self._reader.record(item.storage_index.fqn).file):
+        for item in sorted(plan.items, key=lambda item: self._reader.file_of(item.storage_index.fqn)):
             key = item.storage_index.fqn
             whole = tuple(item.lengths) == self._reader.shape(key)
             slices = tuple(
@@ -194,7 +194,7 @@ class SafetensorsReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _tensor_metadata(reader: CheckpointReader, key: str) -> TensorStorageMetadata:
+def _tensor_metadata(reader: TensorReader, key: str) -> TensorStorageMetadata:
     shape = torch.Size(reader.shape(key))
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
     return TensorStorageMetadata(
@@ -216,7 +216,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], writer: SafetensorsWriter
     writer.finish(metadata, [results])
 
 
-def read_tensors(targets: Mapping[str, torch.Tensor], reader: CheckpointReader) -> None:
+def read_tensors(targets: Mapping[str, torch.Tensor], reader: TensorReader) -> None:
     """Fill ``targets``, by key, in place: one rank's part of `torch.distributed.checkpoint.load`, without
     collectives.
 

@@ -30,17 +30,17 @@ from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.ir.updates import Update
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absent, make_present, strides_of
-from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.deferred import DeferredValues, Make
 from rannc_backend.runtime.state_hooks import (
     StatesOfCopies,
     all_names,
     complete,
+    install_hooks,
     no_value,
     size_in_bytes,
-    state_hooks,
     wait_all,
-)  # fmt: skip
+)
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
 from rannc_backend.runtime.torch_internals import GradientNote
 from rannc_backend.runtime.world import Ranks, World
@@ -118,7 +118,10 @@ class ParameterTable:
         table._names = {id(tensor): name for name, tensor in root.named_parameters()}
         if world.size > 1:
             world.transport.prepare(channels=[STATE_CHANNEL], groups=[table.everyone])
-            table._install_hooks(root)
+            is_spread = any(ranks != table.everyone for ranks in table.owners.values())
+            copies = StatesOfCopies(world, lambda: table.states_on_all_ranks) if is_spread else None
+            saving = (world, lambda: table.is_gathered)
+            table._handles += install_hooks(root, table._after_state_dict, table._before_load, copies, saving)
             table._note_plain_gradients()
         return table
 
@@ -207,7 +210,7 @@ class ParameterTable:
         for name, tensor in self._all_tensors():
             deferred_value = deferred_values.of(tensor)
             holders[name] = self.everyone if deferred_value is None or deferred_value.source.held else ()
-        with deferred_values.materializing(self.module(), self.world) as make:
+        with deferred_values.materializing(self.module(), self.world) as make, exchanging(self.world):
             return self._move(holders, deferred_values, make, synchronize=synchronize)
 
     def transfer(self, owners: Mapping[str, Ranks], updates: Mapping[str, Update]) -> Moved:
@@ -413,14 +416,6 @@ class ParameterTable:
             yield
         finally:
             self.states_on_all_ranks = before
-
-    def _install_hooks(self, root: nn.Module) -> None:
-        is_spread = any(owners != self.everyone for owners in self.owners.values())
-        copies = StatesOfCopies(self.world, lambda: self.states_on_all_ranks) if is_spread else None
-        for module in root.modules():
-            if module._parameters or module._buffers:
-                for register, hook in state_hooks(module, self._after_state_dict, self._before_load, copies):
-                    self._handles.append(hooks.register("module states", register, hook))
 
     def _tensors(self, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         """Local name → (primary name, tensor) of the module's own parameters and persistent buffers."""

@@ -1,16 +1,20 @@
-"""What the hooks of ``state_dict`` and ``load_state_dict`` are made of."""
+"""What the hooks of ``state_dict``, ``load_state_dict`` and ``save_pretrained`` are made of."""
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.runtime.absent_tensors import is_absent
-from rannc_backend.runtime.agreement import agree, exchanging
+from rannc_backend.runtime.agreement import agree, exchanging, failing_together
 from rannc_backend.runtime.world import Ranks, World
+from rannc_backend.settings import hooks
 
 
 class StateHook:
@@ -29,6 +33,72 @@ class StateHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StateHook, (do_nothing,)
+
+
+class SavedByZero:
+    """`save_pretrained` of one module: all ranks call it, and rank 0, which gets the state, writes.
+
+    Every rank would take itself for the one that writes: those without a state would write nothing, and remove
+    rank 0's files as left over from an earlier save. A rank that is given a ``state_dict`` writes it. Copies of
+    the module, also by way of a file, save as the library does, and so do ranks on which it is whole.
+    """
+
+    def __init__(self, module: nn.Module, world: World | None, is_whole: Callable[[], bool]) -> None:
+        self._module, self._world, self._is_whole = weakref.ref(module), world, is_whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, world = self._module(), self._world
+        assert module is not None, "the module is gone"
+        save: Any = type(module).save_pretrained
+        if world is None or kwargs.get("state_dict") or self._is_whole():
+            return save(module, *args, **kwargs)
+        signature = inspect.signature(save)
+        if "is_main_process" not in signature.parameters:
+            raise UnsupportedModelError(
+                f"save_pretrained of {type(module).__name__} does not let one rank write for all",
+                cure="call rannc_backend.save_pretrained(model, directory) on all ranks.",
+            )
+        bound = signature.bind(module, *args, **kwargs)
+        if bound.arguments.get("state_dict"):
+            return save(module, *args, **kwargs)
+        bound.arguments["is_main_process"] = world.rank == 0 and bound.arguments.get("is_main_process", True)
+        with failing_together(world, "save_pretrained"):
+            result = save(*bound.args, **bound.kwargs)
+        # Files are there for every rank when it returns.
+        agree(world, "the end of save_pretrained")
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavedByZero, (self._module(), None, bool)
+
+
+def install_hooks(
+    root: nn.Module,
+    after_state_dict: Callable[..., None],
+    before_load: Callable[..., None],
+    copies: StatesOfCopies | None,
+    saving: tuple[World, Callable[[], bool]],
+) -> list[hooks.Undo]:
+    """The hooks of all modules of a model; what ends each of them.
+
+    Args:
+        copies: what copies of the modules have; None: nothing.
+        saving: the job, and whether the model is whole on this rank at present.
+    """
+    in_copies = (None, None) if copies is None else (copies.after_state_dict, copies.before_load)
+    undo = []
+    for module in root.modules():
+        if module._parameters or module._buffers:
+            for register, hook in (
+                (module.register_state_dict_post_hook, StateHook(after_state_dict, in_copies[0])),
+                (module.register_load_state_dict_pre_hook, StateHook(before_load, in_copies[1])),
+            ):
+                undo.append(hooks.register("module states", register, hook))
+        if callable(getattr(type(module), "save_pretrained", None)):
+            undo.append(
+                hooks.replace("module states", module, "save_pretrained", SavedByZero(module, *saving))
+            )
+    return undo
 
 
 def do_nothing(*args: Any) -> None:
@@ -78,20 +148,6 @@ class StatesOfCopies:
         with exchanging(world):
             world.transport.broadcast(buffer, root, tuple(range(world.size))).wait()
         return buffer
-
-
-def state_hooks(
-    module: nn.Module,
-    after: Callable[..., None],
-    before: Callable[..., None],
-    copies: StatesOfCopies | None,
-) -> tuple[tuple[Callable[..., Any], StateHook], ...]:
-    """What registers a hook of a module, and the hook. ``copies``: what its copies have; None: nothing."""
-    in_copies = (None, None) if copies is None else (copies.after_state_dict, copies.before_load)
-    return (
-        (module.register_state_dict_post_hook, StateHook(after, in_copies[0])),
-        (module.register_load_state_dict_pre_hook, StateHook(before, in_copies[1])),
-    )
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -171,6 +171,13 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def outside_of_traces() -> contextlib.AbstractContextManager[None]:
+    """While it lasts, `torch.load` reads values although Dynamo has a trace under way: it would give tensors
+    on "meta".
+    """
+    return torch._guards.tracing(None)
+
+
 def without_anomaly_detection(function: Callable[P, R]) -> Callable[P, R]:
     """``function`` as if nobody had asked for anomaly detection, which looks at the values of gradients: a
     trace has none.

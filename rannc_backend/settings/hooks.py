@@ -243,8 +243,8 @@ HOOKS = (
     ),
     Hook(
         name="module states",
-        what="hooks of `state_dict` and `load_state_dict` of modules",
-        by="runtime.parameters",
+        what="hooks of `state_dict` and `load_state_dict` of modules, and their `save_pretrained`",
+        by="runtime.state_hooks",
         when="deployment of a model",
         until=_WITH_MODEL,
         why="states are whole where they are saved, and divided where they are loaded",

@@ -129,6 +129,15 @@ AREAS = (
         files={"integrations/accelerate.py": 3, "integrations/trainer.py": 4},
         tests=unit("integrations/accelerate", "integrations/trainer"),
     ),
+    Area(
+        name="files of other libraries",
+        files={
+            "integrations/hugging_face.py": 4,
+            "integrations/distributed_checkpoint.py": 4,
+            "checkpoint/safetensors_directory.py": 3,
+        },
+        tests=unit("integrations/hugging_face", "integrations/distributed_checkpoint"),
+    ),
     Area(name="parts of data", files={"api/data_slices.py": 5}, tests=unit("api/data_slices")),
     Area(
         name="kept plans and views",

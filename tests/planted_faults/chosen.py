@@ -9,6 +9,7 @@ from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_ecosystem import CHOSEN_ECOSYSTEM
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_gathered import CHOSEN_GATHERED
 from tests.planted_faults.chosen_lanes import CHOSEN_LANES
@@ -31,6 +32,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_CAPTURE
     + CHOSEN_AUTODIST
     + CHOSEN_EPL
+    + CHOSEN_ECOSYSTEM
     + CHOSEN_WIRES
     + CHOSEN_PLANNING
     + CHOSEN_TRAINERS

@@ -22,8 +22,9 @@ from torch import fx
 from typer.testing import CliRunner
 
 import rannc_backend
-from rannc_backend.api.materialize import SafetensorsValues, _given_source
+from rannc_backend.api.materialize import _given_source
 from rannc_backend.checkpoint.reader import CheckpointReader
+from rannc_backend.checkpoint.safetensors_directory import SafetensorsDirectory
 from rannc_backend.cli.main import app
 from rannc_backend.cli.model_factory import call_factory
 from rannc_backend.errors import RanncError, UserInputError
@@ -118,7 +119,7 @@ READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "latest_checkpoint": (rannc_backend.latest_checkpoint, "checkpoint"),
     "CheckpointReader": (CheckpointReader, "checkpoint"),
     "parameters": (lambda path: _given_source(path, []), "materialize_by_stage"),
-    "safetensors": (lambda path: SafetensorsValues(path).names(), "materialize_by_stage"),
+    "safetensors": (lambda path: SafetensorsDirectory(path).names, "safetensors"),
 }
 WRITERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "option deployment_file": (
