@@ -22,7 +22,12 @@ MAX_SIGNATURE = 88
 # Title of a section, and the modules whose names it has.
 SECTIONS = {
     "Training": ("rannc_backend.api.functions", "rannc_backend.api.synchronized_modules"),
+    "Loops": ("rannc_backend.api.loops", "rannc_backend.api.gathered"),
     "Checkpoints": ("rannc_backend.api.checkpoints", "rannc_backend.checkpoint.reader"),
+    "Files of other libraries": (
+        "rannc_backend.integrations.hugging_face",
+        "rannc_backend.integrations.distributed_checkpoint",
+    ),
     "Data": ("rannc_backend.api.data_slices",),
     "Deferred initialization": ("rannc_backend.api.materialize", "rannc_backend.api.record_model"),
     "Tracing and memory": ("rannc_backend.api.trace", "rannc_backend.api.memory"),

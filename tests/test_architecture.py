@@ -50,6 +50,7 @@ DISTRIBUTED_FILES = (
     # torch.distributed.checkpoint only: no collectives.
     "rannc_backend/checkpoint/tensor_storage.py",
     "rannc_backend/integrations/distributed_checkpoint.py",
+    "rannc_backend/integrations/dcp_reader.py",
 )
 PRIVATE_TORCH_FILES = ("passes/plain_numbers.py", "rannc_backend/runtime/torch_internals.py")
 PRIVATE_TORCH_PREFIXES = ("rannc_backend/capture/", "rannc_backend/stages/")

@@ -51,7 +51,9 @@ ALLOWED = {
         "tensor.__class__ = _absent_class(type(tensor))",
         "tensor.__class__ = absence.original",
         "setattr(tensor, _ATTRIBUTE, absence)",
-        "setattr(twin, _ATTRIBUTE, replace(absence_of(tensor), original=torch.Tensor))",
+        "setattr(twin, _ATTRIBUTE, replace(absence_of(tensor), original=torch.Tensor, is_value=True))",
+        "setattr(twin, _ATTRIBUTE, absence)",
+        "twin.__class__ = absence.original",
     },
     "rannc_backend/pyrannc/rannc_module.py": {
         "delattr(self.__dict__['_wrapped'], name)",

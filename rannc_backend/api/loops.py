@@ -6,18 +6,17 @@ In: the user's loader or model. Out: the same on all ranks where that is promise
 from __future__ import annotations
 
 import base64
-import pickle
+import io
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rannc_backend.errors import RanksDifferError, UserInputError
 from rannc_backend.runtime.agreement import agree, exchanging, failing_together
 from rannc_backend.runtime.job import bootstrap
-from rannc_backend.runtime.torch_internals import root_of
+from rannc_backend.runtime.torch_internals import root_of, taken_apart
 from rannc_backend.session_registry import REGISTRY
 
 Batch = TypeVar("Batch")
@@ -65,7 +64,7 @@ def join(loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty")
     has_empty = False
     while True:
         with failing_together(world, "join"):
-            found = [batch for batch in (next(iterator, _End),) if batch is not _End]
+            found: list[Any] = [batch for batch in (next(iterator, _End),) if batch is not _End]
             flags = agree(world, "the next batch of join", [len(found), has_empty, at_end])
             if len({each[2] for each in flags}) > 1:
                 raise RanksDifferError("at_end of join", value_by_rank=[each[2] for each in flags])
@@ -76,13 +75,10 @@ def join(loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty")
                 empty, has_empty = _without_rows(found[0]), True
             if any(not (has or knows) for has, knows, _ in flags):
                 # A rank that never had a batch learns from another what they look like.
-                texts = agree(
-                    world,
-                    "the form of a batch of join",
-                    base64.b64encode(pickle.dumps(empty)).decode() if world.rank == having[0] else "",
-                )
+                own = _as_text(empty) if world.rank == having[0] else ""
+                texts = agree(world, "the form of a batch of join", own)
                 if not has_empty:
-                    empty, has_empty = pickle.loads(base64.b64decode(texts[having[0]])), True
+                    empty, has_empty = _of_text(texts[having[0]]), True
         yield found[0] if found else empty
 
 
@@ -91,22 +87,41 @@ class _End:
 
 
 def _without_rows(batch: Any) -> Any:
-    leaves, form = pytree.tree_flatten(batch)
+    leaves, put_together = taken_apart(batch)
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     if rows is None:
         raise UserInputError(
             "join was given a batch without a tensor that has rows",
             cure="join a loader of tensors, in tuples, lists or dictionaries.",
         )
-    return pytree.tree_unflatten(
+    return put_together(
         [
             leaf[:0].clone()
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
             else leaf
             for leaf in leaves
-        ],
-        form,
+        ]
     )
+
+
+def _as_text(empty: Any) -> str:
+    """A batch without rows, for ranks that never had one. It is read without running code, so not every object fits."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(empty, buffer)
+        content = buffer.getvalue()
+        torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever an object makes torch.save or torch.load raise
+        raise UserInputError(
+            f"a rank has no batch at all, and a batch of another rank, a {type(empty).__name__}, cannot be sent to it "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+            cure="give batches of tensors in tuples, lists or dictionaries, or give each rank one batch at least.",
+        ) from None
+    return base64.b64encode(content).decode()
+
+
+def _of_text(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
 def named_gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:

@@ -24,6 +24,7 @@ from rannc_backend.errors import UserInputError
 from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
+from rannc_backend.settings import hooks
 from rannc_backend.settings.torch_version import numbers_of
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,10 @@ def join_job() -> World:
             "MASTER_ADDR": world.hosts[0],  # asked for, not used: the processes have met
         }
         for name, value in told.items():
-            os.environ.setdefault(name, str(value))
+            if name not in os.environ:
+                hooks.replace_item("other libraries", os.environ, name, str(value))
         if world.device.type == "cpu":
-            os.environ["ACCELERATE_USE_CPU"] = "true"
+            hooks.replace_item("other libraries", os.environ, "ACCELERATE_USE_CPU", "true")
     refuse_other_count(world.size)
     mention_untried(accelerate)
     return world

@@ -11,6 +11,7 @@ otherwise than in memory) is asked of transformers itself, on tensors without me
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
@@ -317,7 +318,7 @@ def _write(world: World, share: _Share, directory: Path, rows: Sequence[Sequence
         share_problem(world, "save_pretrained, the end", problem)
     except RanncError:
         for name in mine:
-            guarded("removing what was written", lambda name=name: disk.remove(directory / name))
+            guarded("removing what was written", functools.partial(disk.remove, directory / name))
         raise
 
 

@@ -28,6 +28,7 @@ from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
 from rannc_backend.session_registry import REGISTRY
+from rannc_backend.settings import hooks
 from rannc_backend.settings.sources import Given
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class RanncStrategy(ParallelStrategy):
         self._options, self._wanted, self._world = options, modules, world
         self._modules: dict[str, nn.Module] = {}
         self._is_checked = False
-        rank_zero_only.rank = world.rank  # type: ignore[attr-defined]
+        hooks.replace("other libraries", rank_zero_only, "rank", world.rank)
         _mention_untried(world, lightning.__version__)
 
     @property

@@ -7,6 +7,7 @@ a sum over ranks. The backend's loss is the whole sum on every rank, so a share 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rannc_backend.errors import UserInputError
 from rannc_backend.integrations.accelerate import join_job, mention_untried, prepare_model
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
+from rannc_backend.settings import hooks
 
 _NAME = "rannc"
 
@@ -79,7 +81,7 @@ class RanncTrainerMixin(_Trainer):
         """The Trainer's; the backend's name is not one of those that Accelerate knows."""
         if self.args.torch_compile:
             self.args.torch_compile, self.args.torch_compile_backend = False, None
-            os.environ.pop("ACCELERATE_DYNAMO_BACKEND", None)
+            hooks.replace_item("other libraries", os.environ, "ACCELERATE_DYNAMO_BACKEND", "no")
         super().create_accelerator_and_postprocess()
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -87,7 +89,8 @@ class RanncTrainerMixin(_Trainer):
         root = root_of(model)
         if self._rannc_model is None or root_of(self._rannc_model) is not root:
             compiled = prepare_model(self.accelerator, root, options=self._rannc_options)
-            compiled.register_forward_hook(_share_of_loss, with_kwargs=True)
+            shares = functools.partial(compiled.register_forward_hook, with_kwargs=True)
+            hooks.register("other libraries", shares, _share_of_loss)
             self._rannc_model = compiled
         return self._rannc_model
 

@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rannc_backend.errors import ReleasedParameterError, ValueNotMadeError
 from rannc_backend.kernels.plain_memory import has_marks
-from rannc_backend.runtime.torch_internals import refuse_memory_access, without_torch_function
+from rannc_backend.runtime.torch_internals import refuse_memory_access, taken_apart, without_torch_function
 
 _ATTRIBUTE = "_rannc_absence"
 
@@ -362,7 +361,7 @@ def _absent_like(tensor: torch.Tensor, absence: Absence) -> torch.Tensor:
         refuse_memory_access(cell, absence.error("").problem)
         if absence.kind == "parameter" and issubclass(absence.original, torch.nn.Parameter):
             twin: torch.Tensor = torch.nn.Parameter(cell, requires_grad=tensor.requires_grad)
-            twin.__class__ = absence.original  # type: ignore[assignment]
+            twin.__class__ = absence.original
         else:
             twin = cell.as_subclass(absence.original)
     setattr(twin, _ATTRIBUTE, absence)
@@ -379,9 +378,9 @@ def _computed_by_owners(func: Callable[..., Any], args: Sequence[Any], kwargs: d
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_"):
         return _foreach_by_owners(func, args, kwargs) if name.endswith("_") and not kwargs else NotImplemented
-    leaves, form = pytree.tree_flatten((args, kwargs))
+    leaves, put_together = taken_apart((args, kwargs))
     absent = [leaf for leaf in leaves if isinstance(leaf, Absent)]
-    values = [leaf for leaf in absent if absence_of(leaf).is_value]
+    values: list[Any] = [leaf for leaf in absent if absence_of(leaf).is_value]
     if not values or any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, Absent) and leaf.dim() for leaf in leaves
     ):
@@ -396,7 +395,7 @@ def _computed_by_owners(func: Callable[..., Any], args: Sequence[Any], kwargs: d
             else leaf
             for leaf in leaves
         ]
-        meta_args, meta_kwargs = pytree.tree_unflatten(metas, form)
+        meta_args, meta_kwargs = put_together(metas)
         try:
             result = func(*meta_args, **meta_kwargs)
         except Exception:  # whatever reads a value

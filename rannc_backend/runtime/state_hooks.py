@@ -49,7 +49,8 @@ class SavedByZero:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, world = self._module(), self._world
         assert module is not None, "the module is gone"
-        save: Any = type(module).save_pretrained
+        kind: Any = type(module)
+        save = kind.save_pretrained
         if world is None or kwargs.get("state_dict") or self._is_whole():
             return save(module, *args, **kwargs)
         signature = inspect.signature(save)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._logging import trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from rannc_backend.settings import hooks
 
@@ -116,6 +116,12 @@ def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
     return tree_map(function, values)
 
 
+def taken_apart(values: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """All leaves of nested containers, and what puts others in their places."""
+    leaves, form = tree_flatten(values)
+    return leaves, lambda others: tree_unflatten(others, form)
+
+
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an ATen operator changes, by its schema."""
     written = []
@@ -171,7 +177,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def outside_of_traces() -> contextlib.AbstractContextManager[None]:
+def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
     """While it lasts, `torch.load` reads values although Dynamo has a trace under way: it would give tensors
     on "meta".
     """

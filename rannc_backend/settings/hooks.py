@@ -58,18 +58,17 @@ HOOKS = (
         why="a rank that fails before the job stands says so once, with the cure",
     ),
     Hook(
-        name="start watch",
-        what="`atexit`",
-        by="runtime.job.start_watch",
-        when=AT_IMPORT_OF_RANK,
+        name="start watch", what="`atexit`", by="runtime.job.start_watch", when=AT_IMPORT_OF_RANK,
         why="the watch of this rank learns that it ends in order",
     ),
     Hook(
-        name="unused",
-        what="`atexit`",
-        by="runtime.job.disabled_compile",
-        when=AT_IMPORT_OF_RANK,
+        name="unused", what="`atexit`", by="runtime.job.disabled_compile", when=AT_IMPORT_OF_RANK,
         why="rank 0 says so where no call came to the backend",
+    ),
+    Hook(
+        name="other libraries", by="integrations.accelerate, integrations.lightning, integrations.trainer",
+        what="variables that Accelerate reads (`RANK`, `WORLD_SIZE`, ...), `rank_zero_only.rank` of Lightning",
+        when="an adapter that the user calls", why="the library takes its place in the job from there",
     ),
     Hook(
         name="forward on fakes",
@@ -386,7 +385,7 @@ HOOKS = (
         until=_WITH_PROCESS,
         why="the launcher's signals are for the ranks",
     ),
-)
+)  # fmt: skip
 
 _BY_NAME = {hook.name: hook for hook in HOOKS}
 _IN_FORCE = dict.fromkeys(_BY_NAME, 0)

@@ -7,10 +7,11 @@ from tests.planted_faults.fault import Fault
 
 _HUGGING_FACE = "integrations/hugging_face.py"
 _DCP = "integrations/distributed_checkpoint.py"
+_READER = "integrations/dcp_reader.py"
 _FILES = "checkpoint/safetensors_directory.py"
 _ONE = unit("integrations/hugging_face")
 _TWO = unit("integrations/distributed_checkpoint")
-_RANKS = ("tests/distributed/test_ecosystem_checkpoints.py",)
+_RANKS = ("tests/distributed/test_ecosystem_checkpoints.py::test_distributed_checkpoint[2-2]",)
 
 CHOSEN_ECOSYSTEM: tuple[Fault, ...] = tuple(
     Fault(*row)
@@ -20,7 +21,7 @@ CHOSEN_ECOSYSTEM: tuple[Fault, ...] = tuple(
             "runtime/state_hooks.py",
             'world.rank == 0 and bound.arguments.get("is_main_process", True)',
             "True",
-            _RANKS,
+            unit("runtime/state_hooks"),
         ),
         ("old-shards-stay", _HUGGING_FACE, "        disk.remove(directory / name)\n", "        pass\n", _ONE),
         ("another-form-in-silence", _HUGGING_FACE, "if key is None and (", "if False and (", _ONE),
@@ -37,37 +38,37 @@ CHOSEN_ECOSYSTEM: tuple[Fault, ...] = tuple(
         ("an-index-that-lies", _FILES, "            self._require_all()\n", "", _ONE),
         (
             "any-class-in-metadata",
-            _DCP,
+            _READER,
             "        _refuse(module, name)\n",
             "        return super().find_class(module, name)\n",
             _TWO,
         ),
         (
             "values-that-run-code",
-            _DCP,
+            _READER,
             'map_location="cpu", weights_only=True)\n',
             'map_location="cpu", weights_only=False)\n',
             _TWO,
         ),
         (
             "parts-that-are-missing",
-            _DCP,
+            _READER,
             "if whole is None or num_elements != whole.numel():",
             "if whole is None:",
             _TWO,
         ),
         (
             "parts-at-the-beginning",
-            _DCP,
+            _READER,
             "    return slice(begin, begin + length)",
             "    return slice(0, length)",
             _TWO,
         ),
         ("no-names-of-ties", _DCP, "*further.get(tuple(path), ())", "*()", _RANKS),
-        ("files-anywhere", _DCP, "        if path.parent != self.path:\n", "        if False:\n", _TWO),
+        ("files-anywhere", _READER, "        if path.parent != self.path:\n", "        if False:\n", _TWO),
         (
             "values-of-a-trace",
-            _DCP,
+            _READER,
             "            with outside_of_traces():\n",
             "            if True:\n",
             _RANKS,
