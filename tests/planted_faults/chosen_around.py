@@ -305,22 +305,22 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "loss-gradient-not-restored",
             _LOAD,
-            "counter.loss_gradient = self.reader.manifest.runtime.loss_gradient",
+            "counter.loss_gradient = self._manifest.runtime.loss_gradient",
             "pass",
             noticed("resumed"),
         ),
         (
             "step-counter-not-restored",
             _LOAD,
-            "counter.number = self.reader.manifest.runtime.num_steps_begun",
+            "counter.number = self._manifest.runtime.num_steps_begun",
             "pass",
             noticed("resumed"),
         ),
         (
             "step-counter-of-rank-0-alone",
             _LOAD,
-            "counter.number = self.reader.manifest.runtime.num_steps_begun",
-            "counter.number = self.reader.manifest.runtime.num_steps_begun * (self.world.rank == 0)",
+            "counter.number = self._manifest.runtime.num_steps_begun",
+            "counter.number = self._manifest.runtime.num_steps_begun * (self.world.rank == 0)",
             noticed("resumed"),
         ),
         (
@@ -340,7 +340,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "plain-states-forgotten",
-            "checkpoint/optimizer_state.py",
+            "checkpoint/reader.py",
             "values.update(part.optimizers[number].values)",
             "pass",
             unit("checkpoint/state"),

@@ -23,7 +23,7 @@ CHOSEN_TRAINERS: tuple[Fault, ...] = tuple(
         (
             "losses-times-the-ranks-over-ranks",
             _TRAINER,
-            "compiled.register_forward_hook(_share_of_loss, with_kwargs=True)",
+            'hooks.register("other libraries", shares, _share_of_loss)',
             "",
             _EXAMPLE,
         ),
