@@ -24,6 +24,7 @@ from rannc_backend.errors import (
     CheckpointNotFoundError,
     UserInputError,
 )
+from rannc_backend.integrations import hugging_face
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -124,12 +125,22 @@ def test_two_values_of_a_tie(tmp_path: Path) -> None:
         rannc_backend.load_pretrained(model, file)
 
 
-def test_a_buffer_that_nobody_makes(tmp_path: Path) -> None:
+def test_sizes_of_files_in_words() -> None:
+    sizes = {"2kB": 2000, "2KiB": 2048, "5GB": 5 * 10**9, "1.5 MB": 1_500_000, 7: 7}
+    assert {size: hugging_face._num_bytes(size) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize("initializes", [False, True])
+def test_a_buffer_that_nobody_makes(initializes: bool, tmp_path: Path) -> None:
+    """Nor where there is an ``_init_weights``, which leaves it as it was."""
+
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(3, 3)
             self.register_buffer("table", torch.arange(3), persistent=False)
+            if initializes:
+                self._init_weights = lambda module: None
 
     rannc_backend.save_pretrained(Odd(), tmp_path)
     with torch.device("meta"):

@@ -54,6 +54,22 @@ def test_a_loss_of_counted_items_is_given_as_a_share(form: str, num_ranks: int) 
     assert loss == 6.0 and found == 6.0
 
 
+def test_a_model_is_compiled_once_with_shares_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+
+    def prepare(accelerator: Any, root: nn.Module, options: Any) -> nn.Module:
+        compiled.append(torch.compile(root, backend="eager"))
+        return compiled[-1]
+
+    monkeypatch.setattr(trainer, "prepare_model", prepare)
+    of = SimpleNamespace(_rannc_model=None, accelerator=None, _rannc_options={})
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    wrap: Any = trainer.RanncTrainerMixin._wrap_model
+    assert wrap(of, first) is wrap(of, first, training=False) is wrap(of, compiled[0]) is compiled[0]
+    assert wrap(of, second) is compiled[1] and len(compiled) == 2
+    assert [list(each._forward_hooks.values()) for each in compiled] == [[trainer._share_of_loss]] * 2
+
+
 def test_a_mean_is_left_alone(num_ranks: int) -> None:
     output = CausalLMOutput(loss=torch.tensor(6.0))
     assert trainer._share_of_loss(nn.Linear(1, 1), (), {}, output) is output
