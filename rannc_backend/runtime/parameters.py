@@ -33,6 +33,7 @@ from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absen
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.deferred import DeferredValues, Make
 from rannc_backend.runtime.state_hooks import (
+    GivenCopies,
     StatesOfCopies,
     all_names,
     complete,
@@ -90,6 +91,7 @@ class ParameterTable:
     is_gathered: bool = False  # see gathering.py
     states_on_all_ranks: bool = False  # state_dict() gives every rank what rank 0 gets otherwise
     versions: dict[str, int] = field(default_factory=dict)  # of those, when all owners had the same values
+    given: GivenCopies = field(default_factory=GivenCopies)  # by state_dict()
     _names: dict[int, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _plain_gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -437,16 +439,19 @@ class ParameterTable:
         if self.is_gathered:
             return  # each rank has what it asks for
         own = self._tensors(module)
-        agree(self.world, f"state_dict of {prefix or 'the model'}", [])
+        self.given.check(agree(self.world, f"state_dict of {prefix or 'the model'}", self.given.changed()))
         for local, (name, tensor) in own.items():
             key = prefix + local
             if self.states_on_all_ranks:
                 state[key] = self._from_owner(name, tensor)
+                self.given.note((id(module), local), key, state[key])
                 continue
             if self.owners[name][0] != 0:
                 state[key] = self._to_zero(name, tensor)
             if self.world.rank != 0:
                 state.pop(key, None)
+            elif self.owners[name][0] != 0:
+                self.given.note((id(module), local), key, state[key])
 
     def _before_load(
         self,

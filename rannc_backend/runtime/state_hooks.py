@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.agreement import agree, exchanging, failing_together
 from rannc_backend.runtime.world import Ranks, World
@@ -106,6 +106,39 @@ def do_nothing(*args: Any) -> None:
     return
 
 
+class GivenCopies:
+    """Values that ``state_dict`` has given on this rank and that are copies: changed in place, as averages of weights are
+    made in one process, they would change nothing of the model.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[object, tuple[str, torch.Tensor, int]] = {}
+
+    def note(self, key: object, name: str, value: torch.Tensor) -> None:
+        """Remember a value that is given now, without its memory; ``key``: of the one that it replaces."""
+        if value.is_inference():
+            return  # has no version
+        counter = value.detach()
+        counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
+        self._given[key] = (name, counter, counter._version)
+
+    def changed(self) -> list[str]:
+        """Names of those that were changed in place since they were given."""
+        return [name for name, counter, version in self._given.values() if counter._version != version]
+
+    def check(self, changed: Iterable[Sequence[str]]) -> None:
+        """Raises UserInputError where ``changed`` has names, of all ranks or of this one."""
+        names = sorted(set().union(*changed))
+        if names:
+            self._given.clear()
+            raise UserInputError(
+                f"values that state_dict() has given were changed in place ({', '.join(names[:3])}"
+                f"{', ...' if len(names) > 3 else ''}), and these are copies of what other ranks have",
+                cure="change the parameters under torch.no_grad() on all ranks (each changes those that it has, of a model or "
+                "a copy of it), or pass the changed values to load_state_dict on all ranks.",
+            )
+
+
 class StatesOfCopies:
     """``state_dict`` and ``load_state_dict`` of copies of a model whose parameters are spread over ranks: a copy's are
     where the model's were.
@@ -113,16 +146,24 @@ class StatesOfCopies:
 
     def __init__(self, world: World, on_all_ranks: Callable[[], bool]) -> None:
         self._world, self._on_all_ranks = world, on_all_ranks
+        self._given = GivenCopies()
 
     def after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Rank 0, or every rank, gets all values, and the others nothing. Collective."""
         world, own = self._world, _own_tensors(module)
-        held = agree(world, f"state_dict of {prefix or 'a copy'}", [not is_absent(t) for t in own.values()])
+        answers = agree(
+            world,
+            f"state_dict of {prefix or 'a copy'}",
+            [[not is_absent(t) for t in own.values()], self._given.changed()],
+        )
+        self._given.check(changed for _, changed in answers)
+        held = [flags for flags, _ in answers]
         for index, (local, tensor) in enumerate(own.items()):
             first = next(rank for rank, flags in enumerate(held) if flags[index])
             key = prefix + local
             if first != 0 or self._on_all_ranks():
                 state[key] = self._from_rank(first, tensor, tensor.detach()).cpu()
+                self._given.note((id(module), local), key, state[key])
             if world.rank != 0 and not self._on_all_ranks():
                 state.pop(key, None)
 

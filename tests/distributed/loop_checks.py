@@ -197,6 +197,36 @@ def _with_averages(context: Context, net: Net, call: Any, own: bool) -> list[nn.
     return found
 
 
+def averages_by_values(context: Context) -> None:
+    """Averages and changes by way of the values of state_dict(), of which some are copies of what other ranks have, are
+    refused on all ranks before they count; what comes after them works.
+    """
+    model = _net(context)
+    compiled = context.compile(model)
+    own = _own(context, _rows(context, 0))
+    compiled(*own).backward()
+    average = copy.deepcopy(model)
+
+    def update() -> None:
+        for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+            mean.lerp_(value, 0.1)
+
+    def step() -> None:
+        compiled(*own)
+
+    update()
+    context.findings.raises("a second update", ("UserInputError",), update)
+    for value in model.state_dict().values():
+        value.mul_(1.0)
+    errors = ("UserInputError", "RankFailedError")
+    error = context.findings.raises("a step after a change of values", errors, step)
+    context.findings.that("state_dict" in str(error), f"the error says nothing of state_dict: {error}")
+    step()
+    context.findings.that(
+        len(model.state_dict()) == (6 if context.rank == 0 else 0), "the state is not whole"
+    )
+
+
 def unfrozen(context: Context) -> None:
     """Layers that are frozen, and trained again, in mid-training; groups of decay; a scheduler; a hook that comes
     later.

@@ -39,6 +39,7 @@ CASES = (
     _case("norms_by_name", "1,2,1"),
     _case("averages", "1,1"),
     _case("averages", "1,2"),
+    _case("averages_by_values", "1,1"),
     _case("unfrozen", "1,1"),
     _case("several_models", "1,1"),
 )

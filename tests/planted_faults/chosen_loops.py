@@ -36,6 +36,20 @@ CHOSEN_LOOPS: tuple[Fault, ...] = tuple(
             unit("runtime/absent_tensors"),
         ),
         (
+            "changed-copies-go-unnoticed",
+            "runtime/state_hooks.py",
+            "if counter._version != version]",
+            "if counter._version < version]",
+            unit("runtime/state_hooks"),
+        ),
+        (
+            "steps-after-changed-copies",
+            "runtime/gradients/delayed_reduction.py",
+            "self.table.given.check([self.table.given.changed()])",
+            "pass",
+            loops("averages_by_values-1,1"),
+        ),
+        (
             "a-joined-rank-gives-a-row-of-its-last-batch",
             "api/loops.py",
             "leaf[:0].clone()",

@@ -80,7 +80,8 @@ class DelayableBuckets(GradientBuckets):
             self.reduce()
 
     def outside_changes(self, number: int) -> list[int] | None:
-        """See `new_values.outside_changes`."""
+        """See `new_values.outside_changes`; raises UserInputError where copies of parameters were changed."""
+        self.table.given.check([self.table.given.changed()])
         return outside_changes(self.table, number)
 
     def check_outside_changes(

@@ -7,11 +7,12 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, UserInputError
 from rannc_backend.runtime import state_hooks
-from rannc_backend.runtime.state_hooks import SavedByZero
+from rannc_backend.runtime.state_hooks import GivenCopies, SavedByZero
 
 
 class Saving(nn.Module):
@@ -74,3 +75,26 @@ def test_what_cannot_be_told_who_writes_is_refused(agreed: list[str]) -> None:
     module = ForItself()
     with pytest.raises(UnsupportedModelError, match="does not let one rank write"):
         SavedByZero(module, Rank(1), bool)("a")  # type: ignore[arg-type]
+
+
+def test_copies_that_were_changed_in_place_are_named_once() -> None:
+    given, values = GivenCopies(), [torch.ones(3), torch.ones(3)]
+    for number, value in enumerate(values):
+        given.note(number, f"layer{number}.weight", value)
+    with torch.inference_mode():
+        given.note("inference", "cached", torch.ones(2))
+    assert given.changed() == []
+    given.check([[], []])
+    values[1].mul_(0.5)
+    assert given.changed() == ["layer1.weight"] and values[1].tolist() == [0.5] * 3
+    given.note(0, "layer0.weight", torch.zeros(3))
+    with pytest.raises(UserInputError, match=r"changed in place \(layer1.weight\)"):
+        given.check([[], given.changed()])
+    assert given.changed() == []
+
+
+def test_copies_that_were_given_take_no_memory() -> None:
+    given, value = GivenCopies(), torch.ones(1000)
+    given.note(0, "weight", value)
+    ((_, counter, _),) = given._given.values()
+    assert counter.untyped_storage().nbytes() == 0 and value.sum() == 1000
