@@ -169,17 +169,23 @@ class SafetensorsDirectory:
 
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         path = self._folder / name
-        try:
-            if name not in self._open:
-                require_file(checkpoint_file(path))
-                while len(self._open) >= _MAX_OPEN_FILES:
-                    del self._open[next(iter(self._open))]
-                self._open[name] = safe_open(path, framework="pt")
-            return read(self._open[name])
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            if isinstance(error, CheckpointFileError):
-                raise
-            raise _torn(path, str(error)) from None
+        if name not in self._open:
+            while len(self._open) >= _MAX_OPEN_FILES:
+                del self._open[next(iter(self._open))]
+            self._open[name] = _opened(path)
+        return _or_torn(path, lambda: read(self._open[name]))
+
+
+def _opened(path: Path) -> Any:
+    require_file(checkpoint_file(path))
+    return _or_torn(path, lambda: safe_open(path, framework="pt"))
+
+
+def _or_torn(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise _torn(path, str(error)) from None
 
 
 def _torn(path: Path, problem: str) -> CheckpointFileError:

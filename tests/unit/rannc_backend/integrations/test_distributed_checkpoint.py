@@ -85,6 +85,26 @@ def test_several_optimizers(tmp_path: Path) -> None:
     _same([each.state_dict() for each in others][1], expected[1])
 
 
+def test_a_model_that_was_saved_beside_its_optimizer(tmp_path: Path) -> None:
+    """Names of the model begin with numbers, as those of parameter groups do."""
+    model, optimizer = _run(0)
+    states, moments = get_state_dict(model, optimizer)
+    dcp.save({**states, "optim": moments}, checkpoint_id=tmp_path / "a", no_dist=True)
+    other, others = _run(1)
+    rannc_backend.load_distributed_checkpoint(tmp_path / "a", other, others, model_key="")
+    _same(other.state_dict(), model.state_dict())
+    _same(others.state_dict(), optimizer.state_dict())
+
+
+def test_another_name_of_a_tied_weight(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"first": nn.Linear(3, 3, bias=False), "second": nn.Linear(3, 3, bias=False)})
+    model["second"].weight = model["first"].weight
+    saved = torch.arange(9.0).view(3, 3)
+    dcp.save({"model": {"second.weight": saved}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert rannc_backend.load_distributed_checkpoint(tmp_path / "a", model) == ((), ())
+    assert torch.equal(model["first"].weight, saved) and model["first"].weight is model["second"].weight
+
+
 def _in_parts(path: Path) -> tuple[str, Metadata]:
     """As FSDP's two ranks write a parameter: two parts of its rows, in two places."""
     metadata = pickle.loads((path / ".metadata").read_bytes())

@@ -200,6 +200,21 @@ def test_damage(damage: Callable[[Path], object], tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_an_index_leads_to_no_file_outside(tmp_path: Path) -> None:
+    model = _build(LlamaForCausalLM)
+    rannc_backend.save_pretrained(model, tmp_path / "a", max_shard_size=model.num_parameters() * 3)
+    first = _first(tmp_path / "a")
+    first.rename(tmp_path / first.name)
+
+    def elsewhere(content: dict[str, Any]) -> None:
+        files = content["weight_map"]
+        files |= {name: f"../{file}" for name, file in files.items() if file == first.name}
+
+    _index(tmp_path / "a", elsewhere)
+    with pytest.raises(CheckpointFileError, match="no safetensors file in its directory"):
+        rannc_backend.load_pretrained(model, tmp_path / "a")
+
+
 def test_what_is_there_instead(tmp_path: Path) -> None:
     model = _build(LlamaForCausalLM)
     with pytest.raises(CheckpointNotFoundError, match="nothing of that name"):
