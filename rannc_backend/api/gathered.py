@@ -50,7 +50,7 @@ def gathered(
         rank0_only: Bring values to rank 0 alone. On other ranks the model stays as it is; they wait at the end.
         modifier_rank: The rank whose changes count. With ``rank0_only`` it is 0 or None.
 
-    Yields:
+    Returns:
         The plain model.
 
     Raises:

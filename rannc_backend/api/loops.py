@@ -48,7 +48,7 @@ def join(loader: Iterable[Batch], *, at_end: Literal["empty", "stop"] = "empty")
             every tensor whose dimension 0 is that of the batch has none; "stop": the loop ends on all ranks, and
             batches that others have left are not used.
 
-    Yields:
+    Returns:
         Batches. One without rows takes part in a call of a compiled model as any other. The mean of no rows is NaN, so
         a loss that is computed outside of the model from one must not be read.
 

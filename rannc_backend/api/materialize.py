@@ -34,7 +34,7 @@ from rannc_backend.runtime.deferred import DeferredValue, Source, give_no_memory
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.session_registry import REGISTRY
-from rannc_backend.settings.user_files import UserFile, require_file
+from rannc_backend.settings.user_files import UserFile, kind_of, require_file
 
 ValueSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
 _META = torch.device("meta")
@@ -276,7 +276,7 @@ def _given_source(source: ValueSource, names: list[str]) -> Source:
     if not isinstance(source, str | os.PathLike):
         return FunctionValues(source)
     path = Path(source)
-    if path.suffix in (".safetensors", ".json") or path.is_dir():
+    if path.suffix in (".safetensors", ".json") or kind_of(_source_file(path)) == "a directory":
         reader = SafetensorsDirectory(path, _NAMED_BY)
         _require_names(dict.fromkeys(reader.names), names)
         return CheckpointSource(reader)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rannc_backend.checkpoint.directory import checkpoint_file
 from rannc_backend.checkpoint.manifest import (
     MANIFEST_FILE,
     MAX_INDEX_BYTES,
@@ -30,6 +29,7 @@ from rannc_backend.settings.user_files import UserFile, kind_of, names_in, read_
 WEIGHTS_FILE = "model.safetensors"
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".index.json"
+_GET_AGAIN = "get or save the file again: it is torn, or no safetensors file."
 _MAX_OPEN_FILES = 8
 _SHOWN = 8
 
@@ -177,7 +177,8 @@ class SafetensorsDirectory:
 
 
 def _opened(path: Path) -> Any:
-    require_file(checkpoint_file(path))
+    # It may be a link that leads elsewhere, as those of the hub's cache are.
+    require_file(UserFile(path=path, what="parameters", error=CheckpointFileError, cure=_GET_AGAIN))
     return _or_torn(path, lambda: safe_open(path, framework="pt"))
 
 
@@ -191,7 +192,7 @@ def _or_torn(path: Path, read: Callable[[], Any]) -> Any:
 def _torn(path: Path, problem: str) -> CheckpointFileError:
     return CheckpointFileError(
         f"cannot read the file {str(path)!r}: {problem}",
-        cure="get or save the file again: it is torn, or no safetensors file.",
+        cure=_GET_AGAIN,
     )
 
 

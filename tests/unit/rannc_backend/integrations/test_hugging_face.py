@@ -125,6 +125,18 @@ def test_two_values_of_a_tie(tmp_path: Path) -> None:
         rannc_backend.load_pretrained(model, file)
 
 
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    model = get_peft_model(_build(LlamaForCausalLM), config)
+    rannc_backend.save_pretrained(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and len(ours) == 2
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
 def test_sizes_of_files_in_words() -> None:
     sizes = {"2kB": 2000, "2KiB": 2048, "5GB": 5 * 10**9, "1.5 MB": 1_500_000, 7: 7}
     assert {size: hugging_face._num_bytes(size) for size in sizes} == sizes

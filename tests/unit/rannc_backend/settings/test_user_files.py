@@ -314,7 +314,10 @@ OWN_FILES = {
     "checkpoint/directory.py",  # in directories of its own, new files only
     "checkpoint/lock.py",
     "checkpoint/reader.py",  # safetensors, looked at before
+    "checkpoint/safetensors_directory.py",  # safetensors, looked at before
     "checkpoint/saving.py",
+    "integrations/dcp_reader.py",  # places within files, looked at before
+    "integrations/hugging_face.py",  # in directories of its own, new files only
     "stages/cache.py",  # libraries of Inductor's cache
     "stages/once_per_host.py",  # locks in Inductor's cache
     "planner/cluster/cluster_file.py",  # shipped descriptions
