@@ -444,13 +444,11 @@ class ParameterTable:
             key = prefix + local
             if self.states_on_all_ranks:
                 state[key] = self._from_owner(name, tensor)
-                self.given.note((id(module), local), key, state[key])
-                continue
-            if self.owners[name][0] != 0:
-                state[key] = self._to_zero(name, tensor)
-            if self.world.rank != 0:
-                state.pop(key, None)
             elif self.owners[name][0] != 0:
+                state[key] = self._to_zero(name, tensor)
+            if self.world.rank != 0 and not self.states_on_all_ranks:
+                state.pop(key, None)
+            elif self.states_on_all_ranks or self.owners[name][0] != 0:
                 self.given.note((id(module), local), key, state[key])
 
     def _before_load(
@@ -475,6 +473,7 @@ class ParameterTable:
         given = agree(self.world, what, [prefix + local in state for local in own])
         for index, (local, (name, tensor)) in enumerate(own.items()):
             key = prefix + local
+            self.given.loaded((id(module), local), (flags[index] for flags in given))
             if given[0][index] and not all(flags[index] for flags in given):
                 self._fill_from_zero(key, name, tensor, state, [flags[index] for flags in given])
             if is_absent(tensor) and key in state and state[key].shape == tensor.shape:

@@ -122,6 +122,11 @@ class GivenCopies:
         counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
         self._given[key] = (name, counter, counter._version)
 
+    def loaded(self, key: object, given: Iterable[bool]) -> None:
+        """The value is loaded, changed or not, where some rank has given it."""
+        if any(given):
+            self._given.pop(key, None)
+
     def changed(self) -> list[str]:
         """Names of those that were changed in place since they were given."""
         return [name for name, counter, version in self._given.values() if counter._version != version]
@@ -177,6 +182,7 @@ class StatesOfCopies:
         )
         for index, (local, tensor) in enumerate(own.items()):
             key = prefix + local
+            self._given.loaded((id(module), local), (flags[index] for flags in given))
             if given[0][index] and not all(flags[index] for flags in given):
                 state[key] = self._from_rank(0, tensor, state.get(key, tensor))
             if is_absent(tensor) and key in state and state[key].shape == tensor.shape:

@@ -222,6 +222,12 @@ def averages_by_values(context: Context) -> None:
     error = context.findings.raises("a step after a change of values", errors, step)
     context.findings.that("state_dict" in str(error), f"the error says nothing of state_dict: {error}")
     step()
+    # What is loaded counts, also where it was changed in place.
+    state = model.state_dict()
+    for value in state.values():
+        value.mul_(0.5)
+    model.load_state_dict(state)
+    step()
     context.findings.that(
         len(model.state_dict()) == (6 if context.rank == 0 else 0), "the state is not whole"
     )

@@ -127,6 +127,7 @@ def test_two_values_of_a_tie(tmp_path: Path) -> None:
 
 def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
 
     config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     model = get_peft_model(_build(LlamaForCausalLM), config)

@@ -98,3 +98,13 @@ def test_copies_that_were_given_take_no_memory() -> None:
     given.note(0, "weight", value)
     ((_, counter, _),) = given._given.values()
     assert counter.untyped_storage().nbytes() == 0 and value.sum() == 1000
+
+
+def test_copies_that_are_loaded_may_have_been_changed() -> None:
+    given, value = GivenCopies(), torch.ones(3)
+    given.note(0, "weight", value)
+    value.mul_(0.5)
+    given.loaded(0, [False, False])
+    assert given.changed() == ["weight"]
+    given.loaded(0, [False, True])
+    assert given.changed() == []
