@@ -5,7 +5,7 @@ What is there is short, so that it goes on to fit when lines around it change; i
 
 from __future__ import annotations
 
-from tests.planted_faults.areas import CLIPPING, SCALER, buffers, equal, noticed, passes, point, trained, unit
+from tests.planted_faults.areas import buffers, equal, noticed, point, trained, unit
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
@@ -16,6 +16,7 @@ from tests.planted_faults.chosen_lanes import CHOSEN_LANES
 from tests.planted_faults.chosen_loops import CHOSEN_LOOPS
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
 from tests.planted_faults.chosen_planning import CHOSEN_PLANNING
+from tests.planted_faults.chosen_scaling import CHOSEN_SCALING
 from tests.planted_faults.chosen_trainers import CHOSEN_TRAINERS
 from tests.planted_faults.chosen_wires import CHOSEN_WIRES
 from tests.planted_faults.fault import Fault
@@ -35,6 +36,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_ECOSYSTEM
     + CHOSEN_WIRES
     + CHOSEN_PLANNING
+    + CHOSEN_SCALING
     + CHOSEN_TRAINERS
     + tuple(
         Fault(*row)
@@ -392,113 +394,6 @@ CHOSEN: tuple[Fault, ...] = (
                 "tables = _TABLES.get() or GradientTables()",
                 "tables = GradientTables()",
                 ("tests/unit/kernels/test_gradient_views.py",),
-            ),
-            # clipping and scaling
-            (
-                "norm-of-this-rank",
-                "runtime/gradients/clipping.py",
-                "own = _over_ranks(own, tables[0], norm_type)",
-                "pass",
-                CLIPPING,
-            ),
-            (
-                "norm-counts-replicas",
-                "runtime/gradients/clipping.py",
-                "any(table.answers_for(p) for table in tables)",
-                "True",
-                CLIPPING,
-            ),
-            (
-                "clipped-to-more",
-                "runtime/gradients/clipping.py",
-                ".clamp(max=1.0)",
-                ".clamp(min=1.0)",
-                CLIPPING,
-            ),
-            (
-                "infinite-norm-summed",
-                "runtime/gradients/clipping.py",
-                "places.max() if math.isinf(norm_type)",
-                "places.sum() if math.isinf(norm_type)",
-                CLIPPING,
-            ),
-            (
-                "scaler-hears-of-no-other",
-                "runtime/gradients/grad_scaler.py",
-                "if any(answer[1] for answer in answers)",
-                "if local",
-                SCALER,
-            ),
-            (
-                "scales-not-compared",
-                "runtime/gradients/grad_scaler.py",
-                "if len(set(scales)) > 1",
-                "if False",
-                SCALER,
-            ),
-            (
-                "loss-gradient-not-averaged",
-                _GRAPH,
-                "sum(answer[1][i] for answer in answers) / size",
-                "sum(answer[1][i] for answer in answers)",
-                point("incoming_gradient"),
-            ),
-            # randomness
-            (
-                "attention-dropout-unscaled",
-                "passes/batch/randomness.py",
-                "* (1.0 / (1.0 - drop)) @ value",
-                "@ value",
-                passes("batch/randomness"),
-            ),
-            (
-                "keys-of-one-value",
-                "passes/stage/shared_keys.py",
-                "(node, [size], [1])",
-                "(node, [size], [0])",
-                passes("stage/shared_keys"),
-            ),
-            (
-                "keys-kept-for-nobody",
-                "passes/stage/shared_keys.py",
-                "user.replace_input_with(node, kept)",
-                "pass",
-                passes("stage/shared_keys"),
-            ),
-            (
-                "dropout-unscaled",
-                "passes/batch/randomness.py",
-                "0.0 if drop == 1 else 1.0 / (1.0 - drop)",
-                "1.0",
-                passes("batch/randomness"),
-            ),
-            (
-                "draws-alike",
-                "passes/batch/randomness.py",
-                "0x1B873593 * (draw + 1)",
-                "0x1B873593 * 1",
-                passes("batch/randomness"),
-            ),
-            (
-                "causal-mask-left-out",
-                "passes/batch/randomness.py",
-                'if arguments.get("is_causal"):',
-                "if False:",
-                passes("batch/randomness"),
-            ),
-            (
-                "attention-bias-left-out",
-                "passes/batch/randomness.py",
-                "if bias is not None:",
-                "if False:",
-                passes("batch/randomness"),
-            ),
-            (
-                "attention-scale-ignored",
-                "passes/batch/randomness.py",
-                "if scale is None else scale",
-                "",
-                passes("batch/randomness"),
             ),
         )
     )
