@@ -25,7 +25,13 @@ from rannc_backend.checkpoint.lock import DirectoryLocks
 from rannc_backend.checkpoint.manifest import PLAN_FILE
 from rannc_backend.checkpoint.model_state import ModelTensors
 from rannc_backend.checkpoint.reader import CheckpointReader, TensorReader
-from rannc_backend.checkpoint.saving import PART_LIMIT_SECONDS, SaveJob, Snapshot, begin_directory, sees
+from rannc_backend.checkpoint.saving import (
+    PART_LIMIT_SECONDS,
+    SaveJob,
+    Snapshot,
+    begin_directory,
+    require_seen,
+)
 from rannc_backend.checkpoint.snapshot import listed, take_snapshot
 from rannc_backend.errors import (
     CheckpointFileError,
@@ -379,26 +385,19 @@ def _finish_when_planned(root: nn.Module, loading: Loading) -> None:
 def _begin(world: World, path: Path, step: int) -> tuple[Path, str, int]:
     """Rank 0 makes the directory to write in, and every rank sees it."""
     begun: list[Any] = []
-    problem = None
+    problem, what = None, f"no checkpoint can be written in {shown(str(path))}"
     if world.rank == 0:
 
         def begin() -> None:
             LOCKS.hold(path)
             begun.extend(begin_directory(path, step, Disk()))
 
-        problem = guarded(f"no checkpoint can be written in {shown(str(path))}", begin)
+        problem = guarded(what, begin)
     words = world.control.broadcast([begun, *_words(problem)], what="the directory of a checkpoint")
     _raise_zeros(problem, words[1:])
     temporary, name, serial = words[0]
     place = path / temporary
-    problem = (
-        None
-        if sees(place)
-        else CheckpointWriteError(
-            f"rank 0 has made the directory {str(place)!r}, and this rank does not see it",
-            cure="give a directory on a file system that all hosts share, with the same path on each.",
-        )
-    )
+    problem = guarded(what, lambda: require_seen(place))
     _share(world, "the directory of a checkpoint", problem)
     return place, name, serial
 

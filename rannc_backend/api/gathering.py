@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from rannc_backend.runtime.absent_tensors import is_absent, make_absent, make_pr
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.host_resources import available_bytes
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
-from rannc_backend.runtime.state_hooks import size_in_bytes
+from rannc_backend.runtime.state_hooks import size_in_bytes, wait_all
 from rannc_backend.runtime.world import Ranks, World
 
 # Messages on their way, bytes: more at once would need memory beside the values.
@@ -212,15 +211,9 @@ def _send_all(table: ParameterTable, moves: Mapping[str, tuple[int, list[int]]])
             if is_absent(tensor):
                 make_present(tensor, value)
         if num_bytes > _MAX_UNDER_WAY:
-            _wait(under_way)
+            wait_all(under_way)
             num_bytes = 0
-    _wait(under_way)
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
-    works.clear()
+    wait_all(under_way)
 
 
 def _source(gathering: Gathering, name: str, by_rank: Sequence[Mapping[str, int]]) -> tuple[int, bool]:

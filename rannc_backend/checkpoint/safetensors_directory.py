@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +211,7 @@ def _found(path: Path, named_by: str) -> tuple[Path, str]:
     there = names_in(named)
     if MANIFEST_FILE in there:
         # Optimizers' files and checksums are beside: the better way to the same tensors.
-        named = UserFile(
-            path=path,
-            what="parameters",
-            named_by=named_by,
-            error=CheckpointNotFoundError,
-            cure="load it with rannc_backend.load_checkpoint.",
-        )
+        named = replace(named, cure="load it with rannc_backend.load_checkpoint.")
         raise named.failed("cannot read the", "it is a checkpoint of rannc_backend.save_checkpoint")
     for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE):
         if name in there:
@@ -224,12 +219,8 @@ def _found(path: Path, named_by: str) -> tuple[Path, str]:
     listing = ", ".join(there[:_SHOWN]) or "nothing"
     pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
     if pickled:
-        named = UserFile(
-            path=path,
-            what="parameters",
-            named_by=named_by,
-            error=CheckpointNotFoundError,
-            cure="load these files in one process, and save the model again with safetensors.",
+        named = replace(
+            named, cure="load these files in one process, and save the model again with safetensors."
         )
     raise named.failed(
         "cannot read the", f"there is neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE} in it, but {listing}"

@@ -217,14 +217,20 @@ def begin_directory(path: Path, step: int, disk: Disk) -> tuple[str, str, int]:
     return temporary, name, found[-1].manifest.serial + 1 if found else 0
 
 
-def sees(path: Path) -> bool:
-    """Whether this rank sees a directory that rank 0 has made."""
+def require_seen(path: Path) -> None:
+    """Wait until this rank sees a directory that rank 0 has made.
+
+    Raises:
+        CheckpointWriteError: it does not.
+    """
     begin = time.monotonic()
     while not path.is_dir():
         if time.monotonic() - begin > SEEN_LIMIT_SECONDS:
-            return False
+            raise CheckpointWriteError(
+                f"rank 0 has made the directory {str(path)!r}, and this rank does not see it",
+                cure="give a directory on a file system that all hosts share, with the same path on each.",
+            )
         time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _part_file(rank: int) -> str:

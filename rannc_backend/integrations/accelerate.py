@@ -6,10 +6,8 @@ backend and not inside of DistributedDataParallel. Only Accelerate's public inte
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import accelerate
@@ -21,15 +19,10 @@ from torch import nn
 from rannc_backend.capture.module_compile import is_compiled
 from rannc_backend.capture.refusals import refuse_other_count
 from rannc_backend.errors import UserInputError
-from rannc_backend.log.logger import say_once
+from rannc_backend.integrations.tried_versions import mention_untried
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
-from rannc_backend.settings.torch_version import numbers_of
-
-logger = logging.getLogger(__name__)
-
-TRIED = {"accelerate": "1.15", "transformers": "5.24", "trl": "1.16"}
 
 # What Accelerate may do to a model by itself: nothing, or replicas, in whose place the backend makes its own.
 _ALLOWED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU"})
@@ -120,11 +113,3 @@ def prepare_model(
         return prepared
     compiled: Any = torch.compile(prepared, backend="rannc", options=dict(options or {}))
     return compiled
-
-
-def mention_untried(module: ModuleType) -> None:
-    """Warn once where a library's version has not been tried with this adapter."""
-    found, tried = str(module.__version__), TRIED[module.__name__]
-    if numbers_of(found) != numbers_of(tried) and bootstrap.leads():
-        message = f"{module.__name__} {found} has not been tried with this adapter, {tried} has"
-        say_once(logger, message, level=logging.WARNING)

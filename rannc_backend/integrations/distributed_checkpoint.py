@@ -37,7 +37,7 @@ from rannc_backend.checkpoint.manifest import OPTIMIZER_PREFIX, GroupRecord
 from rannc_backend.checkpoint.model_state import ModelTensors, tensors_to_write
 from rannc_backend.checkpoint.plain_values import decode
 from rannc_backend.checkpoint.reader import TensorReader
-from rannc_backend.checkpoint.saving import sees
+from rannc_backend.checkpoint.saving import require_seen
 from rannc_backend.checkpoint.snapshot import listed
 from rannc_backend.errors import (
     CheckpointStateError,
@@ -207,11 +207,7 @@ def _write(world: World, directory: Path, part: _Part, what: str) -> None:
     writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
 
     def write() -> None:
-        if not sees(temporary):
-            raise CheckpointWriteError(
-                f"rank 0 has made the directory {str(temporary)!r}, and this rank does not see it",
-                cure="give a directory on a file system that all hosts share, with the same path on each.",
-            )
+        require_seen(temporary)
         rows.extend(_write_part(writer, world.rank, part.state))
 
     try:

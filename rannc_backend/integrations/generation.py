@@ -11,7 +11,6 @@ Tried with transformers 5.24: GPT-2, Llama, T5.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +21,13 @@ from torch import nn
 from rannc_backend.api.gathered import gathered
 from rannc_backend.capture.module_compile import is_compiled
 from rannc_backend.errors import GenerationError, RanksDifferError
+from rannc_backend.integrations.tried_versions import mention_untried
 from rannc_backend.runtime.agreement import agree, failing_together
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.runtime.world import World
 from rannc_backend.session_registry import REGISTRY
 
-TRIED = "5.24"
 _STEP = "a step of generate"
 # Tokens of the same sequences as these; what goes with an encoder's prompts is padded at the other end.
 _PROMPTS = "input_ids"
@@ -67,24 +66,14 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return root.generate(*args, **kwargs)
     with failing_together(world, "generate"):
         _check(model, root, kwargs)
-        _warn_untried()
+        import transformers
+
+        mention_untried(transformers)
         steps = _Steps(compiled=model, world=world, is_decoder=not root.config.is_encoder_decoder)
         with torch.no_grad():
             found = _twin(root, steps).generate(*args, **kwargs | {"use_cache": False})
             steps.take_part()
         return found
-
-
-def _warn_untried() -> None:
-    import transformers
-
-    if not transformers.__version__.startswith(TRIED):
-        warnings.warn(
-            f"generation through stages was tried with transformers {TRIED}, not {transformers.__version__}: compare "
-            "some tokens with those of one process",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _check(model: nn.Module, root: Any, kwargs: Mapping[str, Any]) -> None:

@@ -17,10 +17,8 @@ import os
 import re
 import secrets
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +34,20 @@ from rannc_backend.checkpoint.manifest import WEIGHTS_INDEX_FILE
 from rannc_backend.checkpoint.model_state import ModelTensors, tensors_to_write
 from rannc_backend.checkpoint.reader import TensorReader
 from rannc_backend.checkpoint.safetensors_directory import WEIGHTS_FILE, SafetensorsDirectory
-from rannc_backend.checkpoint.saving import sees
+from rannc_backend.checkpoint.saving import require_seen
 from rannc_backend.errors import (
     CheckpointMismatchError,
     CheckpointStateError,
-    CheckpointWriteError,
     RanncError,
     UserInputError,
 )
 from rannc_backend.errors.base import shown
+from rannc_backend.integrations.tried_versions import mention_untried
 from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.runtime.world import World
 from rannc_backend.session_registry import REGISTRY
-
-TRIED = {"transformers": "5.24", "peft": "0.21"}
-"""The releases that the tests run with; others are warned about."""
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B", re.IGNORECASE)
 _SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -170,7 +165,7 @@ class _FileForm:
         library = sys.modules.get("transformers.modeling_utils")
         if library is None or not isinstance(root, library.PreTrainedModel):
             return cls(root=root, whole=empty, files=dict(empty), of_transformers=False)
-        warn_if_untried("transformers")
+        mention_untried(sys.modules["transformers"])
 
         names = {name: tensors.aliases.get(name, name) for name in (*empty, *tensors.aliases)}
         ignored = set(getattr(root, "_keys_to_ignore_on_save", None) or ())
@@ -298,11 +293,7 @@ def _write(world: World, share: _Share, directory: Path, rows: Sequence[Sequence
     mine = [f".{token}-{name}" for name in names[first : first + len(share.shards)]]
 
     def write() -> None:
-        if not sees(directory):
-            raise CheckpointWriteError(
-                f"rank 0 has made the directory {str(directory)!r}, and this rank does not see it",
-                cure="give a directory on a file system that all hosts share, with the same path on each.",
-            )
+        require_seen(directory)
         for name, shard in zip(mine, share.shards, strict=True):
             host = {key: plain_memory(tensor.to("cpu")) for key, tensor in shard.items()}
             disk.write_tensors(directory / name, host)
@@ -382,21 +373,21 @@ def _write_configuration(disk: Disk, share: _Share, directory: Path, token: str)
 
 
 def _save_adapters(world: World, root: Any, directory: Path) -> None:
-    warn_if_untried("peft")
+    import peft
+
+    mention_untried(peft)
     session = REGISTRY.of(root)
     table = None if session is None else session.table
     what = f"the adapters cannot be saved in {shown(str(directory))}"
     named: list[tuple[str, torch.Tensor]] = []
 
     def find() -> None:
-        from peft import get_peft_model_state_dict
-
         tensors = dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers()])
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device=_META) for name, t in tensors.items()}
         used = {
             id(tensor)
             for adapter in root.peft_config
-            for tensor in get_peft_model_state_dict(root, dict(empty), adapter_name=adapter).values()
+            for tensor in peft.get_peft_model_state_dict(root, dict(empty), adapter_name=adapter).values()
         }
         named.extend((name, tensors[name]) for name, tensor in empty.items() if id(tensor) in used)
 
@@ -487,13 +478,3 @@ def _num_bytes(size: int | str) -> int:
             cure="give a number of bytes, or a text as '5GB' or '500MiB'.",
         )
     return num_bytes
-
-
-def warn_if_untried(library: str) -> None:
-    """A warning, once, where a library is of another release than the tests run with."""
-    version = metadata.version(library)
-    if not version.startswith(f"{TRIED[library]}."):
-        warnings.warn(
-            f"{library} {version}: rannc_backend's files for it were tried with {TRIED[library]}",
-            stacklevel=3,
-        )

@@ -9,7 +9,6 @@ its methods, and a `ClusterEnvironment`.
 from __future__ import annotations
 
 import base64
-import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,17 +23,13 @@ from torch import Tensor, nn
 from rannc_backend.api.synchronized_modules import synchronize
 from rannc_backend.capture.module_compile import is_compiled
 from rannc_backend.errors import UserInputError
+from rannc_backend.integrations.tried_versions import mention_untried
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
 from rannc_backend.session_registry import REGISTRY
 from rannc_backend.settings import hooks
 from rannc_backend.settings.sources import Given
-
-logger = logging.getLogger(__name__)
-
-#: Versions of Lightning that this strategy was tried with, without their last number.
-TRIED = ("2.6",)
 
 Value = TypeVar("Value")
 
@@ -65,7 +60,7 @@ class RanncStrategy(ParallelStrategy):
         self._modules: dict[str, nn.Module] = {}
         self._is_checked = False
         hooks.replace("other libraries", rank_zero_only, "rank", world.rank)
-        _mention_untried(world, lightning.__version__)
+        mention_untried(lightning)
 
     @property
     def root_device(self) -> torch.device:
@@ -293,11 +288,4 @@ def _whole_job(group: Any, world: World) -> None:
     if callable(size) and size() != world.size:
         raise UserInputError(
             f"Lightning was to exchange values in the group {group!r}", cure="leave the group out: all ranks."
-        )
-
-
-def _mention_untried(world: World, version: str) -> None:
-    if world.rank == 0 and ".".join(version.split(".")[:2]) not in TRIED:
-        logger.warning(
-            "RanncStrategy was tried with Lightning %s, and this is %s", " and ".join(TRIED), version
         )

@@ -22,7 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rannc_backend.api.functions import full_state_dict
 from rannc_backend.capture.module_compile import is_compiled
 from rannc_backend.errors import UserInputError
-from rannc_backend.integrations.accelerate import join_job, mention_untried, prepare_model
+from rannc_backend.integrations.accelerate import join_job, prepare_model
+from rannc_backend.integrations.tried_versions import mention_untried
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.settings import hooks

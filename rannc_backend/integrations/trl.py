@@ -14,8 +14,8 @@ import trl
 from torch import nn
 
 from rannc_backend.errors import UserInputError
-from rannc_backend.integrations.accelerate import mention_untried
 from rannc_backend.integrations.trainer import RanncTrainerMixin
+from rannc_backend.integrations.tried_versions import mention_untried
 
 _LOSS = "nll"
 

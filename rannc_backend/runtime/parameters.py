@@ -40,6 +40,7 @@ from rannc_backend.runtime.state_hooks import (
     install_hooks,
     no_value,
     size_in_bytes,
+    value_of_rank,
     wait_all,
 )
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
@@ -358,20 +359,11 @@ class ParameterTable:
         root = self.updaters(name)[0]
         if not given[root]:
             return None
-        return self._from_rank(root, parameter if parameter.grad is None else parameter.grad)
+        return value_of_rank(self.world, root, parameter if parameter.grad is None else parameter.grad)
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The first owner's ``tensor``, as `_from_rank`."""
-        return self._from_rank(self.owners[name][0], tensor)
-
-    def _from_rank(self, root: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The ``tensor`` of one rank; on other ranks only its shape and dtype matter."""
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
-        if self.world.rank == root:
-            buffer.copy_(tensor.detach())
-        if self.world.size > 1:
-            self.world.transport.broadcast(buffer, root, self.everyone).wait()
-        return buffer.cpu()
+        """The first owner's ``tensor``, as `value_of_rank`."""
+        return value_of_rank(self.world, self.owners[name][0], tensor)
 
     def full_state(
         self, names: Sequence[tuple[str, torch.Tensor]], *, on_all_ranks: bool

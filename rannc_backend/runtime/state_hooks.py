@@ -167,7 +167,7 @@ class StatesOfCopies:
             first = next(rank for rank, flags in enumerate(held) if flags[index])
             key = prefix + local
             if first != 0 or self._on_all_ranks():
-                state[key] = self._from_rank(first, tensor, tensor.detach()).cpu()
+                state[key] = self._from_rank(first, tensor, tensor)
                 self._given.note((id(module), local), key, state[key])
             if world.rank != 0 and not self._on_all_ranks():
                 state.pop(key, None)
@@ -189,13 +189,24 @@ class StatesOfCopies:
                 state[key] = tensor
 
     def _from_rank(self, root: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        world = self._world
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-        if world.rank == root:
-            buffer.copy_(value.detach())
-        with exchanging(world):
-            world.transport.broadcast(buffer, root, tuple(range(world.size))).wait()
-        return buffer
+        with exchanging(self._world):
+            return value_of_rank(self._world, root, tensor, value)
+
+
+def value_of_rank(
+    world: World, root: int, tensor: torch.Tensor, value: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The ``value`` of one rank, on the CPU of all; elsewhere only the shape and dtype of ``tensor`` matter. Collective.
+
+    Args:
+        value: None: ``tensor`` itself.
+    """
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+    if world.rank == root:
+        buffer.copy_((tensor if value is None else value).detach())
+    if world.size > 1:
+        world.transport.broadcast(buffer, root, tuple(range(world.size))).wait()
+    return buffer.cpu()
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from rannc_backend import gathered
+from rannc_backend.integrations import generation
 from rannc_backend.integrations.generation import generate
 from rannc_backend.session_registry import REGISTRY
 from tests.distributed.harness.context import Context
@@ -119,7 +121,10 @@ def generation_equal(context: Context) -> dict[str, Any]:
     with gathered(model):
         _compare(context, "gathered", compiled.generate, alone, WAYS)
         _compare(context, "both", lambda **rest: generate(compiled, **rest), alone, ["greedy"])
-    _compare(context, "stages again", lambda **rest: generate(compiled, **rest), alone, ["beams"])
+    with mock.patch.object(generation, "mention_untried") as mentioned:
+        _compare(context, "stages again", lambda **rest: generate(compiled, **rest), alone, ["beams"])
+    seen = {call.args[0].__name__ for call in mentioned.call_args_list}
+    context.findings.that(seen == {"transformers"}, f"versions of {seen} are looked at")
     again = len(REGISTRY.sessions[model].compiled)
     context.findings.that(again == number, f"compiled {again - number} times after it was gathered")
     plan = REGISTRY.sessions[model].plan

@@ -12,6 +12,7 @@ from torch import nn
 from rannc_backend.capture import refusals
 from rannc_backend.errors import LaunchError, UserInputError
 from rannc_backend.integrations import accelerate as adapter
+from rannc_backend.integrations import tried_versions
 
 
 @pytest.fixture
@@ -92,10 +93,10 @@ def test_objects_come_back_in_their_order_and_models_without_replicas(
 
 def test_versions_that_were_not_tried_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     newer = SimpleNamespace(__name__="trl", __version__="99.0.0")
-    tried = SimpleNamespace(__name__="trl", __version__=adapter.TRIED["trl"] + ".7")
-    with caplog.at_level(logging.WARNING, logger=adapter.logger.name):
+    tried = SimpleNamespace(__name__="trl", __version__=tried_versions.TRIED["trl"] + ".7")
+    with caplog.at_level(logging.WARNING, logger=tried_versions.logger.name):
         for module in (tried, newer, newer):
-            adapter.mention_untried(module)
-    assert [record.getMessage() for record in caplog.records if record.name == adapter.logger.name] == [
-        f"trl 99.0.0 has not been tried with this adapter, {adapter.TRIED['trl']} has"
-    ]
+            tried_versions.mention_untried(module)
+    assert [
+        record.getMessage() for record in caplog.records if record.name == tried_versions.logger.name
+    ] == [f"trl 99.0.0 has not been tried with this adapter, {tried_versions.TRIED['trl']} has"]
