@@ -37,6 +37,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=32, help="bytes of a row")
     parser.add_argument("--batch", type=int, default=8, help="rows of all ranks in a forward")
     parser.add_argument("--accumulate", type=int, default=2, help="forwards per update")
+    parser.add_argument(
+        "--rows", type=int, default=253, help="rows of an epoch; its last batch may have fewer"
+    )
     parser.add_argument("--steps", type=int, default=20, help="updates")
     parser.add_argument(
         "--every", type=int, default=10, help="updates between two evaluations and checkpoints"
@@ -95,7 +98,13 @@ def build(flags: argparse.Namespace) -> nn.Module:
     if flags.lora:
         from peft import LoraConfig, get_peft_model
 
-        adapters = LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.0, init_lora_weights="gaussian")
+        adapters = LoraConfig(
+            r=4,
+            target_modules=["c_attn"],
+            modules_to_save=["ln_f"],
+            lora_dropout=0.0,
+            init_lora_weights="gaussian",
+        )
         dtype = next(model.parameters()).dtype
         model = get_peft_model(model, adapters).to(dtype)
     return model
@@ -157,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     trainer = Recording(
         build(flags),
         arguments,
-        train_dataset=rows_of_text(256, flags.length, text_of_evaluation),
-        eval_dataset=rows_of_text(4 * flags.batch, flags.length, 0),
+        train_dataset=rows_of_text(flags.rows, flags.length, text_of_evaluation),
+        eval_dataset=rows_of_text(4 * flags.batch - 3, flags.length, 0),
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=best_bytes,
         callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],

@@ -40,6 +40,9 @@ class Listener(Protocol):
         of this micro-batch.
         """
 
+    def keep_rows(self, position: int, index: Tensor, rows: Tensor) -> None:
+        """Rows ``rows[i]`` belong to row ``index[i]`` of the gradient of a table. Both are the listener's."""
+
 
 # Graphs hold tensors and numbers only, so who listens is known by who calls: set for the time of one call, by
 # `listening`.
@@ -54,6 +57,9 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "write_rows_(Tensor(a!) bucket, Tensor index, Tensor rows, int padding_index, SymInt accumulate) -> ()"
+)
+_LIBRARY.define(
+    "keep_rows_(Tensor(a!) bucket, Tensor index, Tensor rows, Tensor? mask, int padding_index, int position) -> ()"
 )
 _LIBRARY.define("write_gradients_(Tensor(a!)[] buckets, Tensor[] gradients, SymInt accumulate) -> ()")
 _LIBRARY.define("gradients_made_(Tensor(a!)[] buckets, int[] positions) -> ()")
@@ -109,6 +115,27 @@ def write_rows(bucket: Tensor, index: Tensor, rows: Tensor, padding_index: int, 
     bucket.index_add_(0, index.reshape(-1), rows.reshape(-1, *bucket.shape[1:]))
 
 
+def keep_rows(
+    bucket: Tensor, index: Tensor, rows: Tensor, mask: Tensor | None, padding_index: int, position: int
+) -> None:
+    """Give the listener a copy of the rows of a sparse gradient, without those of the padding; for CPUs, as their
+    number depends on values.
+
+    Args:
+        bucket: named so that `gradients_made_` comes after this.
+        index: integers of any shape. rows: [*index.shape, *features].
+        mask: which of them count, in the shape of the index, or with dimensions of one element behind it; None: all but
+            those equal to `padding_index`.
+    """
+    del bucket
+    listener = _LISTENER.get()
+    if listener is None:
+        return
+    numbers = index.reshape(-1)
+    counts = numbers != padding_index if mask is None else mask.reshape(-1)
+    listener.keep_rows(position, numbers[counts], rows.reshape(numbers.numel(), -1)[counts])
+
+
 def can_launch(tensor: Tensor) -> bool:
     """Whether a kernel can be started where ``tensor`` is."""
     return HAS_TRITON and tensor.is_cuda
@@ -140,6 +167,7 @@ def gradients_made(buckets: Sequence[Tensor], positions: Sequence[int]) -> None:
 for _name, _function in (
     ("write_product_", write_product),
     ("write_rows_", write_rows),
+    ("keep_rows_", keep_rows),
     ("write_gradients_", write_gradients),
     ("gradients_made_", gradients_made),
 ):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,12 +20,97 @@ import numpy as np
 import sympy
 import torch
 from torch import fx
+from torch.nn import functional
 
 from rannc_backend.passes.graph_queries import size_expression, symbols_in
 from rannc_backend.passes.pipeline import GraphPass
 from rannc_backend.passes.tracing import inline, trace_function
 
 aten = torch.ops.aten
+_OF_KEYS = 1  # torch's number of a mask [rows, tokens]
+
+
+def attention_of_parts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`aten._native_multi_head_attention` of dense [rows, tokens, width], which `nn.MultiheadAttention` calls in
+    evaluation mode. As one operator its parameters could not be in two stages, as those of training may be.
+    """
+    sides = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
+    heads = (functional.linear(*side).unflatten(-1, (num_head, -1)).transpose(1, 2) for side in sides)
+    queries, keys, values = heads
+    scores = (queries / math.sqrt(embed_dim // num_head)) @ keys.transpose(2, 3)
+    if mask is not None:
+        masked = mask.to(torch.bool)
+        if mask_type == _OF_KEYS:
+            masked = masked[:, None, None]
+        scores = scores.masked_fill(masked, -math.inf)
+    weights = scores.softmax(-1)
+    found = functional.linear((weights @ values).transpose(1, 2).flatten(2), proj_weight, proj_bias)
+    if not need_weights:
+        return found, None
+    return found, weights.mean(1) if average_attn_weights else weights
+
+
+def encoder_layer_of_parts(
+    src: torch.Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    *parameters: Any,
+    mask: torch.Tensor | None = None,
+    mask_type: int | None = None,
+) -> torch.Tensor:
+    """`aten._transformer_encoder_layer_fwd`, which `nn.TransformerEncoderLayer` calls in evaluation mode, likewise."""
+    *norms, up_weight, up_bias, down_weight, down_bias = parameters[:8]
+    if rest := parameters[8:]:  # given by position
+        mask, mask_type = rest
+
+    def normed(value: torch.Tensor, which: int) -> torch.Tensor:
+        weight, bias = norms[2 * which : 2 * which + 2]
+        return functional.layer_norm(value, (embed_dim,), weight, bias, eps)
+
+    def attended(value: torch.Tensor) -> torch.Tensor:
+        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+        return attention_of_parts(
+            value, value, value, embed_dim, num_heads, *weights, mask, need_weights=False, mask_type=mask_type
+        )[0]
+
+    def forwarded(value: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(value, up_weight, up_bias)
+        hidden = functional.gelu(hidden) if use_gelu else functional.relu(hidden)
+        return functional.linear(hidden, down_weight, down_bias)
+
+    if norm_first:
+        src = src + attended(normed(src, 0))
+        return src + forwarded(normed(src, 1))
+    src = normed(src + attended(src), 0)
+    return normed(src + forwarded(src), 1)
+
+
+#: What a trace puts in the place of operators that read the parameters of several layers at once.
+IN_PARTS: dict[Any, Callable[..., Any]] = {
+    aten._native_multi_head_attention.default: attention_of_parts,
+    aten._transformer_encoder_layer_fwd.default: encoder_layer_of_parts,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 In: the arguments of `torch.ctc_loss` with lengths as tensors, on fakes. Out: the same value, by way of an operator of
 `torch.library` that gives one loss per sample and whose gradient runs torch's loss once more; what reduces them is
-ordinary arithmetic.
+ordinary arithmetic. Targets of all samples one after the other, as a mask selects them, are put in rows again.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from rannc_backend.passes.plain_numbers import recording_gradients
 
+aten = torch.ops.aten
 _LIBRARY = torch.library.Library("rannc_ctc", "FRAGMENT")
 _ARGUMENTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 _NONE, _MEAN = 0, 1  # torch's numbers of reductions
+_CASTS = frozenset({aten._to_copy.default, aten.detach.default, aten.clone.default})
 
 
 def takes(func: object, args: Sequence[Any]) -> bool:
-    """Whether this is a call of the loss with a batch [tokens, rows, classes], targets [rows, tokens] and tensors of
-    lengths.
+    """Whether this is a call of the loss with a batch [tokens, rows, classes], targets [rows, tokens], or those of all
+    rows one after the other, and tensors of lengths.
     """
     tensors = args[:4]
     return (
@@ -30,8 +32,41 @@ def takes(func: object, args: Sequence[Any]) -> bool:
         and len(tensors) == 4
         and all(isinstance(each, Tensor) for each in tensors)
         and args[0].dim() == 3
-        and args[1].dim() == 2
+        and args[1].dim() in (1, 2)
     )
+
+
+def is_selection(func: object, args: Sequence[Any]) -> bool:
+    """Whether a mask [rows, tokens] selects from values of that shape: `values[mask]`, `masked_select(values, mask)`."""
+    return (
+        func in (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
+        and len(args) == 2
+        and all(isinstance(each, Tensor) and each.dim() == 2 for each in args)
+        and args[1].dtype is torch.bool
+        and args[0].shape == args[1].shape
+    )
+
+
+def selection_behind(targets: fx.Node) -> fx.Node:
+    """The node that has selected the targets, behind casts."""
+    while targets.target in _CASTS:
+        targets = targets.args[0]  # type: ignore[assignment]
+    return targets
+
+
+def counts_of(mask: fx.Node, lengths: fx.Node) -> bool:
+    """Whether lengths are the numbers of selected tokens of each row."""
+    lengths = selection_behind(lengths)
+    if lengths.target is not aten.sum.dim_IntList or len(lengths.args) != 2:
+        return False
+    counted, dims = lengths.args
+    return selection_behind(counted) is mask and list(dims) in ([1], [-1])  # type: ignore[arg-type]
+
+
+def in_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """The selected values of each row, in their order, before zeros."""
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    return torch.where(mask, values, 0).gather(1, order)
 
 
 def call_ctc(

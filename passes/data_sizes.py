@@ -18,6 +18,7 @@ another tensor, or the operator would fail. An index into a value of that many e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,3 +185,19 @@ def _numel(value: Any, bounds: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
 def _at_ten(expression: sympy.Expr) -> float:
     """To tell the larger of two numbers of elements."""
     return float(expression.xreplace({symbol: sympy.Integer(10) for symbol in expression.free_symbols}))
+
+
+def log_sigmoid_backward(gradient: torch.Tensor, value: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """As ``aten.log_sigmoid_backward``, without a look at how many elements there are: torch's own for traces takes
+    the buffer where it has any, of which nobody knows here. Its values are those of the buffer.
+    """
+    del buffer
+    exponential = torch.exp(-value.abs())
+    share = exponential / (1 + exponential)
+    return gradient * torch.where(value < 0, 1 - share, share)
+
+
+#: What traces of graphs with such sizes have in the place of operators.
+OF_ANY_SIZE: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.log_sigmoid_backward.default: log_sigmoid_backward
+}

@@ -71,6 +71,15 @@ def new_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     return size
 
 
+def new_number(shape_env: ShapeEnv, name: str, hint: float) -> torch.SymFloat:
+    """A float with this hint, of which nothing else is known, that a graph may take as an input."""
+    source = ConstantSource(name)
+    symbol = shape_env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    number = shape_env.create_symfloatnode(symbol, hint=hint, source=source)
+    assert isinstance(number, torch.SymFloat), f"{name} is a constant: {number}"
+    return number
+
+
 class RefusingDraws(TorchDispatchMode):
     """Raises `error` where an operator draws random numbers."""
 
@@ -106,3 +115,16 @@ def recording_gradients() -> Iterator[None]:
 def without_modes() -> AbstractContextManager[None]:
     """Operators run as they are, whatever traces or fakes them around."""
     return _disable_current_modes()
+
+
+def fill_diagonal(tensor: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
+    """`Tensor.fill_diagonal_`, whose kernel takes the sizes of its operand as plain numbers."""
+    numbers = [torch.arange(size, device=tensor.device) for size in tensor.shape]
+    if tensor.dim() == 2:
+        rows, columns = numbers
+        # Behind the last column the diagonal begins again, one row further down.
+        period = tensor.shape[1] + 1 if wrap else tensor.shape[0] + tensor.shape[1] + 1
+        return tensor.masked_fill_((rows % period)[:, None] == columns, fill_value)
+    first, *others = torch.meshgrid(*numbers, indexing="ij")
+    on_diagonal = torch.stack([first == other for other in others]).all(0)
+    return tensor.masked_fill_(on_diagonal, fill_value)

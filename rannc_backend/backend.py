@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rannc_backend.ir.graph_input import BatchInput, StateInput
 from rannc_backend.runtime.job.disabled_compile import (
     say_if_unused,
     warn_if_disabled,
@@ -39,15 +40,17 @@ warn_if_looked_up_in_vain(os.environ)
 from rannc_backend.capture import graph as capture  # noqa: E402
 from rannc_backend.capture.errors import own_errors_only  # noqa: E402
 from rannc_backend.capture.first_trace import begin_symbolically  # noqa: E402
+from rannc_backend.capture.inputs import plain_numbers  # noqa: E402
 from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa: E402
 from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E402
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
 from rannc_backend.capture.nonstrict.ranks import Ranks  # noqa: E402
 from rannc_backend.capture.nonstrict.trace import Changing  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
-from rannc_backend.capture.soft_labels import trace_soft_labels  # noqa: E402
+from rannc_backend.capture.written_out import trace_margin_loss, trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import (  # noqa: E402
     Prepare,
+    arguments_of_call,
     arrive,
     casting,
     gated,
@@ -168,22 +171,20 @@ def _deployed(
         with _capturing(resolution.config, world) as details:
             captured, values = captured_as(with_lengths)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-        if resolution.config.sparse_gradients == "refuse":
-            captured.refuse_sparse()
-        return captured, values
+        return captured.with_gradients(resolution.config.sparse_gradients, world.device), values
 
     captured, values = captured_now(True)
     session = _session_for(captured.root_module, resolution, capture.fixed_shapes(captured))
     runtime = None
     try:
-        runtime = session.runtime_for(captured, *_sizes_of_call(captured, values))
+        runtime = session.best_runtime(captured, values, *_sizes_of_call(captured, values))
     except ModelError as error:
-        if not captured.lengths:
+        if not captured.lengths and not captured.number_symbols:
             raise
-        logger.debug("the model is captured for the sizes of this call alone: %s", error)
+        logger.debug("the model is captured for the sizes and numbers of this call alone: %s", error)
     if runtime is None:
         captured, values = captured_now(False)
-        runtime = session.runtime_for(captured, *_sizes_of_call(captured, values))
+        runtime = session.best_runtime(captured, values, *_sizes_of_call(captured, values))
     return session, captured, runtime, session.take_moved()
 
 
@@ -216,7 +217,7 @@ def _session_for(module: nn.Module, resolution: Resolution, shapes: tuple[str, .
     refuse_gathered(REGISTRY.is_gathered(module))
     session = REGISTRY.session_of(module, resolution.config)
     say_options(resolution)
-    _check_number(session, shapes)
+    _check_number(session, module, shapes)
     return session
 
 
@@ -258,13 +259,15 @@ def _padding(module: nn.Module | None, told: Mapping[str, Any]) -> Prepare | Non
         return None
     found, config_of = weakref.ref(module), _config_of(told)
 
-    def prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def prepared(
+        args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], None]]:
         try:
             config, model = config_of(), found()
         except RanncError:
-            return args, kwargs  # an option is wrong: the call says so where all options are read
+            return args, kwargs, lambda result: None  # a wrong option is told where all options are read
         if model is None or not config.pad_inputs or not config.gather_inputs:
-            return args, kwargs
+            return args, kwargs, lambda result: None
         world = _started(config, str(type(model)))
         exchange = functools.partial(
             agree, world, "the shapes of a call", limit_seconds=config.compile_timeout_seconds
@@ -285,6 +288,7 @@ def _prepare_without_dynamo(
 ) -> tuple[Capture, Callable[..., Sequence[Any]]]:
     if bootstrap.leads():
         _FIRST_CALL.begin()
+    REGISTRY.refuse_copy(module)
     restore_classes(REGISTRY.absent_tensors())
     try:
         with own_errors_only(), rare_collections():
@@ -341,7 +345,8 @@ def _is_rannc(backend: object) -> bool:
 _GIVEN_UP = GivenUpModels(_is_rannc)
 
 
-def _before_compilation() -> None:
+def _before_compilation(model: object) -> None:
+    REGISTRY.refuse_copy(model)
     _GIVEN_UP.watch()
     if bootstrap.leads():
         # Options of the log that are wrong are told where all options are.
@@ -384,21 +389,26 @@ def _check_device(
         )
 
 
-def _check_number(session: Session, shapes: tuple[str, ...]) -> None:
+def _check_number(session: Session, module: nn.Module, shapes: tuple[str, ...]) -> None:
     """Of what has been compiled of the model, as Dynamo's setting limits it: other models of the class do not
     count. New lengths of sequences and sizes of images have no limit.
     """
-    limit, number = recompile_limit(), len(session.compiled)
-    is_new = shapes not in session.shapes
-    session.shapes.add(shapes)
-    if session.world.size == 1 or number < limit:
+    if session.world.size == 1:
         return
-    if not is_new:
+    limit, number = recompile_limit(), len(session.compiled)
+    before, numbers = session.compiled_for.get(shapes), plain_numbers(module, *arguments_of_call())
+    session.compiled_for[shapes] = numbers
+    if number < limit:
+        return
+    if before is not None:
+        changed = [name for name, value in numbers.items() if before.get(name, value) != value]
+        told = ", ".join(f"{name} was {before[name]} and is {numbers[name]}" for name in changed[:3])
         raise UserInputError(
             f"the model has been compiled {number} times, as often as torch._dynamo.config.recompile_limit allows, "
-            "and now again for inputs of shapes that it was compiled for before",
-            cure="look for what else changes between its calls (an attribute, a global, an argument that is no "
-            "tensor), or set the limit higher at the start.",
+            f"and now again for inputs of shapes that it was compiled for before{told and ': '}{told}",
+            cure="give a number that changes as a tensor, torch.tensor(value, dtype=torch.float64), an attribute as a buffer "
+            "that is changed in place; look for what else changes between calls (a global, an argument that is no tensor); "
+            "or set the limit higher at the start.",
         )
     if number == limit and session.world.rank == 0:
         logger.warning(
@@ -413,11 +423,7 @@ def _bind(
 ) -> Callable[..., Sequence[Any]]:
     positions = {spec.name: spec.position for spec in captured.inputs}
     order = [positions[spec.name] for spec in runtime.inputs]
-    stored = [
-        (spec.position, spec.fqn)
-        for spec in captured.inputs
-        if spec.kind in ("parameter", "buffer") and spec.fqn is not None
-    ]
+    stored = [(spec.position, spec.fqn) for spec in captured.inputs if isinstance(spec, StateInput)]
     # Dynamo keeps what is returned here for as long as it likes (a record of collectives has its callers'
     # code): it must keep neither the model alive nor what steps need, which the session has.
     key, root = captured.fingerprint, weakref.ref(captured.root_module)
@@ -454,7 +460,7 @@ def _bind(
 
 def _sizes_of_call(captured: capture.CapturedGraph, flat_args: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
     """Rows and lengths of a call with these arguments."""
-    batch = next(spec.position for spec in captured.inputs if spec.kind == "batch")
+    batch = next(spec.position for spec in captured.inputs if isinstance(spec, BatchInput))
     position_of = {spec.name: spec.position for spec in captured.inputs}
     lengths = (flat_args[position_of[length.carrier]].shape[length.dim] for length in captured.lengths)
     return int(flat_args[batch].shape[0]), tuple(map(int, lengths))
@@ -475,6 +481,7 @@ hooks.install(
         lambda: say_if_unused(os.environ, lambda: bootstrap.started() is not None),
         capture.skip_library_loggers,
         trace_soft_labels,
+        trace_margin_loss,
         lambda: trace_modules_of_torch(
             _is_rannc,
             lambda compiled, module, told: gated(

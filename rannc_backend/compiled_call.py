@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,8 @@ class _Call:
     arrived: bool = False
     compiled: bool = False  # Dynamo has compiled something, with an operator in it or without
     captured: bool = False  # the model has become a graph: what fails now is not its capture
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 _CURRENT: ContextVar[_Call | None] = ContextVar("rannc_call", default=None)
@@ -62,7 +64,16 @@ def note_capture() -> None:
         call.captured = True
 
 
-Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+def arguments_of_call() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Of the call under way; none where a compiled function calls a model."""
+    call = _CURRENT.get()
+    return ((), {}) if call is None else (call.args, call.kwargs)
+
+
+# Gives other arguments, and what is to be asked of the result.
+Prepare = Callable[
+    [tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], None]]
+]
 
 
 class SecondWay(Protocol):
@@ -159,8 +170,9 @@ def gated(
         counts = bootstrap.counts()
         counts.num_calls += 1
         try:
+            check_result: Callable[[Any], None] | None = None
             if prepared is not None:
-                args, kwargs = prepared(args, kwargs)
+                args, kwargs, check_result = prepared(args, kwargs)
             with around():
                 result, served = _served_either_way(compiled, second, args, kwargs)
             # A function without any operator never comes to a backend, and is itself what it does to rows.
@@ -169,6 +181,8 @@ def gated(
             )
             if not served.arrived and not has_no_operator:
                 _refuse_plain_call()
+            if check_result is not None:
+                check_result(result)
             return result
         except Exception as error:
             on_failure()
@@ -188,14 +202,14 @@ def _served_either_way(
     if is_inside_ddp() and not bootstrap.is_alone():
         raise WrappedModelError("DistributedDataParallel")
     if second is None or not second.is_chosen():
-        call = _Call()
+        call = _Call(args=args, kwargs=kwargs)
         try:
             return _served(call, compiled, args, kwargs), call
         except ModelError as error:
             # What fails in a step, here or on another rank, is not the capture.
             if call.arrived or call.captured or second is None or not second.choose(error):
                 raise
-    call = _Call()
+    call = _Call(args=args, kwargs=kwargs)
     return _served(call, lambda *args, **kwargs: second(args, kwargs), args, kwargs), call
 
 

@@ -19,32 +19,41 @@ from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
 from rannc_backend.ir.action import OUTPUT, Program, Turn
+from rannc_backend.ir.graph_input import BatchInput, ParameterInput, ReplicatedInput, StateInput, UserInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
+from rannc_backend.passes.batch.batch_split import UserReplicated, UserRows, UserScalar, UserUnavailable
 from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.planner.plan_fits_graph import choose_schedule
 from rannc_backend.runtime.comm.checked import describe_values
 from rannc_backend.runtime.comm.host_link import HostLink
 from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
-from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions, SumFormat
+from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions, DeferredReductions, SumFormat
 from rannc_backend.runtime.gradients.buckets import BufferPool
-from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.runtime.gradients.delayed_reduction import DelayableBuckets
 from rannc_backend.runtime.parameters import STATE_CHANNEL, ParameterTable
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.shared_buffers import SharedBuffers
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
-from rannc_backend.runtime.step.graph_settings import RuntimeInput, RuntimeSettings, StepCounter
+from rannc_backend.runtime.step.graph_settings import RuntimeSettings, StepCounter
 from rannc_backend.runtime.step.messages import boundary_wire
 from rannc_backend.runtime.step.queue_turns import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
-from rannc_backend.runtime.step.step_state import RuntimeOutput, StepShapes
+from rannc_backend.runtime.step.step_state import (
+    ConstantOutput,
+    DeliveredRows,
+    NotDelivered,
+    Replicated,
+    RuntimeOutput,
+    Scalar,
+    StepShapes,
+)
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact
 from rannc_backend.runtime.trace.copy_report import CopyLog
@@ -126,9 +135,12 @@ class Deployer:
         shapes_at = self._shapes_at(analysis, cut)
         shapes = shapes_at(tuple(length.hint for length in analysis.captured.lengths), True)
         outputs = shapes.outputs
-        losses = [i for i, output in enumerate(outputs) if output.kind == "scalar" and output.differentiable]
+        losses = [
+            i for i, output in enumerate(outputs) if isinstance(output, Scalar) and output.differentiable
+        ]
         # Of this graph, not of the plan: the planned graph may have been one without a loss.
-        name = choose_schedule(analysis.split, analysis.needs_grad, self.config)
+        is_first = self.world.rank == 0
+        name = choose_schedule(analysis.split, analysis.needs_grad, self.config, says_so=is_first)
         schedule = schedule_of(self.plan) if name == self.plan.schedule else schedule_named(name)
         return GraphRuntime(
             label=label,
@@ -190,10 +202,10 @@ class Deployer:
 
     def _num_micro_batches(self, analysis: GraphAnalysis) -> int:
         """Of a step with enough rows. Raises UnsupportedModelError where the whole batch has no place."""
-        whole = analysis.split.whole_batch
+        whole, most = analysis.split.whole_batch, max(map(len, self.stage_ranks))
         if whole is None:
-            return self.config.pipeline_num or self.plan.num_micro_batches
-        if max(map(len, self.stage_ranks)) > 1:
+            return analysis.micro_batches_of(self.config.pipeline_num or self.plan.num_micro_batches, most)
+        if most > 1:
             raise UnsupportedModelError(
                 f"operator {whole.operator} mixes the samples of a batch ({whole.reason}), which needs the "
                 "whole batch on one replica, and the plan that was made for an earlier call of this model has "
@@ -203,17 +215,16 @@ class Deployer:
             )
         return 1
 
-    def _inputs(self, analysis: GraphAnalysis) -> tuple[RuntimeInput, ...]:
-        specs = [spec for spec in analysis.captured.inputs if spec.kind in ("batch", "replicated")]
+    def _inputs(self, analysis: GraphAnalysis) -> tuple[UserInput, ...]:
+        inputs = analysis.captured.inputs
+        specs = tuple(spec for spec in inputs if isinstance(spec, BatchInput | ReplicatedInput))
         for spec in specs:
-            if spec.kind == "replicated" and spec.requires_grad:
+            if isinstance(spec, ReplicatedInput) and spec.requires_grad:
                 raise UnsupportedModelError(
                     f"input {spec.name} has no batch dimension and requires a gradient",
                     cure="make it a parameter of the model, or give it a batch dimension",
                 )
-        return tuple(
-            RuntimeInput(name=spec.name, kind=spec.kind, requires_grad=spec.requires_grad) for spec in specs
-        )
+        return specs
 
     def _outputs(
         self, analysis: GraphAnalysis, cut: StageCut, lengths: tuple[int, ...], *, delivers: bool
@@ -225,80 +236,68 @@ class Deployer:
             for slot in graph.outputs
             if slot.kind == "replicated"
         }
-        results = []
+        results: list[RuntimeOutput] = []
         for output in analysis.split.user_outputs:
-            if output.kind == "rows":
-                assert output.name is not None, "outputs of this kind have a name"
-                value = analysis.value(output.name, lengths) if delivers else None
-                differentiable = delivers and output.name in analysis.needs_grad
-                results.append(
-                    RuntimeOutput(
-                        kind="rows",
-                        value=value,
-                        differentiable=differentiable,
-                        constant=cut.left_out.why,
-                    )
-                )
-            elif output.kind == "scalar":
-                assert output.index is not None, "outputs of this kind have an index"
-                differentiable = output.index in scalars
-                results.append(
-                    RuntimeOutput(kind="scalar", scalar_index=output.index, differentiable=differentiable)
-                )
-            elif output.kind == "replicated":
-                assert output.name is not None, "outputs of this kind have a name"
-                results.append(self._replicated_output(analysis, output.name, maker, lengths))
-            elif output.kind == "unavailable":
-                results.append(RuntimeOutput(kind="unavailable", constant=output.value))
-            else:
-                constant = output.value
-                if isinstance(constant, sympy.Expr):
-                    (constant,) = analysis.sizes_at([constant], lengths)
-                results.append(RuntimeOutput(kind="none", constant=constant))
+            match output:
+                case UserRows() if delivers:
+                    value = analysis.value(output.name, lengths)
+                    differentiable = output.name in analysis.needs_grad
+                    results.append(DeliveredRows(value=value, differentiable=differentiable))
+                case UserRows():
+                    results.append(NotDelivered(why=cut.left_out.why, is_left_out=True))
+                case UserScalar():
+                    results.append(Scalar(index=output.index, differentiable=output.index in scalars))
+                case UserReplicated():
+                    results.append(self._replicated_output(analysis, output.name, maker, lengths))
+                case UserUnavailable():
+                    results.append(NotDelivered(why=output.why, is_left_out=False))
+                case _:
+                    constant = output.value
+                    if isinstance(constant, sympy.Expr):
+                        (constant,) = analysis.sizes_at([constant], lengths)
+                    results.append(ConstantOutput(constant=constant))
         return tuple(results)
 
     def _replicated_output(
         self, analysis: GraphAnalysis, name: str, maker: Mapping[str, int], lengths: tuple[int, ...]
-    ) -> RuntimeOutput:
+    ) -> Replicated:
         if name in analysis.needs_grad:
             raise UnsupportedModelError(
                 f"output {name} does not depend on the batch but requires a gradient",
                 cure="return it detached, or compute it outside the compiled model",
             )
         fake = analysis.node(name).meta["val"]
-        return RuntimeOutput(
-            kind="replicated",
+        return Replicated(
             name=name,
             root=self.stage_ranks[maker[name]][0],
             dtype=fake.dtype,
-            static_shape=analysis.sizes_at(fake.shape, lengths),
+            shape=analysis.sizes_at(fake.shape, lengths),
         )
 
     def _buckets(
         self, analysis: GraphAnalysis, cut: StageCut, reductions: BucketReductions
     ) -> DelayableBuckets:
-        capacity_bytes = self.config.bucket_mb * 2**20
+        capacity_bytes, start = self.config.bucket_mb * 2**20, reductions.start
         # Of several stages the last comes first, as in their backwards.
         own_order = list(
             dict.fromkeys(
                 name for index in reversed(self.own_stages) for name in backward_order(cut.graphs[index])
             )
         )
-        names = {
-            spec.name: spec.fqn
-            for spec in analysis.captured.inputs
-            if spec.name in analysis.trained_parameters
-        }
-        owned = [fqn for fqn in names.values() if self.own_stages and fqn and self.table.owns(fqn)]
+        names = analysis.trained_parameters
+        owned = [fqn for fqn in names.values() if self.own_stages and self.table.owns(fqn)]
         rank_of = {names[name]: place for place, name in enumerate(own_order) if name in names}
         owned.sort(key=lambda fqn: (rank_of.get(fqn, len(rank_of)), fqn))
         ranks = self.stage_ranks[self.own_stages[0]] if self.own_stages else ()
+        tables = {table.fqn for table in analysis.captured.sparse_tables}
+        updates, keeps_all = self.table.updates, self.plan.zero_stage < 2
+        division = Division(updates=updates, rank=self.world.rank, keeps_all=keeps_all)
         layout = plan_buckets(
-            [(fqn, self.tensors[fqn]) for fqn in owned],
+            [(fqn, self.tensors[fqn]) for fqn in owned if fqn not in tables],
             self.table.owners,
             ranks,
             capacity_bytes,
-            Division(updates=self.table.updates, rank=self.world.rank, keeps_all=self.plan.zero_stage < 2),
+            division,
             max_buckets=self.config.max_buckets,
             wide_sums=self.config.wide_sums,
             device=self.world.device,
@@ -307,9 +306,7 @@ class Deployer:
             layout=layout,
             parameters={fqn: self.tensors[fqn] for fqn in owned},
             stage_ranks=ranks,
-            start_reduce=DeferredReductions(reductions.start)
-            if self.config.sync_allreduce
-            else reductions.start,
+            start_reduce=start if not self.config.sync_allreduce else DeferredReductions(start),
             new_buffer=reductions.new_buffer,
             table=self.table,
             switches=self.switches,
@@ -318,17 +315,18 @@ class Deployer:
             wide_sums=self.config.wide_sums,
             pool=self.pool,
             host_link=self.host_link,
+            table_owners={fqn: self.table.owners[fqn] for fqn in owned if fqn in tables},
+            division=division,
         )
 
     def _executor_factory(
         self, analysis: GraphAnalysis, cut: StageCut, schedule: Schedule
     ) -> Callable[[str, RowTable, tuple[int, ...]], Executor]:
         graphs = [cut.graphs[index] for index in self.own_stages]
-        names = {
-            slot.name for graph in graphs for slot in graph.inputs if slot.kind in ("parameter", "buffer")
-        }
-        own = [spec for spec in analysis.captured.inputs if spec.name in names]
-        tensors = {spec.name: self.tensors[spec.fqn] for spec in own if spec.fqn is not None}
+        names = {slot.name for graph in graphs for slot in graph.inputs}
+        inputs = analysis.captured.inputs
+        own = [spec for spec in inputs if isinstance(spec, StateInput) and spec.name in names]
+        tensors = {spec.name: self.tensors[spec.fqn] for spec in own}
         made_here = {
             graph.index: {slot.fqn for slot in graph.outputs if slot.kind == "buffer"} for graph in graphs
         }
@@ -375,9 +373,7 @@ class Deployer:
                     index: frozenset(spec.name for spec in own if spec.fqn in fqns)
                     for index, fqns in made_here.items()
                 },
-                parameter_names={
-                    spec.name: spec.fqn for spec in own if spec.kind == "parameter" and spec.fqn is not None
-                },
+                parameter_names={spec.name: spec.fqn for spec in own if isinstance(spec, ParameterInput)},
                 updated_buffers=frozenset(spec.name for spec in own if spec.fqn in cut.buffer_makers),
                 limit_seconds=self.config.step_timeout_seconds,
                 host_link=self.host_link,
@@ -399,8 +395,9 @@ class Deployer:
     ) -> CompiledStage:
         graph = cut.graphs[index]
         edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
-        wire = boundary_wire(self.config.boundary_dtype, self.world.device)
-        stored, stored_gradients = stored_names(edges, graph.index, names, wire)
+        stored, stored_gradients = stored_names(
+            edges, graph.index, names, boundary_wire(self.config.boundary_dtype, self.world.device)
+        )
         needs_grad = analysis.needs_grad - (
             graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
         )
@@ -410,7 +407,7 @@ class Deployer:
             return compile_stage(
                 graph,
                 needs_grad=needs_grad,
-                requires_grad_parameters=analysis.trained_parameters,
+                requires_grad_parameters=frozenset(analysis.trained_parameters),
                 fake_mode=analysis.captured.fake_mode,
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=compiler,
@@ -423,6 +420,7 @@ class Deployer:
                 stored_gradients=stored_gradients,
                 splits_backward=splits_backward,
                 wide_sums=self.config.wide_sums,
+                sparse=frozenset(table.name for table in analysis.captured.sparse_tables),
             )
 
     def _program_factory(

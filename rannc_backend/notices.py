@@ -20,6 +20,7 @@ from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import user_location
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.batch_axis import is_statistic
+from rannc_backend.passes.batch.batch_split import UserRows, UserScalar
 from rannc_backend.passes.batch.operator_call import ADVICE
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.cut_stages import OutputsLeftOut
@@ -90,12 +91,8 @@ def _say_casts(graph: fx.Graph) -> None:
 
 def say_outputs(analysis: GraphAnalysis, rows: Sequence[int], left_out: OutputsLeftOut) -> None:
     """What outputs beside a loss cost in each step, or why they do not come back. ``rows``: of each rank."""
-    names = [
-        output.name
-        for output in analysis.split.user_outputs
-        if output.kind == "rows" and output.name is not None
-    ]
-    scalars = any(output.kind == "scalar" for output in analysis.split.user_outputs)
+    names = [output.name for output in analysis.split.user_outputs if isinstance(output, UserRows)]
+    scalars = any(isinstance(output, UserScalar) for output in analysis.split.user_outputs)
     bytes_per_row: int = sum(analysis.value(name).bytes_per_row for name in names)
     if names and left_out.why and not left_out.always:
         logger.info(
@@ -154,7 +151,7 @@ def _narrow_sums(deployed: Deployed) -> str:
     if deployed.config.wide_sums:
         return ""
     trained = deployed.analysis.trained_parameters
-    names = {spec.fqn: spec.name for spec in deployed.analysis.captured.inputs if spec.name in trained}
+    names = {fqn: name for name, fqn in trained.items()}
     for index, stage in enumerate(deployed.plan.stages):
         slices = deployed.slices(index)
         dtypes = {_dtype(deployed.analysis, names[name]) for name in stage.parameters if name in names}
@@ -187,8 +184,10 @@ def _dtype(analysis: GraphAnalysis, name: str) -> torch.dtype:
 
 def _mean_over_ranks(deployed: Deployed) -> str:
     outputs = deployed.analysis.split.user_outputs
-    outside = any(output.kind == "rows" and output.name in deployed.analysis.needs_grad for output in outputs)
-    inside = any(output.kind == "scalar" for output in outputs)
+    outside = any(
+        isinstance(output, UserRows) and output.name in deployed.analysis.needs_grad for output in outputs
+    )
+    inside = any(isinstance(output, UserScalar) for output in outputs)
     num_ranks = len({rank for stage in deployed.plan.stages for rank in stage.ranks})
     if not outside or inside or num_ranks == 1 or not deployed.config.gather_inputs:
         return ""

@@ -2,11 +2,15 @@
 
 In: a module and the arguments of this rank's call; option `pad_inputs`. Out: arguments of the same shapes, but for
 the rows, on all ranks. What one process computes on the batch so padded is what the ranks compute together.
+
+A loss inside the model leaves padding out, as its labels say. Code outside of the model does not know of it: what is as
+long as a padded input is refused where there is no loss (`model.generate` would read the place behind a prompt's end).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +19,11 @@ from torch import nn
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.errors import RanksDifferError, UserInputError
 from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE
+from rannc_backend.runtime.torch_internals import leaves_of
 
 Shapes = dict[str, list[int]]
 Exchange = Callable[[Shapes], list[Shapes]]
+Check = Callable[[Any], None]
 
 
 def padded_arguments(
@@ -27,9 +33,9 @@ def padded_arguments(
     *,
     paddings: Mapping[str, float],
     exchange: Exchange,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the inputs that `paddings` names padded at the ends of their dimensions behind the first.
-    Collective.
+) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
+    """The arguments with the inputs that `paddings` names padded at the ends of their dimensions behind the first, and
+    what is to be asked of the call's result. Collective.
 
     ``exchange``: gives the shapes, by input, of all ranks whose rows count.
 
@@ -50,7 +56,37 @@ def padded_arguments(
         _padded(label, tensor, [each[label] for each in shapes if label in each], paddings.get(label))
         for label, tensor in zip(call.labels, call.tensors, strict=True)
     ]
-    return call.rebuilt(tensors)
+    made = [list(tensor.shape) for tensor in tensors]
+    longest = {
+        (dim, sizes[dim]): label
+        for label, sizes in zip(call.labels, made, strict=True)
+        for dim in range(1, len(sizes))
+        if any(label in each and each[label][dim] != sizes[dim] for each in shapes)
+    }
+    args, kwargs = call.rebuilt(tensors)
+    return args, kwargs, partial(_check_result, type(module).__name__, longest)
+
+
+def _check_result(model: str, longest: Mapping[tuple[int, int], str], result: Any) -> None:
+    """Refuse values of padded places that no loss has left out.
+
+    ``longest``: the input that was padded on a rank, by dimension and size there.
+    """
+    if not longest:
+        return
+    outputs = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
+    if any(output.dim() == 0 for output in outputs):
+        return
+    for output in outputs:
+        for place in enumerate(output.shape):
+            if place in longest:
+                raise UserInputError(
+                    f"option pad_inputs has padded {longest[place]} to {place[1]}, the length of the longest rank, and "
+                    f"{model} gives values of shape {list(output.shape)} and no loss: those of padded places would be "
+                    "taken for a prompt's or a row's own",
+                    cure="compute the loss in the model, pad the batch yourself and read its mask, or generate by "
+                    "rannc_backend.integrations.generation.generate.",
+                )
 
 
 def _padded(

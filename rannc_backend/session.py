@@ -9,10 +9,8 @@ once, when the first graph is planned.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
@@ -32,23 +30,23 @@ from rannc_backend.errors import (
     rebuild_error,
 )
 from rannc_backend.ir.plan import Plan
-from rannc_backend.ir.plan_file import read_plan_text, write_text
+from rannc_backend.ir.plan_file import write_text
 from rannc_backend.ir.updates import Update
 from rannc_backend.log.progress import planning_progress
 from rannc_backend.log.startup import say_places
 from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.notices import Deployed, Notices, say_outputs
 from rannc_backend.passes.pipeline import GraphDump, dumping
+from rannc_backend.planner import plan_on_ranks
 from rannc_backend.planner.blocks.measure import answer_leader, make_bench, measures
 from rannc_backend.planner.blocks.told_recompute import with_pivots
 from rannc_backend.planner.cluster.this_machine import choose_cluster, device_memory_bytes
 from rannc_backend.planner.cost.small_models import why_eager
-from rannc_backend.planner.plan_fits_graph import check_options, check_plan, cut_by_plan, exact_schedules
+from rannc_backend.planner.plan_fits_graph import check_plan, cut_by_plan, exact_schedules
 from rannc_backend.planner.plan_model import num_elements, settled_for
-from rannc_backend.planner.plan_on_ranks import GraphToPlan, plan_job
-from rannc_backend.planner.projection import project_plan
+from rannc_backend.planner.plan_on_ranks import GraphToPlan
+from rannc_backend.planner.projection import note_kept, project_plan
 from rannc_backend.report.run_report import report_of
-from rannc_backend.report.tables import plan_report, stdout_console
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.comm.checked import watch_transport
 from rannc_backend.runtime.comm.host_link import HostLink
@@ -61,7 +59,7 @@ from rannc_backend.runtime.gradients.optimizer_state_dicts import OptimizerState
 from rannc_backend.runtime.host_resources import give_back_memory
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
-from rannc_backend.runtime.step.graph_settings import LENGTHS_CURE, StepCounter
+from rannc_backend.runtime.step.graph_settings import StepCounter
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import trace_artifact, without_anomaly_detection
 from rannc_backend.runtime.trace.allocations import counted_host_link
@@ -69,14 +67,11 @@ from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
 from rannc_backend.runtime.world import Ranks, World
 from rannc_backend.settings.options import Config
-from rannc_backend.settings.same_options import check_same_options
 from rannc_backend.stages.compiled_stage import CompileCache
 from rannc_backend.stages.cut_stages import StageCut
 from rannc_backend.stages.graph_dump import pass_dump
 
 logger = logging.getLogger(__name__)
-
-_DEPLOYMENT = "option deployment_file"
 
 
 class Follower(Protocol):
@@ -119,9 +114,12 @@ class Session:
     compiled: weakref.WeakSet[Callable[..., Any]] = field(
         default_factory=weakref.WeakSet
     )  # what Dynamo calls for this model
-    shapes: set[tuple[str, ...]] = field(default_factory=set)  # of inputs, for which it was compiled
+    # By shapes of inputs for which it was compiled: the plain numbers that it had.
+    compiled_for: dict[tuple[str, ...], Mapping[str, float]] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)  # of the first steps, on this rank
+    kept_homes: dict[int, int] = field(default_factory=dict)  # stages of what is kept from step to step
     has_moved: bool = False  # parameters, since `take_moved`
+    given: Plan | None = None  # deployed in place of one that is made
     follows_choices: bool = True  # or what a mask chooses runs on the whole batch
 
     @without_anomaly_detection
@@ -153,7 +151,7 @@ class Session:
             },
             limit_seconds=self.config.compile_timeout_seconds,
         )
-        _check_same(answers)
+        plan_on_ranks.check_same(answers)
         captured = self._in_one_order(captured, [answer["fingerprint"] for answer in answers])
         say_places(self.world.hosts, [answer["device"] for answer in answers], self.world.launcher)
         rows = [answer["rows"] for answer in answers]
@@ -167,7 +165,7 @@ class Session:
                 self._dry_run(graph, rows)
             num_rows = sum(rows) if self.config.gather_inputs else rows[0]
             try:
-                plan = self._make_plan(graph, num_rows)
+                plan = self.given or self._make_plan(graph, num_rows)
             except InfeasiblePlanError:
                 if not analysis.split.has_choices or self.config.whole_batch == "never":
                     raise
@@ -182,7 +180,8 @@ class Session:
             asked = self.config.schedule if self.config.schedule in possible else possible[0]
             self.schedule = plan.schedule if plan.schedule != asked else None
         else:
-            stage_of = project_plan(self.plan, analysis.split, captured.inputs)
+            stage_of = project_plan(self.plan, analysis.split, captured.inputs, self.kept_homes)
+        note_kept(self.kept_homes, analysis.split, stage_of)
         with dumping(self._dump):
             cut = cut_by_plan(self.plan, analysis, stage_of, lengths_of[1], self.config)
         buffers_moved = self._place_buffers(cut, captured)
@@ -197,12 +196,42 @@ class Session:
             self.trace.follow(runtime.buckets, stages=self.plan.stages_of_rank(self.world.rank))
             runtime.trace = self.trace
         self.runtimes[key] = runtime
-        if self.world.rank == 0:
+        if self.world.rank == 0 and (self.given is None or self.given.measured_step_seconds is not None):
             say_outputs(analysis, rows, cut.left_out)
             self.notices.say(
                 Deployed(analysis=analysis, stage_of=stage_of, plan=self.plan, config=self.config)
             )
         return self.runtimes[key]
+
+    def best_runtime(
+        self, captured: CapturedGraph, values: Sequence[Any], rows: int, lengths: tuple[int, ...]
+    ) -> GraphRuntime:
+        """As `runtime_for`; where the plan is new and others may be faster, they are measured with this call's ``values``
+        (by position), and the fastest is deployed. Collective.
+        """
+        runtime = self.runtime_for(captured, rows, lengths)
+        plan = self.plan
+        assert plan is not None, "planned by now"
+        has_rivals = self.config.plan_trial_seconds and any(other.plan for other in plan.alternatives)
+        trains = runtime.loss_index is not None and torch.is_grad_enabled()
+        if not has_rivals or not trains or self.world.size == 1:
+            return runtime
+        positions = {spec.name: spec.position for spec in captured.inputs}
+
+        def under(given: Plan) -> GraphRuntime:
+            if given is not self.plan:
+                self._forget_plan()
+                self.given = given
+            return self.runtime_for(captured, rows, lengths)
+
+        def deployed(other: Plan) -> Callable[[], float]:
+            runtime = under(other)
+            # Nobody is told of trials.
+            runtime.meter, runtime.trace, runtime.switches = None, None, Switches()
+            tensors = [values[positions[spec.name]] for spec in runtime.inputs]
+            return lambda: runtime.trial(tensors)
+
+        return under(plan_on_ranks.measured_best(plan, self.world, self.config, deployed))
 
     def take_moved(self) -> bool:
         """Whether parameters have moved since this was last asked, also for a graph that was then not deployed: a
@@ -259,15 +288,7 @@ class Session:
         batch_rows = max(1, sum(rows) * num_devices // len(rows)) if self.config.gather_inputs else rows[0]
         plan = self._make_plan(graph, batch_rows, num_devices)
         if self.world.rank == 0:
-            console = stdout_console(highlight=False)
-            for section in plan_report(plan):
-                console.print(section)
-            console.print(
-                f"dry run: plan for {num_devices} ranks saved in {self.config.deployment_file}",
-                soft_wrap=True,
-                markup=False,
-            )
-            sys.stdout.flush()
+            plan_on_ranks.print_plan(plan, self.config.deployment_file)
         # Neither Dynamo nor the user's `except Exception` takes this for a failure.
         raise SystemExit(0)
 
@@ -290,9 +311,9 @@ class Session:
             if self.world.rank == 0:
                 try:
                     text = (
-                        self._loaded_text(analysis)
+                        plan_on_ranks.loaded_text(self.config, analysis)
                         if cluster is None
-                        else plan_job(
+                        else plan_on_ranks.plan_job(
                             graph,
                             self.config,
                             cluster,
@@ -304,8 +325,7 @@ class Session:
                         ).to_json()
                     )
                     if dry or (self.config.save_deployment and not loaded):
-                        write_text(self.config.deployment_file, text, what="plan", named_by=_DEPLOYMENT)
-                        logger.info("plan saved in %s", os.path.abspath(self.config.deployment_file))
+                        plan_on_ranks.save_plan(text, self.config.deployment_file)
                 except RanncError as error:
                     failure = error
             words = [text, type(failure).__name__, str(failure)] if failure else [text, "", ""]
@@ -324,21 +344,8 @@ class Session:
                 logger.info("%s", why_eager(num_elements(analysis)))
         return plan
 
-    def _loaded_text(self, analysis: GraphAnalysis) -> str:
-        text = read_plan_text(self.config.deployment_file, named_by=_DEPLOYMENT)
-        check_options(
-            Plan.from_json(text),
-            self.config,
-            exact_schedules(analysis.split, analysis.needs_grad),
-            whole_batch=analysis.split.whole_batch is not None,
-        )
-        logger.info("plan loaded from %s", self.config.deployment_file)
-        return text
-
     def _check_plan(self, plan: Plan, analysis: GraphAnalysis) -> dict[str, int]:
-        """The stage of every node, on each rank for itself: a plan that was loaded is not trusted, and one
-        that was made is the same.
-        """
+        """The stage of every node, on each rank for itself: a plan that was loaded is not trusted."""
         return check_plan(
             plan,
             analysis.split,
@@ -348,6 +355,7 @@ class Session:
             world_size=self.world.size,
             device_memory_bytes=device_memory_bytes(self.world),
             possible_schedules=exact_schedules(analysis.split, analysis.needs_grad),
+            in_rows={table.fqn for table in analysis.captured.sparse_tables},
         )
 
     def _place_buffers(self, cut: StageCut, captured: CapturedGraph) -> bool:
@@ -424,15 +432,19 @@ class Session:
         """Free what steps need (compiled stages, gradients, buffers), and take the parameters off the device;
         the next call plans anew.
         """
-        self.runtimes.clear()
+        self._forget_plan()
         self.cache = CompileCache()
-        self.pool = BufferPool()
-        self.plan = None
-        self.buffer_stages.clear()
-        self.changing_buffers.clear()
         if self.table is not None:
             self.table.to_host()
         give_back_memory()
+
+    def _forget_plan(self) -> None:
+        self.runtimes.clear()
+        self.pool = BufferPool()
+        self.plan = self.given = None
+        self.buffer_stages.clear()
+        self.kept_homes.clear()
+        self.changing_buffers.clear()
 
     def _deployer(self) -> Deployer:
         root = self.root()
@@ -485,14 +497,3 @@ class Session:
 def _without_model(analysis: GraphAnalysis) -> GraphAnalysis:
     """The analysis as a runtime keeps it: what a session holds must not keep its model alive."""
     return replace(analysis, captured=replace(analysis.captured, root_module=nn.Module()))
-
-
-def _check_same(answers: list[dict[str, object]]) -> None:
-    check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
-    shapes = [str(answer["shapes"]) for answer in answers]
-    for what, values, cure in (
-        ("versions of torch", [str(answer["torch"]) for answer in answers], ""),
-        ("shapes of inputs, behind the batch size", shapes, LENGTHS_CURE),
-    ):
-        if len(set(values)) > 1:
-            raise RanksDifferError(what, value_by_rank=values, cure=cure)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rannc_backend.capture.refusals import refuse_other_count
-from rannc_backend.errors import OptionValueError
+from rannc_backend.errors import OptionValueError, UserInputError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.logger import setup_logging
 from rannc_backend.log.startup import mention_untried_torch
@@ -31,6 +31,8 @@ from rannc_backend.runtime.gradients.optimizer_state_dicts import OptimizerState
 from rannc_backend.runtime.gradients.optimizer_watch import OptimizerWatch
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.state_hooks import is_copy
+from rannc_backend.runtime.step.autograd import refuse_gradients_by_name
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.runtime.trace.event_trace import EventTrace
@@ -63,6 +65,7 @@ class SessionRegistry:
     defaults: GivesOptions | None = None  # options of models that are compiled from now on
     trace: EventTrace | None = None  # of all models that are traced
     states: OptimizerStates | None = None
+    watch: OptimizerWatch | None = None  # of all optimizers' steps
     num_models: int = 0  # so far
     steps_in_parts: bool = False  # some model has asked for it
     gathered: list[weakref.WeakSet[nn.Module]] = field(
@@ -93,7 +96,7 @@ class SessionRegistry:
             if world.rank == 0:
                 mention_untried_torch(torch.__version__)
             if world.size > 1 and not self.ends:
-                watch = OptimizerWatch(
+                self.watch = OptimizerWatch(
                     world, self.tables, self.is_synchronized, lambda: self.checks_optimizers
                 )
                 self.states = OptimizerStates(
@@ -102,19 +105,23 @@ class SessionRegistry:
                 self.ends = (
                     unscale_over_ranks(world, self.tables),
                     norms_over_ranks(self.tables),
-                    watch.install(),
+                    refuse_gradients_by_name(self.tables),
+                    self.watch.install(),
                     self.states.install(),
                 )
             if config.num_apply_group > 1 and not self.steps_in_parts:
                 self.ends += (ApplyGroups(self._parts_wanted, lambda: self.checks_optimizers).install(),)
                 self.steps_in_parts = True
+            followers = self.followers.setdefault(root, [])
+            if self.watch is not None and self.watch not in followers:
+                followers.append(self.watch)
             session = Session(
                 root=weakref.ref(root),
                 config=config,
                 world=world,
                 deferred_values=self.deferred_values,
                 switches=self.switches,
-                followers=self.followers.setdefault(root, []),
+                followers=followers,
                 states=self.states,
                 number=self.num_models,
             )
@@ -174,6 +181,17 @@ class SessionRegistry:
     def is_synchronized(self, parameter: torch.Tensor) -> bool:
         """Whether the gradients of a parameter outside of compiled models are averaged over ranks."""
         return parameter in self.synchronized
+
+    def refuse_copy(self, model: object) -> None:
+        """Raises UserInputError where a model is a copy of a planned one: its parameters are on the ranks of that one's
+        stages, and a plan of its own would need them elsewhere.
+        """
+        if isinstance(model, nn.Module) and is_copy(model):
+            raise UserInputError(
+                f"{type(model).__name__} is a copy of a model that is spread over ranks, and was to be compiled",
+                cure="copy the model before its first call; or build a model anew, compile and call it, and load the copy "
+                "into it on all ranks: model.load_state_dict(copy.state_dict()).",
+            )
 
     @property
     def checks_optimizers(self) -> bool:

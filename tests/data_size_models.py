@@ -76,7 +76,19 @@ class Experts(Layered):
         return functional.mse_loss(self.last(hidden).view_as(x), x)
 
 
+class Detected(Layered):
+    """The loss of a detector: logits of the cells with an object, and of those without."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        logits = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        there, empty = logits[..., 0][mask], logits[..., 0][~mask]
+        loss = functional.binary_cross_entropy_with_logits(there, torch.ones_like(there))
+        loss = loss + functional.binary_cross_entropy_with_logits(empty, torch.zeros_like(empty))
+        return loss - functional.logsigmoid(logits[..., 1:][mask]).mean()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "detected": Detected,
     "selected": Selected,
     "selected early": SelectedEarly,
     "put back": PutBack,

@@ -265,7 +265,12 @@ class FakePosted:
     failure: BaseException | None = None  # completed, as torch has it
 
     def wait(self) -> None:
-        self.device.compute().wait_event(self.event)
+        stream = self.device.compute()
+        if stream is not self.device.main:  # another stream waits; it is finished when the host comes to it
+            stream.seen |= self.event.seen
+            stream.finish.extend(self.event.finish)
+            return
+        stream.wait_event(self.event)
         self.event.passed = True
 
     def is_completed(self) -> bool:
@@ -330,11 +335,12 @@ class FakeLinks:
         return self._queue("broadcast", tensor, group, root)
 
     def _queue(self, name: str, tensor: torch.Tensor, group: Any, root: int | None) -> FakePosted:
-        stream = self._device.compute()
-        self._device.operation(name, reads=[tensor], writes=[tensor], stream=stream)
+        inner = self._inner[id(group)]
+        inner.wait_event(self._device.compute().record_event())
+        self._device.operation(name, reads=[tensor], writes=[tensor], stream=inner)
         with without_modes():
-            stream.finish.append(self.start_collective(tensor, group, root))
-        return FakePosted(self._device, stream.record_event())
+            finish = self.start_collective(tensor, group, root)
+        return FakePosted(self._device, FakeEvent(inner.seen, (finish,), device=self._device))
 
     def make_group(self, ranks: tuple[int, ...]) -> Any:
         raise NotImplementedError
@@ -437,3 +443,23 @@ def without_modes() -> Iterator[None]:
     """What the sockets do is no operation of the device."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
+
+
+class Reporter:
+    """The monitor, as a `DeviceWatch` sees it: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, ...]] = []
+        self.errors: list[BaseException] = []
+
+    def begin_wait(self, ranks: tuple[int, ...]) -> None:
+        self.waits.append(ranks)
+
+    def end_wait(self) -> None:
+        self.waits.append(())
+
+    def current_phase(self) -> str:
+        return "step 3, stage 1, micro-batch 2"
+
+    def report_error(self, error: BaseException) -> None:
+        self.errors.append(error)

@@ -29,7 +29,15 @@ def embedding(call: Call) -> Layout:
 
 
 def gather(call: Call) -> Layout:
-    """gather, and scatter with its variants: element by element except along `dim`."""
+    """Element by element except along `dim`; or a table without rows, in which each row looks up along `dim`."""
+    index, ndim = call.rows(call["index"]), call.ndim(call["self"])
+    if ndim and index is not None and index.dim == call.dim("dim", ndim) and call.rows(call["self"]) is None:
+        return Rows(index.dim, index.outer, index.inner)
+    return scatter(call)
+
+
+def scatter(call: Call) -> Layout:
+    """scatter with its variants: element by element except along `dim`."""
     ndim = call.ndim(call["self"])
     if ndim == 0:
         call.refuse("indexes a scalar by rows")
@@ -199,7 +207,8 @@ def _masked_put(call: Call, indices: list[fx.Node | None], values: fx.Node, targ
 
 INDEX_RULES: dict[str, Rule] = {
     "embedding": embedding,
-    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), gather),
+    "gather": gather,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
     "index_select": index_select,
     **dict.fromkeys(("index_add", "index_copy", "index_fill"), index_write),
     **dict.fromkeys(("index", "_unsafe_index"), index),

@@ -16,7 +16,6 @@ RNG_SEED = "rng_seed"
 FIRST_ROW = "first_row"
 
 ROWWISE_KINDS = ("rows", "partial", "buffer", "replicated")
-USER_KINDS = ("rows", "scalar", "replicated", "none", "unavailable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +36,41 @@ class RowwiseOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserOutput:
-    """Where one user output comes from: a row-wise node (kinds "rows", "replicated"), an epilogue output
-    ("scalar"), or nowhere ("none": `value` itself, None, a Python constant or an expression over lengths; "unavailable": `value` says why
-    it cannot be had)."""
+class UserRows:
+    """A user output that the row-wise node of this name makes, row by row."""
 
-    kind: str
-    name: str | None = None
-    index: int | None = None
-    value: object = None
+    name: str
 
-    def __post_init__(self) -> None:
-        assert self.kind in USER_KINDS, f"unknown output kind {self.kind}"
-        assert (self.name is not None) == (self.kind in ("rows", "replicated")), (
-            "rows and replicated outputs have a name"
-        )
-        assert (self.index is not None) == (self.kind == "scalar"), "scalar outputs have an index"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserReplicated:
+    """A user output that the row-wise node of this name makes, the same for every slice of rows."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserScalar:
+    """A user output that the epilogue makes, at this place among its outputs."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserConstant:
+    """A user output that no node makes: None, a Python constant, or an expression over lengths."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserUnavailable:
+    """A user output that cannot be had, and why."""
+
+    why: str
+
+
+UserOutput = UserRows | UserReplicated | UserScalar | UserConstant | UserUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,12 @@ from rannc_backend.passes.batch.batch_split import (
     RNG_SEED,
     BatchSplit,
     RowwiseOutput,
+    UserConstant,
     UserOutput,
+    UserReplicated,
+    UserRows,
+    UserScalar,
+    UserUnavailable,
     WholeBatch,
 )
 from rannc_backend.passes.batch.differentiability import is_linear, values_reached_by_grad
@@ -249,26 +254,26 @@ class _Splitter:
 
     def _user_output(self, leaf: Any) -> UserOutput:
         if not isinstance(leaf, fx.Node):
-            return UserOutput(kind="none", value=leaf)
+            return UserConstant(value=leaf)
         layout = self.layout(leaf)
         if is_number(leaf) and isinstance(layout, Constant):
-            return UserOutput(kind="none", value=size_expression(leaf.meta["val"]))
+            return UserConstant(value=size_expression(leaf.meta["val"]))
         if self.meeting is not None and isinstance(layout, (Whole, SliceStatistic)):
             return self._whole_output(leaf)
         if isinstance(layout, Rows):
             if layout.outer * layout.inner > 1 and self.meeting and leaf.name in self.meeting.names:
                 return self._unavailable(leaf, "its rows have met, and which belong to a sample is not known")
-            return UserOutput(kind="rows", name=leaf.name)
+            return UserRows(name=leaf.name)
         if isinstance(layout, Ordered) and isinstance(layout.origin, Choice):
             return self._unavailable(leaf, "it holds what a mask chooses of the rows", unknown_dim=layout.dim)
         if isinstance(layout, Constant) and leaf.name not in self.needs_grad:
-            return UserOutput(kind="replicated", name=leaf.name)
+            return UserReplicated(name=leaf.name)
         # A value of parameters alone that is differentiated counts once, not once per slice: it goes through
         # the epilogue.
         if isinstance(layout, (PartialSum, Reduced, Constant)):
             if leaf not in self.scalars:
                 self.scalars.append(leaf)
-            return UserOutput(kind="scalar", index=self.scalars.index(leaf))
+            return UserScalar(index=self.scalars.index(leaf))
         what = (
             "the batch size"
             if isinstance(layout, RowCount)
@@ -288,24 +293,19 @@ class _Splitter:
             )
         if leaf.name in self.needs_grad:
             return self._unavailable(leaf, "it is computed from rows that have met")
-        return UserOutput(kind="replicated", name=leaf.name)
+        return UserReplicated(name=leaf.name)
 
-    def _unavailable(self, leaf: fx.Node, why: str, *, unknown_dim: int | None = None) -> UserOutput:
+    def _unavailable(self, leaf: fx.Node, why: str, *, unknown_dim: int | None = None) -> UserUnavailable:
         sizes = enumerate(leaf.meta["val"].shape)
         shape = ", ".join("?" if dim == unknown_dim else str(size) for dim, size in sizes)
-        return UserOutput(
-            kind="unavailable", value=f"{leaf.name} of shape ({shape}) cannot be taken apart: {why}"
-        )
+        return UserUnavailable(why=f"{leaf.name} of shape ({shape}) cannot be taken apart: {why}")
 
     def _outputs(
         self, user_outputs: Sequence[UserOutput], buffers: Sequence[fx.Node], buffer_updates: Sequence[str]
     ) -> tuple[RowwiseOutput, ...]:
-        outputs = dict.fromkeys(
-            RowwiseOutput(kind=item.kind, name=item.name)
-            for item in user_outputs
-            if item.kind in ("rows", "replicated") and item.name
-        )
-        result = [item for item in outputs if item.kind == "rows"]
+        rows = dict.fromkeys(item.name for item in user_outputs if isinstance(item, UserRows))
+        replicated = dict.fromkeys(item.name for item in user_outputs if isinstance(item, UserReplicated))
+        result = [RowwiseOutput(kind="rows", name=name) for name in rows]
         result += [RowwiseOutput(kind="partial", name=node.name) for node in self.partials]
         for node, fqn in zip(buffers, buffer_updates):
             if not isinstance(self.layout(node), (Constant, SliceStatistic)):
@@ -315,7 +315,7 @@ class _Splitter:
                     raise error
                 self.meeting.first = self.meeting.first or error
             result.append(RowwiseOutput(kind="buffer", name=node.name, fqn=fqn))
-        return (*result, *(item for item in outputs if item.kind == "replicated"))
+        return (*result, *(RowwiseOutput(kind="replicated", name=name) for name in replicated))
 
     # --- epilogue
     # ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from rannc_backend.kernels.gradient_writes import FIRST, LATER
 from rannc_backend.passes.graph_queries import arguments_of, is_zeros
-from rannc_backend.passes.pipeline import Pass
+from rannc_backend.passes.pipeline import Pass, PassError
 from rannc_backend.passes.stage.fused_operators import is_fused
 
 aten = torch.ops.aten
@@ -45,12 +45,13 @@ _SAME_ELEMENTS = frozenset(
         aten.detach.default,
     }
 )
+_CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 _SCATTERS = frozenset({aten.index_put.default, aten._unsafe_index_put.default})
 # Their gradients are sums of many small numbers per row, which narrower types would round one by one.
 _ROW_DTYPES = frozenset({torch.float32, torch.float64})
 
-How = Literal["product", "rows", "fused", "added"]
+How = Literal["product", "rows", "fused", "added", "kept"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class WriteIntoBuckets(Pass[BucketGraph]):
     accumulate: Any
     fuse: bool
     group_bytes: int = GROUP_BYTES
+    sparse: frozenset[int] = frozenset()
 
     def run(self, graph_module: fx.GraphModule) -> BucketGraph:
         return write_into_buckets(
@@ -92,6 +94,7 @@ class WriteIntoBuckets(Pass[BucketGraph]):
             self.accumulate,
             fuse=self.fuse,
             group_bytes=self.group_bytes,
+            sparse=self.sparse,
         )
 
 
@@ -103,6 +106,7 @@ def write_into_buckets(
     *,
     fuse: bool,
     group_bytes: int = GROUP_BYTES,
+    sparse: frozenset[int] = frozenset(),
 ) -> BucketGraph:
     """Copy of `backward` that writes the gradients of parameters into buckets.
 
@@ -113,8 +117,14 @@ def write_into_buckets(
         fuse: pointwise operators and sums are stored by the kernel that computes them (for Inductor), else
         added by a call.
         group_bytes: gradients are announced when so many bytes are complete, or at the end.
+        sparse: positions whose rows the listener keeps; their views are not written.
+
+    Raises:
+        PassError: a gradient of `sparse` is made of something else than rows.
     """
-    return _Rewriter(backward, parameters, slots, accumulate, fuse=fuse, group_bytes=group_bytes).run()
+    rewriter = _Rewriter(backward, parameters, slots, accumulate, fuse=fuse, group_bytes=group_bytes)
+    rewriter.sparse = sparse
+    return rewriter.run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,6 +157,7 @@ class _Rewriter:
         self.slots = slots
         self.fuse = fuse
         self.group_bytes = group_bytes
+        self.sparse: frozenset[int] = frozenset()
         self.graph = fx.Graph()
         results = self.graph.graph_copy(backward.graph, {})
         assert isinstance(results, (tuple, list)), "a backward graph returns a tuple"
@@ -212,6 +223,8 @@ class _Rewriter:
 
     def _terms_of(self, result: fx.Node, position: int) -> list[_Term]:
         """The terms of a gradient in the order in which the graph makes them."""
+        if position in self.sparse:
+            return self._kept_terms(result)
         slot = self.slots[position]
         found: list[_Term] = []
         open_nodes = [(result, tuple(slot.shape), tuple(slot.stride()))]
@@ -224,6 +237,24 @@ class _Rewriter:
             found.append(
                 self._product(node, slot, size, stride) or self._rows(node, slot) or self._other(node, slot)
             )
+        return sorted(found, key=lambda term: self.order[term.node])
+
+    def _kept_terms(self, result: fx.Node) -> list[_Term]:
+        """The look-ups that a gradient of rows is made of, in the order of the graph."""
+        found: list[_Term] = []
+        open_nodes = [result]
+        while open_nodes:
+            node = open_nodes.pop()
+            if node.op == "call_function" and _is_sum(node):
+                open_nodes += arguments_of(node)
+            elif node.op == "call_function" and _scatter_of(node) is not None:
+                found.append(_Term(how="kept", node=node))
+            elif node.op == "call_function" and node.target in _CASTS:
+                open_nodes.append(arguments_of(node)[0])
+            else:
+                raise PassError(
+                    node, "a sparse gradient has more than rows here; set the option sparse_gradients='dense'"
+                )
         return sorted(found, key=lambda term: self.order[term.node])
 
     def _used_once(self, node: fx.Node) -> bool:
@@ -302,6 +333,11 @@ class _Rewriter:
                 self.num_calls += 1
             case "fused":
                 self._store(bucket, node, accumulate)
+            case "kept":
+                scatter = _scatter_of(node)
+                assert scatter is not None, "a term of rows scatters rows"
+                kept = (bucket, scatter.index, scatter.rows, scatter.mask, scatter.padding_index, position)
+                self._call_behind(node, rannc.keep_rows_.default, kept, None)
 
     def _write_rows(self, bucket: fx.Node, node: fx.Node, accumulate: fx.Node | int) -> None:
         scatter = _scatter_of(node)

@@ -269,24 +269,33 @@ def _place_outputs(
     """Append each output of the row-wise graph to the stage that makes it."""
     values = output_values(assignment.rowwise.graph)
     assert len(values) == len(outputs), f"{len(values)} outputs, {len(outputs)} descriptions"
-    for node, output in zip(values, outputs, strict=True):
-        if not isinstance(node, fx.Node):
-            continue
-        fqn, once = (
-            (output.fqn, _is_set_once(node, assignment.input_kinds))
-            if output.kind == "buffer"
-            else (None, False)
-        )
-        stage_output = StageOutput(name=node.name, kind=output.kind, fqn=fqn, once=once)
+    pairs = [
+        (node, output) for node, output in zip(values, outputs, strict=True) if isinstance(node, fx.Node)
+    ]
+    updates = {output.fqn: node for node, output in pairs if output.kind == "buffer"}
+    once = _set_once(updates, assignment.input_kinds)
+    for node, output in pairs:
+        fqn = output.fqn if output.kind == "buffer" else None
+        stage_output = StageOutput(name=node.name, kind=output.kind, fqn=fqn, once=fqn in once)
         by_stage[_home_stage(assignment, node)].append((node, stage_output))
 
 
-def _is_set_once(update: fx.Node, input_kinds: Mapping[str, str]) -> bool:
-    """Whether a buffer's new value is made of parameters and buffers alone. Counters count micro-batches, as
-    BatchNorm's statistics do.
+def _set_once(updates: Mapping[str | None, fx.Node], input_kinds: Mapping[str, str]) -> set[str | None]:
+    """The buffers that advance once per step: those whose new values are made of parameters and buffers alone. A
+    counter beside statistics of slices in its module (BatchNorm's) counts with them.
     """
-    if not update.meta["val"].is_floating_point():
-        return False
+    once = {fqn for fqn, update in updates.items() if _has_no_rows(update, input_kinds)}
+    modules = {_module_of(fqn) for fqn in updates.keys() - once}
+    return {
+        fqn for fqn in once if updates[fqn].meta["val"].is_floating_point() or _module_of(fqn) not in modules
+    }
+
+
+def _module_of(fqn: str | None) -> str:
+    return (fqn or "").rpartition(".")[0]
+
+
+def _has_no_rows(update: fx.Node, input_kinds: Mapping[str, str]) -> bool:
     kinds = {
         input_kinds.get(node.name, "prologue") for node in nodes_behind([update]) if node.op == "placeholder"
     }

@@ -24,6 +24,7 @@ from rannc_backend.report.tables import plan_report
 from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.gradients.clipping import clip_gradients
+from rannc_backend.runtime.gradients.sparse_rows import numbers_of
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.torch_internals import root_of
@@ -108,7 +109,7 @@ def allreduce_grads(
     with torch.no_grad():
         for grad in grads if prescale != 1.0 else ():
             grad.mul_(prescale)
-        broken = any(not bool(torch.isfinite(grad).all()) for grad in grads)
+        broken = any(not bool(torch.isfinite(numbers_of(grad)).all()) for grad in grads)
     return any(agree(session.world, "allreduce_grads, whether all are finite", broken))
 
 
@@ -183,7 +184,7 @@ def get_param_grad(model: nn.Module, name: str) -> torch.Tensor | None:
     table, name = _table_of(model), _primary_name(model, name)
     if table is None:
         grad = dict(root_of(model).named_parameters())[name].grad
-        return None if grad is None else grad.detach().cpu().clone()
+        return None if grad is None else grad.detach().to_dense().cpu().clone()
     return table.gather_gradient(name)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from rannc_backend.errors import RanksDifferError, UserInputError
 from rannc_backend.runtime.agreement import agree, exchanging, failing_together
+from rannc_backend.runtime.gradients.sparse_rows import numbers_of
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of, taken_apart
 from rannc_backend.session_registry import REGISTRY
@@ -147,7 +148,7 @@ def named_gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, 
     for index, parameter in enumerate(root.parameters()):
         counts = table is None or table.answers_for(parameter)
         if counts and parameter.grad is not None:
-            norm = torch.linalg.vector_norm(parameter.grad.detach(), norm_type)
+            norm = torch.linalg.vector_norm(numbers_of(parameter.grad), norm_type)
             values[index] = torch.tensor([1.0, float(norm)], dtype=torch.float64)
     if table is not None and table.world.size > 1:
         world = table.world

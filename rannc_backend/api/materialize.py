@@ -28,7 +28,7 @@ from torch import nn
 from rannc_backend.api.record_model import recorded_source, seed_generator
 from rannc_backend.checkpoint.loading import CheckpointSource
 from rannc_backend.checkpoint.safetensors_directory import SafetensorsDirectory
-from rannc_backend.errors import UserInputError
+from rannc_backend.errors import RanncError, UserInputError
 from rannc_backend.runtime.absent_tensors import make_absent
 from rannc_backend.runtime.deferred import DeferredValue, Source, give_no_memory
 from rannc_backend.runtime.job import bootstrap
@@ -166,7 +166,15 @@ class FunctionValues:
     held: bool = False
 
     def value(self, name: str, seed: int) -> torch.Tensor:
-        value = self.function(name)
+        try:
+            value = self.function(name)
+        except RanncError:
+            raise
+        except Exception as error:
+            raise UserInputError(
+                f"the source of materialize_by_stage gave no value for {name!r}: {type(error).__name__}: {error}",
+                cure="mend the source; a rank asks it for the parameters of its own stages.",
+            ) from error
         if not isinstance(value, torch.Tensor):
             raise UserInputError(
                 f"the source gave a {type(value).__name__} for {name!r}",

@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rannc_backend.autodist.table import check_items, options_of
+from rannc_backend.autodist.table import check_items, items_of, options_of
 from rannc_backend.errors import OptionValueError, UnknownOptionError
+from rannc_backend.settings.sources import check_translated
 
 SOURCE = "AutoDistConfig"
 # As in options.py: what JSON and int64 carry.
@@ -92,6 +93,7 @@ class AutoDistConfig(BaseModel):
                 choices=[name for name in names if isinstance(name, str)],
             ) from None
         check_items(self.given())
+        check_translated(self.options(), items_of(self.given()), self.given(), SOURCE)
 
     def given(self) -> Mapping[str, Any]:
         """The items that were passed, by name."""

@@ -27,6 +27,11 @@ def options_of(given: Items) -> dict[str, Any]:
     return found
 
 
+def items_of(given: Items) -> dict[str, str]:
+    """The item that each option comes from; of several the last."""
+    return {option: name for name, value in given.items() for option in TABLE[name](value, given)}
+
+
 def check_items(given: Items) -> None:
     """Raise `OptionValueError` where items exclude each other, name a file that is not there, or cannot be had."""
     if path := given.get("partition_constraints_path"):

@@ -7,7 +7,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import fx
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError, user_location
 from rannc_backend.ir.exchange import Value
+from rannc_backend.ir.graph_input import BatchInput, LengthInput, ParameterInput, ReplicatedInput
+from rannc_backend.kernels.kept_rows import KEEP_ROWS
 from rannc_backend.passes.batch.batch_axis import Rows, is_statistic
 from rannc_backend.passes.batch.differentiability import values_needing_grad
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
@@ -39,11 +41,12 @@ class GraphAnalysis:
     input_kinds: dict[str, str]
 
     @property
-    def trained_parameters(self) -> frozenset[str]:
-        """Placeholder names of the parameters that require gradients."""
-        return frozenset(
-            spec.name for spec in self.captured.inputs if spec.kind == "parameter" and spec.requires_grad
-        )
+    def trained_parameters(self) -> Mapping[str, str]:
+        """Of the parameters that require gradients: the dotted names, by placeholder."""
+        inputs = self.captured.inputs
+        return {
+            spec.name: spec.fqn for spec in inputs if isinstance(spec, ParameterInput) and spec.requires_grad
+        }
 
     @property
     def has_narrow_range(self) -> bool:
@@ -53,6 +56,16 @@ class GraphAnalysis:
             value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
         }
         return any(torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max for dtype in dtypes)
+
+    def micro_batches_of(self, planned: int, most_replicas: int) -> int:
+        """Number of micro-batches of a step with enough rows, where ``planned`` is that of the call that was planned.
+
+        A step that continues rows by one token computes little for each, and each micro-batch reads all parameters
+        again, so it is one. Replicas keep rows of theirs by micro-batches, so there it stays.
+        """
+        new = [node.args[0] for node in self.split.rowwise.graph.nodes if node.target is KEEP_ROWS]
+        continues = bool(new) and all(node.meta["val"].shape[-2] == 1 for node in new)
+        return 1 if continues and most_replicas == 1 else planned
 
     @property
     def differentiable_scalars(self) -> frozenset[int]:
@@ -184,7 +197,7 @@ def _analyzed(captured: CapturedGraph, whole_batch: str, batch_norm: str, choice
 
 def _without_lengths(captured: CapturedGraph) -> CapturedGraph:
     """Described as a graph is whose lengths have become numbers."""
-    inputs = tuple(item for item in captured.inputs if item.kind != "length")
+    inputs = tuple(item for item in captured.inputs if not isinstance(item, LengthInput))
     return replace(captured, inputs=inputs, lengths=())
 
 
@@ -209,8 +222,8 @@ def _split(
     inputs = captured.inputs
     return split_batch(
         captured.graph_module,
-        batch_inputs=[spec.name for spec in inputs if spec.kind == "batch"],
-        replicated_inputs=[spec.name for spec in inputs if spec.kind == "replicated"],
+        batch_inputs=[spec.name for spec in inputs if isinstance(spec, BatchInput)],
+        replicated_inputs=[spec.name for spec in inputs if isinstance(spec, ReplicatedInput)],
         gradient_inputs=trained,
         num_user_outputs=captured.num_user_outputs,
         buffer_updates=captured.buffer_updates,

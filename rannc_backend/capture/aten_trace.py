@@ -13,8 +13,8 @@ becomes an `aten.detach`, so that the graph, run later under autograd, stops gra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -28,14 +28,15 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, number_reads
+from rannc_backend.capture.written_out import BagsAsRows, PlainOperators
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
+from rannc_backend.passes.canonicalize import IN_PARTS
 from rannc_backend.passes.graph_queries import arguments_of
-from rannc_backend.passes.plain_numbers import new_size
-from rannc_backend.passes.size_nodes import number_of
+from rannc_backend.passes.plain_numbers import new_number, new_size
+from rannc_backend.passes.size_nodes import floats_as_tensors, number_of
 
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
@@ -54,23 +55,36 @@ _WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default
 #: The derivative takes sizes as plain numbers.
 _WITH_PLAIN_SIZES = (torch.ops.aten.affine_grid_generator.default,)
 _CONSTANT = "rannc_constant"  # in the metadata of a node
-_SPARSE = 4  # place of that argument of aten.embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtenTrace:
     """Output of `graph_module`: the user's outputs, then the new values of the inputs in `mutated`. Its first
-    placeholders are the lengths. `sparse_at`: see `CapturedGraph`.
+    placeholders are the lengths. `sparse`: tables whose gradients are sparse.
     """
 
     graph_module: fx.GraphModule
+    inputs: tuple[TensorInput, ...]
     num_user_outputs: int
-    mutated: tuple[int, ...]  # indices into the tensor inputs
+    mutated: tuple[int, ...]  # indices into the inputs
     rows_symbol: sympy.Symbol
     rows_hint: int
     length_symbols: tuple[sympy.Symbol, ...]
     fake_mode: FakeTensorMode
-    sparse_at: str | None = None
+    sparse: tuple[SparseTable, ...] = ()  # by the places of placeholders
+    number_symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)  # of Python's, by position
+    needed_numbers: frozenset[int] = (
+        frozenset()
+    )  # positions of those that are no tensors: the graph is of no use
+
+    def conditions_on(self, symbols: set[sympy.Symbol]) -> tuple[sympy.Basic, ...] | None:
+        """What the trace has assumed of symbols; None: one of them is a number."""
+        shape_env = self.fake_mode.shape_env
+        assert shape_env is not None, "traces have symbols"
+        if symbols & shape_env.replacements.keys():
+            return None
+        conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
+        return tuple(item for item in conditions if item.free_symbols & symbols)
 
 
 def trace_aten(
@@ -82,28 +96,36 @@ def trace_aten(
     device: torch.device | None = None,
     strides_of: StridesOf = torch.Tensor.stride,
     lengths: LengthDims = NO_LENGTHS,
+    numbers: Set[int] = frozenset(),
 ) -> AtenTrace:
-    """Trace; placeholder i of the result, behind those of lengths, is `inputs[i]`. Mutates neither the given
-    graph nor any real tensor.
+    """Trace. Mutates neither the given graph nor any real tensor.
 
-    `sizes` gives the number for each size argument of Dynamo's graph, over lengths, None for the batch size.
-    `device`: trace as if the model and its inputs were there. Raises UnsupportedModelError for what cannot be
-    traced exactly.
+    `numbers`: positions of Python's floats that are inputs; others are constants. `sizes` gives the number for each
+    size argument of Dynamo's graph, over lengths, None for the batch size. `device`: trace as if the model and its
+    inputs were there. Raises UnsupportedModelError for what cannot be traced exactly.
     """
-    first_batch = next(index for index, item in enumerate(inputs) if item.position in batch_positions)
     num_arguments = sum(node.op == "placeholder" for node in dynamo_graph.graph.nodes)
+    plain = {
+        item.position: float(item.tensor)
+        for item in inputs
+        if item.is_number and item.position not in numbers
+    }
+    given = [item for item in inputs if item.position not in plain]
+    first_batch = next(index for index, item in enumerate(given) if item.position in batch_positions)
 
     def forward(tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
         arguments: list[Any] = [None] * num_arguments
-        for item, tensor in zip(inputs, tensors, strict=True):
+        for item, tensor in zip(given, tensors, strict=True):
             arguments[item.position] = tensor
         for position, number in sizes.items():
             arguments[position] = tensors[first_batch].size(0) if number is None else rows.of_lengths(number)
-        return tuple(_AtenInterpreter(dynamo_graph, device, rows.is_fixed).run(*arguments))
+        known = number_reads(inputs, {**plain, **rows.numbers})
+        interpreter = _AtenInterpreter(dynamo_graph, device, rows.is_fixed)
+        return tuple(interpreter.run(*arguments, initial_env=known))
 
     return trace_function(
         forward,
-        inputs,
+        given,
         batch_positions=batch_positions,
         hint=rows_hint(dynamo_graph),
         device=device,
@@ -114,11 +136,12 @@ def trace_aten(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsSymbol:
-    """The batch size of a trace, and its lengths."""
+    """The batch size of a trace, its lengths and numbers."""
 
     symbol: sympy.Symbol
     shape_env: ShapeEnv
     lengths: tuple[torch.SymInt, ...] = ()
+    numbers: Mapping[int, torch.SymFloat] = field(default_factory=dict)  # Python's floats, by position
 
     def is_fixed(self) -> bool:
         """Whether it has been taken for its hint."""
@@ -140,14 +163,20 @@ def trace_function(
     lengths: LengthDims = NO_LENGTHS,
 ) -> AtenTrace:
     """Trace a function of fakes of `inputs`, which says itself what it cannot take, and notes the user's lines;
-    see `trace_aten`.
+    see `trace_aten`. Placeholder i of the result, behind those of lengths, is `inputs[i]`.
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     rows = new_size(shape_env, "rows", hint)
     numbers = tuple(new_size(shape_env, length_name(index), size) for index, size in enumerate(lengths.hints))
+    floats = {
+        item.position: new_number(shape_env, item.label, float(item.tensor))
+        for item in inputs
+        if item.is_number
+    }
     # Before the trace: a size that it takes for a number has no symbol afterwards.
     symbol, symbols = rows.node.expr, tuple(number.node.expr for number in numbers)
+    number_symbols = {position: number.node.expr for position, number in floats.items()}
     sizes = {place: _of_lengths(size, numbers) for place, size in lengths.sizes.items()}
     fakes = [
         _fake_input(item, item.position in batch_positions, rows, sizes, fake_mode, device, strides_of)
@@ -158,7 +187,8 @@ def trace_function(
 
     def counted(*tensors: torch.Tensor) -> tuple[Any, ...]:
         nonlocal num_user_outputs
-        outputs = forward(tensors, RowsSymbol(symbol=symbol, shape_env=shape_env, lengths=numbers))
+        known = RowsSymbol(symbol=symbol, shape_env=shape_env, lengths=numbers, numbers=floats)
+        outputs = forward(tensors, known)
         num_user_outputs = len(outputs)
         return outputs
 
@@ -166,16 +196,24 @@ def trace_function(
         # A table in any case: without one torch 2.14 makes `alias` of `detach`, and gradients go on where the
         # model stops them.
         graph_module = make_fx(
-            _functionalized(counted, mutated, len(numbers)),
+            _functionalized(counted, mutated, len(numbers) + len(floats)),
             decomposition_table=_table(),
             record_module_stack=True,
-        )(*numbers, *fakes)
+        )(*numbers, *floats.values(), *fakes)
     _detach_constants(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     _check_gradients(graph_module.graph)
+    places = list(graph_module.graph.find_nodes(op="placeholder"))[len(numbers) :]
+    of_item = {item.position: node for item, node in zip(inputs, places[len(floats) :], strict=True)}
+    of_float = dict(zip(places, floats, strict=False))
+    needed = floats_as_tensors(graph_module.graph, {node: of_item[place] for node, place in of_float.items()})
+    constants = {place for place, known in number_symbols.items() if known in shape_env.replacements}
     return AtenTrace(
         graph_module=graph_module,
-        sparse_at=_made_dense(graph_module.graph),
+        inputs=tuple(inputs),
+        number_symbols=number_symbols,
+        needed_numbers=frozenset(constants.union(of_float[node] for node in needed)),
+        sparse=made_dense(graph_module.graph),
         num_user_outputs=num_user_outputs,
         mutated=tuple(mutated),
         rows_symbol=symbol,
@@ -190,7 +228,7 @@ def _of_lengths(size: sympy.Expr, lengths: Sequence[torch.SymInt]) -> Any:
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
-    return {**get_decompositions(_WITH_PLAIN_SIZES)}
+    return {**get_decompositions(_WITH_PLAIN_SIZES), **IN_PARTS}
 
 
 def _check_gradients(graph: fx.Graph) -> None:
@@ -202,18 +240,6 @@ def _check_gradients(graph: fx.Graph) -> None:
                 location=user_location(node.meta.get("stack_trace")),
                 cure="use another activation, or evaluation mode.",
             )
-
-
-def _made_dense(graph: fx.Graph) -> str | None:
-    """Where the first embedding with sparse gradients is, None without one; all of them have dense ones now."""
-    found = [
-        node
-        for node in graph.nodes
-        if node.target is torch.ops.aten.embedding.default and len(node.args) > _SPARSE and node.args[_SPARSE]
-    ]
-    for node in found:
-        node.update_arg(_SPARSE, False)
-    return user_location(found[0].meta.get("stack_trace")) if found else None
 
 
 def rows_hint(graph_module: fx.GraphModule) -> int:
@@ -248,6 +274,19 @@ def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool
     below = reversed(list(sympy.primerange(_LEAST_HINT, _SMALLEST_HINT)))
     candidates = itertools.chain(above, below)
     return next((int(p) for p in candidates if is_apart_from(p, known) and suits(p)), 0)
+
+
+def length_hints(sizes: tuple[int, ...], numbers: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """What may stand for lengths of these sizes in a trace: numbers that no other size equals by coincidence,
+    then the sizes themselves.
+    """
+    known, apart = set(numbers), []
+    for _ in sizes:
+        apart.append(prime_apart_from(known))
+        known.add(apart[-1])
+    if sizes:
+        yield tuple(apart)
+        yield sizes
 
 
 def _fake_input(
@@ -288,7 +327,7 @@ def _functionalized(
         exclude = torch._C._ExcludeDispatchKeyGuard(
             torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         )
-        with exclude, FunctionalTensorMode(), _PlainOperators():
+        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows():
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
             outputs = forward(*wrapped)
             mutated.clear()
@@ -305,28 +344,6 @@ def _functionalized(
             return tuple(_unwrapped(value) for value in (*outputs, *updates))
 
     return run
-
-
-class _PlainOperators(TorchDispatchMode):
-    """Leaves out what a graph whose values travel between ranks cannot have.
-
-    The checks of `torch.linalg` that a matrix can be inverted: from torch 2.13 on they are effects, which
-    order a graph. As with other assertions on data, stages do without; the result is not finite. And
-    conjugates and negatives that are only marked as such: what is sent is the memory, without the mark.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten._linalg_check_errors.default:
-            return None
-        return _UNMARKED.get(func, func)(*args, **(kwargs or {}))
-
-
-_UNMARKED = {
-    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
-    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
-}
 
 
 def _unwrapped(value: Any) -> Any:

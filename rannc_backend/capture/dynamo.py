@@ -27,6 +27,8 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic
+from torch._dynamo.variables import builder
 from torch._guards import CompileContext
 
 from rannc_backend.errors import LaunchError
@@ -34,12 +36,11 @@ from rannc_backend.settings import hooks
 
 _RESUME_PREFIX = "torch_dynamo_resume_in"
 
-#: Dynamo settings during the second trace: nothing but the marked dimensions may become symbolic.
+#: Dynamo settings during the second trace: of sizes, nothing but the marked dimensions may become symbolic.
 _DYNAMO_SETTINGS: dict[str, object] = {
     "assume_static_by_default": True,
     "automatic_dynamic_shapes": False,
     "specialize_int": True,
-    "specialize_float": True,
 }
 #: Sizes 0 and 1 are not special (a last batch of 1 must not give another graph), and sizes that happen to be
 #: equal do not share a symbol (a mask of [T, T] is no batch when T equals the batch size).
@@ -68,15 +69,39 @@ class DynamoCall:
         return self.code.co_name.startswith(_RESUME_PREFIX)
 
 
+class SeenNumbers:
+    """Python's floats that the traces of a model have read, by Dynamo's names: one that has changed is symbolic from
+    then on, as torch has it.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, set[float]] = {}
+        self._given_up = False
+
+    def is_symbolic(self, name: str, number: float) -> bool:
+        """Whether a trace that reads this number may be one for all its values."""
+        seen = self._values.setdefault(name, set())
+        if len(seen) < 2:
+            seen.add(number)
+        return len(seen) > 1 and not self._given_up
+
+    def give_up(self) -> bool:
+        """Nothing is symbolic from now on: the model cannot be traced so. False where nothing was in any case."""
+        was_symbolic = not self._given_up and any(len(seen) > 1 for seen in self._values.values())
+        self._given_up = True
+        return was_symbolic
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedLengths:
-    """Dimensions of tensors that a trace leaves symbolic, beside that of the batch.
+    """Dimensions of tensors that a trace leaves symbolic, beside that of the batch, and what is known of numbers.
 
-    `give_up` is to be called where they are numbers in any case.
+    `give_up` is to be called where the dimensions are numbers in any case. `numbers`: None, where all are constants.
     """
 
     dims: tuple[tuple[torch.Tensor, frozenset[int]], ...] = ()
     give_up: Callable[[], object] = lambda: None
+    numbers: SeenNumbers | None = None
 
 
 NO_MARKED_LENGTHS = MarkedLengths()
@@ -192,6 +217,7 @@ def symbolic_trace(
         undo.enter_context(symbolic_config.patch(**_SYMBOLIC_SETTINGS))  # type: ignore[attr-defined]
         undo.enter_context(_ignored_functions(library_log_methods().values()))
         undo.enter_context(_marked_dynamic(batch_tensors, lengths, hint))
+        undo.callback(_follow_numbers(lengths.numbers))
         guard.pop_all()
     reason = RestartReason("rannc: symbolic batch size" + " again" * attempt)
     reason.batch_tensors = tuple(batch_tensors)
@@ -445,6 +471,28 @@ def _marked_dynamic(
                     setattr(tensor, name, attributes[name])
                 elif name in vars(tensor):
                     delattr(tensor, name)
+
+
+def _follow_numbers(numbers: SeenNumbers | None) -> Callable[[], object]:
+    """From now on, until what this gives is called, Python's floats are symbolic as ``numbers`` has it: Dynamo hands
+    each over as a tensor of one element. Its own count of changes is switched on and off together with that of sizes.
+    """
+    ask = builder.process_automatic_dynamic
+
+    def asked(tx: Any, name: str, entry: FrameStateSizeEntry, **arguments: Any) -> FrameStateSizeEntry:
+        found = ask(tx, name, entry, **arguments)
+        if not isinstance(entry.scalar, float):
+            return found
+        is_symbolic = numbers is not None and numbers.is_symbolic(name, entry.scalar)
+        return FrameStateSizeEntry(scalar=auto_dynamic) if is_symbolic else entry
+
+    return hooks.replace("numbers", builder, "process_automatic_dynamic", asked)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a placeholder is for a Python float, which Dynamo hands over as a tensor of one element."""
+    given = node.meta.get("grapharg")
+    return bool(getattr(given, "pass_arg_as_tensor", False)) and not getattr(given, "is_tensor", True)
 
 
 def _is_torch_file(path: str) -> bool:

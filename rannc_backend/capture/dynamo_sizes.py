@@ -7,18 +7,77 @@ In: a `DynamoCall`. Out: the conditions on sizes so far; symbols made equal, mad
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from rannc_backend.capture.aten_trace import AtenTrace
 from rannc_backend.capture.dynamo import DynamoCall
-from rannc_backend.errors import is_of_user, user_location
+from rannc_backend.capture.inputs import TensorInput, number_reads
+from rannc_backend.errors import UnsupportedModelError, is_of_user, user_location
 from rannc_backend.passes.plain_numbers import hints_in
+
+
+class FrameNumbers:
+    """Python's floats that a frame has as tensors of one element: which of them are inputs of the graph. The frame
+    serves the others at their values in this call alone.
+    """
+
+    def __init__(self, call: DynamoCall, inputs: Sequence[TensorInput]) -> None:
+        self._call = call
+        read = number_reads(inputs, {item.position: item.position for item in inputs if item.is_number})
+        self._symbols = {
+            position: node.meta["example_value"].node.expr
+            for node, position in read.items()
+            if isinstance(node.meta["example_value"], torch.SymFloat)
+        }
+
+    @property
+    def positions(self) -> frozenset[int]:
+        """Of those that may be inputs."""
+        replace = self._call.output_graph.shape_env.replace
+        return frozenset(place for place, symbol in self._symbols.items() if not replace(symbol).is_number)
+
+    def fix(self, positions: Iterable[int]) -> None:
+        """Let these be constants of the graph."""
+        fix_symbols(self._call, [self._symbols[position] for position in positions])
+
+    def require(
+        self, conditions: Iterable[sympy.Basic], symbols: Mapping[int, sympy.Symbol]
+    ) -> frozenset[int]:
+        """Make what a trace has assumed of its numbers, which are ``symbols`` there, conditions of the frame. Gives
+        the positions of those that have to be constants for it.
+        """
+        own = {symbol: self._symbols[position] for position, symbol in symbols.items()}
+        found = [(item, item.free_symbols & own.keys()) for item in conditions]
+        needed = set[sympy.Basic]().union(*(known for item, known in found if known != item.free_symbols))
+        if not needed and not require(self._call, [item.xreplace(own) for item, known in found if known]):
+            needed = set(own)
+        return frozenset(position for position, symbol in symbols.items() if symbol in needed)
+
+    def trace(self, trace: Callable[..., AtenTrace], **arguments: Any) -> AtenTrace:
+        """What ``trace(numbers=positions)`` gives with as many numbers for inputs as can be; fixes the others. Raises
+        what it raises without any.
+        """
+        while positions := self.positions:
+            try:
+                found = trace(numbers=positions, **arguments)
+            except UnsupportedModelError:
+                found = trace(numbers=frozenset(), **arguments)
+                self.fix(positions)
+                return found
+            conditions = found.conditions_on(set(found.number_symbols.values())) or ()
+            needed = found.needed_numbers or self.require(conditions, found.number_symbols)
+            if not needed:
+                return found
+            self.fix(needed)
+        return trace(numbers=frozenset(), **arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from rannc_backend.capture.inputs import GraphInput
+from rannc_backend.ir.graph_input import GraphInput, StateInput
 from rannc_backend.kernels.plain_memory import plain_memory
 
 
@@ -44,7 +44,7 @@ def canonical_text(
         value = _value_text(node.meta.get("val"), rows_symbol)
         if node.op == "placeholder":
             item = next(remaining)
-            names = ",".join(sorted(item.aliases)) or item.name
+            names = ",".join(sorted(item.aliases)) if isinstance(item, StateInput) else item.name
             lines.append(f"%{index} = {item.kind} {names} requires_grad={item.requires_grad} -> {value}")
         elif node.op == "get_attr":
             lines.append(f"%{index} = constant {_constant_text(graph_module, str(node.target))} -> {value}")

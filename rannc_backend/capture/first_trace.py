@@ -29,10 +29,11 @@ from rannc_backend.capture.batch_inputs import may_be_batch
 from rannc_backend.capture.dynamo import (
     MarkedLengths,
     RestartReason,
+    SeenNumbers,
     guard_module_hooks,
     symbolic_trace,
 )
-from rannc_backend.capture.refusals import find_compilation, refuse_wrapped
+from rannc_backend.capture.refusals import find_compilation, refuse_wrapped, told_as_they_are
 from rannc_backend.ir.length import SMALLEST
 from rannc_backend.settings import hooks
 from rannc_backend.settings.rare_collections import begin_rare_collections
@@ -49,18 +50,19 @@ _ATTRIBUTE = "rannc_begun_trace"  # of the context of one compilation
 def begin_symbolically(
     is_ours: Callable[[object], bool],
     *,
-    before: Callable[[], None] | None = None,
+    before: Callable[[object], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     """From now on, in this process, begin traces for backends that `is_ours` knows with a symbolic batch
     size; gives what ends it.
 
-    `before`: called at the start of each compilation for such a backend; `after`: at the end of every
+    `before`: called at the start of each compilation for such a backend, with the model; `after`: at the end of every
     compilation.
     """
 
     begun: list[weakref.finalize[..., Any]] = []
     seen = SeenSizes()
+    numbers: weakref.WeakKeyDictionary[Any, SeenNumbers] = weakref.WeakKeyDictionary()
 
     def begin(event: dynamo_callback.CallbackArgs) -> None:
         if event.callback_trigger is not dynamo_callback.CallbackTrigger.DYNAMO:
@@ -75,7 +77,7 @@ def begin_symbolically(
             begun.append(weakref.finalize(context, begin_rare_collections()))
             begun.append(weakref.finalize(context, guard_module_hooks()))
             if before is not None:
-                before()
+                told_as_they_are(compilation, before)
             refuse_wrapped(compilation)
             tensors = _tensors(compilation.variables)
             batches = [tensor for tensor in tensors.values() if may_be_batch(tensor, single=False)]
@@ -85,9 +87,10 @@ def begin_symbolically(
             lengths = MarkedLengths(
                 dims=tuple((tensors[place], dims) for place, dims in changed.items()),
                 give_up=functools.partial(seen.give_up, weakref.ref(compilation.owner)),
+                numbers=numbers.setdefault(compilation.owner, SeenNumbers()) if wanted else None,
             )
-            # A batch of one row shows in the second trace, which goes on with the lengths of this one.
-            if batches or changed:
+            # A batch of one row shows in the second trace, which goes on with the lengths and numbers of this one.
+            if batches or wanted:
                 reason = symbolic_trace(batches, lengths=lengths)
                 reason.restore = weakref.finalize(context, reason.restore)
                 setattr(context, _ATTRIBUTE, reason)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import sympy
@@ -23,8 +23,8 @@ from torch._subclasses import FakeTensorMode
 from rannc_backend.capture.aten_trace import (
     AtenTrace,
     StridesOf,
+    length_hints,
     numbers_of,
-    prime_apart_from,
     rows_hint,
     trace_aten,
 )
@@ -47,7 +47,7 @@ from rannc_backend.capture.dynamo import (
     run_without_check_of_guards,
     skip_library_loggers,
 )
-from rannc_backend.capture.dynamo_sizes import fix_symbols, holds_from_two, require
+from rannc_backend.capture.dynamo_sizes import FrameNumbers, fix_symbols, holds_from_two, require
 from rannc_backend.capture.errors import is_partial, refuse_graph_break, refuse_resumed_frame
 from rannc_backend.capture.fingerprint import (
     canonical_text,
@@ -55,8 +55,23 @@ from rannc_backend.capture.fingerprint import (
     without_order_of_outputs,
 )
 from rannc_backend.capture.first_trace import begun_trace
-from rannc_backend.capture.inputs import GraphInput, TensorInput, find_tensor_inputs, placeholder_name
+from rannc_backend.capture.inputs import (
+    SparseTable,
+    TensorInput,
+    find_tensor_inputs,
+    placeholder_name,
+    trained_tables,
+)
 from rannc_backend.errors import InternalError, UnsupportedModelError
+from rannc_backend.ir.graph_input import (
+    BatchInput,
+    BufferInput,
+    GraphInput,
+    LengthInput,
+    ParameterInput,
+    ReplicatedInput,
+    StateInput,
+)
 from rannc_backend.ir.length import NO_LENGTHS, Length, LengthDims, length_name, length_symbol
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
@@ -65,7 +80,6 @@ from rannc_backend.passes.stage.recompute import KEPT, lift_marks
 
 __all__ = [
     "CapturedGraph",
-    "GraphInput",
     "capture",
     "capture_or_restart",
     "renew_guards",
@@ -99,25 +113,27 @@ class CapturedGraph:
     fingerprint: str = ""
     # of plans: equal for graphs that differ in the order of their outputs alone, as ways of capture do
     plan_fingerprint: str = ""
-    sparse_at: str | None = (
-        None  # user's line of an embedding with sparse=True; its gradient is dense in this graph
-    )
+    sparse_tables: tuple[SparseTable, ...] = ()  # see there; their gradients are dense in this graph
     dynamo_key: str = ""  # hash of the Dynamo graph and inputs that it was traced from
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()  # whose placeholders are the first
     # what was assumed of them, over their symbols; None: that one is a number
     length_conditions: tuple[sympy.Basic, ...] | None = ()
+    # of those inputs that are Python's floats, by position; and what was assumed of them
+    number_symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)
+    number_conditions: tuple[sympy.Basic, ...] = ()
 
-    def refuse_sparse(self) -> None:
-        """Raise UnsupportedModelError where the model makes sparse gradients, which nobody has allowed to be dense."""
-        if self.sparse_at is not None:
-            raise UnsupportedModelError(
-                "an embedding makes sparse gradients, and gradients are summed over ranks and micro-batches in dense "
-                "buckets",
-                location=self.sparse_at,
-                cure="set the option sparse_gradients='dense', with which p.grad of its table is dense, or make it with "
-                "sparse=False.",
-            )
+    def with_gradients(self, of_tables: str, device: torch.device) -> CapturedGraph:
+        """Itself, with the option sparse_gradients. Raises UnsupportedModelError where that cannot be on the device."""
+        if of_tables == "dense":
+            return replace(self, sparse_tables=())
+        for table in self.sparse_tables:
+            table.check()
+            if device.type != "cpu":
+                table.refuse(
+                    "how many rows it has is known on the device alone, which a step does not wait for"
+                )
+        return self
 
     def with_fingerprints(self) -> CapturedGraph:
         """Itself, with the hashes of its text. Graphs of other paths have other hashes, whatever is in them."""
@@ -167,6 +183,9 @@ def capture_or_restart(
     # The first graph may end at the call of a logger that the next trace leaves out, and says little about
     # other breaks.
     if restart is not None:
+        seen = restart.lengths.numbers
+        if is_partial(graph_module) and seen is not None and seen.give_up():
+            restart_trace(call, restart.batch_tensors, lengths=restart.lengths, hint=restart.hint)
         refuse_graph_break(graph_module, restart)
     _, tensors = find_tensor_inputs(graph_module, example_inputs, call)
     wanted = _wanted_trace(tensors, call, restart, is_partial(graph_module))
@@ -214,13 +233,17 @@ def capture(
     """
     root, tensors = find_tensor_inputs(graph_module, example_inputs, call)
     batch = find_batch_inputs(graph_module, tensors, call)
-    key = _dynamo_key(graph_module, tensors, batch.positions)
+    key, numbers = _dynamo_key(graph_module, tensors, batch.positions), FrameNumbers(call, tensors)
     if finished is not None and finished.dynamo_key == key and finished.root_module is root:
         if not finished.lengths:
             fix_symbols(call, batch.length_symbols)
         elif not _require_of_frame(finished.length_conditions, finished.lengths, batch, call):
             raise InternalError("a trace for renewed guards is of other lengths")
+        numbers.fix(numbers.positions - finished.number_symbols.keys())
+        numbers.require(finished.number_conditions, finished.number_symbols)
         return finished
+    if not with_lengths:
+        numbers.fix(numbers.positions)
     trace_with = functools.partial(
         trace_aten,
         graph_module,
@@ -232,18 +255,18 @@ def capture(
     for hints in length_hints(batch.lengths.hints, numbers_of(graph_module)) if with_lengths else ():
         lengths = replace(batch.lengths, hints=hints)
         try:
-            trace = trace_with(sizes=batch.sizes, lengths=lengths)
+            trace = numbers.trace(trace_with, sizes=batch.sizes, lengths=lengths)
         except UnsupportedModelError as error:
             logger.debug("with symbolic lengths at %s it cannot be traced: %s", hints, error)
             continue
-        captured = captured_of(trace, tensors, batch.positions, root, key, lengths=lengths)
+        captured = captured_of(trace, batch.positions, root, key, lengths=lengths)
         if _require_of_frame(captured.length_conditions, captured.lengths, batch, call):
             return captured
     if batch.length_symbols:
         give_up_lengths()
     fix_symbols(call, batch.length_symbols)
-    trace = trace_with(sizes=batch.sizes_in_this_call)
-    return captured_of(trace, tensors, batch.positions, root, key)
+    trace = numbers.trace(trace_with, sizes=batch.sizes_in_this_call)
+    return captured_of(trace, batch.positions, root, key)
 
 
 def _marked(tensors: Sequence[TensorInput], lengths: LengthDims, index: int) -> Iterator[int]:
@@ -267,19 +290,6 @@ def _require_of_frame(
     return conditions is not None and require(call, [item.xreplace(own) for item in conditions])
 
 
-def length_hints(sizes: tuple[int, ...], numbers: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """What may stand for lengths of these sizes in a trace: numbers that no other size equals by coincidence,
-    then the sizes themselves.
-    """
-    known, apart = set(numbers), []
-    for _ in sizes:
-        apart.append(prime_apart_from(known))
-        known.add(apart[-1])
-    if sizes:
-        yield tuple(apart)
-        yield sizes
-
-
 def lengths_hold(captured: CapturedGraph, lengths: Sequence[int]) -> bool:
     """Whether a graph is that of these lengths."""
     known = captured.numbers_at(lengths)
@@ -289,18 +299,15 @@ def lengths_hold(captured: CapturedGraph, lengths: Sequence[int]) -> bool:
 
 def _length_conditions(trace: AtenTrace) -> tuple[sympy.Basic, ...] | None:
     """What a trace has assumed of its lengths alone, as far as not all have it; None where one is a number."""
-    shape_env = trace.fake_mode.shape_env
-    assert shape_env is not None, "traces have symbols"
     symbols = set(trace.length_symbols)
-    if symbols & shape_env.replacements.keys():
+    found = trace.conditions_on(symbols)
+    if found is None:
         return None
-    conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
-    return tuple(item for item in conditions if item.free_symbols <= symbols and not holds_from_two(item))
+    return tuple(item for item in found if item.free_symbols <= symbols and not holds_from_two(item))
 
 
 def captured_of(
     trace: AtenTrace,
-    tensors: Sequence[TensorInput],
     batch_positions: frozenset[int],
     root: nn.Module,
     key: str = "",
@@ -309,6 +316,7 @@ def captured_of(
     size_tests: tuple[SizeTest, ...] = (),
 ) -> CapturedGraph:
     """What was traced, with names that are the same on all ranks, in canonical operators."""
+    tensors = trace.inputs
     inputs = _name_inputs(trace.graph_module, tensors, batch_positions, len(lengths.hints))
     buffer_updates = _buffer_updates(trace, inputs)
     names = {item.position: item.name for item in inputs}
@@ -326,26 +334,27 @@ def captured_of(
                 longest=max(_marked(tensors, lengths, index)),
             )
         )
-    inputs = (*(_length_input(length) for length in found), *inputs)
+    inputs = (*(LengthInput(name=length.name) for length in found), *inputs)
     _tidy_metadata(trace.graph_module, root)
     lift_marks(trace.graph_module.graph)
     trace.graph_module.recompile()
     canonical, _ = run_passes(with_facts(trace.graph_module, TRACED), CANONICALIZE)
-    inputs = in_order_of_use(canonical, inputs)
     captured = CapturedGraph(
         graph_module=canonical,
-        inputs=inputs,
+        inputs=in_order_of_use(canonical, inputs),
         num_user_outputs=trace.num_user_outputs,
         buffer_updates=buffer_updates,
         rows_symbol=trace.rows_symbol,
         rows_hint=trace.rows_hint,
         fake_mode=trace.fake_mode,
         root_module=root,
-        sparse_at=trace.sparse_at,
+        sparse_tables=trained_tables(trace.sparse, inputs),
         dynamo_key=key,
         size_tests=size_tests,
         lengths=tuple(found),
         length_conditions=_length_conditions(trace),
+        number_symbols=trace.number_symbols,
+        number_conditions=trace.conditions_on(set(trace.number_symbols.values())) or (),
     ).with_fingerprints()
     logger.debug("captured %d nodes, fingerprint %s", len(canonical.graph.nodes), captured.fingerprint)
     return captured
@@ -360,11 +369,11 @@ def in_order_of_use(graph_module: fx.GraphModule, inputs: Sequence[GraphInput]) 
     place = {node: number for number, node in enumerate(graph.nodes)}
     found = []
     for node, item in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if item.kind in ("parameter", "buffer") and not node.users:
+        if isinstance(item, StateInput) and not node.users:
             graph.erase_node(node)
         else:
             first = min((place[user] for user in node.users), default=len(place))
-            found.append((item.kind != "length", first, item.name, node, item))
+            found.append((not isinstance(item, LengthInput), first, item.name, node, item))
     found.sort(key=lambda entry: entry[:3])
     for *_, node, _ in reversed(found):
         first_node = next(iter(graph.nodes))
@@ -415,35 +424,28 @@ def _name_inputs(
         node._rename(length_name(index))
         node.target = node.name
     placeholders = placeholders[num_lengths:]
-    inputs = []
+    inputs: list[GraphInput] = []
     for node, item in zip(placeholders, tensors, strict=True):
         node._rename(placeholder_name(item))
         node.target = node.name
-        kind = item.kind if item.aliases else ("batch" if item.position in batch else "replicated")
-        inputs.append(
-            GraphInput(
-                name=node.name,
-                kind=kind,
-                fqn=item.aliases[0] if item.aliases else None,
-                aliases=item.aliases,
-                position=item.position,
-                requires_grad=item.tensor.requires_grad,
-            )
-        )
+        common: dict[str, Any] = {"position": item.position, "requires_grad": item.tensor.requires_grad}
+        if item.aliases:
+            state = ParameterInput if item.kind == "parameter" else BufferInput
+            inputs.append(state(name=node.name, fqn=item.aliases[0], aliases=item.aliases, **common))
+        else:
+            of_user = BatchInput if item.position in batch else ReplicatedInput
+            inputs.append(of_user(name=node.name, **common))
     return tuple(inputs)
-
-
-def _length_input(length: Length) -> GraphInput:
-    return GraphInput(name=length.name, kind="length", fqn=None, aliases=(), position=-1, requires_grad=False)
 
 
 def _buffer_updates(trace: AtenTrace, inputs: Sequence[GraphInput]) -> tuple[str, ...]:
     names = []
     for index in trace.mutated:
         item = inputs[index]
-        if item.kind != "buffer" or item.fqn is None:
+        if not isinstance(item, BufferInput):
+            name = item.fqn if isinstance(item, StateInput) else item.name
             raise UnsupportedModelError(
-                f"the model changes {item.fqn or item.name} in place, which is no buffer",
+                f"the model changes {name} in place, which is no buffer",
                 cure="work on a copy (x = x.clone()), or register a tensor that must change as a buffer.",
             )
         names.append(item.fqn)
@@ -466,7 +468,7 @@ def renew_guards(
     """Let the compiled frame serve the model's parameters as they are now. Raises what `trace_again` raises
     where that takes a trace.
     """
-    positions = [item.position for item in captured.inputs if item.kind in ("parameter", "buffer")]
+    positions = [item.position for item in captured.inputs if isinstance(item, StateInput)]
     if not guard_as_they_are(find_dynamo_call(), graph_module, example_inputs, positions):
         trace_again(captured)
 
@@ -484,10 +486,10 @@ def trace_again(captured: CapturedGraph) -> NoReturn:
 
 def fixed_shapes(captured: CapturedGraph) -> tuple[str, ...]:
     """Of the user's inputs: the sizes that are numbers in a graph."""
-    kinds = {item.name: item.kind for item in captured.inputs}
+    of_user = {item.name for item in captured.inputs if isinstance(item, BatchInput | ReplicatedInput)}
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
     return tuple(
         f"{node.name} {[size if isinstance(size, int) else '*' for size in node.meta['val'].shape]}"
         for node in nodes
-        if kinds[node.name] in ("batch", "replicated")
+        if node.name in of_user
     )

@@ -8,11 +8,12 @@ is a *batch* input when its dimension 0 is the batch size; any other tensor that
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -21,27 +22,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rannc_backend.capture.dynamo import (
     DynamoCall,
     is_argument,
+    is_number,
     serve_only,
     source_chain,
     source_name,
     source_of,
     source_value,
 )
-from rannc_backend.errors import ModelDevicesError, UnsupportedModelError
+from rannc_backend.errors import ModelDevicesError, UnsupportedModelError, user_location
+from rannc_backend.ir.graph_input import GraphInput, StateInput
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphInput:
-    """One placeholder of a captured graph and where its value comes from."""
-
-    name: str  # of the placeholder; the same on all ranks
-    kind: str  # "parameter" | "buffer" | "batch" | "replicated" | "length" (see ir/length.py)
-    fqn: str | None  # primary dotted name in the root module (parameter, buffer)
-    aliases: tuple[str, ...]  # all dotted names, fqn included (tied weights); () for user inputs
-    position: (
-        int  # index into the flat argument tuple that Dynamo passes to the compiled callable; -1: a length
-    )
-    requires_grad: bool  # of the real tensor at capture
+_SPARSE_CURE = "set the option sparse_gradients='dense', with which p.grad of its table is dense, or make it with sparse=False."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +49,7 @@ class TensorInput:
     )
     aliases: tuple[str, ...]
     source: str  # Dynamo's text
+    is_number: bool = False  # in Python, a float that changes between calls
 
     @property
     def example(self) -> fx.Node:
@@ -101,6 +93,17 @@ def find_tensor_inputs(
     return root, found
 
 
+def number_reads(inputs: Iterable[TensorInput], values: Mapping[int, Any]) -> dict[fx.Node, Any]:
+    """By the nodes of Dynamo's graph in which Python's floats leave their tensors, these values, given by position."""
+    return {
+        read: values[item.position]
+        for item in inputs
+        if item.is_number
+        for read in item.example.users
+        if read.target == "item"
+    }
+
+
 def placeholder_name(tensor_input: TensorInput) -> str:
     """A Python identifier made from the kind and the user's name of an input."""
     prefix = {"parameter": "p", "buffer": "b", "user": "x", "constant": "c"}[tensor_input.kind]
@@ -133,7 +136,13 @@ def _classify(
         if owned or not is_argument(source, call.code):
             kind = "constant"
     return TensorInput(
-        position=position, node=node, tensor=value, kind=kind, aliases=tuple(aliases), source=text
+        position=position,
+        node=node,
+        tensor=value,
+        kind=kind,
+        aliases=tuple(aliases),
+        source=text,
+        is_number=is_number(node),
     )
 
 
@@ -203,6 +212,90 @@ def _argument_label(source: str) -> str:
     text = re.sub(r"^[LG]\[['\"](.*?)['\"]\]", r"\1", source)
     text = re.sub(r"^kwargs\[['\"](.*?)['\"]\]", r"\1", text)
     return re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseTable:
+    """A table that is read with sparse gradients: placeholder ``place`` of a trace, None where it is none, which is
+    input ``name`` of the graph and parameter ``fqn`` of the model. ``location``: the user's line. ``is_rows``: all that
+    reads it looks rows up.
+    """
+
+    place: int | None
+    location: str
+    is_rows: bool
+    name: str = ""
+    fqn: str = ""
+
+    def check(self) -> None:
+        """Raise UnsupportedModelError where the gradient is not that of rows of a parameter."""
+        if not self.is_rows or not self.fqn:
+            raise UnsupportedModelError(
+                "a table with sparse gradients is no parameter, or is read by bags with offsets or of the largest of "
+                "their rows (nn.EmbeddingBag of ids in one dimension, mode='max')",
+                location=self.location,
+                cure=_SPARSE_CURE,
+            )
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise UnsupportedModelError: sparse gradients and ``reason`` do not go together."""
+        raise UnsupportedModelError(
+            f"an embedding makes sparse gradients, and {reason}", location=self.location, cure=_SPARSE_CURE
+        )
+
+
+def made_dense(graph: fx.Graph) -> tuple[SparseTable, ...]:
+    """The tables whose gradients are sparse: those that nothing but operators reads that were asked for sparse gradients.
+    Where something else reads a table too (a tied output layer, an embedding without sparse=True), its gradient is dense
+    in one process. The argument is False then: graphs are the same whatever becomes of the gradients.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        place = names.index("sparse") if "sparse" in names else len(node.args)
+        if place < len(node.args) and node.args[place] is True:
+            node.update_arg(place, False)
+            found.setdefault(node.args[0], []).append(node)
+    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    return tuple(
+        SparseTable(
+            place=places.get(table),
+            location=user_location(readers[0].meta.get("stack_trace")),
+            is_rows=all(reader.target is torch.ops.aten.embedding.default for reader in readers),
+        )
+        for table, readers in found.items()
+        if set(table.users) == set(readers)
+    )
+
+
+def trained_tables(tables: Iterable[SparseTable], inputs: Sequence[GraphInput]) -> tuple[SparseTable, ...]:
+    """Those that have gradients, with their names; ``inputs``: by placeholder of the trace."""
+    found = []
+    for table in tables:
+        item = None if table.place is None else inputs[table.place]
+        if isinstance(item, StateInput) and item.requires_grad:
+            found.append(replace(table, name=item.name, fqn=item.fqn))
+        elif item is None or item.requires_grad:
+            found.append(table if item is None else replace(table, name=item.name))
+    return tuple(found)
+
+
+def plain_numbers(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
+    """The Python numbers that a forward may read, each of which a graph is compiled for: arguments, by their names where
+    the call is one of the root's forward, and attributes of modules.
+    """
+    try:
+        given: Mapping[str, Any] = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        given = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+    attributes = {
+        f"{path}.{name}" if path else name: value
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+    }
+    numbers = {**attributes, **given}
+    return {name: value for name, value in numbers.items() if type(value) in (int, float)}
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -36,20 +36,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.errors import graph_break_error
-from rannc_backend.errors import LaunchError, WrappedModelError, user_location
+from rannc_backend.errors import LaunchError, RanncError, WrappedModelError, user_location
 from rannc_backend.settings import hooks
 
 logger = logging.getLogger(__name__)
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 _FARTHEST = 20  # frames between Dynamo's `_compile` and what it calls
+_LIGHTNING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 def refuse_other_count(num_ranks: int) -> None:
-    """Raises LaunchError where Accelerate, on which the Trainer of Hugging Face stands, has started in this process and
-    sees another number of processes than the job has: each rank would read all rows, and counts of items and means over
-    processes would be those of one rank.
+    """Raises LaunchError where Accelerate, on which the Trainer of Hugging Face stands, has started in this process, or
+    Lightning calls the model, and sees another number of processes than the job has: each rank would read all rows, and
+    counts of items and means over processes would be those of one rank.
     """
     state = sys.modules.get("accelerate.state")
     shared: Mapping[str, Any] = getattr(getattr(state, "PartialState", None), "_shared_state", {})
@@ -60,6 +61,31 @@ def refuse_other_count(num_ranks: int) -> None:
             cure="call rannc_backend.integrations.accelerate.join_job() before Accelerator or TrainingArguments are made "
             "(docs/accelerate.md).",
         )
+    seen = _count_of_lightning()
+    if seen not in (None, num_ranks):
+        raise LaunchError(
+            f"Lightning sees {seen} process(es), the job has {num_ranks} ranks: each would read all rows and write the "
+            "checkpoint",
+            cure="give the Trainer strategy=rannc_backend.integrations.lightning.RanncStrategy(), or Fabric "
+            "strategy=rannc_backend.integrations.fabric.RanncFabricStrategy() (docs/lightning.md).",
+        )
+
+
+def _count_of_lightning() -> int | None:
+    """The number of processes that Lightning sees, where its Trainer or a model that Fabric has set up makes the call
+    under way. None: neither does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Of no other frame: what locals are asked for stays with the frame, and a model that its user drops would stay.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _LIGHTNING:
+            caller = frame.f_locals.get("self")
+            strategy = getattr(caller, "_strategy", None) or getattr(caller, "strategy", None)
+            count = getattr(strategy, "world_size", None)
+            if isinstance(count, int):
+                return count
+        frame = frame.f_back
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +145,14 @@ def refuse_sharded(root: nn.Module) -> None:
     """Raises WrappedModelError where torch's FSDP manages a model; `fully_shard` leaves its class alone."""
     if vars(root).get("_is_fsdp_managed_module", False):
         raise WrappedModelError("FSDP (FullyShardedDataParallel, or fully_shard)")
+
+
+def told_as_they_are(compilation: Compilation, check: Callable[[object], None]) -> None:
+    """Calls ``check`` with the model that is to be compiled; its errors are not taken for Dynamo's own."""
+    try:
+        check(compilation.owner)
+    except RanncError as error:
+        raise BackendCompilerFailed(compilation.backend, error, None) from error
 
 
 def refuse_wrapped(compilation: Compilation) -> None:

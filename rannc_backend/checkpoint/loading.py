@@ -41,8 +41,8 @@ class CheckpointSource:
     held: bool = False
 
     def value(self, name: str, seed: int) -> torch.Tensor:
-        """The saved value of a parameter, on the CPU."""
-        return self.reader.tensor(name)
+        """The saved value of a parameter, on the CPU, in the memory of the file: it is copied at once."""
+        return self.reader.mapped(name)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from rannc_backend.epl.items import CATEGORIES, ITEMS, Item, Value, is_scale
 from rannc_backend.errors import OptionValueError, UnknownOptionError
 from rannc_backend.errors.base import nearest
+from rannc_backend.settings.sources import check_translated
 
 PREFIX = "EPL_"
 _PAGE = "docs/epl_parity.md has every item."
@@ -49,6 +50,8 @@ class Config:
             given[known] = _checked(known, value, "epl.Config")
         self._given = MappingProxyType(given)
         _check_agreement(given)
+        items_of = {option: name for name in given for option in ITEMS[name].options}
+        check_translated(self.options(), items_of, given, "epl.Config")
 
     @property
     def given(self) -> Mapping[str, Value]:

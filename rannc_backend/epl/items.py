@@ -137,7 +137,7 @@ ITEMS: Mapping[str, Item] = MappingProxyType(
         "cluster.colocate_split_and_replicate": _truth("stages_per_rank", "partition_num"),
         "communication.num_communicators": _count(2, "num_communicators"),
         "communication.sparse_as_dense": _truth(
-            "sparse_gradients", becomes=lambda value: "dense" if value else "refuse"
+            "sparse_gradients", becomes=lambda value: "dense" if value else "sparse"
         ),
         "communication.max_splits": _count(5, "max_buckets"),
         "communication.fp16": _truth("gradient_dtype", "gradient_scale"),

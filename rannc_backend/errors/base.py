@@ -5,6 +5,7 @@ texts.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import ClassVar
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]torch[/\\]|<frozen |<string>")
 _PACKAGES = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -110,8 +112,10 @@ def class_named(name: str) -> type[RanncError] | None:
 
 
 def is_of_user(filename: str) -> bool:
-    """Whether a file of Python code is the user's or a model library's: neither torch's nor Python's own."""
-    if _LIBRARY.search(filename):
+    """Whether a file of Python code is the user's or a model library's: neither torch's, Python's own nor this
+    package's.
+    """
+    if _LIBRARY.search(filename) or filename.startswith(_OWN):
         return False
     return not filename.startswith(_STANDARD_LIBRARY) or _PACKAGES.search(filename) is not None
 

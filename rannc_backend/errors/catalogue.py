@@ -106,8 +106,11 @@ def texts_by_class() -> dict[str, list[Text]]:
         for name in (cls.__name__ for cls in classes_of(module) if _has_text(cls))
     }
     found: dict[str, set[Text]] = {}
-    for path in _sources():
-        for name, text in _texts_in(ast.parse(path.read_text(encoding="utf-8")), own_texts):
+    trees = {_module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in _sources()}
+    constants = {module: _constants_of(tree) for module, tree in trees.items()}
+    for module, tree in trees.items():
+        written = _WrittenOut({**_imported(tree, constants), **constants[module]}).visit(tree)
+        for name, text in _texts_in(written, own_texts):
             found.setdefault(name, set()).add(text)
     for cls in (cls for module in SYMPTOMS for cls in classes_of(module)):
         parent = cls.__bases__[0].__name__
@@ -153,6 +156,44 @@ def _sources() -> Iterator[Path]:
     beside = [package.parent / name for name in ("passes", "kernels") if not (package / name).is_dir()]
     for folder in (package, *beside):
         yield from sorted(folder.rglob("*.py"))
+
+
+def _constants_of(tree: ast.Module) -> dict[str, str]:
+    """The strings to which a module gives names."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
+    }
+
+
+def _imported(tree: ast.Module, constants: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The strings of other modules, by the names that a module imports; `constants` by module."""
+    return {
+        each.asname or each.name: constants[str(node.module)][each.name]
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.name in constants.get(str(node.module), {})
+    }
+
+
+class _WrittenOut(ast.NodeTransformer):
+    """Puts strings in the place of the names that a module has for them, so that the page shows the whole text."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        known = isinstance(node.ctx, ast.Load) and node.id in self._texts
+        return ast.Constant(self._texts[node.id]) if known else node
+
+
+def _module_of(path: Path) -> str:
+    parts = path.with_suffix("").relative_to(Path(__file__).resolve().parents[2]).parts
+    return ".".join(parts if parts[0] == "rannc_backend" else ("rannc_backend", *parts))
 
 
 def _has_text(cls: type[RanncError]) -> bool:

@@ -29,8 +29,8 @@ class UnknownOptionError(UserInputError):
 
 
 class OptionValueError(UserInputError):
-    """An option has a value outside of what it accepts. `choices`: the names among them, of which the nearest
-    are told.
+    """An option has a value outside of what it accepts, which is `expected`. `choices`: the names among them, of which the
+    nearest are told.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class OptionValueError(UserInputError):
     ) -> None:
         self.item = item
         self.value = value
+        self.expected = expected
         near = nearest(value.strip(), choices) if isinstance(value, str) else []
         super().__init__(
             f"option {item!r} has the bad value {shown(value)} (from {source})",

@@ -87,19 +87,36 @@ class GroupedStepError(UserInputError):
         )
 
 
+def _first_of(names: Sequence[str]) -> str:
+    """The first of some parameters, and how many there are besides."""
+    which = repr(names[0]) if names else "a parameter"
+    return f"{which} and {len(names) - 1} more" if len(names) > 1 else which
+
+
 class StaleParameterError(UserInputError):
     """Some owners of a parameter have changed it outside of an optimizer's step, and others have not: under ZeRO its
     gradient is on one of them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        which = repr(names[0]) if names else "a parameter"
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         super().__init__(
-            f"{which}{more} was changed on some of the ranks that hold it, outside of a step of a torch.optim "
+            f"{_first_of(names)} was changed on some of the ranks that hold it, outside of a step of a torch.optim "
             "optimizer: with zero_stage, the gradient of a parameter is on the rank that updates it alone",
             cure="update parameters by a torch.optim.Optimizer (a subclass of your own, too), change values alike on "
             "all ranks, or set zero_stage to 0.",
+        )
+
+
+class ReplicasDifferError(UserInputError):
+    """Replicas of a stage hold different values of a parameter: each updates it for itself, alike."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"replicas hold different values of {_first_of(names)}: they were changed, or their gradients, by other numbers on "
+            "each rank",
+            cure="change parameters and gradients alike on all ranks: call torch.manual_seed with the same number before "
+            "random changes (noise, a layer that is initialized again), or change them on any rank and call "
+            "model.load_state_dict(model.state_dict()) on all, which gives all what rank 0 has.",
         )
 
 

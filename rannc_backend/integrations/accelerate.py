@@ -6,6 +6,7 @@ backend and not inside of DistributedDataParallel. Only Accelerate's public inte
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,19 +14,26 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import SkipBatchSampler
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from rannc_backend.capture.module_compile import is_compiled
 from rannc_backend.capture.refusals import refuse_other_count
 from rannc_backend.errors import UserInputError
 from rannc_backend.integrations.tried_versions import mention_untried
+from rannc_backend.log.logger import say_once
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.world import World
 from rannc_backend.settings import hooks
 
+logger = logging.getLogger(__name__)
+
 # What Accelerate may do to a model by itself: nothing, or replicas, in whose place the backend makes its own.
 _ALLOWED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU"})
+
+_INIT_OF_SKIPPING = SkipBatchSampler.__init__
 
 
 def join_job() -> World:
@@ -56,9 +64,21 @@ def join_job() -> World:
                 hooks.replace_item("other libraries", os.environ, name, str(value))
         if world.device.type == "cpu":
             hooks.replace_item("other libraries", os.environ, "ACCELERATE_USE_CPU", "true")
+        if SkipBatchSampler.__init__ is _INIT_OF_SKIPPING:
+            hooks.replace("other libraries", SkipBatchSampler, "__init__", _init_of_skipping)
     refuse_other_count(world.size)
     mention_untried(accelerate)
     return world
+
+
+def _init_of_skipping(skipping: Any, batch_sampler: Any, skip_batches: int = 0) -> None:
+    """A loader that leaves out batches (`skip_first_batches`) asks this sampler how many rows a batch of all ranks has, and
+    takes no answer for a last batch that nothing fills up: those rows would count twice.
+    """
+    _INIT_OF_SKIPPING(skipping, batch_sampler, skip_batches)
+    if not getattr(batch_sampler, "drop_last", False):  # all batches are full then
+        names = ("batch_size", "num_processes", "split_batches")
+        vars(skipping).update({n: getattr(batch_sampler, n) for n in names if hasattr(batch_sampler, n)})
 
 
 def prepare(accelerator: Accelerator, *objects: Any, options: Mapping[str, Any] | None = None) -> Any:
@@ -74,6 +94,8 @@ def prepare(accelerator: Accelerator, *objects: Any, options: Mapping[str, Any] 
     Raises:
         UserInputError: the accelerator divides models by itself (DeepSpeed, FSDP, Megatron-LM).
     """
+    if any(isinstance(each, LRScheduler) for each in objects):
+        _mention_steps_of_schedulers(accelerator)
     prepared = [
         prepare_model(accelerator, each, options=options)
         if isinstance(each, nn.Module)
@@ -81,6 +103,18 @@ def prepare(accelerator: Accelerator, *objects: Any, options: Mapping[str, Any] 
         for each in objects
     ]
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+
+def _mention_steps_of_schedulers(accelerator: Accelerator) -> None:
+    """In one process a scheduler that Accelerate has prepared makes one step for each update."""
+    if accelerator.num_processes > 1 and not accelerator.split_batches:
+        say_once(
+            logger,
+            "Accelerate steps a prepared scheduler %d times for each update, once for each process; where its numbers of "
+            "steps count updates, leave it out of prepare, and step it where accelerator.sync_gradients",
+            accelerator.num_processes,
+            level=logging.WARNING,
+        )
 
 
 def prepare_model(

@@ -3,7 +3,7 @@
 In: a compiled model, and what its ``generate`` takes, on each rank for its own prompts. Out: the tokens that one process
 gives for these prompts. Ranks may have different numbers of prompts, lengths and ends: in every step they tell each other
 their lengths, shorter prompts are padded at the left (at the right for an encoder) and masked, and a rank that is done
-gives its last inputs again until all are.
+gives its last inputs again until all are. Keys and values stay on the stages that compute them.
 
 Tried with transformers 5.24: GPT-2, Llama, T5.
 """
@@ -11,8 +11,9 @@ Tried with transformers 5.24: GPT-2, Llama, T5.
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,28 +21,28 @@ from torch import nn
 
 from rannc_backend.api.gathered import gathered
 from rannc_backend.capture.module_compile import is_compiled
-from rannc_backend.errors import GenerationError, RanksDifferError
+from rannc_backend.errors import GenerationError
+from rannc_backend.integrations.generation_steps import CACHES, CachedSteps, Steps
+from rannc_backend.integrations.kept_cache import GATHERED, OwnCache, holds
 from rannc_backend.integrations.tried_versions import mention_untried
-from rannc_backend.runtime.agreement import agree, failing_together
+from rannc_backend.log.logger import say_once
+from rannc_backend.runtime.agreement import failing_together
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.torch_internals import root_of
-from rannc_backend.runtime.world import World
 from rannc_backend.session_registry import REGISTRY
 
-_STEP = "a step of generate"
-# Tokens of the same sequences as these; what goes with an encoder's prompts is padded at the other end.
-_PROMPTS = "input_ids"
-_DECODER = "decoder_"
-_MASK = "attention_mask"
+logger = logging.getLogger(__name__)
+
 # Every row of an output would be gathered anew in each step.
 _REFUSED = ("output_attentions", "output_hidden_states")
+_OTHER_CACHES = ("cache_implementation", "prefill_chunk_size")
 
 
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Generates tokens through the stages, as ``model.generate``. Collective; each rank gives its own prompts.
 
-    There is no key-value cache: each step computes all tokens so far, with one compilation for all lengths. Where a
-    whole model fits into a rank's memory, ``model.generate`` inside `rannc_backend.gathered` has the cache.
+    Keys and values stay on the stages that compute them, and grow there: [rows, heads, tokens, width] for each layer of
+    the rank's stages. With ``use_cache=False`` nothing is kept, and each step computes all tokens so far.
 
     Args:
         model: A model of transformers with ``generate``, compiled by ``torch.compile(model, backend="rannc")`` or
@@ -49,7 +50,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs: As of ``model.generate``; with options of generation the same on all ranks.
 
     Returns:
-        What ``model.generate(..., use_cache=False)`` returns in one process for the prompts of this rank.
+        What ``model.generate`` returns in one process for the prompts of this rank, without the cache.
 
     Raises:
         GenerationError: The model or an argument does not go through stages; it says which.
@@ -69,11 +70,54 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         import transformers
 
         mention_untried(transformers)
-        steps = _Steps(compiled=model, world=world, is_decoder=not root.config.is_encoder_decoder)
+        steps: Steps
+        common: dict[str, Any] = {
+            "compiled": model,
+            "world": world,
+            "is_decoder": not root.config.is_encoder_decoder,
+        }
+        if _is_cached(root, kwargs):
+            steps = CachedSteps(**common, root=root, cache_name=str(_cache_name(root)))
+            kwargs |= {"use_cache": True, steps.cache_name: steps.own}
+        else:
+            steps = Steps(**common)
+            kwargs |= {"use_cache": False}
         with torch.no_grad():
-            found = _twin(root, steps).generate(*args, **kwargs | {"use_cache": False})
+            twin = _twin(root, steps)
+            found = type(twin).generate(
+                twin, *args, **kwargs
+            )  # a Trainer's model has another one of its own meanwhile
             steps.take_part()
+        return _without_cache(found)
+
+
+def _without_cache(found: Any) -> Any:
+    """Of a result with members (``return_dict_in_generate``): all but the cache, of which this rank has no tensor."""
+    if not isinstance(found, dict):
         return found
+    return type(found)(**{name: value for name, value in found.items() if not isinstance(value, OwnCache)})
+
+
+def _cache_name(root: Any) -> str | None:
+    """The argument of the model's forward that takes a cache of transformers."""
+    names = inspect.signature(type(root).forward).parameters
+    return next((name for name in CACHES if name in names), None)
+
+
+def _is_cached(root: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether keys and values are kept: unless the call or the model's own settings say no, or layers keep other things."""
+    asked = kwargs.get("use_cache")
+    settings = [kwargs.get("generation_config"), getattr(root, "generation_config", None)]
+    told = [asked, *(getattr(each, "use_cache", None) for each in settings)]
+    if not next((each for each in told if each is not None), True):
+        return False
+    if _cache_name(root) is not None and holds(root.config):
+        return True
+    problem = f"layers of {type(root).__name__} keep other things than keys and values, or no cache"
+    if asked:
+        raise GenerationError(problem, cure=f"leave use_cache out, or {GATHERED}")
+    say_once(logger, f"{problem}: each step of generate computes all tokens", level=logging.WARNING)
+    return False
 
 
 def _check(model: nn.Module, root: Any, kwargs: Mapping[str, Any]) -> None:
@@ -87,131 +131,24 @@ def _check(model: nn.Module, root: Any, kwargs: Mapping[str, Any]) -> None:
             "the model is in training mode, where its dropout would choose the tokens",
             cure="call model.eval() before.",
         )
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise GenerationError(
-            "generation through stages keeps no key-value cache",
-            cure="leave use_cache out, or generate inside `with rannc_backend.gathered(model):`, with a cache.",
-        )
+    for name in CACHES:
+        if kwargs.get(name) is not None:
+            raise GenerationError(
+                f"{name} is a key-value cache of one process, and stages keep their own",
+                cure=f"leave it out and give whole prompts, or {GATHERED}",
+            )
     told = kwargs.get("generation_config")
     for name in _REFUSED:
         if kwargs.get(name) or getattr(told, name, False):
             raise GenerationError(
-                f"{name} is not given by generation through stages",
-                cure="leave it out, or generate inside `with rannc_backend.gathered(model):`.",
+                f"{name} is not given by generation through stages", cure=f"leave it out, or {GATHERED}"
             )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Steps:
-    """The forwards of one call of `generate`, each together with those of the other ranks.
-
-    ``last``: what this rank has last given to the model. ``is_checked``: that padding changes nothing was tried.
-    """
-
-    compiled: nn.Module
-    world: World
-    is_decoder: bool
-    last: dict[str, Any] = field(default_factory=dict)
-    is_checked: bool = False
-
-    def __call__(self, **inputs: Any) -> Any:
-        """A forward; ``inputs``: those of the model's forward. Gives its result with the logits alone."""
-        self.last = _inputs_of(inputs)
-        result = self._forward(is_done=False)
-        # What else a model gives belongs to padded tokens, too.
-        return type(result)(logits=result.logits)
-
-    def take_part(self) -> None:
-        """Give the last inputs again until all ranks are done."""
-        while self._forward(is_done=True) is not None:
-            pass
-
-    def _forward(self, *, is_done: bool) -> Any:
-        """All ranks' inputs through the stages; None where all are done."""
-        own = {name: list(value.shape[1:]) for name, value in _tensors(self.last).items()}
-        answers = agree(self.world, "a step of generate", [is_done, own])
-        if all(done for done, _ in answers):
-            return None
-        shapes = [sizes for _, sizes in answers]
-        if any(_kinds(each) != _kinds(shapes[0]) for each in shapes):
-            cure = "give each rank a prompt, and the same kinds of arguments."
-            raise RanksDifferError(
-                "inputs of the model in a step of generate", value_by_rank=list(map(str, shapes)), cure=cure
-            )
-        # Those that are done count, too: lengths grow, and a graph serves lengths that change.
-        wanted = {
-            name: [max(sizes) for sizes in zip(*(each[name] for each in shapes), strict=True)] for name in own
-        }
-        active = [sizes for done, sizes in answers if not done]
-        decoders = [
-            {name: sizes for name, sizes in each.items() if name.startswith(_DECODER)} for each in active
-        ]
-        if not self.is_decoder and any(each != decoders[0] for each in decoders):
+    for name in _OTHER_CACHES:
+        if kwargs.get(name) is not None or getattr(told, name, None) is not None:
             raise GenerationError(
-                "decoders have begun with different numbers of tokens on the ranks",
-                cure="give prompts of the decoder the same length on all ranks.",
+                f"{name} chooses another key-value cache than the one that stays on stages",
+                cure=f"leave it out, or {GATHERED}",
             )
-        padded = self._padded(wanted, filler=0)
-        result = self.compiled(**padded)
-        if not self.is_checked and any(each != wanted for each in active):
-            self.is_checked = True
-            self._check_padding(wanted, result)
-        return result
-
-    def _padded(self, wanted: Mapping[str, list[int]], *, filler: int) -> dict[str, Any]:
-        """The last inputs at these lengths. ``filler``: the token in the padding."""
-        found = dict(self.last)
-        for name, value in _tensors(self.last).items():
-            missing = [size - own for size, own in zip(wanted[name], value.shape[1:], strict=True)]
-            pairs = [
-                each for size in reversed(missing) for each in ((size, 0) if self.is_decoder else (0, size))
-            ]
-            if any(pairs):
-                found[name] = nn.functional.pad(value, pairs, value=filler if name == _PROMPTS else 0)
-        return found
-
-    def _check_padding(self, wanted: Mapping[str, list[int]], result: Any) -> None:
-        """Whether the model looks at what is masked: with other tokens there, the logits are the same. Collective."""
-        again = self.compiled(**self._padded(wanted, filler=1))
-        # Of a model that leaves masked tokens out; others differ by much more than rounding.
-        alike = torch.allclose(result.logits[:, -1], again.logits[:, -1], rtol=1e-4, atol=1e-5)
-        if not all(agree(self.world, "whether padding is left out", alike)):
-            raise GenerationError(
-                "the model computes other tokens where padding has other values, though it is masked",
-                cure="give prompts of the same length on all ranks, or generate inside `with "
-                "rannc_backend.gathered(model):`.",
-            )
-
-
-def _kinds(shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    return {name: len(sizes) for name, sizes in shapes.items()}
-
-
-def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {
-        name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim() > 1
-    }
-
-
-def _inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs as the stages get them, of those that ``generate`` makes."""
-    found = {name: value for name, value in inputs.items() if value is not None}
-    if "past_key_values" in found:
-        raise GenerationError(
-            "generate gives the model a key-value cache, which generation through stages does not keep",
-            cure="use one of greedy search, sampling and beam search, or generate inside `with "
-            "rannc_backend.gathered(model):`.",
-        )
-    # Counts all tokens, of this rank's length; models make it themselves.
-    found.pop("cache_position", None)
-    # Whole prompts are given to a model that is cut into an encoder and a decoder (`_Prompts`).
-    encoded = found.pop("encoder_outputs", None)
-    if encoded is not None:
-        found[_PROMPTS] = encoded.last_hidden_state[..., 0]
-    # transformers leaves out a mask that hides nothing here; there may be padding on other ranks.
-    if _PROMPTS in found and _MASK not in found:
-        found[_MASK] = torch.ones_like(found[_PROMPTS])
-    return found
 
 
 class _Prompts(nn.Module):

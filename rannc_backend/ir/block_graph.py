@@ -12,6 +12,7 @@ Constant nodes belong to no block; their cost is counted with the first block th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 from rannc_backend.ir.size import Size
 
@@ -94,10 +95,17 @@ class Output:
     num_bytes: Size
 
 
+NUMBER_BYTES = 8  # of the number of a row, beside the row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterUse:
     """A parameter by primary dotted name; tied names are one parameter. `has_wide_sum`: it has 16 bits, and its
     gradients are summed in 32. `sum_share`: bytes that replicas reduce per byte of the sum.
+
+    Where the gradient of a table is kept as rows: `table_rows`, how many the table has (0: the gradient is dense);
+    `looked_up`, those that the look-ups of a batch give, a number once the batch is known; `reduced_rows`, at most those
+    that ranks exchange.
     """
 
     name: str
@@ -105,21 +113,43 @@ class ParameterUse:
     trainable: bool
     has_wide_sum: bool = False
     sum_share: float = 1.0
+    table_rows: int = 0
+    looked_up: Size = 0
+    reduced_rows: int = 0
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether its gradient is kept as rows, of a batch that is known."""
+        return self.trainable and self.table_rows > 0 and isinstance(self.looked_up, int)
+
+    @property
+    def dense_sum_bytes(self) -> int:
+        """Of the sum of its gradients over micro-batches, if that is dense."""
+        return self.num_bytes * (int(self.trainable) << self.has_wide_sum)
 
     @property
     def sum_bytes(self) -> int:
-        """Of the sum of its gradients over micro-batches."""
-        return self.num_bytes * (int(self.trainable) << self.has_wide_sum)
+        """Of the sum of its gradients over micro-batches. As rows: what was looked up, once as it came and once beside
+        that of the other ranks, and the sum, which has no number twice.
+        """
+        if not self.is_in_rows:
+            return self.dense_sum_bytes
+        looked_up = cast("int", self.looked_up)
+        in_memory = 2 * looked_up + min(looked_up, self.table_rows)
+        return in_memory * (self.dense_sum_bytes // self.table_rows + NUMBER_BYTES)
 
     @property
     def reduced_bytes(self) -> float:
         """Of what replicas reduce of it."""
-        return self.sum_bytes * self.sum_share
+        if not self.is_in_rows:
+            return self.sum_bytes * self.sum_share
+        return self.reduced_rows * (self.dense_sum_bytes // self.table_rows * self.sum_share + NUMBER_BYTES)
 
     @property
     def gradient_bytes(self) -> int:
         """Of its gradients: the sum, and where that is wider what is rounded from it."""
-        return self.sum_bytes + (self.num_bytes if self.trainable and self.has_wide_sum else 0)
+        is_rounded = self.trainable and self.has_wide_sum and not self.is_in_rows
+        return self.sum_bytes + (self.num_bytes if is_rounded else 0)
 
     def held_bytes(self, optimizer_factor: float, *, offload: bool) -> float:
         """On a device: it, its gradients and so much optimizer state per byte; where they lie on the host, its copy and the

@@ -233,9 +233,8 @@ class OutputPlan(_Record):
 
 
 class Alternative(_Record):
-    """A plan that was not taken: its shape, its predicted step (None: it does not fit in memory) and why it
-    lost.
-    """
+    """A plan that was not taken: its shape, its predicted step (None: it does not fit in memory), the measured one and why
+    it lost. `place`: among those that were kept, from 2 on; 0: in none. `plan`: its text, where it is to be measured."""
 
     num_stages: PositiveCount
     stage_replicas: Annotated[tuple[PositiveCount, ...], Field(min_length=1)]
@@ -243,7 +242,10 @@ class Alternative(_Record):
     schedule: Schedule
     recompute: Annotated[tuple[Share, ...], Field(min_length=1)]
     predicted_step_seconds: Amount | None
+    measured_step_seconds: Amount | None = None
     reason: Text
+    place: Count = 0
+    plan: Annotated[str, Field(max_length=2**24)] = ""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Alternative:
@@ -254,9 +256,7 @@ class Alternative(_Record):
 
 
 class WhatIf(_Record):
-    """The best plan if one thing were different: `change` says what. `predicted_step_seconds` is None where
-    none would fit.
-    """
+    """The best plan if one thing were different: `change`. `predicted_step_seconds` is None where none would fit."""
 
     change: Text
     predicted_step_seconds: Amount | None
@@ -304,6 +304,7 @@ class Plan(_Record):
     blocks: tuple[BlockPlan, ...]
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     predicted_step_seconds: Amount
+    measured_step_seconds: Amount | None = None  # of its forward and backward, where plans were measured
     equal_split_seconds: Amount | None
     proven_gap: Share
     proven_for: tuple[Schedule, ...] = ()

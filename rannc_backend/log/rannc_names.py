@@ -83,7 +83,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "AllReduceRunner": (
         "runtime.gradients.buckets",
         "runtime.gradients.delayed_reduction",
-        "runtime.gradients.deferred_reductions",
+        "runtime.gradients.bucket_reductions",
         "runtime.gradients.clipping",
     ),
     "NCCLWrapper": (

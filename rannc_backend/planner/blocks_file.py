@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from rannc_backend.settings import user_files
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.user_files import UserFile
 
-FORMAT = "rannc blocks 6"
+logger = logging.getLogger(__name__)
+
+FORMAT = "rannc blocks 7"
 _BEGINNING = b'{"format":"rannc blocks'
 _MAX_CHARACTERS = 400_000_000
 #: Options that decide which blocks there are.
@@ -49,6 +52,7 @@ _BLOCK_OPTIONS = (
     "batch_norm",
     "gradient_accumulation_dtype",
     "small_tensor_elements",
+    "sparse_gradients",
     "training",
 )
 
@@ -108,8 +112,16 @@ class PlannableModel:
         return None if index < 0 else self.partitions[index]
 
     def searched_schedules(self, config: Config) -> tuple[ScheduleName, ...]:
-        """Those that a plan may choose from under these options."""
-        return tuple(name for name in self.schedules if name == config.schedule) or self.schedules
+        """Those that a plan may choose from under these options, with a warning where the one that is asked for is none."""
+        asked = tuple(name for name in self.schedules if name == config.schedule)
+        if not asked and config.schedule in schedule_names():
+            logger.warning(
+                "schedule %s is not possible with these blocks (the model returns no loss that is a linear function of sums "
+                "over samples, or another version made them); the plan is for one of %s",
+                config.schedule,
+                ", ".join(self.schedules),
+            )
+        return asked or self.schedules
 
     def settled(self, config: Config, kind: DeviceKind) -> Config:
         """The options with the compiler of stages that the blocks were made for, where that is left open and

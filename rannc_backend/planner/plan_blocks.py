@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rannc_backend.ir.block_graph import BlockGraph
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.progress import Progress
 from rannc_backend.log.step_timer import StepTimer
@@ -19,6 +20,7 @@ from rannc_backend.planner.blocks_file import PlannableModel
 from rannc_backend.planner.choose_pricer import Pricing, analytic_pricer
 from rannc_backend.planner.cluster.asked_job import check_ranks, on_mesh, with_micro_batches
 from rannc_backend.planner.cluster.cluster import Cluster
+from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import BlockPricer, PricerOfTwo, WholeStages
 from rannc_backend.planner.planner import plan_blocks
 from rannc_backend.settings.options import Config
@@ -80,7 +82,7 @@ def plan_prepared(
             pricer = PricerOfTwo(seconds=pricer, timed=timed.graph.blocks, kept=kept)
         with question.step_timer.step("search") as details:
             plan = plan_blocks(
-                model.graph,
+                for_batch(model.graph, question.batch_rows, question.cluster.num_devices),
                 config,
                 cluster=question.cluster,
                 batch_rows=question.batch_rows,
@@ -95,3 +97,18 @@ def plan_prepared(
         return plan
 
     return pricing.plan(search, cancelled=question.progress.cancelled)
+
+
+def for_batch(graph: BlockGraph, batch_rows: int, num_ranks: int) -> BlockGraph:
+    """The graph for a batch of so many rows: how many rows of tables it looks up, and how many of them ranks exchange at
+    most, each number once per rank.
+    """
+    tables = [use for use in graph.parameters if use.table_rows]
+    if not tables:
+        return graph
+    counts = evaluate([use.looked_up for use in tables], [batch_rows])[:, 0]
+    found = {
+        use.name: replace(use, looked_up=int(count), reduced_rows=min(int(count), num_ranks * use.table_rows))
+        for use, count in zip(tables, counts, strict=True)
+    }
+    return replace(graph, parameters=tuple(found.get(use.name, use) for use in graph.parameters))

@@ -180,5 +180,18 @@ def keep_plan(folder: Path, key: Key, plan: Plan) -> None:
                 path.unlink()
 
 
+def keep_measured(folder: Path, plan: Plan, measured: Plan) -> None:
+    """Write a plan with what was measured in the place of the one that was kept before, where that still is, so that
+    later runs of the same job need not measure.
+    """
+    text = plan.to_json()
+    try:
+        for name in names_in(_file(folder)):
+            if name.endswith(".json") and find_text(_file(folder / name), 4 * MAX_PLAN_CHARACTERS) == text:
+                write_text(_file(folder / name), measured.to_json())
+    except RanncError as error:
+        logger.info("what was measured is not kept for later runs: %s", str(error).splitlines()[0])
+
+
 def _file(path: str | os.PathLike[str]) -> UserFile:
     return UserFile(path=path, what="plan of an earlier run", named_by=_NAMED_BY)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import BYTES_PER_GB, PlanError
+from rannc_backend.ir.graph_input import GraphInput, ParameterInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import check_against, lane_text
-from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.passes.batch.batch_split import BatchSplit, UserRows
 from rannc_backend.planner.blocks.cut_blocks import has_loss, parameter_use
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
-from rannc_backend.planner.blocks.staged_nodes import Input, StagedGraph, find_staged_nodes, home_of_cloned
+from rannc_backend.planner.blocks.staged_nodes import StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cluster.asked_job import asked_ranks, memory_limit
 from rannc_backend.planner.cost.output_bytes import ASKED, why_left_out
 from rannc_backend.planner.projection import recomputed_nodes, stage_of_plan
@@ -39,19 +41,21 @@ _CURE = "correct the plan, or let the planner write it again."
 def check_plan(
     plan: Plan,
     split: BatchSplit,
-    inputs: Sequence[Input],
+    inputs: Sequence[GraphInput],
     *,
     config: Config,
     fingerprint: str,
     world_size: int,
     device_memory_bytes: int,
     possible_schedules: Collection[str],
+    in_rows: Collection[str] = (),
 ) -> dict[str, int]:
     """The stage of every staged node, if the plan fits this graph, these options and these devices.
 
     Args:
         device_memory_bytes: what one device of this run has; the option mem_limit_gb comes before it.
         possible_schedules: those that give exact results for this graph.
+        in_rows: the parameters whose gradients are kept as rows.
 
     Raises:
         PlanError: see the module docstring.
@@ -78,7 +82,7 @@ def check_plan(
     _check_buffers(plan, split, staged, stage_of)
     _check_pins(plan, [atom[0] for atom in staged.atoms], StagePins.from_config(config), stage_of)
     for lane in plan.lanes:
-        _check_memory(plan, lane, split.rowwise, inputs, memory, config)
+        _check_memory(plan, lane, split.rowwise, inputs, memory, config, in_rows)
     return stage_of
 
 
@@ -119,7 +123,7 @@ def check_options(
         ("recompute", MARKED if config.recompute == MARKED else "", plan.told_recompute),
         ("zero_stage", config.zero_stage.removeprefix("auto"), str(plan.zero_stage)),
         ("zero_ngroups", config.zero_ngroups if config.zero_level else 0, plan.zero_ngroups),
-        ("offload", "" if config.offload == "none" else config.offload, plan.offload),
+        ("offload", "" if config.offload in ("none", "auto") else config.offload, plan.offload),
         (
             "stage_replicas",
             "" if whole_batch else config.stage_replicas,
@@ -268,9 +272,10 @@ def _check_memory(
     plan: Plan,
     lane: Sequence[int],
     rowwise: fx.GraphModule,
-    inputs: Sequence[Input],
+    inputs: Sequence[GraphInput],
     limit_bytes: float,
     config: Config,
+    in_rows: Collection[str],
 ) -> None:
     """Of the stages of the same ranks: by the plan's own figure, and by what their parameters need at least, whatever
     the plan says.
@@ -283,7 +288,7 @@ def _check_memory(
     gradients = 0
     for item in inputs:
         value = values.get(item.name)
-        if item.kind == "parameter" and item.fqn in own and isinstance(value, torch.Tensor):
+        if isinstance(item, ParameterInput) and item.fqn in own and isinstance(value, torch.Tensor):
             use = parameter_use(
                 item.fqn,
                 value,
@@ -291,6 +296,8 @@ def _check_memory(
                 wide_sums=config.wide_sums,
                 least_elements=config.small_tensor_elements,
             )
+            if item.fqn in in_rows:
+                use = replace(use, table_rows=1, looked_up=0)
             offload = plan.offload != "none"
             least += use.held_bytes(config.opt_param_factor * share, offload=offload)
             gradients += (use.sum_bytes if offload else use.gradient_bytes) * config.wide_sums
@@ -335,9 +342,9 @@ def outputs_left_out(
     if plan.outputs:
         told = "the plan was made with outputs='loss'" if plan.outputs_left_out == ASKED else ""
         return OutputsLeftOut(told or plan.outputs_left_out)
-    names = {output.name for output in analysis.split.user_outputs if output.kind == "rows"} - {None}
+    names = {output.name for output in analysis.split.user_outputs if isinstance(output, UserRows)}
     longest = tuple(map(max, zip(*planned_lengths, strict=True)))
-    sizes = {name: int(analysis.value(name, longest).bytes_per_row) for name in names if name is not None}
+    sizes = {name: int(analysis.value(name, longest).bytes_per_row) for name in names}
     own_bytes = -(-plan.batch_rows // plan.world_size) * sum(sizes.values())
     needed = [
         own_bytes
@@ -355,17 +362,32 @@ def cut_by_plan(
     planned_lengths: Sequence[Sequence[int]],
     config: Config,
 ) -> StageCut:
-    """The stages of a graph, and what they hand on. ``planned_lengths``: see `outputs_left_out`."""
+    """The stages of a graph, and what they hand on. ``planned_lengths``: see `outputs_left_out`.
+
+    Raises:
+        UnsupportedModelError: the graph has sparse gradients, and the options cannot have them.
+    """
+    _check_sparse(analysis, config)
     left_out = outputs_left_out(plan, analysis, stage_of, planned_lengths, config)
     return cut_stages(analysis, stage_of, plan.num_stages, left_out, recomputed_nodes(plan, analysis))
 
 
-def choose_schedule(split: BatchSplit, needs_grad: Collection[str], config: Config) -> ScheduleName:
-    """The schedule that the options ask for, where it gives exact results; else the first that does."""
+def _check_sparse(analysis: GraphAnalysis, config: Config) -> None:
+    for table in analysis.captured.sparse_tables[:1]:
+        if config.check_gradients:
+            table.refuse("the option check_gradients compares dense gradients")
+
+
+def choose_schedule(
+    split: BatchSplit, needs_grad: Collection[str], config: Config, *, says_so: bool
+) -> ScheduleName:
+    """The schedule that the options ask for, where it gives exact results; else the first that does, with a warning where
+    `says_so` (on one rank).
+    """
     possible = exact_schedules(split, needs_grad)
     if config.schedule in possible:
         return config.schedule
-    if config.schedule in schedule_names():
+    if says_so and config.schedule in schedule_names():
         why = (
             "the loss is not a linear function of sums over samples"
             if has_loss(split, needs_grad)

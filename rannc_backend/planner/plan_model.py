@@ -26,14 +26,17 @@ from rannc_backend.capture.nonstrict.meta_model import (
 )
 from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.block_graph import BlockGraph
+from rannc_backend.ir.graph_input import ParameterInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks.block_partitions import partition_blocks
 from rannc_backend.planner.blocks.cut_blocks import block_graph
+from rannc_backend.planner.blocks.formats import with_looked_up
 from rannc_backend.planner.blocks.measure import LeadingProfiler
 from rannc_backend.planner.blocks.told_recompute import check_told, told_recompute, with_pivots
 from rannc_backend.planner.blocks.traced_stages import MAX_NODES, TracedStages
 from rannc_backend.planner.blocks_file import PlannableModel
+from rannc_backend.planner.cluster.asked_job import memory_limit
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.pricing import BUDGETS, NoPartitions, Partitions, priced_budgets
 from rannc_backend.planner.cost.segments import Segments
@@ -182,7 +185,7 @@ def num_elements(analysis: GraphAnalysis) -> int:
     return sum(
         analysis.node(spec.name).meta["val"].numel()
         for spec in analysis.captured.inputs
-        if spec.kind == "parameter"
+        if isinstance(spec, ParameterInput)
     )
 
 
@@ -208,9 +211,13 @@ def prepare(
             like=like,
             recomputed=recomputed,
         )
+        graph = with_looked_up(graph, analysis, config.sparse_gradients)
         distinct = {block.structure: block for block in graph.blocks}
         details.append(f"{len(graph.blocks)} blocks, {len(distinct)} distinct")
-    budgets = priced_budgets(config.fixed_recompute, is_told=bool(config.told_recompute))
+    held = sum(use.held_bytes(config.opt_param_factor, offload=False) for use in graph.parameters)
+    is_large = held > memory_limit(config, question.cluster.device.memory_bytes)
+    is_told = bool(config.told_recompute)
+    budgets = priced_budgets(config.fixed_recompute, is_told=is_told, is_large=is_large)
     with question.step_timer.step("prices"):
         partitions: Partitions = NoPartitions(budgets if config.fixed_recompute is not None else BUDGETS[:1])
         if graph.blocks and not config.prices_by_rules:

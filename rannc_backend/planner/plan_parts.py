@@ -14,6 +14,7 @@ import numpy as np
 
 from rannc_backend.ir.block_graph import Block, BlockGraph
 from rannc_backend.ir.plan import BlockPlan, RowCost, StageCost, StagePlan
+from rannc_backend.ir.plan_formats import Formats
 from rannc_backend.planner.cost.expressions import evaluate
 from rannc_backend.planner.cost.pricing import Interval, MemoryParts, StageMemory, WholeStages
 from rannc_backend.planner.search.bounds import Cell
@@ -29,20 +30,23 @@ from rannc_backend.planner.search.problem import (
     plans_terms,
 )
 from rannc_backend.planner.search.several_stages import (
+    counted_twice,
     fixed_parts,
     kept_by_budget,
+    lane_costs,
     stage_terms,
     step_seconds,
 )
 from rannc_backend.report.words import size_text
 from rannc_backend.schedule.chain import chains_step_seconds
 from rannc_backend.schedule.description import Lanes, Schedule
-from rannc_backend.schedule.list_run import LaneCosts, limits_in_lane
+from rannc_backend.schedule.list_run import limits_in_lane
 from rannc_backend.schedule.list_scheduled import ListScheduled
 from rannc_backend.schedule.lowering import waiting_bytes
 from rannc_backend.schedule.orders import ScheduleName, held_bytes, schedule_named
 from rannc_backend.schedule.plan_simulation import PipelineShape
 from rannc_backend.schedule.simulator import StageSeconds
+from rannc_backend.settings.options import Config
 
 _WORTH_NAMING = 0.01  # share of a stage's memory
 _MOST_NAMED = 3  # stages
@@ -104,14 +108,9 @@ def own_order_of(problem: SearchProblem, solution: Solution) -> ListScheduled:
         begin, end = solution.bounds[index], solution.bounds[index + 1]
         place = (begin, end - begin - 1, option)
         budget = problem.budgets.index(solution.budgets[index])
-        forward, backward, message, gradient, _, _, weight, _ = (float(x[0]) for x in terms.columns())
         costs.append(
-            LaneCosts(
-                forward=forward,
-                inputs=backward - weight,
-                weights=weight,
-                message=message,
-                gradient=gradient,
+            replace(
+                lane_costs(terms),
                 flight_bytes=float(tables.flight_bytes[(budget, *place)]),
                 kept_bytes=kept_by_budget(pricer, solution, index)[budget],
                 limit_bytes=limits[index],
@@ -223,7 +222,7 @@ def _memory(
     costs: IntervalCosts, solution: Solution, index: int, num_in_flight: int, traced: StageMemory | None
 ) -> MemoryParts:
     begin, end = solution.bounds[index], solution.bounds[index + 1]
-    return costs.memory(
+    own = costs.memory(
         begin,
         end,
         solution.budgets[index],
@@ -231,6 +230,13 @@ def _memory(
         solution.replicas[index],
         num_in_flight=num_in_flight,
         traced=traced,
+    )
+    state, communicators = counted_twice(costs.shared, solution, index)
+    return replace(
+        own,
+        optimizer=own.optimizer - state,
+        elsewhere=own.elsewhere + state,
+        messages=own.messages - communicators,
     )
 
 
@@ -459,4 +465,31 @@ def _amounts(block: Block, rows: int) -> tuple[int, int, int, int]:
         int(sums[1]),
         int(sums[2] + sums[3]),
         int(evaluate([block.saved_bytes], [rows])[0, 0]),
+    )
+
+
+def described_formats(
+    graph: BlockGraph, stages: Sequence[tuple[range, Sequence[int]]], config: Config
+) -> Formats:
+    """What a plan with these stages, blocks and ranks of each, says of its formats, but for what they save."""
+    number, in_rows, dense = 0, 0.0, 0.0
+    for use in graph.parameters:
+        if not use.is_in_rows:
+            continue
+        owners = {
+            rank
+            for blocks, ranks in stages
+            if any(use.name in graph.blocks[block].parameters for block in blocks)
+            for rank in ranks
+        }
+        number += 1
+        if len(owners) > 1:
+            in_rows += use.reduced_bytes * len(owners)
+            dense += use.dense_sum_bytes * use.sum_share * len(owners)
+    return Formats(
+        boundary_dtype=config.boundary_dtype,
+        gradient_dtype=config.gradient_dtype,
+        num_row_gradients=number,
+        row_gradient_bytes=int(in_rows),
+        dense_gradient_bytes=int(dense),
     )

@@ -37,6 +37,7 @@ MEGABYTE = 2**20
 _MAX_DEVICES_SUGGESTED = 4096
 _STAGES_PER_LANE = (2, 3, 4, 5, 6)  # that are tried
 _MEMORY_HEADROOM = 2.0  # stages that need more than so many times the limit are not priced
+_NEEDS_A_LOSS = "schedules with several stages on a rank run backwards within its call (a linear function of sums over samples)"
 _MAX_NUMBERS_TRIED = 3  # of micro-batches, in errors about large models
 
 
@@ -96,7 +97,7 @@ class PlanRequest:
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
             config, fixed = of_whole_batch(config, fixed), None
-        schedules = _with_stages_per_rank(schedules, config.stages_per_rank)
+        schedules = _with_per_rank(schedules, config.stages_per_rank, config.schedule)
         num_stages = len(fixed) if fixed else config.partition_num or None
         is_free = num_stages is None
         num_stages, fixed = _lanes_asked_for(schedules, num_stages, fixed, config.stages_per_rank)
@@ -258,6 +259,7 @@ class PlanRequest:
             value_bytes=costs.sums.trainable,
             work_floor=costs.work_floor,
             workspace=costs.workspace_bytes,
+            shared=costs.shared,
             limits=self.limits,
             only_budget=self.recompute,
             recompute_last_stage=self.recompute_last_stage,
@@ -366,7 +368,8 @@ class PlanRequest:
 
     def offloaded(self) -> PlanRequest:
         """The same with parameters on the host."""
-        return replace(self, offload=True)
+        without = tuple((text, other.offloaded()) for text, other in self.without)
+        return replace(self, offload=True, without=without)
 
     def is_feasible(self, micro_batches: tuple[int, ...] | None = None) -> bool:
         """Whether there is a plan, with some of these numbers of micro-batches."""
@@ -402,8 +405,8 @@ def _made_for_plans(names: Iterable[ScheduleName]) -> tuple[ScheduleName, ...]:
     return tuple(name for name in names if schedule_named(name).is_made_for_plans)
 
 
-def _with_stages_per_rank(schedules: tuple[ScheduleName, ...], number: int) -> tuple[ScheduleName, ...]:
-    """Those that have so many stages on each rank; 0: all. Raises `OptionValueError`."""
+def _with_per_rank(schedules: tuple[ScheduleName, ...], number: int, asked: str) -> tuple[ScheduleName, ...]:
+    """Those that have so many stages on each rank; 0: all. `asked`: the option. Raises `OptionValueError`."""
     if not number:
         return schedules
     described = [schedule_named(name) for name in schedules]
@@ -413,12 +416,10 @@ def _with_stages_per_rank(schedules: tuple[ScheduleName, ...], number: int) -> t
         if (each.stages_per_lane > 1) == (number > 1) and each.with_stages_per_lane(number) is not None
     )
     if not found:
-        raise OptionValueError(
-            "stages_per_rank",
-            value=number,
-            source="options",
-            expected=f"a number of stages that {' or '.join(schedules)} can have on a rank",
-        )
+        is_out = asked not in schedules and not any(each.eager_backward for each in described)
+        can = f"a number of stages that {' or '.join(schedules)} can have on a rank"
+        expected = f"1, or compute the loss in the model's forward, as {_NEEDS_A_LOSS}" if is_out else can
+        raise OptionValueError("stages_per_rank", value=number, source="options", expected=expected)
     return found
 
 
@@ -471,7 +472,7 @@ def _limits(config: Config, cluster: Cluster) -> Iterator[tuple[str, str]]:
             continue  # numbers by stage say nothing without it
         if value != Config.model_fields[name].default:
             yield name, f"{name}={value}"
-    if config.offload != "none":
+    if config.offload == "parameters":
         yield "offload", f"offload={config.offload}"
     if config.fixed_recompute is not None and not config.checkpointing:
         name = "recompute_modules" if config.recompute_modules else "recompute"

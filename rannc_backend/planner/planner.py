@@ -20,9 +20,6 @@ from rannc_backend.ir.plan import (
     SCHEMA_VERSION,
     Alternative,
     Plan,
-    RowCost,
-    StageCompiler,
-    StageCost,
     StagePlan,
     WhatIf,
     lane_bytes,
@@ -41,7 +38,13 @@ from rannc_backend.planner.cost.output_bytes import (
 )
 from rannc_backend.planner.cost.pricing import AnalyticPricer, BlockPricer, WholeStages
 from rannc_backend.planner.cost.small_models import stage_compiler
-from rannc_backend.planner.plan_parts import block_plans, describe_stage, keeps_limits, priced, stage_plans
+from rannc_backend.planner.plan_parts import (
+    block_plans,
+    described_formats,
+    keeps_limits,
+    priced,
+    stage_plans,
+)
 from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.ilp import IlpSearch
 from rannc_backend.planner.search.interval_costs import IntervalCosts
@@ -50,16 +53,18 @@ from rannc_backend.planner.search.moves import RunAll
 from rannc_backend.planner.search.over_intervals import ParameterSums, received_bytes
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
-from rannc_backend.planner.settling import attempts, is_safe, settle, with_own_order
+from rannc_backend.planner.settling import attempts, is_safe, plan_in_own_order, plan_without_blocks, settle
 from rannc_backend.planner.what_binds import (
     WITHOUT_ZERO,
     Changed,
     alternatives,
     best_of_change,
     binding,
+    kept_others,
     refused_by_limits,
     runners_up,
     what_if,
+    without_offload,
     without_zero,
 )
 from rannc_backend.planner.worker_processes import Workers
@@ -71,6 +76,7 @@ logger = logging.getLogger(__name__)
 _MAX_SEARCHES = 4  # with less and less memory, where whole stages need more than their blocks say
 _ROUNDED_UP = 1 + 1e-6
 _NEAR = 0.5  # of the limit
+PREDICTION_ERROR = 0.25  # of a step, as plans of one model are compared: those nearer may be the faster ones
 _WORTH_DIVIDING = 5e-3  # of the step: for less, every replica updates all, as people know it
 
 
@@ -106,14 +112,15 @@ def plan_blocks(
     graph = graph.without_outputs() if _may_lack_outputs(graph, config) else graph
     request = PlanRequest.of(graph, config, cluster, pricer, batch_rows, schedules, stage_replicas)
     if not graph.blocks:
-        return _plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
+        return plan_without_blocks(request, stage_compiler(config), fingerprint, model_name)
     others: tuple[Alternative, ...] = ()
     changes: tuple[WhatIf, ...] = ()
     limit_seconds = config.compile_timeout_seconds
     with Workers(num_processes=config.search_processes, limit_seconds=limit_seconds) as workers:
-        request, choice = _choose_updates(request, progress, _Means(config, whole_stages, workers))
+        request, choice, why = _choose_offload(request, progress, _Means(config, whole_stages, workers))
         if progress is None or not progress.cancelled():
             others, changes = _explained(request, choice, workers)
+    others += why
     chosen, equal = choice.solution, choice.equal
     if choice.problem.only_lane_schedules and not chosen.has_several_stages:
         logger.warning(
@@ -137,7 +144,7 @@ def plan_blocks(
         else int(request.update_groups is not None),
         zero_ngroups=config.zero_ngroups,
         told_recompute=config.told_recompute,
-        offload=config.offload,
+        offload="parameters" if request.offload else "none",
         formats=formats_of(request, config, choice.problem, chosen),
         outputs=output_plans(outputs, stages),
         outputs_left_out=left_out,
@@ -153,20 +160,53 @@ def plan_blocks(
         alternatives=others,
         what_if=changes,
     )
-    if chosen.own_order:
-        base = priced(replace(choice.problem, limits=PipelineLimits()), chosen)
-        base_seconds = chosen.step_seconds if base is None else base.step_seconds
-        plan = with_own_order(plan, chosen.own_order, base_seconds, only=choice.problem.only_own_order)
+    plan = plan_in_own_order(plan, choice.problem, chosen)
     if broken := request.limits.broken_by_plan(plan):
         raise InfeasiblePlanError(broken)
-    return plan
+    return _with_rivals(plan, request, choice, outputs, config) if others and config.num_plans > 1 else plan
+
+
+def _with_rivals(
+    plan: Plan, request: PlanRequest, choice: _Choice, outputs: OutputBytes, config: Config
+) -> Plan:
+    """The plan with the texts of those of the others that were kept whose steps are within the prediction's error."""
+    texts: dict[int, str] = {}
+    longest = plan.predicted_step_seconds * (1 + PREDICTION_ERROR)
+    for place, other in enumerate(kept_others(choice.search, choice.problem, choice.solution), start=2):
+        if other.step_seconds > longest:
+            continue
+        stages = stage_plans(request.graph, choice.costs, choice.problem, other)
+        its = replace(choice, solution=other, stages=stages)
+        stages, left_out = _with_outputs(its, outputs, config, request.memory_bytes)
+        rival = plan.model_copy(
+            update={
+                "num_micro_batches": other.num_micro_batches,
+                "schedule": other.schedule,
+                "formats": formats_of(request, config, choice.problem, other),
+                "outputs": output_plans(outputs, stages),
+                "outputs_left_out": left_out,
+                "stages": stages,
+                "predicted_step_seconds": other.step_seconds,
+                "binding": "",
+                "alternatives": (),
+                "what_if": (),
+            }
+        )
+        rival = plan_in_own_order(rival, choice.problem, other).model_copy(update={"alternatives": ()})
+        fits = _fullest(rival.stages) <= request.memory_bytes * _ROUNDED_UP
+        if fits and not request.limits.broken_by_plan(rival):
+            texts[place] = rival.to_json()
+    found = tuple(each.model_copy(update={"plan": texts.get(each.place, "")}) for each in plan.alternatives)
+    return plan.model_copy(update={"alternatives": found})
 
 
 def formats_of(request: PlanRequest, config: Config, problem: SearchProblem, chosen: Solution) -> Formats:
     """What the plan sends in fewer bits, and what that saves beside the same plan that sends all as it is."""
     graph = request.graph
+    stages = [(range(*pair), chosen.ranks(index)) for index, pair in enumerate(pairwise(chosen.bounds))]
+    known = described_formats(graph, stages, config)
     if graph.is_exact:
-        return Formats(boundary_dtype=config.boundary_dtype, gradient_dtype=config.gradient_dtype)
+        return known
     messages = gradients = 0.0
     sums = ParameterSums.of(graph)
     for index, (begin, end) in enumerate(pairwise(chosen.bounds)):
@@ -184,13 +224,8 @@ def formats_of(request: PlanRequest, config: Config, problem: SearchProblem, cho
     whole_plan = priced(exact.problem(costs, memory_bytes=float("inf")), chosen)
     own = priced(replace(problem, memory_bytes=float("inf"), limits=PipelineLimits()), chosen)
     longer = 0.0 if whole_plan is None or own is None else whole_plan.step_seconds - own.step_seconds
-    return Formats(
-        boundary_dtype=config.boundary_dtype,
-        gradient_dtype=config.gradient_dtype,
-        saved_message_bytes=int(messages),
-        saved_gradient_bytes=int(gradients),
-        saved_seconds=float(f"{max(0.0, longer):.6g}"),
-    )
+    saved = {"saved_message_bytes": int(messages), "saved_gradient_bytes": int(gradients)}
+    return known.model_copy(update={**saved, "saved_seconds": float(f"{max(0.0, longer):.6g}")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +241,7 @@ class _Choice:
     solution: Solution
     stages: tuple[StagePlan, ...]
     segments: tuple[int, ...]
+    costs: IntervalCosts
     undivided: SearchProblem | None = None
 
 
@@ -272,6 +308,21 @@ class _Means:
             run_all=self.run_all,
             num_plans=self.config.num_plans,
         )
+
+
+def _choose_offload(
+    request: PlanRequest, progress: Progress | None, means: _Means
+) -> tuple[PlanRequest, _Choice, tuple[Alternative, ...]]:
+    """The fastest plan; where nothing fits and option offload leaves it to the planner, that with parameters on the host, and
+    why it is so.
+    """
+    try:
+        return *_choose_updates(request, progress, means), ()
+    except InfeasiblePlanError:
+        if means.config.offload != "auto" or request.offload:
+            raise
+    offloaded, choice = _choose_updates(request.offloaded(), progress, means)
+    return offloaded, choice, (without_offload(choice.solution, request.memory_bytes),)
 
 
 def _choose_updates(
@@ -364,6 +415,7 @@ def _choose(
                 solution=solution,
                 stages=stages,
                 segments=costs.segments.of_block,
+                costs=costs,
             )
         logger.info(
             "a stage needs %s as a whole, and plans may use %s",
@@ -444,42 +496,3 @@ def _warn_of_idle_ranks(request: PlanRequest, chosen: Solution) -> None:
             "only %d of %d ranks are given work: more would not be faster with the settings, the model's "
             "blocks (%d) and the batch (%d rows)", used, there, len(request.graph.blocks), request.batch_rows,
         )  # fmt: skip
-
-
-def _plan_without_blocks(
-    request: PlanRequest, compiler: StageCompiler, fingerprint: str, model_name: str
-) -> Plan:
-    """A model that computes nothing from its batch: one stage without nodes on all ranks."""
-    nothing = StageCost(**{name: 0 for name in StageCost.model_fields})
-    stage = describe_stage(
-        request.graph,
-        0,
-        range(0),
-        ranks=range(request.cluster.num_devices),
-        recompute=1.0,
-        predicted=nothing,
-        at_rows=(RowCost(rows=1, **{name: 0 for name in RowCost.model_fields if name != "rows"}),),
-        bytes_per_row=(0.0, 0.0),
-        num_buckets=1,
-    )
-    return Plan(
-        schema_version=SCHEMA_VERSION,
-        fingerprint=fingerprint,
-        model_name=model_name,
-        cluster=request.cluster.assumption(),
-        world_size=request.cluster.num_devices,
-        batch_rows=request.batch_rows,
-        num_micro_batches=1,
-        schedule=request.schedules[0],
-        stage_compiler=compiler,
-        memory_limit_bytes=int(request.memory_bytes),
-        blocks=(),
-        stages=(stage,),
-        predicted_step_seconds=0.0,
-        equal_split_seconds=None,
-        proven_gap=0.0,
-        costs_from=request.pricer.source,
-        binding="nothing: the model computes nothing from its batch",
-        alternatives=(),
-        what_if=(),
-    )

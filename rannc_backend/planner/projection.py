@@ -8,18 +8,20 @@ has other nodes but the same parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 
 from torch import fx
 
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import PlanError, UnsupportedModelError, user_location
+from rannc_backend.ir.graph_input import GraphInput, ParameterInput, StateInput
 from rannc_backend.ir.plan import Plan
+from rannc_backend.kernels.kept_rows import KEEP_ROWS
 from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.passes.batch.layouts import Layout
 from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
 from rannc_backend.planner.blocks.staged_nodes import (
-    Input,
     StagedGraph,
     find_staged_nodes,
     home_of_cloned,
@@ -33,7 +35,7 @@ _CURE = "correct the plan, or let the planner write it again."
 
 
 def stage_of_plan(
-    plan: Plan, rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[Input]
+    plan: Plan, rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[GraphInput]
 ) -> dict[str, int]:
     """The stage of every staged node of the planned graph.
 
@@ -75,9 +77,9 @@ def _check_users(node: fx.Node, planned: Mapping[str, int], staged: StagedGraph)
 
 
 def _check_parameters(
-    plan: Plan, staged: StagedGraph, inputs: Sequence[Input], planned: Mapping[str, int]
+    plan: Plan, staged: StagedGraph, inputs: Sequence[GraphInput], planned: Mapping[str, int]
 ) -> None:
-    names = {item.name: item.fqn for item in inputs if item.kind == "parameter" and item.fqn is not None}
+    names = {item.name: item.fqn for item in inputs if isinstance(item, ParameterInput)}
     read: list[set[str]] = [set() for _ in plan.stages]
     for node in staged.nodes:
         read[planned[node.name]].update(names[item.name] for item in staged.reads[node] if item.name in names)
@@ -99,7 +101,18 @@ def _check_parameters(
             )
 
 
-def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict[str, int]:
+def note_kept(homes: MutableMapping[int, int], split: BatchSplit, stage_of: Mapping[str, int]) -> None:
+    """Note in ``homes``, slot -> stage, where a graph that is deployed keeps rows from step to step."""
+    for node, slot in _kept_slots(split.rowwise.graph.nodes):
+        homes.setdefault(slot, stage_of[node.name])
+
+
+def project_plan(
+    plan: Plan,
+    split: BatchSplit,
+    inputs: Sequence[GraphInput],
+    homes: Mapping[int, int] = MappingProxyType({}),
+) -> dict[str, int]:
     """A stage for every staged node of another graph of the module that was planned; parameters keep their
     owners.
 
@@ -107,14 +120,15 @@ def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict
     there is such a stage, makes the new values of the buffers that it reads; what is computed from batch
     inputs alone goes where it is first read. A parameter that the plan does not know (the planned graph did
     not use it) may be read anywhere, as every rank still holds it, and so may a buffer: all stages that read
-    one are given its new values.
+    one are given its new values. What is kept from step to step (``homes``) is read and written on one stage by all
+    graphs.
 
     Raises `UnsupportedModelError` naming the parameter that only an earlier stage owns, or parameters that no
     stage owns together.
     """
     staged = find_staged_nodes(split.rowwise, split.layouts, inputs)
     owners = _owners(plan, inputs)
-    parameters = {item.fqn for item in inputs if item.kind == "parameter" and item.fqn is not None}
+    parameters = {item.fqn for item in inputs if isinstance(item, ParameterInput)}
     stages: dict[fx.Node, int] = {}
     from_inputs: set[fx.Node] = set()
     for atom in staged.atoms:
@@ -123,14 +137,27 @@ def project_plan(plan: Plan, split: BatchSplit, inputs: Sequence[Input]) -> dict
         sources = [argument for argument in sources if argument not in members]
         stored = dict.fromkeys(item for node in atom for item in staged.reads[node] if item.name in owners)
         earliest = max((stages[source] for source in sources), default=0)
+        kept = [
+            (f"kept rows {slot}", frozenset({homes[slot]})) for _, slot in _kept_slots(atom) if slot in homes
+        ]
         stage = _first_stage_owning(
-            atom[0], earliest, [owners[item.name] for item in stored], parameters, plan
+            atom[0],
+            earliest,
+            [*(owners[item.name] for item in stored), *kept],
+            parameters.union(name for name, _ in kept),
+            plan,
         )
         stages.update(dict.fromkeys(atom, stage))
-        if not stored and all(source in from_inputs for source in sources):
+        if not stored and not kept and all(source in from_inputs for source in sources):
             from_inputs.update(atom)
     _move_to_readers(staged, stages, from_inputs)
     return {node.name: stage for node, stage in stages.items()}
+
+
+def _kept_slots(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    for node in nodes:
+        if node.target is KEEP_ROWS:
+            yield node, int(node.args[3])  # type: ignore[arg-type]
 
 
 def recomputed_nodes(plan: Plan, analysis: GraphAnalysis) -> Recomputed:
@@ -148,7 +175,7 @@ def recomputed_nodes(plan: Plan, analysis: GraphAnalysis) -> Recomputed:
     planned = {name: block.segment for block in plan.blocks for name in block.nodes}
     if all(node.name in planned for node in staged.nodes):
         return Recomputed(segment_of=planned)
-    fqns = {item.name: item.fqn for item in inputs if item.kind == "parameter"}
+    fqns = {item.name: item.fqn for item in inputs if isinstance(item, ParameterInput)}
     readers: dict[str, list[int]] = {}
     for block in plan.blocks:
         for name in block.parameters:
@@ -159,22 +186,23 @@ def recomputed_nodes(plan: Plan, analysis: GraphAnalysis) -> Recomputed:
             (found[argument.name] for argument in node.all_input_nodes if argument.name in found), default=0
         )
         for item in staged.reads[node]:
-            later = [place for place in readers.get(fqns.get(item.name) or "", ()) if place >= number]
+            later = [place for place in readers.get(fqns.get(item.name, ""), ()) if place >= number]
             number = min(later, default=number)
         found[node.name] = number
     return Recomputed(segment_of=found)
 
 
-def _owners(plan: Plan, inputs: Sequence[Input]) -> dict[str, tuple[str, frozenset[int]]]:
+def _owners(plan: Plan, inputs: Sequence[GraphInput]) -> dict[str, tuple[str, frozenset[int]]]:
     """Placeholder -> (dotted name, stages that own it or make its new value), for what the plan knows."""
     owners: dict[str, tuple[str, frozenset[int]]] = {}
     for item in inputs:
-        if item.fqn is None or item.kind not in ("parameter", "buffer"):
+        if not isinstance(item, StateInput):
             continue
+        is_parameter = isinstance(item, ParameterInput)
         where = frozenset(
             stage.index
             for stage in plan.stages
-            if item.fqn in (stage.parameters if item.kind == "parameter" else stage.updated_buffers)
+            if item.fqn in (stage.parameters if is_parameter else stage.updated_buffers)
         )
         if where:
             owners[item.name] = (item.fqn, where)

@@ -14,14 +14,24 @@ import numpy as np
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import INPUT
 from rannc_backend.ir.block_graph import BlockGraph
-from rannc_backend.ir.plan import Alternative, Plan, StagePlan
+from rannc_backend.ir.plan import (
+    SCHEMA_VERSION,
+    Alternative,
+    Plan,
+    RowCost,
+    StageCompiler,
+    StageCost,
+    StagePlan,
+)
 from rannc_backend.planner.plan_parts import (
+    describe_stage,
     keeps_limits,
     longest_compute,
     own_order_of,
     priced,
     priced_in,
 )
+from rannc_backend.planner.plan_request import PlanRequest
 from rannc_backend.planner.search.equal_split import even_shares
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.problem import Pricer, SearchProblem, Solution
@@ -29,14 +39,14 @@ from rannc_backend.planner.search.search import TOLERANCE
 from rannc_backend.planner.search.several_stages import fits, lane_plans
 from rannc_backend.schedule.edges import EdgeSpec
 from rannc_backend.schedule.lowering import lower_lanes
-from rannc_backend.schedule.orders import ScheduleName
+from rannc_backend.schedule.orders import ScheduleName, schedule_named
 from rannc_backend.schedule.plan_simulation import simulate_plan
 from rannc_backend.schedule.verify import verify
 
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 _FASTER = 5e-3  # relative: by less, a schedule that people know is preferred to an order of the plan's own
 _NEAR, _MOST_TRIED = 0.05, 6  # plans that may be the fastest in an order of their own: relative, and how many
-_MOST_ORDERED = 3  # plans with several stages on each rank that get an order of their own
+_MOST_ORDERED = 12  # plans with several stages on each rank that get an order of their own
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
@@ -119,6 +129,9 @@ def _in_best_order(problem: SearchProblem, best: Solution, others: Sequence[Solu
 
 def in_own_order(problem: SearchProblem, solution: Solution) -> Solution:
     """The same in an order that is made for it, if the problem has one, and it is faster or nothing else is asked for."""
+    if schedule_named(solution.schedule).saves_memory and not problem.only_own_order:
+        # What list scheduling makes within so little memory takes longer than a pattern.
+        return solution
     own = own_order_of(problem, solution) if problem.own_order else None
     if own is None or (solution.num_stages == 1 and not problem.only_own_order):
         return solution
@@ -140,6 +153,15 @@ def attempts(problem: SearchProblem) -> Iterator[SearchProblem]:
     yield problem
 
 
+def plan_in_own_order(plan: Plan, problem: SearchProblem, found: Solution) -> Plan:
+    """The plan of what was found, in the order that is made for it, if there is one."""
+    if not found.own_order:
+        return plan
+    base = priced(replace(problem, limits=PipelineLimits()), found)
+    base_seconds = found.step_seconds if base is None else base.step_seconds
+    return with_own_order(plan, found.own_order, base_seconds, only=problem.only_own_order)
+
+
 def with_own_order(plan: Plan, name: ScheduleName, base_seconds: float, *, only: bool) -> Plan:
     """The plan in the order that is made for it, beside it with its base schedule, which takes `base_seconds`; or that,
     where the memory of the whole plan leaves no gain. `only`: nothing but the own order is asked for.
@@ -147,16 +169,11 @@ def with_own_order(plan: Plan, name: ScheduleName, base_seconds: float, *, only:
     ordered = _reordered(plan, name)
     simulated = simulate_plan(ordered)
     if not only and simulated.step_seconds >= base_seconds * (1 - _FASTER):
-        return _rounded(plan.model_copy(update={"predicted_step_seconds": base_seconds}))
+        return rounded(plan.model_copy(update={"predicted_step_seconds": base_seconds}))
     longer = base_seconds / simulated.step_seconds if simulated.step_seconds else 1.0
-    told = Alternative(
-        num_stages=plan.num_stages,
-        stage_replicas=plan.stage_replicas,
-        num_micro_batches=plan.num_micro_batches,
-        schedule=plan.schedule,
-        recompute=tuple(stage.recompute for stage in plan.stages),
-        predicted_step_seconds=base_seconds,
-        reason=f"schedule {plan.schedule}: the step takes {longer:.4g} times as long",
+    told = alternative_of(
+        plan.model_copy(update={"predicted_step_seconds": base_seconds}),
+        f"schedule {plan.schedule}: the step takes {longer:.4g} times as long",
     )
     update = {
         "stages": tuple(
@@ -166,10 +183,24 @@ def with_own_order(plan: Plan, name: ScheduleName, base_seconds: float, *, only:
         "alternatives": (told, *plan.alternatives),
         "predicted_step_seconds": simulated.step_seconds,
     }
-    return _rounded(ordered.model_copy(update=update))
+    return rounded(ordered.model_copy(update=update))
 
 
-def _rounded(plan: Plan) -> Plan:
+def alternative_of(plan: Plan, reason: str) -> Alternative:
+    """What another plan says of this one, and why it was not taken."""
+    return Alternative(
+        num_stages=plan.num_stages,
+        stage_replicas=plan.stage_replicas,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        recompute=tuple(stage.recompute for stage in plan.stages),
+        predicted_step_seconds=plan.predicted_step_seconds,
+        measured_step_seconds=plan.measured_step_seconds,
+        reason=reason,
+    )
+
+
+def rounded(plan: Plan) -> Plan:
     """With numbers as plans have them."""
     return Plan.from_json(plan.to_json())
 
@@ -213,3 +244,42 @@ def is_safe(problem: SearchProblem, solution: Solution, graph: BlockGraph) -> bo
     except ScheduleError:
         return False
     return True
+
+
+def plan_without_blocks(
+    request: PlanRequest, compiler: StageCompiler, fingerprint: str, model_name: str
+) -> Plan:
+    """A model that computes nothing from its batch: one stage without nodes on all ranks."""
+    nothing = StageCost(**{name: 0 for name in StageCost.model_fields})
+    stage = describe_stage(
+        request.graph,
+        0,
+        range(0),
+        ranks=range(request.cluster.num_devices),
+        recompute=1.0,
+        predicted=nothing,
+        at_rows=(RowCost(rows=1, **{name: 0 for name in RowCost.model_fields if name != "rows"}),),
+        bytes_per_row=(0.0, 0.0),
+        num_buckets=1,
+    )
+    return Plan(
+        schema_version=SCHEMA_VERSION,
+        fingerprint=fingerprint,
+        model_name=model_name,
+        cluster=request.cluster.assumption(),
+        world_size=request.cluster.num_devices,
+        batch_rows=request.batch_rows,
+        num_micro_batches=1,
+        schedule=request.schedules[0],
+        stage_compiler=compiler,
+        memory_limit_bytes=int(request.memory_bytes),
+        blocks=(),
+        stages=(stage,),
+        predicted_step_seconds=0.0,
+        equal_split_seconds=None,
+        proven_gap=0.0,
+        costs_from=request.pricer.source,
+        binding="nothing: the model computes nothing from its batch",
+        alternatives=(),
+        what_if=(),
+    )

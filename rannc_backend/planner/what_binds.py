@@ -20,7 +20,7 @@ from rannc_backend.planner.plan_request import PlanRequest, size_text
 from rannc_backend.planner.search.bounds import Cell
 from rannc_backend.planner.search.feasibility import least_bytes_of_one_stage
 from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits, least_bubble
-from rannc_backend.planner.search.moves import with_one_more
+from rannc_backend.planner.search.moves import few_numbers, with_one_more
 from rannc_backend.planner.search.problem import SearchProblem, Solution
 from rannc_backend.planner.search.search import SearchResult, StageSearch
 from rannc_backend.planner.settling import attempts, settle
@@ -196,7 +196,10 @@ def _planned_again(
     request: PlanRequest, problem: SearchProblem, start: Solution, shortly: bool
 ) -> Solution | None:
     """The plan that the planner would take; `shortly`: a good one with the schedule of `start`."""
-    if start.base is None and not problem.only_lane_schedules:
+    if start.base is not None and shortly:
+        # As many stages on each rank: other numbers are rarely better then.
+        problem = replace(problem, lane_schedules=(start.schedule,), stages_per_lane=(len(start.lanes[0]),))
+    elif start.base is None and not problem.only_lane_schedules:
         problem = replace(
             problem, lane_schedules=()
         )  # where two stages on each rank are no gain, they rarely become one
@@ -400,13 +403,19 @@ def alternatives(
 
 def runners_up(found: StageSearch, problem: SearchProblem, chosen: Solution) -> tuple[Alternative, ...]:
     """The other plans that the search has kept, as they would be taken, fastest first."""
+    others = kept_others(found, problem, chosen)
+    return tuple(
+        _lost(f"number {place} of the best plans", each, chosen).model_copy(update={"place": place})
+        for place, each in enumerate(others, start=2)
+    )
+
+
+def kept_others(found: StageSearch, problem: SearchProblem, chosen: Solution) -> list[Solution]:
+    """What the search has kept beside the chosen plan, as it would be taken, fastest first."""
     others: list[Solution] = []
     for kept in found.kept[1:]:
         others = with_one_more(others, settle(problem, kept, None), len(found.kept))
-    others = [each for each in others if len(with_one_more([chosen], each, 2)) == 2]
-    return tuple(
-        _lost(f"number {place} of the best plans", each, chosen) for place, each in enumerate(others, start=2)
-    )
+    return [each for each in others if len(with_one_more([chosen], each, 2)) == 2]
 
 
 def _undivided(undivided: SearchProblem, chosen: Solution) -> Solution | None:
@@ -419,30 +428,18 @@ def _undivided(undivided: SearchProblem, chosen: Solution) -> Solution | None:
 
 def without_zero(undivided: SearchProblem, chosen: Solution, found: Solution | None) -> Alternative:
     """What was `found` if every replica updates all, beside a plan in which one does (ZeRO)."""
-    label = WITHOUT_ZERO
     if found is None:
-        return Alternative(
-            num_stages=chosen.num_stages,
-            stage_replicas=chosen.replicas,
-            num_micro_batches=chosen.num_micro_batches,
-            schedule=chosen.schedule,
-            recompute=chosen.budgets,
-            predicted_step_seconds=None,
-            reason=f"{label}: nothing fits into {size_text(undivided.memory_bytes)}",
-        )
-    return _lost(label, found, chosen)
+        return _fits_nowhere(WITHOUT_ZERO, chosen, undivided.memory_bytes)
+    return _lost(WITHOUT_ZERO, found, chosen)
 
 
-def few_numbers(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:
-    """Numbers of micro-batches around the chosen one, that first, and the largest."""
-    place = numbers.index(chosen)
-    near = (
-        numbers[place],
-        numbers[max(place - 1, 0)],
-        numbers[min(place + 1, len(numbers) - 1)],
-        numbers[-1],
-    )
-    return tuple(dict.fromkeys(near))
+def without_offload(chosen: Solution, memory_bytes: float) -> Alternative:
+    """Why a plan keeps parameters on the host."""
+    return _fits_nowhere("without offload", chosen, memory_bytes)
+
+
+def _fits_nowhere(label: str, chosen: Solution, memory_bytes: float) -> Alternative:
+    return _told(chosen, None, f"{label}: nothing fits into {size_text(memory_bytes)}")
 
 
 def _in(problem: SearchProblem, solution: Solution) -> Solution:
@@ -455,13 +452,17 @@ def _lost(label: str, other: Solution, chosen: Solution) -> Alternative:
         reason = f"{label}: the step takes {longer:.4g} times as long"
     else:
         reason = f"{label}: equally fast"
+    return _told(other, other.step_seconds, reason)
+
+
+def _told(other: Solution, step_seconds: float | None, reason: str) -> Alternative:
     return Alternative(
         num_stages=other.num_stages,
         stage_replicas=other.replicas,
         num_micro_batches=other.num_micro_batches,
         schedule=other.schedule,
         recompute=other.budgets,
-        predicted_step_seconds=other.step_seconds,
+        predicted_step_seconds=step_seconds,
         reason=reason,
     )
 

@@ -30,6 +30,7 @@ from rannc_backend.report.words import (
     ranges_text,
     rate_text,
     replicas_text,
+    row_gradients_text,
     seconds_text,
     size_text,
     told_text,
@@ -169,6 +170,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
     yield from texts("recompute", told_text(a.told_recompute), told_text(b.told_recompute))
     yield from texts("offload", offload_text(a), offload_text(b))
     yield from texts("in fewer bits", formats_text(a) or "nothing", formats_text(b) or "nothing")
+    yield from texts("sparse gradients", row_gradients_text(a) or "none", row_gradients_text(b) or "none")
     yield from _amount("memory limit", a.memory_limit_bytes, b.memory_limit_bytes, size_text)
     yield from _amount("peak memory", a.peak_bytes, b.peak_bytes, size_text)
     yield from counts("blocks", len(a.blocks), len(b.blocks))

@@ -40,6 +40,7 @@ from rannc_backend.report.words import (
     printable,
     ranges_text,
     rate_text,
+    row_gradients_text,
     seconds_text,
     size_text,
     stages_text,
@@ -206,6 +207,7 @@ def _tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
         *([("recompute", "told", told_text(plan.told_recompute), "")] if plan.told_recompute else []),
         *([("offload", plan.offload, offload_text(plan), "")] if plan.offload != "none" else []),
         *([("in fewer bits", "not exact", formats_text(plan), "")] if not plan.formats.are_exact else []),
+        *([("sparse gradients", "as rows", rows, "")] if (rows := row_gradients_text(plan)) else []),
         ("idle time", percent_text(mean_idle_share(plan)), "mean of the ranks", ""),
         (
             "peak memory",

@@ -39,7 +39,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         ],
         "outputs": [output.model_dump(mode="json") for output in plan.outputs],
         "outputs_left_out": plan.outputs_left_out,
-        "alternatives": [other.model_dump(mode="json") for other in plan.alternatives],
+        "alternatives": [other.model_dump(mode="json", exclude={"plan"}) for other in plan.alternatives],
         "what_if": [item.model_dump(mode="json") for item in plan.what_if],
         "cluster": plan.cluster.model_dump(mode="json"),
     }

@@ -31,6 +31,7 @@ from rannc_backend.report.words import (
     percent_text,
     printable,
     ranges_text,
+    row_gradients_text,
     seconds_text,
     size_text,
     stages_text,
@@ -106,6 +107,7 @@ def shape_text(plan: Plan) -> str:
         f"{', ' + told_text(plan.told_recompute) if plan.told_recompute else ''}"
         f"{', offload ' + offload_text(plan) if plan.offload != 'none' else ''}"
         f"{'' if plan.formats.are_exact else ', ' + formats_text(plan)}"
+        f"{', ' + row_gradients_text(plan) if plan.formats.num_row_gradients else ''}"
     )
 
 
@@ -252,7 +254,8 @@ def alternatives_table(plan: Plan) -> Table:
     """The best plans that were not taken, fastest first, and why."""
     table = _table("Alternatives that lost")
     table.add_column("plan", ratio=4, overflow="fold")
-    for name in ("step", "slower"):
+    columns = ("step", "slower", "measured") if plan.measured_step_seconds is not None else ("step", "slower")
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", ratio=5, overflow="fold")
     for other in sorted_alternatives(plan):
@@ -261,9 +264,16 @@ def alternatives_table(plan: Plan) -> Table:
             alternative_text(other),
             "-" if seconds is None else seconds_text(seconds),
             "no room" if seconds is None else change_text(plan.predicted_step_seconds, seconds),
+            *[_measured_text(other.measured_step_seconds)] * (len(columns) - 2),
             Text(printable(other.reason)),
         )
+    if plan.measured_step_seconds is not None:
+        table.caption = f"this plan's step was measured: {seconds_text(plan.measured_step_seconds)}"
     return table
+
+
+def _measured_text(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)
 
 
 def alternative_text(other: Alternative) -> str:

@@ -13,8 +13,8 @@ _OF_PAGE = {
     "stages": "sets of nodes that one group of ranks computes each; together they are the model",
     "micro-batches": "intervals of the rows of the global batch; what one forward of a stage works on",
     "schedule": "the order of forwards and backwards: 1f1b bounds what is kept, fill_drain runs all forwards "
-    "first; zb_h1, zb_v and list_scheduled run weight gradients by themselves, where a rank would be idle; interleaved "
-    "has two or more stages on each rank, zb_v two",
+    "first; zb_h1, zb_v, v_half and list_scheduled run weight gradients by themselves, where a rank would be idle; interleaved "
+    "has two or more stages on each rank, zb_v and v_half two, v_half with half of the memory of 1f1b on all",
     "lower bound": "seconds below which no order of these stages' forwards and backwards can bring the step: of each "
     "rank its work, after the earliest start and before the shortest end; and the longest chain of one micro-batch",
     "stages run by": "what runs a stage: inductor compiles it, eager calls its operators one by one",
@@ -23,6 +23,8 @@ _OF_PAGE = {
     "recompute": "what backward computes again instead of keeping it, where the user names it and the search does not choose",
     "offload": "parameters: parameters, their gradients and the optimizer state lie on the host; a stage has copies on its "
     "device from its first forward of a call to its last backward, and sums gradients there",
+    "sparse gradients": "gradients of embeddings with sparse=True, which are kept, and exchanged, as the rows that a batch looks "
+    "up, bounded by the rows of a table on each rank",
     "in fewer bits": "what boundary_dtype and gradient_dtype round where it is sent; what that saves is beside the same plan "
     "with all as it is",
     "idle time": "share of the step in which a rank computes nothing, the mean over the ranks: filling, "

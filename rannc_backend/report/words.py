@@ -153,6 +153,18 @@ def formats_text(plan: Plan) -> str:
     return f"{', '.join(found)}, which saves {seconds_text(formats.saved_seconds)} of a step; not exact"
 
 
+def row_gradients_text(plan: Plan) -> str:
+    """What keeping gradients of embeddings as rows makes of what ranks reduce of them; "" where none are."""
+    formats = plan.formats
+    if not formats.num_row_gradients:
+        return ""
+    text = f"{count_text(formats.num_row_gradients, 'gradient')} as rows"
+    if not formats.dense_gradient_bytes:
+        return text
+    at_most, dense = (size_text(size) for size in (formats.row_gradient_bytes, formats.dense_gradient_bytes))
+    return f"{text} (at most {at_most} reduced in a step, of the same as dense ones {dense})"
+
+
 def offload_text(plan: Plan) -> str:
     """What keeping parameters on the host frees of a device, on the rank where it frees most, and what it costs."""
     if plan.offload == "none":

@@ -16,6 +16,7 @@ them, or some (see `ir/updates.py`), whose new values the others get.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,25 +33,29 @@ from rannc_backend.kernels.plain_memory import plain_memory
 from rannc_backend.runtime.absent_tensors import bring_to, is_absent, make_absent, make_present, strides_of
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.deferred import DeferredValues, Make
+from rannc_backend.runtime.host_resources import give_back_memory
 from rannc_backend.runtime.state_hooks import (
+    STATE_CHANNEL,
     GivenCopies,
     StatesOfCopies,
     all_names,
     complete,
+    fill_from_zero,
     install_hooks,
+    loaded_alike,
     no_value,
     size_in_bytes,
     value_of_rank,
     wait_all,
+    with_changes_of_its_own,
 )
 from rannc_backend.runtime.step_counts import key_of, model_of, name_of
 from rannc_backend.runtime.torch_internals import GradientNote
 from rannc_backend.runtime.world import Ranks, World
 from rannc_backend.settings import hooks
 
-STATE_CHANNEL = "state"
-# Values on their way to their owners, bytes: more of them at once would bring the whole model to a device.
-_MAX_UNDER_WAY = 64 * 2**20
+# Bytes that are made or on their way to their owners at once: the whole model must not come to a device.
+_MAX_UNDER_WAY = 16 * 2**20
 
 
 def is_spread(parameters: Sequence[torch.Tensor], tables: Sequence[ParameterTable]) -> bool:
@@ -213,6 +218,8 @@ class ParameterTable:
         for name, tensor in self._all_tensors():
             deferred_value = deferred_values.of(tensor)
             holders[name] = self.everyone if deferred_value is None or deferred_value.source.held else ()
+        if () in holders.values():
+            gc.collect()  # what capture and planning have left, before the values come
         with deferred_values.materializing(self.module(), self.world) as make, exchanging(self.world):
             return self._move(holders, deferred_values, make, synchronize=synchronize)
 
@@ -282,16 +289,14 @@ class ParameterTable:
                 for taker in owners
                 if taker != source and (synchronize or taker not in (held or owners))
             ]
-            made = (
-                make(name, tensor)
-                if promised and (rank == source or (rank in owners and rank not in takers))
-                else None
-            )
+            room: torch.Tensor | None = None
+            made: torch.Tensor | None = None
             if rank in owners and (promised or rank not in held):
-                make_present(
-                    tensor,
-                    torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=home),
-                )
+                room = torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=home)
+            if promised and (rank == source or (rank in owners and rank not in takers)):
+                made = make(name, tensor)
+            if room is not None:
+                make_present(tensor, room)
                 moved.made_bytes += size_in_bytes(tensor)
                 if made is not None:
                     tensor.data.copy_(made)
@@ -301,7 +306,6 @@ class ParameterTable:
                 value = tensor.detach() if made is None else made
                 data = plain_memory(value.to(dtype=tensor.dtype, device=device))
                 under_way += [self.world.transport.isend(data, taker, STATE_CHANNEL) for taker in takers]
-                num_bytes += size_in_bytes(data)
             elif rank in takers:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 self.world.transport.irecv(buffer, source, STATE_CHANNEL).wait()
@@ -310,8 +314,11 @@ class ParameterTable:
                 moved.freed_bytes += self._release(name, tensor)
             elif home != device and not tensor.is_pinned():
                 tensor.data = tensor.data.pin_memory()
+            num_bytes += size_in_bytes(tensor)
             if num_bytes > _MAX_UNDER_WAY:
                 wait_all(under_way)
+                made = None
+                give_back_memory()  # what has come and gone between what stays is not kept by the allocator
                 num_bytes = 0
         wait_all(under_way)
         return moved
@@ -359,7 +366,8 @@ class ParameterTable:
         root = self.updaters(name)[0]
         if not given[root]:
             return None
-        return value_of_rank(self.world, root, parameter if parameter.grad is None else parameter.grad)
+        gradient = None if parameter.grad is None else parameter.grad.to_dense()
+        return value_of_rank(self.world, root, parameter, gradient)
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The first owner's ``tensor``, as `value_of_rank`."""
@@ -438,9 +446,11 @@ class ParameterTable:
                 state[key] = self._from_owner(name, tensor)
             elif self.owners[name][0] != 0:
                 state[key] = self._to_zero(name, tensor)
+            elif self.world.rank == 0 and len(self.owners[name]) > 1:
+                state[key] = with_changes_of_its_own(state[key])
             if self.world.rank != 0 and not self.states_on_all_ranks:
                 state.pop(key, None)
-            elif self.states_on_all_ranks or self.owners[name][0] != 0:
+            elif self.states_on_all_ranks or self.owners[name] != (0,):
                 self.given.note((id(module), local), key, state[key])
 
     def _before_load(
@@ -462,30 +472,14 @@ class ParameterTable:
         if self.is_gathered:
             return
         own, what = self._tensors(module), f"load_state_dict of {prefix or 'the model'}"
-        given = agree(self.world, what, [prefix + local in state for local in own])
+        owners = {local: self.owners[name] for local, (name, _) in own.items()}
+        given = loaded_alike(self.world, what, state, prefix, owners)
         for index, (local, (name, tensor)) in enumerate(own.items()):
             key = prefix + local
             self.given.loaded((id(module), local), (flags[index] for flags in given))
             if given[0][index] and not all(flags[index] for flags in given):
-                self._fill_from_zero(key, name, tensor, state, [flags[index] for flags in given])
+                flags = [each[index] for each in given]
+                fill_from_zero(self.world, self.owners[name], key, tensor, state, flags)
             if is_absent(tensor) and key in state and state[key].shape == tensor.shape:
                 # Copying a parameter onto itself does nothing: torch sees the key as loaded.
                 state[key] = tensor
-
-    def _fill_from_zero(
-        self, key: str, name: str, tensor: torch.Tensor, state: dict[str, Any], given: list[bool]
-    ) -> None:
-        transport, rank = self.world.transport, self.world.rank
-        for receiver in range(1, self.world.size):
-            if given[receiver]:
-                continue
-            if receiver not in self.owners[name]:
-                if rank == receiver:
-                    state[key] = tensor
-            elif rank == 0:
-                value = state[key].to(dtype=tensor.dtype, device=self.world.device)
-                transport.isend(plain_memory(value), receiver, STATE_CHANNEL).wait()
-            elif rank == receiver:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
-                transport.irecv(buffer, 0, STATE_CHANNEL).wait()
-                state[key] = buffer

@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.kernels.plain_memory import crc32_of, plain_memory
 from rannc_backend.runtime.absent_tensors import is_absent
 from rannc_backend.runtime.agreement import agree, exchanging, failing_together
+from rannc_backend.runtime.torch_internals import state_dict_hooks
 from rannc_backend.runtime.world import Ranks, World
 from rannc_backend.settings import hooks
+
+STATE_CHANNEL = "state"
 
 
 class StateHook:
@@ -27,6 +31,10 @@ class StateHook:
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
+
+    def is_of_copy(self) -> bool:
+        """Whether the module is a copy."""
+        return isinstance(getattr(self._function, "__self__", None), StatesOfCopies)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHook:
         return StateHook(self._in_copies, self._in_copies)
@@ -107,8 +115,8 @@ def do_nothing(*args: Any) -> None:
 
 
 class GivenCopies:
-    """Values that ``state_dict`` has given on this rank and that are copies: changed in place, as averages of weights are
-    made in one process, they would change nothing of the model.
+    """Values that ``state_dict`` has given on this rank and that other ranks have too, or alone: changed in place, as
+    averages of weights are made in one process, they would change nothing there.
     """
 
     def __init__(self) -> None:
@@ -116,8 +124,8 @@ class GivenCopies:
 
     def note(self, key: object, name: str, value: torch.Tensor) -> None:
         """Remember a value that is given now, without its memory; ``key``: of the one that it replaces."""
-        if value.is_inference():
-            return  # has no version
+        if value.is_inference() or isinstance(value, nn.Parameter):
+            return  # has no version, or is the model's own (keep_vars)
         counter = value.detach()
         counter.data = torch.empty(0, dtype=value.dtype, device=value.device)
         self._given[key] = (name, counter, counter._version)
@@ -138,10 +146,76 @@ class GivenCopies:
             self._given.clear()
             raise UserInputError(
                 f"values that state_dict() has given were changed in place ({', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}), and these are copies of what other ranks have",
+                f"{', ...' if len(names) > 3 else ''}), and other ranks have these values, which stay as they were",
                 cure="change the parameters under torch.no_grad() on all ranks (each changes those that it has, of a model or "
                 "a copy of it), or pass the changed values to load_state_dict on all ranks.",
             )
+
+
+def with_changes_of_its_own(value: torch.Tensor) -> torch.Tensor:
+    """A value of ``state_dict``, over the same memory, but changes in place are counted apart from those by
+    optimizers. A parameter itself (``keep_vars``) stays.
+    """
+    return value if isinstance(value, nn.Parameter) else value.data
+
+
+def loaded_alike(
+    world: World, what: str, state: Mapping[str, Any], prefix: str, owners: Mapping[str, Ranks]
+) -> list[list[bool]]:
+    """Which values each rank passes to ``load_state_dict``, in the order of ``owners``. Collective.
+
+    Raises:
+        UserInputError: ranks that hold a tensor, such as replicas of a stage, pass different values, with which each would
+        go on by itself.
+    """
+    marks: list[int | bool] = []
+    for local, ranks in owners.items():
+        value = state.get(prefix + local)
+        if (
+            isinstance(value, torch.Tensor)
+            and len(ranks) > 1
+            and world.rank in ranks
+            and not is_absent(value)
+            and value.device.type != "meta"
+        ):
+            marks.append(crc32_of(value))
+        else:
+            marks.append(prefix + local in state)
+    answers = agree(world, what, marks)
+    for index, local in enumerate(owners):
+        numbers = {answer[index] for answer in answers if not isinstance(answer[index], bool)}
+        if len(numbers) > 1:
+            raise UserInputError(
+                f"ranks pass different values of {prefix + local!r} to load_state_dict, and replicas would go on with them",
+                cure="load the same state on all ranks, or pass it on rank 0 alone: load_state_dict(state if rank == 0 else "
+                "{}). An average by way of state_dict().values() is made on rank 0 alone (docs/loops.md, Averages).",
+            )
+    return [[answer[index] is not False for index in range(len(owners))] for answer in answers]
+
+
+def fill_from_zero(
+    world: World,
+    owners: Ranks,
+    key: str,
+    tensor: torch.Tensor,
+    state: dict[str, Any],
+    given: Sequence[bool],
+) -> None:
+    """Give ranks that pass no value for a tensor rank 0's; those that do not hold it keep the tensor itself."""
+    transport, rank = world.transport, world.rank
+    for receiver in range(1, world.size):
+        if given[receiver]:
+            continue
+        if receiver not in owners:
+            if rank == receiver:
+                state[key] = tensor
+        elif rank == 0:
+            value = state[key].to(dtype=tensor.dtype, device=world.device)
+            transport.isend(plain_memory(value), receiver, STATE_CHANNEL).wait()
+        elif rank == receiver:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+            transport.irecv(buffer, 0, STATE_CHANNEL).wait()
+            state[key] = buffer
 
 
 class StatesOfCopies:
@@ -169,6 +243,9 @@ class StatesOfCopies:
             if first != 0 or self._on_all_ranks():
                 state[key] = self._from_rank(first, tensor, tensor)
                 self._given.note((id(module), local), key, state[key])
+            elif world.rank == 0 and sum(flags[index] for flags in held) > 1:
+                state[key] = with_changes_of_its_own(state[key])
+                self._given.note((id(module), local), key, state[key])
             if world.rank != 0 and not self._on_all_ranks():
                 state.pop(key, None)
 
@@ -191,6 +268,12 @@ class StatesOfCopies:
     def _from_rank(self, root: int, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with exchanging(self._world):
             return value_of_rank(self._world, root, tensor, value)
+
+
+def is_copy(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, is a copy of one whose parameters are spread over ranks; the same on all ranks."""
+    found = (hook for module in model.modules() for hook in state_dict_hooks(module))
+    return any(isinstance(hook, StateHook) and hook.is_of_copy() for hook in found)
 
 
 def value_of_rank(

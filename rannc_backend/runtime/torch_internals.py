@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ import torch
 from torch import nn
 from torch._logging import trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    GetAttrKey,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from rannc_backend.settings import hooks
 
@@ -27,6 +35,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ClipGradNorm = Callable[..., torch.Tensor]
 """What `torch.nn.utils.clip_grad_norm_` is, by its arguments' names."""
+ClipGradValue = Callable[..., None]
+"""What `torch.nn.utils.clip_grad_value_` is: (parameters, clip_value, foreach)."""
 GetTotalNorm = Callable[..., torch.Tensor]
 """What `torch.nn.utils.get_total_norm` is: (tensors, norm_type, error_if_nonfinite, foreach) to the norm."""
 UnscaleGrads = Callable[..., dict[torch.device, torch.Tensor]]
@@ -85,10 +95,13 @@ class NewTensors(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        given = {
+            storage_key(leaf) for leaf in tensors if not leaf.is_sparse
+        }  # which has no memory of its own
         for leaf in tree_leaves(result):
             # A view or an in-place result is no new memory.
-            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given:
+            if isinstance(leaf, torch.Tensor) and not leaf.is_sparse and storage_key(leaf) not in given:
                 self._made(leaf)
         return result
 
@@ -266,6 +279,19 @@ def cell_of_step(cls: type[torch.optim.Optimizer]) -> Any:
     return found if inner is own or getattr(inner, "__wrapped__", None) is own else None
 
 
+def optimizers_in_step() -> list[torch.optim.Optimizer]:
+    """Those whose ``step`` this call comes from, by way of a closure; the innermost first. The function that torch puts
+    around a ``step`` has the optimizer as its local ``self``: seen on torch 2.13.
+    """
+    around = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+    frame, found = sys._getframe(), []
+    while frame is not None:
+        if frame.f_code is around:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 def replace_optimizer_states(
     give: Callable[[torch.optim.Optimizer, dict[str, Any]], dict[str, Any]],
     take: Callable[[torch.optim.Optimizer, dict[str, Any], Callable[[dict[str, Any]], None]], None],
@@ -330,11 +356,21 @@ def replace_unscale_grads(make: Callable[[UnscaleGrads], UnscaleGrads]) -> Calla
     return hooks.replace("GradScaler", torch.amp.GradScaler, "_unscale_grads_", changed)
 
 
+def state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """What ``module.register_state_dict_post_hook`` was given, in that order."""
+    return list(module._state_dict_hooks.values())
+
+
 def replace_clip_grad_norm(make: Callable[[ClipGradNorm], ClipGradNorm]) -> Callable[[], None]:
     """Put ``make(original)`` in the place of what `torch.nn.utils.clip_grad_norm_` does; returns a function
     that puts the original back.
     """
     return _replace_behind_wrapper(torch.nn.utils.clip_grad_norm_, ("clip_grad_norm_",), make)
+
+
+def replace_clip_grad_value(make: Callable[[ClipGradValue], ClipGradValue]) -> Callable[[], None]:
+    """As `replace_clip_grad_norm`, for `torch.nn.utils.clip_grad_value_`."""
+    return _replace_behind_wrapper(torch.nn.utils.clip_grad_value_, ("clip_grad_value_",), make)
 
 
 def replace_get_total_norm(make: Callable[[GetTotalNorm], GetTotalNorm]) -> Callable[[], None]:
@@ -403,3 +439,19 @@ def root_of(model: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
         model = inner
     return model
+
+
+def register_members(kind: type[Any], *names: str, settings: tuple[str, ...] = ()) -> None:
+    """Let both ways of capture see the tensors in these members; ``settings``: members without tensors."""
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(value, name) for name in names], tuple(getattr(value, name) for name in settings)
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        members, rest = flatten(value)
+        return [(GetAttrKey(name), each) for name, each in zip(names, members, strict=True)], rest
+
+    def unflatten(members: Iterable[Any], rest: Iterable[Any]) -> Any:
+        return kind(*members, *rest)
+
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)

@@ -36,6 +36,12 @@ class Route:
         """All of them, in ascending order."""
         return tuple(sorted({*self.sources, *self.destinations}))
 
+    def peers_of(self, rank: int) -> frozenset[int]:
+        """The ranks that ``rank`` sends to or receives from on it."""
+        receivers = self.destinations if rank in self.sources else ()
+        senders = self.sources if rank in self.destinations else ()
+        return frozenset((*receivers, *senders)) - {rank}
+
 
 class QueueTurn(NamedTuple):
     """One message of a step that is queued on a device: when (before which action of the rank's program), on

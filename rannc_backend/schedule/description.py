@@ -85,7 +85,8 @@ class Schedule(ABC):
     the call of the model, which needs a loss inside of it that is linear in its sums over rows; else a
     backward may wait for what the user does with the outputs. `splits_backward`: a backward has two parts, I and W
     (see `ActionKind`). `is_made_for_plans`: its order follows from the costs of a plan, so that it is made when the rest
-    of a plan is known. `stages_per_lane`: how many stages the ranks of a lane compute.
+    of a plan is known. `stages_per_lane`: how many stages the ranks of a lane compute. `saves_memory`: it is slower than
+    others, and holds less, so it is of use where they compute values again.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Schedule(ABC):
     splits_backward: bool = False
     is_made_for_plans: bool = False
     stages_per_lane: int = 1
+    saves_memory: bool = False
 
     def lanes(self, num_stages: int) -> Lanes:
         """The stages of each lane. `num_stages`: a multiple of `stages_per_lane`."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from rannc_backend.ir.action import Action
 from rannc_backend.schedule.description import (
@@ -32,6 +31,9 @@ from rannc_backend.schedule.orders import IN_FLIGHT, KEPT, merged
 
 _INFINITY = float("inf")
 _FEW = 6  # micro-batches of one of a lane's stages
+_FORWARD, _BACKWARD, _INPUTS, _WEIGHTS = range(4)
+_MAKE = (forward_of, backward_of, inputs_of, weights_of)
+_Done = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,19 @@ class Rule:
     by_groups: bool = False
 
 
-class Listed(NamedTuple):
-    """What a run made."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """What a run made. `programs`: by lane, kind, stage and micro-batch of each computation."""
 
-    order: Order
+    programs: tuple[list[_Done], ...]
     seconds: float
+
+    @property
+    def order(self) -> Order:
+        """The programs as an order."""
+        return tuple(
+            tuple(_MAKE[kind](stage, number) for kind, stage, number in lane) for lane in self.programs
+        )
 
 
 def list_order(
@@ -85,9 +95,11 @@ def list_order(
     rule: Rule,
     *,
     splits_backward: bool = True,
+    limit_seconds: float = _INFINITY,
 ) -> Listed | None:
-    """The order that lanes come to by a rule; None where they get stuck."""
-    return _Run(costs, lanes, num_micro_batches, rule, splits_backward).run()
+    """The order that lanes come to by a rule; None where they get stuck, or when it is seen to take more than the limit."""
+    run = _Run(costs, lanes, num_micro_batches, rule, splits_backward)
+    return run.run() if run.follow(limit_seconds) else None
 
 
 def fastest_order(
@@ -99,13 +111,17 @@ def fastest_order(
     splits_backward: bool = True,
 ) -> Order:
     """The order of the rule whose run is shortest, or `safe_order` where all get stuck."""
-    runs = [
-        list_order(costs, lanes, num_micro_batches, rule, splits_backward=splits_backward) for rule in rules
-    ]
-    found = [run for run in runs if run is not None]
-    if not found:
-        return safe_order(lanes, num_micro_batches, splits_backward=splits_backward)
-    return min(found, key=lambda run: run.seconds).order
+    best: Listed | None = None
+    for rule in rules:
+        limit = _INFINITY if best is None else best.seconds
+        run = list_order(
+            costs, lanes, num_micro_batches, rule, splits_backward=splits_backward, limit_seconds=limit
+        )
+        if run is not None and run.seconds < limit:
+            best = run
+    return (
+        safe_order(lanes, num_micro_batches, splits_backward=splits_backward) if best is None else best.order
+    )
 
 
 def safe_order(lanes: Lanes, num_micro_batches: int, *, splits_backward: bool) -> Order:
@@ -152,259 +168,246 @@ def lower_bound_seconds(
     return max(bounds)
 
 
-@dataclass(slots=True)
-class _Channel:
-    """Messages to a neighbour, as `lowering.lower_lanes` has them travel: a receive is posted when the message before it is
-    used, or, where lanes have several stages, before it is sent; and no more than two are on their way. `is_local`: the
-    neighbour is a stage of the same lane; nothing travels.
+class _Channels:
+    """Messages of one direction, as `lowering.lower_lanes` has them travel: a receive is posted when the message before it
+    is used, or, where lanes have several stages (`is_early`), before it is sent; and no more than two are on their way.
+    Lists are by the stage that receives, then by micro-batch. `is_local`: sender and receiver are stages of one lane;
+    nothing travels.
     """
 
-    seconds: float
-    is_local: bool
-    sent: list[float]  # by micro-batch
-    posted: list[float]
-    arrived: list[float]
+    __slots__ = ("arrived", "is_early", "is_local", "number", "posted", "seconds", "sent")
 
-    @classmethod
-    def of(cls, seconds: float, number: int, *, is_local: bool, is_early: bool) -> _Channel:
-        empty = [_INFINITY] * number
-        return cls(seconds, is_local, [*empty], [0.0] * number if is_early else [0.0, *empty[1:]], [*empty])
+    def __init__(
+        self, seconds: Sequence[float], is_local: Sequence[bool], number: int, *, is_early: bool
+    ) -> None:
+        self.seconds, self.is_local, self.number, self.is_early = seconds, is_local, number, is_early
+        self.sent, self.posted, self.arrived = ([[_INFINITY] * number for _ in seconds] for _ in range(3))
+        for posted in self.posted:
+            posted[:] = [0.0] * number if is_early else [0.0, *posted[1:]]
 
-    def send(self, micro_batch: int, now: float) -> float:
+    def send(self, receiver: int, micro_batch: int, now: float) -> float:
         """When it arrives, if that is known."""
-        self.sent[micro_batch] = now
-        return self._arrive(micro_batch)
+        self.sent[receiver][micro_batch] = now
+        return self._arrive(receiver, micro_batch)
 
-    def use(self, micro_batch: int, now: float) -> float:
+    def use(self, receiver: int, micro_batch: int, now: float) -> float:
         """The message is used: when the next one arrives, if that is known."""
         following = micro_batch + 1
-        if following == len(self.posted):
-            return _INFINITY
-        if self.posted[following] == 0.0:
+        if following == self.number or self.is_early:
             return _INFINITY  # posted long ago: sending it says when it arrives
-        self.posted[following] = now
-        return self._arrive(following)
+        self.posted[receiver][following] = now
+        return self._arrive(receiver, following)
 
-    def _arrive(self, micro_batch: int) -> float:
-        if self.is_local:
-            self.arrived[micro_batch] = self.sent[micro_batch]
-            return self.arrived[micro_batch]
-        before = self.arrived[micro_batch - 1] if micro_batch else 0.0
-        begin = max(self.sent[micro_batch], self.posted[micro_batch], before)
-        self.arrived[micro_batch] = begin + self.seconds
-        return self.arrived[micro_batch]
+    def _arrive(self, receiver: int, micro_batch: int) -> float:
+        arrived = self.arrived[receiver]
+        begin = self.sent[receiver][micro_batch]
+        if self.is_local[receiver]:
+            arrived[micro_batch] = begin
+            return begin
+        posted = self.posted[receiver][micro_batch]
+        if posted > begin:
+            begin = posted
+        if micro_batch and arrived[micro_batch - 1] > begin:
+            begin = arrived[micro_batch - 1]
+        arrived[micro_batch] = begin = begin + self.seconds[receiver]
+        return begin
 
-    def room_for(self, micro_batch: int) -> float:
-        """When this message may be made."""
-        return self.arrived[micro_batch - 2] if micro_batch >= 2 and not self.is_local else 0.0
-
-
-@dataclass(slots=True)
-class _Stage:
-    """What a stage has done (numbers of F, I and W), and its channels: values come from the stage before, gradients from
-    the one after it.
-    """
-
-    index: int
-    lane: int
-    cost: LaneCosts
-    values: _Channel | None
-    following_values: _Channel | None
-    gradients: _Channel | None
-    following_gradients: _Channel | None
-    forward_ends: list[float] = field(default_factory=list)
-    num_inputs: int = 0
-    num_weights: int = 0
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.forward_ends) - self.num_inputs
-
-    def held(self) -> float:
-        return (
-            self.num_in_flight * self.cost.flight_bytes
-            + (self.num_inputs - self.num_weights) * self.cost.kept_bytes
-        )
-
-
-class _Coming(NamedTuple):
-    """Something that a lane could do, and when."""
-
-    time: float
-    stage: _Stage
-    is_forward: bool
-
-
-@dataclass(slots=True)
-class _Lane:
-    """Stages that share ranks, and what they have done together."""
-
-    stages: list[_Stage]
-    most_in_flight: float
-    limit_bytes: float
-    number: int
-    order: list[Action] = field(default_factory=list)
-    free: float = 0.0
-
-    def comes(self) -> Iterator[_Coming]:
-        """When the next I and the next forward of each stage can begin, if memory lets them."""
-        held = sum(stage.held() for stage in self.stages)
-        nothing_kept = all(stage.num_weights == stage.num_inputs for stage in self.stages)
-        for place, stage in enumerate(self.stages):
-            cost, m = stage.cost, stage.num_inputs
-            if m < len(stage.forward_ends):
-                grows = cost.kept_bytes - cost.flight_bytes
-                if nothing_kept or held + grows <= self.limit_bytes:
-                    come = stage.forward_ends[m]
-                    if stage.following_gradients is not None:
-                        come = stage.following_gradients.arrived[m]
-                    room = stage.gradients.room_for(m) if stage.gradients else 0.0
-                    yield _Coming(max(come, room), stage, False)
-            m = len(stage.forward_ends)
-            if m < self.number and (place or self._num_in_flight() < self.most_in_flight):
-                needed = held + cost.flight_bytes + self.most_growth
-                if not place:
-                    needed += sum(
-                        (m + 1 - len(later.forward_ends)) * later.cost.flight_bytes
-                        for later in self.stages[1:]
-                    )
-                if needed <= self.limit_bytes or (nothing_kept and self._is_oldest(m)):
-                    come = stage.values.arrived[m] if stage.values else 0.0
-                    room = stage.following_values.room_for(m) if stage.following_values else 0.0
-                    yield _Coming(max(come, room), stage, True)
-
-    def _num_in_flight(self) -> int:
-        return sum(stage.num_in_flight for stage in self.stages)
-
-    @property
-    def most_growth(self) -> float:
-        """What an I needs more than it frees, at most."""
-        return max(0.0, *(stage.cost.kept_bytes - stage.cost.flight_bytes for stage in self.stages))
-
-    def _is_oldest(self, micro_batch: int) -> bool:
-        """Whether no earlier micro-batch is anywhere in the lane: it may have all memory."""
-        return all(other.num_inputs >= micro_batch for other in self.stages)
+    def ready(self, sender_waits: int, micro_batch: int, come: float) -> float:
+        """When what has come may be computed, of which a message goes to that receiver: there is room for it when the one
+        before the last has arrived.
+        """
+        if micro_batch < 2 or self.is_local[sender_waits]:
+            return come
+        room = self.arrived[sender_waits][micro_batch - 2]
+        return room if room > come else come
 
 
 class _Run:
-    """One run of all lanes by one rule."""
+    """One run of all lanes by one rule. Lists are by stage; what lanes have together is by lane."""
 
     def __init__(
         self, costs: Sequence[LaneCosts], lanes: Lanes, number: int, rule: Rule, splits_backward: bool
     ) -> None:
-        self.rule, self.splits_backward = rule, splits_backward
-        self.num_lanes = len(lanes)
+        self.costs, self.lanes, self.number, self.rule = costs, lanes, number, rule
+        self.splits_backward = splits_backward
         self.group = -(-number // max(1, number // len(lanes)))
         is_early = len(lanes) < len(costs)
-        lane_of = {stage: place for place, lane in enumerate(lanes) for stage in lane}
-        channels: list[tuple[_Channel | None, _Channel | None]] = [(None, None)]
-        for index, cost in enumerate(costs[1:], start=1):
-            is_local = lane_of[index] == lane_of[index - 1]
-            channels.append(
-                (
-                    _Channel.of(cost.message, number, is_local=is_local, is_early=is_early),
-                    _Channel.of(cost.gradient, number, is_local=is_local, is_early=is_early),
-                )
-            )
-        channels.append((None, None))
-        stages = [
-            _Stage(
-                index=index,
-                lane=lane_of[index],
-                cost=cost,
-                values=channels[index][0],
-                following_values=channels[index + 1][0],
-                gradients=channels[index][1],
-                following_gradients=channels[index + 1][1],
-            )
-            for index, cost in enumerate(costs)
+        self.lane_of = [0] * len(costs)
+        for place, lane in enumerate(lanes):
+            for stage in lane:
+                self.lane_of[stage] = place
+        pairs = list(zip(self.lane_of, self.lane_of[1:], strict=False))
+        same = [one == other for one, other in pairs]
+        # Values come to stages but the first, gradients to all but the last.
+        self.values = _Channels(
+            [0.0, *(cost.message for cost in costs[1:])], [False, *same], number, is_early=is_early
+        )
+        self.gradients = _Channels(
+            [*(cost.gradient for cost in costs[1:]), 0.0], [*same, False], number, is_early=is_early
+        )
+        self.forward_ends: list[list[float]] = [[] for _ in costs]
+        self.num_forwards, self.num_inputs, self.num_weights = ([0] * len(costs) for _ in range(3))
+        self.held_by_stage = [0.0] * len(costs)
+        self.held = [0.0] * len(lanes)
+        self.num_in_flight, self.num_kept = [0] * len(lanes), [0] * len(lanes)
+        self.free = [0.0] * len(lanes)
+        self.programs: tuple[list[_Done], ...] = tuple([] for _ in lanes)
+        self.most_in_flight = [
+            self._most_in_flight(place, lane) or _INFINITY for place, lane in enumerate(lanes)
         ]
-        self.stages = stages
-        self.lanes = [
-            _Lane(
-                stages=[stages[stage] for stage in lane],
-                most_in_flight=self._most_in_flight(place, lane) or _INFINITY,
-                limit_bytes=sum(costs[stage].limit_bytes for stage in lane),
-                number=number,
-            )
-            for place, lane in enumerate(lanes)
-        ]
+        self.limits = [sum(costs[stage].limit_bytes for stage in lane) for lane in lanes]
+        self.growth = [cost.kept_bytes - cost.flight_bytes for cost in costs]
+        # What an I needs more than it frees, at most.
+        self.most_growth = [max(0.0, *(self.growth[stage] for stage in lane)) for lane in lanes]
 
     def _most_in_flight(self, place: int, lane: Sequence[int]) -> float:
         """See `Rule`."""
         if self.rule.by_groups:
             # What Megatron's schedule has, and a few more, without which lanes of different speeds wait for each other.
-            ahead = 2 * (self.num_lanes - 1 - place) + (len(lane) - 1) * self.group + 1
-            return self.rule.most_in_flight / 2 * (ahead + min(_FEW, (self.num_lanes + len(lane)) // 2 + 1))
-        num_stages = len(self.stages)
+            ahead = 2 * (len(self.lanes) - 1 - place) + (len(lane) - 1) * self.group + 1
+            return self.rule.most_in_flight / 2 * (ahead + min(_FEW, (len(self.lanes) + len(lane)) // 2 + 1))
+        num_stages = len(self.costs)
         return self.rule.most_in_flight * sum(num_stages - stage for stage in lane) / len(lane)
 
-    def run(self) -> Listed | None:
-        """None where the lanes get stuck."""
+    def run(self) -> Listed:
+        """What the lanes have done."""
+        return Listed(self.programs, max(self.free))
+
+    def follow(self, limit_seconds: float) -> bool:
+        """Let the lanes do all there is. False: they get stuck, or one cannot have done its work within the limit."""
+        each = [cost.forward + cost.inputs + cost.weights for cost in self.costs]
+        left = [self.number * sum(each[stage] for stage in lane) for lane in self.lanes]
         waiting = [(0.0, place) for place in range(len(self.lanes))]
+        free = self.free
         while waiting:
             now, place = heapq.heappop(waiting)
-            lane = self.lanes[place]
-            if now < lane.free:
+            if now < free[place]:
                 continue  # it was busy when something came; it looks again when it is free
-            for time, other in self._decide(place, lane, now):
-                if time < _INFINITY:
-                    heapq.heappush(waiting, (max(time, self.lanes[other].free), other))
-        if any(stage.num_weights < lane.number for lane in self.lanes for stage in lane.stages):
-            return None
-        return Listed(tuple(tuple(lane.order) for lane in self.lanes), max(lane.free for lane in self.lanes))
+            chosen, soonest = self._choose(place, now)
+            if chosen < 0:
+                chosen = self._choose_weights(place, soonest - now)
+                if chosen < 0:
+                    if soonest < _INFINITY:
+                        heapq.heappush(waiting, (max(soonest, free[place]), place))
+                    continue
+                self._weights(place, chosen, now)
+            else:
+                for time, other in self._do(place, chosen, now):
+                    if time < _INFINITY:
+                        heapq.heappush(waiting, (max(time, free[other]), other))
+            left[place] -= free[place] - now
+            if free[place] + left[place] > limit_seconds:
+                return False
+            heapq.heappush(waiting, (free[place], place))
+        return all(done == self.number for done in self.num_weights)
 
-    def _decide(self, place: int, lane: _Lane, now: float) -> Iterator[tuple[float, int]]:
-        """Let a free lane do something; which lane should look when."""
-        coming = list(lane.comes())
-        there = [each for each in coming if each.time <= now]
-        soonest = min((each.time for each in coming), default=_INFINITY)
-        kept = [stage for stage in lane.stages if stage.num_weights < stage.num_inputs]
-        if there:
-            yield from self._do(lane, min(there, key=self._sequence), now)
-        elif kept and soonest - now >= self.rule.gap * kept[-1].cost.weights:
-            stage = min(kept, key=lambda each: (each.num_weights, -each.index))
-            lane.order.append(weights_of(stage.index, stage.num_weights))
-            stage.num_weights += 1
-            lane.free = now + stage.cost.weights
-        else:
-            yield soonest, place
-            return
-        yield lane.free, place
+    def _choose(self, place: int, now: float) -> tuple[int, float]:
+        """What a free lane does next of what has come, twice the stage and one more for a forward, or -1; and when the next
+        comes.
+        """
+        chosen, least, soonest = -1, None, _INFINITY
+        forward_first = self.rule.forward_first
+        nothing_kept, held, limit = not self.num_kept[place], self.held[place], self.limits[place]
+        last = len(self.costs) - 1
+        for position, stage in enumerate(self.lanes[place]):
+            m, forwards = self.num_inputs[stage], self.num_forwards[stage]
+            if m < forwards and (nothing_kept or held + self.growth[stage] <= limit):
+                come = (self.forward_ends if stage == last else self.gradients.arrived)[stage][m]
+                time = self.gradients.ready(stage - 1, m, come) if stage else come
+                soonest = time if time < soonest else soonest
+                if time <= now:
+                    key = (int(forward_first), *self._sequence(stage, m, is_forward=False))
+                    if least is None or key < least:
+                        chosen, least = 2 * stage, key
+            if forwards < self.number and self._may_forward(place, position, stage, forwards):
+                come = self.values.arrived[stage][forwards] if stage else 0.0
+                time = self.values.ready(stage + 1, forwards, come) if stage < last else come
+                soonest = time if time < soonest else soonest
+                if time <= now:
+                    key = (int(not forward_first), *self._sequence(stage, forwards, is_forward=True))
+                    if least is None or key < least:
+                        chosen, least = 2 * stage + 1, key
+        return chosen, soonest
 
-    def _sequence(self, coming: _Coming) -> tuple[int, ...]:
-        """What comes first has the least."""
-        stage = coming.stage
-        after = int(self.rule.forward_first != coming.is_forward)
-        m = len(stage.forward_ends) if coming.is_forward else stage.num_inputs
+    def _may_forward(self, place: int, position: int, stage: int, micro_batch: int) -> bool:
+        """Whether the rule and memory let a stage run its next forward."""
+        if not position and self.num_in_flight[place] >= self.most_in_flight[place]:
+            return False
+        limit = self.limits[place]
+        if limit == _INFINITY:
+            return True
+        needed = self.held[place] + self.costs[stage].flight_bytes + self.most_growth[place]
+        lane = self.lanes[place]
+        if not position and len(lane) > 1:
+            needed += sum(
+                (micro_batch + 1 - self.num_forwards[later]) * self.costs[later].flight_bytes
+                for later in lane[1:]
+            )
+        if needed <= limit:
+            return True
+        # The oldest micro-batch of the lane may have all memory.
+        return not self.num_kept[place] and all(self.num_inputs[other] >= micro_batch for other in lane)
+
+    def _sequence(self, stage: int, m: int, *, is_forward: bool) -> tuple[int, ...]:
+        """What comes first of its kind has the least."""
         if self.rule.by_groups:
-            return after, m // self.group, stage.index if coming.is_forward else -stage.index, m
-        return (after, -stage.index) if coming.is_forward else (after, m, -stage.index)
+            return m // self.group, stage if is_forward else -stage, m
+        return (-stage,) if is_forward else (m, -stage)
 
-    def _do(self, lane: _Lane, coming: _Coming, now: float) -> Iterator[tuple[float, int]]:
-        stage = coming.stage
-        if coming.is_forward:
-            m = len(stage.forward_ends)
-            lane.order.append(forward_of(stage.index, m))
-            lane.free = now + stage.cost.forward
-            stage.forward_ends.append(lane.free)
-            used, sent = stage.values, stage.following_values
-            sender, receiver = stage.index - 1, stage.index + 1
+    def _choose_weights(self, place: int, idle_seconds: float) -> int:
+        """The stage of the W that a lane runs before the next thing comes, or -1."""
+        if not self.num_kept[place]:
+            return -1
+        done = self.num_weights
+        kept = [stage for stage in self.lanes[place] if done[stage] < self.num_inputs[stage]]
+        if idle_seconds < self.rule.gap * self.costs[kept[-1]].weights:
+            return -1
+        return min(kept, key=lambda stage: (done[stage], -stage))
+
+    def _weights(self, place: int, stage: int, now: float) -> None:
+        self.programs[place].append((_WEIGHTS, stage, self.num_weights[stage]))
+        self.num_weights[stage] += 1
+        self.num_kept[place] -= 1
+        self.free[place] = now + self.costs[stage].weights
+        self._count_held(place, stage)
+
+    def _do(self, place: int, chosen: int, now: float) -> Iterator[tuple[float, int]]:
+        """Run a forward or an I; which lane should look when."""
+        stage, is_forward = divmod(chosen, 2)
+        cost = self.costs[stage]
+        if is_forward:
+            m = self.num_forwards[stage]
+            self.programs[place].append((_FORWARD, stage, m))
+            self.free[place] = end = now + cost.forward
+            self.forward_ends[stage].append(end)
+            self.num_forwards[stage] += 1
+            self.num_in_flight[place] += 1
+            channels, sender, receiver = self.values, stage - 1, stage + 1
         else:
-            m = stage.num_inputs
-            make = inputs_of if self.splits_backward else backward_of
-            lane.order.append(make(stage.index, m))
-            stage.num_inputs += 1
-            lane.free = now + stage.cost.inputs
-            if not self.splits_backward:
-                stage.num_weights += 1
-                lane.free += stage.cost.weights
-            used, sent = stage.following_gradients, stage.gradients
-            sender, receiver = stage.index + 1, stage.index - 1
-        if used is not None:
-            yield used.use(m, now), self.stages[sender].lane  # there is room for another
-        if sent is not None:
-            yield sent.send(m, lane.free), self.stages[receiver].lane
+            m = self.num_inputs[stage]
+            self.programs[place].append((_INPUTS if self.splits_backward else _BACKWARD, stage, m))
+            self.num_inputs[stage] += 1
+            self.num_in_flight[place] -= 1
+            end = now + cost.inputs
+            if self.splits_backward:
+                self.num_kept[place] += 1
+            else:
+                self.num_weights[stage] += 1
+                end += cost.weights
+            self.free[place] = end
+            channels, sender, receiver = self.gradients, stage + 1, stage - 1
+        self._count_held(place, stage)
+        if 0 <= sender < len(self.costs):
+            yield channels.use(stage, m, now), self.lane_of[sender]  # there is room for another
+        if 0 <= receiver < len(self.costs):
+            yield channels.send(receiver, m, end), self.lane_of[receiver]
+
+    def _count_held(self, place: int, stage: int) -> None:
+        cost, inputs = self.costs[stage], self.num_inputs[stage]
+        self.held_by_stage[stage] = (self.num_forwards[stage] - inputs) * cost.flight_bytes + (
+            inputs - self.num_weights[stage]
+        ) * cost.kept_bytes
+        self.held[place] = sum(self.held_by_stage[each] for each in self.lanes[place])
 
 
 def limits_in_lane(

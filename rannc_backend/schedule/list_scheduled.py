@@ -28,6 +28,7 @@ from rannc_backend.schedule.orders import peaks_of
 
 _INFINITY = float("inf")
 _NEAR = 1e-3  # of the lower bound: no other rule is tried
+_NEAR_RUN = 0.01  # a run of a chain may take longer than the programs of its order, by less than this
 
 _RULES = tuple(
     Rule(most_in_flight=most, forward_first=first, gap=gap)
@@ -116,8 +117,9 @@ def _fastest_within(costs: tuple[LaneCosts, ...], lanes: Lanes, num_micro_batche
     enough = lower_bound_seconds(costs, num_micro_batches, lanes) * (1 + _NEAR)
     is_chain = len(lanes) == len(costs)
     for rule in _RULES if is_chain else _LANE_RULES:
-        found = list_order(costs, lanes, num_micro_batches, rule)
-        if found is None:
+        limit = shortest * (1 + _NEAR_RUN) if is_chain else shortest
+        found = list_order(costs, lanes, num_micro_batches, rule, limit_seconds=limit)
+        if found is None or found.seconds > limit:
             continue
         seconds = _seconds_of(found.order, costs) if is_chain else found.seconds
         if seconds < shortest * (1 - 1e-9):

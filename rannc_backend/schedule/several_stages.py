@@ -1,15 +1,25 @@
 """Schedules with several stages on each rank.
 
-In: numbers of stages and micro-batches. Out: orders, and which stages a lane has. Both orders are made by list scheduling
-over equal stages (`schedule/list_run.py`), for any number of micro-batches.
+In: numbers of stages and micro-batches. Out: orders, and which stages a lane has, for any number of micro-batches. Those of
+`interleaved` and `zb_v` are made by list scheduling over equal stages (`schedule/list_run.py`), that of `v_half` repeats a
+pattern.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rannc_backend.schedule.description import Count, Lanes, Order, Schedule
+from rannc_backend.schedule.description import (
+    Count,
+    Lanes,
+    Order,
+    Schedule,
+    forward_of,
+    inputs_of,
+    weights_of,
+)
 from rannc_backend.schedule.list_run import LaneCosts, Rule, fastest_order
 from rannc_backend.schedule.orders import peaks_of
 
@@ -81,20 +91,26 @@ _V_RULES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroBubbleV(_OwnLanes):
-    """Two stages on each lane in the shape of a V, with backwards in two parts (ZB-V of Qi et al. 2024, "Pipeline Parallelism
-    with Controllable Memory"): of p lanes, lane l runs stages l and 2 p - 1 - l.
-
-    A micro-batch goes down the lanes and comes up again, so the first lane has its last stage, and begins its backward at once.
-    With equal stages and F, I and W of one length, ranks compute nothing for (p - 1) F at the begin of a step, and a lane holds
-    what 2 p + 1 stages save of a micro-batch: one more than under 1F1B. The order is that of list scheduling with such seconds
-    and such memory, of the fastest of a few rules; it takes no F more with up to five lanes, and up to four more with eight, where
-    it was tried. The first stage has no I: what its backward computes, all of it, nobody waits for.
+class _InAV(_OwnLanes):
+    """Two stages on each lane in the shape of a V: of p lanes, lane l runs stages l and 2 p - 1 - l. A micro-batch goes down
+    the lanes and comes up again.
     """
 
     def lanes(self, num_stages: int) -> Lanes:
         """See `Schedule` and the class."""
         return tuple((lane, num_stages - 1 - lane) for lane in range(num_stages // 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroBubbleV(_InAV):
+    """Backwards in two parts (ZB-V of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+
+    The first lane has the last stage of a micro-batch, and begins its backward at once. With equal stages and F, I and W of one
+    length, ranks compute nothing for (p - 1) F at the begin of a step, and a lane holds what 2 p + 1 stages save of a
+    micro-batch: one more than under 1F1B. The order is that of list scheduling with such seconds and such memory, of the fastest
+    of a few rules; it takes no F more with up to five lanes, and up to four more with eight, where it was tried. The first stage
+    has no I: what its backward computes, all of it, nobody waits for.
+    """
 
     def order(self, num_stages: int, num_micro_batches: int) -> Order:
         """See `Schedule`."""
@@ -111,5 +127,75 @@ def _in_a_v(lanes: Lanes, num_micro_batches: int) -> Order:
     return fastest_order(costs, lanes, num_micro_batches, _V_RULES)
 
 
+_PERIOD = 6  # F, I and W of two stages, each of one unit
+_DOWN, _UP = 1, 2  # units from a micro-batch's computation to that of the next lane, on each way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VHalf(_InAV):
+    """Half of the memory of 1F1B, on all lanes alike (V-Half of Qi et al. 2024, "Pipeline Parallelism with Controllable
+    Memory"), for what would otherwise be computed again.
+
+    A lane begins the computations of each micro-batch one period after those of the one before. What a lane holds is what
+    lies between an F and its W: on the way down one unit from lane to lane, on the way up two, so that a first and a last
+    stage together hold as many on every lane, p + 3 at most where 1F1B's first lane holds 2 p. With F, I and W of one length
+    the pattern leaves no time without work. Where I is longer, the units that a micro-batch waits on its way up take that
+    up. Ranks compute nothing for some 1.5 p units at the begin and the end of a step.
+    """
+
+    def order(self, num_stages: int, num_micro_batches: int) -> Order:
+        """See `Schedule`."""
+        return _by_pattern(num_stages // 2, num_micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _by_pattern(num_lanes: int, num_micro_batches: int) -> Order:
+    last = 2 * num_lanes - 1
+    order = []
+    for first, (down, up, inputs_down, inputs_up) in enumerate(_pattern(num_lanes)):
+        begins = {
+            down: forward_of(first, 0),
+            up: forward_of(last - first, 0),
+            inputs_down: inputs_of(last - first, 0),
+            inputs_up: inputs_of(first, 0),
+        }
+        for unit, stage in ((inputs_down, last - first), (inputs_up, first)):
+            # The W as soon as its lane has nothing else to do.
+            taken = {each % _PERIOD for each in begins}
+            free = next(each for each in itertools.count(unit + 1) if each % _PERIOD not in taken)
+            begins[free] = weights_of(stage, 0)
+        units = [
+            (unit + number * _PERIOD, replace(action, micro_batch=number))
+            for unit, action in begins.items()
+            for number in range(num_micro_batches)
+        ]
+        order.append(tuple(action for _, action in sorted(units, key=lambda each: each[0])))
+    return tuple(order)
+
+
+def _pattern(num_lanes: int) -> list[tuple[int, int, int, int]]:
+    """By lane, the units at which its F on the way down and up begin, and its I on the way back, of one micro-batch: as early
+    as no two of a lane are in the same unit of a period.
+    """
+    path = num_lanes - 1
+    for waits in sorted(itertools.product(range(_PERIOD), repeat=3), key=sum):
+        up = path * _DOWN + 1 + waits[0]
+        down_again = up + path * _UP + 1 + waits[1]
+        up_again = down_again + path * _DOWN + 1 + waits[2]
+        lanes = [
+            (
+                lane * _DOWN,
+                up + (path - lane) * _UP,
+                down_again + lane * _DOWN,
+                up_again + (path - lane) * _UP,
+            )
+            for lane in range(num_lanes)
+        ]
+        if all(len({unit % _PERIOD for unit in units}) == len(units) for units in lanes):
+            return lanes
+    raise AssertionError("some waits always do: up and up_again 1, down_again 2 modulo 3, all of them apart")
+
+
 INTERLEAVED = Interleaved(name="interleaved", eager_backward=True, stages_per_lane=2)
 ZB_V = ZeroBubbleV(name="zb_v", eager_backward=True, splits_backward=True, stages_per_lane=2)
+V_HALF = VHalf(name="v_half", eager_backward=True, splits_backward=True, stages_per_lane=2, saves_memory=True)

@@ -23,6 +23,7 @@ SCHEDULES: Mapping[str, str] = MappingProxyType(
         "list_scheduled": "rannc_backend.schedule.list_scheduled",
         "interleaved": "rannc_backend.schedule.several_stages:INTERLEAVED",
         "zb_v": "rannc_backend.schedule.several_stages:ZB_V",
+        "v_half": "rannc_backend.schedule.several_stages:V_HALF",
     }
 )
 SCHEDULE_ALIASES: Mapping[str, str] = MappingProxyType({"gpipe": "fill_drain"})

@@ -43,10 +43,8 @@ class Hook:
 
 HOOKS = (
     Hook(
-        name="SystemExit",
-        what="`SystemExit.code`, `sys.exit`",
-        by="runtime.job.interpreter_exit",
-        when=AT_IMPORT_OF_RANK,
+        name="SystemExit", what="`SystemExit.code`, `sys.exit`",
+        by="runtime.job.interpreter_exit", when=AT_IMPORT_OF_RANK,
         why="no other hook tells which SystemExit ends the interpreter",
     ),
     Hook(
@@ -66,31 +64,34 @@ HOOKS = (
         why="rank 0 says so where no call came to the backend",
     ),
     Hook(
-        name="other libraries", by="integrations.accelerate, integrations.lightning, integrations.trainer",
-        what="variables that Accelerate reads (`RANK`, `WORLD_SIZE`, ...), `rank_zero_only.rank` of Lightning",
+        name="other libraries", by="integrations.accelerate, integrations.lightning_ranks, integrations.trainer",
+        what="variables that Accelerate reads (`RANK`, ...), its `SkipBatchSampler`, `rank_zero_only.rank` of Lightning",
         when="an adapter that the user calls", why="the library takes its place in the job from there",
     ),
     Hook(
         name="forward on fakes",
-        what="calls and hooks of modules, `time`, `torch.autograd.Function.apply`, `torch.SymBool.__bool__`, `is_compiling`",
-        by="capture.nonstrict.watch",
-        when=AT_NONSTRICT,
+        what="calls and hooks of modules, `time`, `torch.autograd.Function.apply`, `is_compiling`, truth of tensors and sizes",
+        by="capture.nonstrict.watch", when=AT_NONSTRICT,
         why="what a graph does not hold is seen while the forward runs on fakes",
         until="that run ends",
     ),
     Hook(
-        name="library loggers",
+        name="library loggers", by="capture.dynamo", when=AT_IMPORT,
         what="`torch._dynamo.config.ignore_logging_functions`, a filter of Dynamo's metrics logger",
-        by="capture.dynamo",
-        when=AT_IMPORT,
         why="a call of a logger in a model would be a graph break",
     ),
     Hook(
-        name="soft labels",
-        what="the kernel of `aten.cross_entropy_loss` in traces",
-        by="capture.soft_labels",
-        when=AT_IMPORT_OLD_TORCH,
+        name="numbers", what="`process_automatic_dynamic`, which says what Dynamo makes symbolic", by="capture.dynamo",
+        when="trace of a model", until="it ends", why="Python's floats that change are inputs of the graph",
+    ),
+    Hook(
+        name="soft labels", what="the kernel of `aten.cross_entropy_loss` in traces",
+        by="capture.written_out", when=AT_IMPORT_OLD_TORCH,
         why="torch's own takes the batch size as a number there",
+    ),
+    Hook(
+        name="margin loss", what="the kernel of `aten.multilabel_margin_loss_forward` in traces",
+        by="capture.written_out", when=AT_IMPORT, why="torch's own has other values than its eager one",
     ),
     Hook(
         name="compiled calls",
@@ -175,20 +176,20 @@ HOOKS = (
         why="they listen where the ranks meet, and nowhere else",
     ),
     Hook(
-        name="GradScaler",
-        what="`torch.amp.GradScaler._unscale_grads_`",
-        by="runtime.torch_internals",
-        when=AT_MODEL,
-        until=_ENDS_BY_CALL,
-        why="an infinity on one rank makes all skip the step",
+        name="GradScaler", what="`torch.amp.GradScaler._unscale_grads_`", by="runtime.torch_internals",
+        when=AT_MODEL, until=_ENDS_BY_CALL, why="an infinity on one rank makes all skip the step",
     ),
     Hook(
         name="norms",
-        what="`torch.nn.utils.clip_grad_norm_`, `get_total_norm`",
+        what="`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `get_total_norm`",
         by="runtime.torch_internals",
         when=AT_MODEL,
         until=_ENDS_BY_CALL,
         why="the norm is that of all ranks' gradients",
+    ),
+    Hook(
+        name="gradients by name", what="`torch.autograd.grad`", by="runtime.step.autograd", when=AT_MODEL,
+        until=_ENDS_BY_CALL, why="gradients of parameters of a compiled model do not pass through autograd",
     ),
     Hook(
         name="optimizer states",
@@ -322,7 +323,7 @@ HOOKS = (
     ),
     Hook(
         name="compile ahead",
-        what="Inductor's `PythonWrapperCodegen.define_kernel`",
+        what="Inductor's `PythonWrapperCodegen.define_kernel` and `AsyncCompile.cpp_pybinding`",
         by="stages.compile_ahead",
         when="compilation of a stage",
         until="when it ends",
@@ -445,7 +446,7 @@ def replace(name: str, holder: Any, attribute: str, value: object) -> Undo:
     return Undo(name, put_back)
 
 
-def replace_item(name: str, mapping: MutableMapping[str, Any], key: str, value: object) -> Undo:
+def replace_item(name: str, mapping: MutableMapping[Any, Any], key: object, value: object) -> Undo:
     """Set an item, as of ``os.environ``; undone by setting or removing it as it was."""
     was_there, before = key in mapping, mapping.get(key)
     mapping[key] = value

@@ -111,9 +111,10 @@ class MemoryOptions(Options):
         description="Groups of a stage's replicas under zero_stage, each with all of the optimizer state: new values "
         "stay within a group.",
     )
-    offload: Literal["none", "parameters"] = Field(
+    offload: Literal["none", "auto", "parameters"] = Field(
         "none",
-        description="parameters: they lie on the host, and so do gradients and optimizer state; stages have copies.",
+        description="parameters: they lie on the host, and so do gradients and optimizer state; stages have copies. "
+        "auto: so where no plan fits without it.",
     )
 
     @property

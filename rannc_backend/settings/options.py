@@ -76,7 +76,8 @@ class Config(MemoryOptions, PlanningOptions):
         "auto",
         description="Order of forwards and backwards; auto: the fastest that gives exact results. zb_h1: backwards in "
         "two parts; list_scheduled: likewise, in an order made for the plan. interleaved, zb_v: several stages on each "
-        "rank, with whole backwards, and two in the shape of a V, with backwards in two parts. gpipe is another name of fill_drain.",
+        "rank, with whole backwards, and two in the shape of a V, with backwards in two parts; v_half: likewise, with half of the "
+        "memory of 1f1b on every rank. gpipe is another name of fill_drain.",
     )
     outputs: Literal["auto", "all", "loss"] = Field(
         "auto",
@@ -105,10 +106,10 @@ class Config(MemoryOptions, PlanningOptions):
         description="float32: gradients of bfloat16 and float16 parameters are summed over the micro-batches and "
         "replicas of a step in float32, and rounded once to the parameter's dtype; none: in the parameter's dtype.",
     )
-    sparse_gradients: Literal["refuse", "dense"] = Field(
-        "refuse",
-        description="Embeddings with sparse=True; dense: their gradients are dense, and summed as all others; refuse: such "
-        "models are refused.",
+    sparse_gradients: Literal["sparse", "dense"] = Field(
+        "sparse",
+        description="Gradients of embeddings with sparse=True; sparse: ranks exchange the rows that they have, on CPUs; "
+        "dense: they are summed as all others, and p.grad is dense.",
     )
     states_on_all_ranks: bool = Field(
         False,

@@ -63,7 +63,7 @@ class PlanningOptions(Options):
         0,
         ge=0,
         description="Number of stages that each rank computes: 1, or more under schedule interleaved (any number) or "
-        "zb_v (2); 0: the planner decides.",
+        "zb_v and v_half (2); 0: the planner decides.",
     )
     replica_num: int = Field(
         0, ge=0, description="Number of replicas of every stage; 0: the planner decides."
@@ -73,7 +73,7 @@ class PlanningOptions(Options):
         pattern=rf"^({_COUNT}(,{_COUNT})*)?$",
         json_schema_extra={"accepts": 'numbers of at least 1 with commas between, as "2,1,1", or ""'},
         description="Number of replicas of each stage, first stage first; empty: the planner decides. Stages on the "
-        "same ranks, under schedule interleaved or zb_v, have the same.",
+        "same ranks, under schedule interleaved, zb_v or v_half, have the same.",
     )
     placement: Literal["auto", "replica_major", "stage_major"] = Field(
         "auto",
@@ -152,7 +152,14 @@ class PlanningOptions(Options):
         ge=1,
         le=100,
         description="Number of plans that are kept, the best ones of those that differ in cuts, replicas or micro-batches; "
-        "the plan lists the others among its alternatives.",
+        "the plan lists the others among its alternatives. Those that may turn out to be the fastest are measured before "
+        "the first step.",
+    )
+    plan_trial_seconds: float = Field(
+        60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="No other plan of num_plans is deployed to be measured after so long; 0: none is.",
     )
     solver: Literal["dp", "ilp"] = Field(
         "dp",

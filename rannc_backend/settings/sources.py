@@ -172,6 +172,24 @@ def resolve(options: Given, environ: Mapping[str, str], read_file: ReadFile | No
     )
 
 
+def check_translated(
+    options: Mapping[str, object], items_of: Mapping[str, str], given: Mapping[str, object], source: str
+) -> None:
+    """Raise OptionValueError, in the words of another system, where its items have become options that are refused.
+
+    Args:
+        items_of: the item that has become each option. given: values by item.
+    """
+    try:
+        resolve_config(options, {})
+    except OptionValueError as error:
+        item = items_of.get(error.item)
+        if item is None:
+            raise
+        expected = f"something for which the option {error.item} is {error.expected}"
+        raise OptionValueError(item, value=given[item], source=source, expected=expected) from None
+
+
 def configuration_directory(environ: Mapping[str, str]) -> Path | None:
     """Where the files of options and of logging are looked for; None where there is no such directory.
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from rannc_backend.kernels.gradient_writes import FIRST
+from rannc_backend.passes.data_sizes import OF_ANY_SIZE
 from rannc_backend.passes.pipeline import run_pass, with_dump_of_now
 from rannc_backend.passes.plain_numbers import new_size
 from rannc_backend.passes.stage.equal_values import ShareEqualValues
@@ -248,11 +249,14 @@ class StageBuilder:
         return Inference(function=function, stored=stored)
 
     def _decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        targets = {node.target for node in self.graph_module.graph.nodes}
+        depends = any(torch.Tag.dynamic_output_shape in getattr(target, "tags", ()) for target in targets)
+        of_any_size = OF_ANY_SIZE if depends else {}
         if not self.inductor:
-            return {}
+            return of_any_size
         from rannc_backend.stages.inductor import inductor_decompositions
 
-        return inductor_decompositions()
+        return {**inductor_decompositions(), **of_any_size}
 
     def split_safely(self, traced: TracedStage) -> tuple[SplitStage, Gradients]:
         """The two graphs, with gradients that are safe to hand on, and what those are."""
@@ -332,6 +336,7 @@ class StageBuilder:
                 writes = WriteIntoBuckets(
                     parameters=gradients.parameters,
                     slots=slots,
+                    sparse=self.signature.sparse,
                     accumulate=accumulate,
                     fuse=self.inductor,
                     group_bytes=GROUP_BYTES if self.inductor else 0,

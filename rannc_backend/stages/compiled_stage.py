@@ -123,7 +123,9 @@ class CompiledStage:
 
     def scratch_gradients(self, *, keep_adding: bool = True) -> ScratchGradients:
         """A sink with memory of its own for the gradients of the parameters."""
-        shapes = {position: self._signature.values[position] for position in self.grad_parameters}
+        # Of a sparse gradient the sink has rows, and graphs take one number.
+        values, sparse = self._signature.values, self._signature.sparse
+        shapes = {p: values[p].new_empty(1) if p in sparse else values[p] for p in self.grad_parameters}
         dtypes = {position: self._signature.sum_dtype(position) for position in self.grad_parameters}
         return ScratchGradients(shapes, dtypes, keep_adding=keep_adding)
 
@@ -371,6 +373,7 @@ def compile_stage(
     stored_gradients: frozenset[str] = frozenset(),
     splits_backward: bool = False,
     wide_sums: bool = False,
+    sparse: frozenset[str] = frozenset(),
 ) -> CompiledStage:
     """Compile one stage.
 
@@ -393,10 +396,11 @@ def compile_stage(
             with others; see `CompiledStage`.
         splits_backward: compile the backward in two parts, for `backward_inputs` and `backward_weights`.
         wide_sums: gradients of parameters of 16 bits go to sums in float32.
+        sparse: names of parameter placeholders whose gradients the sink keeps as rows.
     """
     assert compiler in COMPILERS, f"unknown compiler {compiler!r}"
     assert 0.0 <= activation_budget <= 1.0, f"activation budget {activation_budget} is not in [0, 1]"
-    sign = functools.partial(signature_of, wide_sums=wide_sums)
+    sign = functools.partial(signature_of, wide_sums=wide_sums, sparse=sparse)
     signature = sign(stage, needs_grad, requires_grad_parameters, rows_symbol)
     places = Stored(
         outputs=frozenset(i for i, target in enumerate(stage.outputs) if target.name in stored),

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rannc_backend.capture.analysis import GraphAnalysis, mixed_batch_error
-from rannc_backend.capture.graph import GraphInput
 from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.ir.exchange import Edge
+from rannc_backend.ir.graph_input import BufferInput, GraphInput
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.stage.recompute import Recomputed, mark_segments
 from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
@@ -48,7 +48,7 @@ class StageCut:
 
     def buffer_readers(self, inputs: Sequence[GraphInput]) -> dict[str, frozenset[int]]:
         """The stages that read each buffer of the model; ``inputs``: those of the graph that was cut."""
-        names = {item.name: item.fqn for item in inputs if item.kind == "buffer" and item.fqn is not None}
+        names = {item.name: item.fqn for item in inputs if isinstance(item, BufferInput)}
         readers: dict[str, set[int]] = {}
         for graph in self.graphs:
             for slot in graph.inputs:

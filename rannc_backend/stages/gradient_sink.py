@@ -35,6 +35,9 @@ class GradientSink(Protocol):
     def all_made(self, positions: Sequence[int]) -> None:
         """`made` of several, in this order."""
 
+    def keep_rows(self, position: int, index: Tensor, rows: Tensor) -> None:
+        """See `kernels.gradient_writes.Listener`: of a stage that was compiled for sparse gradients."""
+
 
 class ScratchGradients:
     """A sink in memory of its own, for measurements and tests: the first backward writes, later ones add.
@@ -46,6 +49,7 @@ class ScratchGradients:
 
     Attributes:
         order: positions in the order in which gradients were made.
+        rows: what was kept of sparse gradients, by position.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class ScratchGradients:
         }
         self._keep_adding = keep_adding
         self.order: list[int] = []
+        self.rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.on_made: Callable[[int], None] = lambda position: None
 
     @property
@@ -82,6 +87,10 @@ class ScratchGradients:
         return [self._views[position] for position in positions], [
             self.target(position)[1] for position in positions
         ]
+
+    def keep_rows(self, position: int, index: Tensor, rows: Tensor) -> None:
+        """See `GradientSink`."""
+        self.rows.setdefault(position, []).append((index, rows))
 
     def all_made(self, positions: Sequence[int]) -> None:
         """See `GradientSink`."""

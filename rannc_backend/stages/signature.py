@@ -45,7 +45,7 @@ class StageSignature:
     graph (0 is the batch size) that exist until backward anyway, `length_inputs` those that are lengths, `symbols`
     those of the sizes. `rows_from` is (input, dimension, factor):
     the size there is factor * rows. `received` are the inputs that compiled functions want contiguous. `wide_sums`:
-    gradients of 16 bits are summed in float32.
+    gradients of 16 bits are summed in float32. `sparse`: those of `trained` whose gradients are kept as rows.
     """
 
     kinds: tuple[str, ...]
@@ -64,11 +64,18 @@ class StageSignature:
     length_inputs: tuple[int, ...]
     symbols: tuple[sympy.Symbol, ...]
     wide_sums: bool = False
+    sparse: frozenset[int] = frozenset()
 
     def gradient_sum(self, position: int) -> Tensor:
-        """A fake, under the current fake mode, that looks like the sum of a parameter's gradients."""
+        """A fake, under the current fake mode, that looks like the sum of a parameter's gradients; one number where rows
+        are kept.
+        """
         value = self.values[position]
-        return torch.empty(value.shape, dtype=self.sum_dtype(position), device=value.device)
+        return torch.empty(
+            (1,) if position in self.sparse else value.shape,
+            dtype=self.sum_dtype(position),
+            device=value.device,
+        )
 
     def sum_dtype(self, position: int) -> torch.dtype:
         """In which a parameter's gradients are summed."""
@@ -140,6 +147,7 @@ def signature_of(
     rows_symbol: sympy.Symbol,
     *,
     wide_sums: bool = False,
+    sparse: frozenset[str] = frozenset(),
 ) -> StageSignature:
     """Read the signature of a stage graph; names in `needs_grad` that are not floating point are left out."""
     graph = stage.graph_module.graph
@@ -198,6 +206,7 @@ def signature_of(
         length_inputs=lengths,
         symbols=(rows_symbol, *(values[position].node.expr for position in lengths)),
         wide_sums=wide_sums,
+        sparse=frozenset(i for i, source in enumerate(stage.inputs) if source.name in sparse),
     )
 
 
@@ -227,6 +236,7 @@ def structural_hash(graph_module: fx.GraphModule, signature: StageSignature, opt
                 signature.grad_inputs,
                 sorted(signature.trained),
                 signature.wide_sums,
+                sorted(signature.sparse),
                 options,
             )
         )

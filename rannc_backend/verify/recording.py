@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.module_compile import plain_function
 from rannc_backend.errors import BYTES_PER_GB, UserInputError
+from rannc_backend.ir.graph_input import BatchInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.user_outputs import UnavailableOutput
@@ -174,7 +175,7 @@ class Recorder:
             )
         for spec, tensor in zip(runtime.inputs, user_tensors, strict=True):
             self.current.known_ids.add(id(tensor))
-            if spec.kind == "batch":
+            if isinstance(spec, BatchInput):
                 self.current.batch_ids.add(id(tensor))
 
     def published(self, runtime: GraphRuntime) -> None:
@@ -187,7 +188,9 @@ class Recorder:
             if not delayed:
                 held = self.models.parameters().items()
                 tensors |= {
-                    f"gradient.{name}": tensor.grad for name, tensor in held if tensor.grad is not None
+                    f"gradient.{name}": tensor.grad.to_dense()
+                    for name, tensor in held
+                    if tensor.grad is not None
                 }
             self.records.write(self.rank, backward_event(call, number), tensors, {"delayed": delayed})
         self.arrived.clear()

@@ -286,10 +286,15 @@ class Reference:
     def _compare_gradients(self, events: Sequence[Event]) -> None:
         by_rank = [event.of("gradient.") for event in events]
         mine = self.models.parameters()
-        floor = floor_of(largest_in(tensor.grad for tensor in mine.values() if tensor.grad is not None))
+        floor = floor_of(
+            largest_in(tensor.grad.to_dense() for tensor in mine.values() if tensor.grad is not None)
+        )
         for name, parameter in mine.items():
             found = {rank: gradients[name] for rank, gradients in enumerate(by_rank) if name in gradients}
-            grad = parameter.grad
+            rows = (
+                parameter.grad.coalesce() if parameter.grad is not None and parameter.grad.is_sparse else None
+            )
+            grad = None if parameter.grad is None else parameter.grad.to_dense()
             if grad is not None and not found and grad.any():
                 self.comparison.missing("gradient", name, "no rank has a gradient")
             for rank, gradient in found.items():
@@ -297,7 +302,11 @@ class Reference:
                 self.comparison.value("gradient", name, rank, gradient, there, floor=floor)
             if found and next(iter(found.values())).shape == parameter.shape:
                 first = next(iter(found.values())).to(parameter.device)
-                parameter.grad = first.clone() if grad is None else grad.detach().copy_(first)
+                if rows is not None:
+                    # Optimizers make a difference between the rows that a sparse gradient has and the others.
+                    parameter.grad = first.sparse_mask(rows)
+                else:
+                    parameter.grad = first.clone() if grad is None else grad.detach().copy_(first)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self.num_calls or not self.models.trained_by(optimizer):

@@ -1,4 +1,4 @@
-"""Tokens per second of a GPT-2 that is spread over two ranks: through the stages and gathered, beside one process.
+"""Tokens per second of a GPT-2 that is spread over two ranks: with and without a cache, gathered, and in one process.
 
     mpirun -n 2 python tests/benchmarks/generation.py
 
@@ -31,6 +31,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="prompts per rank")
     parser.add_argument("--length", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32, help="to generate")
+    parser.add_argument(
+        "--micro-batches", type=int, default=0, help="of the stages; 0: the planner decides, for the prompts"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -73,9 +76,20 @@ def main() -> None:
             lambda cache=cache: model.generate(whole, attention_mask=mask, use_cache=cache, **told),
             alone=True,
         )
-    options = {"training": False, "stage_replicas": ",".join("1" * world), "stage_compiler": "eager"}
+    options = {
+        "training": False,
+        "stage_replicas": ",".join("1" * world),
+        "stage_compiler": "eager",
+        "pipeline_num": flags.micro_batches,
+    }
     compiled = torch.compile(model, backend="rannc", options=options)
-    measure("stages", lambda: generate(compiled, own, attention_mask=mask[: len(own)], **told))
+    for name, cache in (("stages, with a cache", True), ("stages, without", False)):
+        measure(
+            name,
+            lambda cache=cache: generate(
+                compiled, own, attention_mask=mask[: len(own)], use_cache=cache, **told
+            ),
+        )
     begin = time.perf_counter()
     with rannc_backend.gathered(model):
         until = time.perf_counter() - begin

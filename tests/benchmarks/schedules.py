@@ -40,7 +40,7 @@ from rannc_backend.report.run_report import RunReport  # noqa: E402
 from rannc_backend.schedule.orders import schedule_named  # noqa: E402
 from rannc_backend.schedule.plan_simulation import simulate_plan  # noqa: E402
 
-OURS = ("1f1b", "zb_h1", "list_scheduled", "interleaved", "zb_v")
+OURS = ("1f1b", "zb_h1", "list_scheduled", "interleaved", "zb_v", "v_half")
 RIVALS = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble")
 _FOLDER = "SCHEDULES_FOLDER"  # of plans and run files
 

@@ -49,6 +49,24 @@ class Counting(nn.Module):
         return self.second(x) / (1 + self.num_steps)
 
 
+class CountingWholes(Counting):
+    """The counter is an integer, beside BatchNorm, whose own counter counts micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.eval()
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counting.forward(self, self.norm(x))
+
+
 class Averaging(nn.Module):
     """Buffers that are assigned, not changed in place: of parameters, of the batch, and of themselves."""
 
@@ -80,6 +98,7 @@ class CountingLoss(Counting):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "normalized": Normalized,
     "counting": Counting,
+    "counting_wholes": CountingWholes,
     "averaging": Averaging,
 }
 

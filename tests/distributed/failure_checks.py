@@ -143,7 +143,7 @@ class NoRows(_Body):
 class _Table(nn.Module):
     def __init__(self, **options: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(8, WIDTH, **options)
+        self.table: nn.Module = nn.Embedding(8, WIDTH, **options)
         self.after = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,8 +152,16 @@ class _Table(nn.Module):
 
 
 class SparseGradients(_Table):
+    """Of bags with offsets."""
+
     def __init__(self) -> None:
-        super().__init__(sparse=True)
+        super().__init__()
+        self.table = nn.EmbeddingBag(8, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x > 0).long()
+        x = self.table(ids.flatten(), torch.arange(ids.shape[0]) * ids.shape[1])  # refused
+        return self.after(x)
 
 
 class ScaledByFrequency(_Table):

@@ -318,6 +318,88 @@ def state_of_one_rank(context: Context) -> None:
     context.entry.loss_of(context.entry.call(compiled, local), local).backward()
 
 
+class Weighted(nn.Module):
+    """The weight of a term comes with each call, and a factor is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.factor: Any = 1.0
+
+    def forward(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.factor
+        return F.mse_loss(self.second(hidden), y) + weight * (1 - weight) * hidden.square().mean()
+
+
+class Normed(Weighted):
+    """Operators need the numbers themselves."""
+
+    def forward(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
+        hidden = F.layer_norm(self.first(x), (WIDTH,), eps=weight)
+        return F.mse_loss(self.second(F.layer_norm(hidden, (WIDTH,), eps=self.factor)), y)
+
+
+def numbers_that_change(context: Context) -> None:
+    """Numbers in arithmetic are inputs of the graph from their second value on. What needs the number itself is compiled
+    for each; the error names the one that changes, and its cures are exact.
+    """
+    for name, is_attribute in (("weight", False), ("factor", True)):
+        for kind in ("arithmetic", "needed", "tensor"):
+            torch.manual_seed(3)
+            model = (Normed if kind == "needed" else Weighted)().to(context.dtype)
+            alone = copy.deepcopy(model)
+            if kind == "tensor" and is_attribute:
+                for each in (model, alone):
+                    del each.factor
+                    each.register_buffer("factor", torch.ones((), dtype=torch.float64))
+            _steps_with_numbers(context, model, alone, name, kind)
+
+
+def _steps_with_numbers(context: Context, model: nn.Module, alone: nn.Module, name: str, kind: str) -> None:
+    as_tensor = kind == "tensor"
+    options = {"stage_starts": "second"} if context.case.num_stages > 1 else {}
+    compiled = context.compile(model, **options)
+
+    def step(number: float) -> None:
+        values = _data(context, 5)
+        for each in (model, alone):
+            each.zero_grad()
+            if name == "factor" and as_tensor:
+                each.factor.fill_(number)
+            elif name == "factor":
+                each.factor = number
+        weight: Any = number if name == "weight" else 0.5
+        given = torch.tensor(weight, dtype=torch.float64) if as_tensor else weight
+        loss, expected = compiled(*_local(context, *values), given), alone(*values, weight)
+        if torch.is_grad_enabled():
+            loss.backward()
+            expected.backward()
+        context.findings.close("loss", f"{name} {number}", loss, expected, context.tolerance)
+        for (path, parameter), own in zip(alone.named_parameters(), model.parameters(), strict=True):
+            if own.grad is not None:
+                context.findings.close("gradient", path, own.grad, parameter.grad, context.tolerance)
+
+    with torch._dynamo.config.patch(recompile_limit=2 if kind == "needed" else 3):
+        step(0.25)
+        step(0.5)
+        if kind != "needed":
+            step(0.75)
+            step(0.25)
+            step(1.25)
+            with torch.no_grad():
+                for number in (0.3, 0.6):
+                    step(number)
+            number = len(REGISTRY.sessions[model].compiled)
+            context.findings.that(number == (2 if as_tensor else 3), f"{name}: compiled {number} times")
+            if kind == "arithmetic":
+                context.findings.raises(name, ("RanksDifferError",), lambda: step(0.5 + context.rank))
+                _realign()
+            return
+        error = context.findings.raises(name, ("UserInputError",), lambda: step(0.75))
+        context.findings.that(f"{name} was 0.5 and is 0.75" in str(error), f"not named in {error}")
+    _realign()
+
+
 def wrapped(context: Context) -> None:
     """A compiled model inside of a wrapper that replicates or shards it: an error on all ranks, before a step
     and after it.

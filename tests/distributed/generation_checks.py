@@ -5,7 +5,9 @@ In: a context. Out: findings. Ranks have prompts of their own number and length,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,23 +16,28 @@ import transformers
 from torch import Tensor, nn
 
 from rannc_backend import gathered
-from rannc_backend.integrations import generation
+from rannc_backend.integrations import generation, generation_steps
 from rannc_backend.integrations.generation import generate
+from rannc_backend.kernels.kept_rows import KeptRows
+from rannc_backend.runtime.job import bootstrap
 from rannc_backend.session_registry import REGISTRY
 from tests.distributed.harness.context import Context
 
 NUM_TOKENS = 50
+NUM_LAYERS = 2
+# Training; without a cache, and prompts and later tokens with one: each for one length and then for all.
+_MAX_GRAPHS = 6
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": NUM_TOKENS}
 
 
 def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, **_SPECIAL)
+    config = transformers.GPT2Config(n_layer=NUM_LAYERS, n_embd=32, n_head=2, n_positions=64, **_SPECIAL)
     return transformers.GPT2LMHeadModel(config)
 
 
 def _llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=NUM_LAYERS,
         hidden_size=32,
         intermediate_size=64,
         num_attention_heads=4,
@@ -43,12 +50,52 @@ def _llama() -> nn.Module:
 
 def _t5() -> nn.Module:
     config = transformers.T5Config(
-        num_layers=2, d_model=32, d_ff=64, num_heads=2, d_kv=16, decoder_start_token_id=0, **_SPECIAL
+        num_layers=NUM_LAYERS, d_model=32, d_ff=64, num_heads=2, d_kv=16, decoder_start_token_id=0, **_SPECIAL
     )
     return transformers.T5ForConditionalGeneration(config)
 
 
-MODELS: Mapping[str, Callable[[], nn.Module]] = {"gpt2": _gpt2, "llama": _llama, "t5": _t5}
+def _bart() -> nn.Module:
+    config = transformers.BartConfig(
+        encoder_layers=1,
+        decoder_layers=NUM_LAYERS,
+        d_model=32,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_position_embeddings=64,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        **_SPECIAL,
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def _sliding() -> nn.Module:
+    """Its second layer sees the last four tokens alone."""
+    config = transformers.Qwen2Config(
+        num_hidden_layers=NUM_LAYERS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=4,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"],
+        max_position_embeddings=64,
+        **_SPECIAL,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "t5": _t5,
+    "bart": _bart,
+    "sliding": _sliding,
+}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"do_sample": False},
     "greedy, other ends": {"do_sample": False, "ends": True},
@@ -56,6 +103,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 3, "ends": True},
     "sampled beams": {"do_sample": True, "num_beams": 2, "ends": True},
     "processors": {"do_sample": False, "repetition_penalty": 1.3, "min_new_tokens": 3, "ends": True},
+    "greedy, no cache": {"do_sample": False, "ends": True, "use_cache": False},
+    "beams, no cache": {"do_sample": False, "num_beams": 3, "ends": True, "use_cache": False},
 }
 
 
@@ -100,6 +149,50 @@ def _compare(context: Context, what: str, make: Callable[..., Any], alone: Any, 
     return lengths
 
 
+class _WatchedRows(KeptRows):
+    """A store that notes its steps: whether each began anew, and the slots that this rank had then."""
+
+    def __init__(self, steps: list[list[tuple[bool, bool, set[int]]]]) -> None:
+        super().__init__()
+        self.steps: list[tuple[bool, bool, set[int]]] = []
+        self.begun = (False, False)
+        steps.append(self.steps)
+
+    def begin_step(self, *, are_moved: bool = False, anew: bool = False) -> None:
+        self.begun = (are_moved, anew)
+        super().begin_step(are_moved=are_moved, anew=anew)
+
+    def end_step(self) -> None:
+        self.steps.append((*self.begun, set(self.widths())))
+        super().end_step()
+
+
+@contextmanager
+def _watched_stores() -> Iterator[list[list[tuple[bool, bool, set[int]]]]]:
+    stores: list[list[tuple[bool, bool, set[int]]]] = []
+    make = functools.partial(_WatchedRows, stores)
+    with mock.patch.object(generation_steps, "KeptRows", make):
+        yield stores
+
+
+def _check_stores(context: Context, model: nn.Module, stores: list[Any]) -> None:
+    """Prompts are computed once; each rank keeps what its stages compute, and nothing else."""
+    find = context.findings
+    num_cached = sum("use_cache" not in way for way in WAYS.values())
+    find.that(len(stores) == num_cached, f"{len(stores)} of {num_cached} ways have a cache")
+    replicated = any(len(stage.ranks) > 1 for stage in REGISTRY.sessions[model].plan.stages)
+    # The first step is repeated where padding is tried.
+    later = [step for steps in stores for step in steps[2:]]
+    find.that(any(moved for moved, _, _ in later), "no beam has changed its place")
+    wrong = [(moved, anew) for moved, anew, _ in later if anew != (moved and replicated)]
+    find.that(not wrong, f"steps that began anew or did not: {wrong[:3]} of {len(later)}")
+    slots = set().union(*(own for _, _, own in later))
+    parts = bootstrap.start().control.allgather(sorted(slots), what="slots")
+    whole = sorted(slot for part in {tuple(part) for part in parts} for slot in part)
+    per_layer = 4 if model.config.is_encoder_decoder else 2
+    find.that(len(whole) == len(set(whole)) == NUM_LAYERS * per_layer, f"slots of the ranks: {parts}")
+
+
 def _train(compiled: Any, alone: nn.Module) -> None:
     ids = torch.randint(3, NUM_TOKENS, (3, 6), generator=torch.Generator().manual_seed(9))
     compiled(input_ids=ids, labels=ids).loss.backward()
@@ -115,9 +208,17 @@ def generation_equal(context: Context) -> dict[str, Any]:
         compiled = model
     if context.case.parameters.get("trains", True):
         _train(compiled, alone)
-    lengths = _compare(context, "stages", lambda **rest: generate(compiled, **rest), alone, WAYS)
+    with _watched_stores() as stores:
+        lengths = _compare(context, "stages", lambda **rest: generate(compiled, **rest), alone, WAYS)
     number = len(REGISTRY.sessions[model].compiled)
-    context.findings.that(number <= 3, f"compiled {number} times")
+    context.findings.that(number <= _MAX_GRAPHS, f"compiled {number} times")
+    _check_stores(context, model, stores)
+    session, planned = REGISTRY.sessions[model], context.case.num_micro_batches
+    numbers = {each.settings.num_micro_batches for each in session.runtimes.values()}
+    # A step of one token each is one micro-batch where no other replica has the keys of its rows.
+    replicated = any(len(stage.ranks) > 1 for stage in session.plan.stages)
+    wanted = {planned} if replicated else {planned, 1}
+    context.findings.that(numbers == wanted, f"steps of {numbers} micro-batches, not {wanted}")
     with gathered(model):
         _compare(context, "gathered", compiled.generate, alone, WAYS)
         _compare(context, "both", lambda **rest: generate(compiled, **rest), alone, ["greedy"])
@@ -142,7 +243,10 @@ def generation_refused(context: Context) -> dict[str, Any]:
     refused: Mapping[str, tuple[Any, Mapping[str, Any], str]] = {
         "a plain model": (model, {}, "not compiled"),
         "a model that does not generate": (nn.Linear(1, 1), {}, "no method generate"),
-        "a cache": (compiled, {"use_cache": True}, "key-value cache"),
+        "a cache": (compiled, {"cache": transformers.DynamicCache()}, "cache of one process"),
+        "a static cache": (compiled, {"cache_implementation": "static"}, "cache_implementation"),
+        "prompts in parts": (compiled, {"prefill_chunk_size": 2}, "prefill_chunk_size"),
+        "an assistant": (compiled, {"prompt_lookup_num_tokens": 2}, "otherwise than by tokens and beams"),
         "attentions": (compiled, {"output_attentions": True}, "output_attentions"),
     }
     for what, (which, more, word) in refused.items():
@@ -150,6 +254,12 @@ def generation_refused(context: Context) -> dict[str, Any]:
             what, ("GenerationError",), lambda w=which, m=more: generate(w, **prompts, max_new_tokens=2, **m)
         )
         find.that(word in str(error), f"{what}: {error}")
+    find.raises(
+        "a cache on one rank",
+        ("CallsDifferError",),
+        lambda: generate(compiled, **prompts, max_new_tokens=2, use_cache=context.rank == 0),
+    )
+    _check_other_layers(context, prompts)
     model.train()
     error = find.raises(
         "training mode", ("GenerationError",), lambda: generate(compiled, **prompts, max_new_tokens=2)
@@ -163,6 +273,21 @@ def generation_refused(context: Context) -> dict[str, Any]:
     )
     find.that("though it is masked" in str(error), f"padding that counts: {error}")
     return {}
+
+
+def _check_other_layers(context: Context, prompts: Mapping[str, Tensor]) -> None:
+    """Layers that keep another state: an error where a cache is asked for, and no cache else."""
+    config = transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, state_size=4, **_SPECIAL)
+    model = transformers.MambaForCausalLM(config).eval()
+    model.compile(**context.compile_arguments())
+    error = context.findings.raises(
+        "another state",
+        ("GenerationError",),
+        lambda: generate(model, **prompts, max_new_tokens=2, use_cache=True),
+    )
+    context.findings.that("keep other things" in str(error), f"another state: {error}")
+    is_cached = generation._is_cached(model, {})
+    context.findings.that(not is_cached, "another state is kept")
 
 
 def _look_at_padding(model: nn.Module) -> None:

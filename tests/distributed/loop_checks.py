@@ -6,7 +6,8 @@ In: a context. Out: findings. The reference is one process on the batches of all
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def _own(context: Context, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return x, labels
 
 
-def _compare_losses(context: Context, what: str, found: Sequence[float], wanted: Sequence[float]) -> None:
+def compare_losses(context: Context, what: str, found: Sequence[float], wanted: Sequence[float]) -> None:
     context.findings.that(
         len(found) == len(wanted)
         and all(abs(one - two) <= TOLERANCE * abs(two) for one, two in zip(found, wanted, strict=True)),
@@ -69,10 +70,10 @@ def lightning(context: Context) -> None:
     path = context.directory / f"{context.case.name}.ckpt"
     found = run_example(context, "--save", str(path))
     wanted = run_example(context, "--plain")
-    _compare_losses(context, "training", found, wanted)
+    compare_losses(context, "training", found, wanted)
     rannc_backend.barrier()
     further = ("--resume", str(path), "--epochs", "2")
-    _compare_losses(
+    compare_losses(
         context, "resumed", run_example(context, *further), run_example(context, "--plain", *further)
     )
 
@@ -103,7 +104,7 @@ def joined(context: Context) -> None:
         plain.step()
         plain.zero_grad()
         wanted.append(float(loss.detach()))
-    _compare_losses(context, "joined", losses, wanted)
+    compare_losses(context, "joined", losses, wanted)
     stopped = len(list(rannc_backend.join(mine, at_end="stop")))
     context.findings.that(stopped == min(numbers), f"{stopped} batches until the shortest loader ends")
 
@@ -141,7 +142,7 @@ def norms_by_name(context: Context) -> None:
             if parameter.grad is not None
         }
         context.findings.that(list(found) == list(wanted), f"norms of {list(found)}")
-        _compare_losses(context, f"norms of order {order}", [*found.values()], [*wanted.values()])
+        compare_losses(context, f"norms of order {order}", [*found.values()], [*wanted.values()])
 
 
 def averages(context: Context) -> None:
@@ -166,7 +167,7 @@ def averages(context: Context) -> None:
     rows = _rows(context, 9)
     with torch.no_grad():
         losses = [float(compiled(*_own(context, rows)))], [float(alone(*rows))]
-    _compare_losses(context, "the average in the model", *losses)
+    compare_losses(context, "the average in the model", *losses)
     if not all(map(rannc_backend.is_held, found[-1].parameters())):
         context.findings.raises(
             "the plain average", ("ReleasedParameterError",), lambda: found[-1](_own(context, rows)[0])
@@ -243,10 +244,31 @@ def unfrozen(context: Context) -> None:
         _with_freezing(context, net, call, own)
         for net, call, own in ((model, compiled, True), (alone, alone, False))
     )
-    _compare_losses(context, "freezing", found, wanted)
+    compare_losses(context, "freezing", found, wanted)
 
 
-def _with_freezing(context: Context, net: Net, call: Any, own: bool) -> list[float]:
+def dropped_beside(context: Context) -> None:
+    """A compiled model that one rank drops, and the other keeps, while another trains with a scheduler that changes
+    the betas: what the ranks compare stays that of the same step.
+    """
+    model = _net(context)
+    alone, compiled = copy.deepcopy(model), context.compile(model)
+    beside = [context.compile(_net(context))]
+    beside[0](*_own(context, _rows(context, 0))).backward()
+
+    def drop(number: int) -> None:
+        if number == 3 and context.rank == 1:
+            beside.clear()
+            gc.collect()
+
+    found = _with_freezing(context, model, compiled, True, drop)
+    context.findings.that(len(beside) == 1 - context.rank, "no model was dropped")
+    compare_losses(context, "beside a dropped model", found, _with_freezing(context, alone, alone, False))
+
+
+def _with_freezing(
+    context: Context, net: Net, call: Any, own: bool, begin: Callable[[int], None] = lambda number: None
+) -> list[float]:
     weights, biases = ([p for p in net.parameters() if (p.dim() > 1) == flag] for flag in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=0.01
@@ -254,6 +276,7 @@ def _with_freezing(context: Context, net: Net, call: Any, own: bool) -> list[flo
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=8)
     losses = []
     for number in range(8):
+        begin(number)
         net.first.requires_grad_(number >= 2)
         net.last.requires_grad_(number not in (4, 5))
         if number == 6:

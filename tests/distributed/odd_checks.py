@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rannc_backend.errors import ModelError, RanncError
 from tests.distributed.harness.context import Context
-from tests.odd_models import LENGTH, MODELS, WIDTH, batch, worst_error
+from tests.odd_models import LENGTH, MODELS, WIDTH, EncoderLayers, batch, worst_error
 
 EXACT = 1e-12
 # Where a model computes in float32 itself.
@@ -51,7 +51,24 @@ def odd_models(context: Context) -> dict[str, Any]:
         )
         context.findings.that(error <= EXACT, f"{name}: off by {error}")
     _marked_inputs(context)
+    _evaluated(context)
     return {}
+
+
+def _evaluated(context: Context) -> None:
+    """Layers of torch are other operators in evaluation mode, under the owners of training."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = EncoderLayers().double()
+    alone = copy.deepcopy(model).eval()
+    start, stop = context.interval
+    x = batch(sum(context.case.local_rows))
+    compiled = torch.compile(model, **context.compile_arguments())
+    compiled(x[start:stop].clone())
+    model.eval()
+    with torch.no_grad():
+        error = abs(float(compiled(x[start:stop].clone())) / float(alone(x)) - 1.0)
+    context.findings.that(error <= EXACT, f"layers of torch that are evaluated: off by {error}")
 
 
 class _TakesComplex(nn.Module):

@@ -13,7 +13,14 @@ from tests.distributed.harness.case import Case
 
 def _case(name: str, replicas: str, check: str, **parameters: Any) -> Case:
     world = sum(int(number) for number in replicas.split(","))
-    return Case(name=f"buffers-{name}", replicas=replicas, world=world, check=check, parameters=parameters)
+    return Case(
+        name=f"buffers-{name}",
+        replicas=replicas,
+        world=world,
+        check=check,
+        num_micro_batches=parameters.pop("num_micro_batches", 1),
+        parameters=parameters,
+    )
 
 
 ORDERS = {
@@ -28,6 +35,30 @@ CASES = (
         for order, modes in ORDERS.items()
     ),
     _case("counting-replicas", "1,2", "buffers", model="counting", modes=ORDERS["evaluation_first"]),
+    _case(
+        "counting_wholes",
+        "1,1",
+        "buffers",
+        model="counting_wholes",
+        modes=ORDERS["training_first"],
+        num_micro_batches=3,
+    ),
+    _case(
+        "counting_wholes-replicas",
+        "2",
+        "buffers",
+        model="counting_wholes",
+        modes=ORDERS["without_gradients"],
+        num_micro_batches=2,
+    ),
+    _case(
+        "counting-micro_batches",
+        "2",
+        "buffers",
+        model="counting",
+        modes=ORDERS["training_first"],
+        num_micro_batches=2,
+    ),
     _case("averaging-one_process", "1", "buffers", model="averaging", modes=ORDERS["training_first"]),
     _case("replaced", "1,1", "replaced"),
     _case("replaced-one_process", "1", "replaced"),
@@ -36,7 +67,13 @@ CASES = (
 )
 
 
-ONLY_IN_FULL = ("normalized-training_first", "averaging-evaluation_first", "replaced-one_process")
+ONLY_IN_FULL = (
+    "counting_wholes-replicas",
+    "counting-micro_batches",
+    "normalized-training_first",
+    "averaging-evaluation_first",
+    "replaced-one_process",
+)
 
 
 @pytest.mark.parametrize("case", cases(CASES, "buffers", ONLY_IN_FULL))

@@ -273,7 +273,7 @@ RANDOM = (
             options={"schedule": schedule},
             **_RANDOM,
         )
-        for schedule in ("interleaved", "zb_v")
+        for schedule in ("interleaved", "zb_v", "v_half")
     ),
     _case("random-1-2-1-m4", num_micro_batches=4, replicas="1,2,1", rows=(2, 2, 2, 2), **_RANDOM),
 )
@@ -287,6 +287,7 @@ ONLY_IN_FULL = (
     "sizes_change_outside", "sizes_change_padded", "forward_twice_outside", "rows_differentiated_padded", "random-2-2",
     "loss_outside_uneven_four", "dict_output_four", "no_batch_dimension_four", "nonlinear_loss_four", "small_buckets_four",
     "input_gradients_replicas_four", "gradient_through_the_input_four", "eval_batch_norm_four", "eval_dropout_four",
+    "random-1-1-1-1-v_half",
 )  # fmt: skip
 PARAMETERS = choice.cases((*EQUAL, *OTHER, *RANDOM), "contract", ONLY_IN_FULL)
 

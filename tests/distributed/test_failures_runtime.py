@@ -250,6 +250,14 @@ def test_a_forked_child_does_not_hide_the_end_of_its_parent(tmp_path: Path) -> N
     assert "because of rank 1 " in job.block and WITHOUT_A_WORD in job.block, job.output
 
 
+def test_values_that_one_rank_cannot_get_end_the_job(tmp_path: Path) -> None:
+    """The other waits for them in the middle of a message, and cannot be told in any other way."""
+    job = run_job(tmp_path, 2, "source_worker", limit_seconds=90)
+    assert job.code not in (0, None), job.output
+    assert "because of rank 0 " in job.block and "giving parameters to their owners" in job.block, job.output
+    assert "gave no value for" in job.block and "ValueError: the disk is gone" in job.block, job.output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_the_launcher_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C at the terminal, or a scheduler's SIGTERM: one message, prompt end, nothing left running."""

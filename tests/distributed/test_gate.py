@@ -41,6 +41,8 @@ CASES = (
     ),
     _case("steps_of_owners", "1,1", "steps_of_owners", model="mlp_loss"),
     _case("steps_of_owners-replicas", "1,2", "steps_of_owners", model="mlp_loss"),
+    _case("numbers_that_change", "1,1", "numbers_that_change"),
+    _case("numbers_that_change-replicas", "2", "numbers_that_change"),
     _case("state_of_one_rank", "1,1", "state_of_one_rank", model="mlp_loss"),
     *(
         _case(

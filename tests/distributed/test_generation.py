@@ -16,7 +16,7 @@ def _case(name: str, check: str = "equal", replicas: str = "1,1", **members: Any
     return Case(
         name="-".join(["generation", *([] if check == "equal" else [check]), name]),
         check=f"generation_{check}",
-        world=2,
+        world=sum(map(int, replicas.split(","))),
         replicas=replicas,
         num_micro_batches=members.pop("num_micro_batches", 1),
         parameters={"model": model, **{word: True for word in more if word == "in_place"}}
@@ -33,10 +33,28 @@ CASES = (
     _case("gpt2-replicas", replicas="2"),
     _case("llama"),
     _case("t5"),
+    _case("t5-replicas", replicas="2"),
+    _case("llama-four", replicas="1,1,1,1", num_micro_batches=3),
+    _case("bart", parameters={"trains": False}),
+    _case("sliding"),
+    _case("gpt2-nonstrict", options={"capture": "nonstrict"}, parameters={"trains": False}),
+    _case("gpt2-lanes", replicas="2,2", num_micro_batches=2),
     _case("gpt2", "refused"),
     _case("gpt2", "one_fails"),
 )
-ONLY_IN_FULL = ("gpt2-inference", "gpt2-in_place", "gpt2-replicas", "llama", "t5")
+ONLY_IN_FULL = (
+    "bart",
+    "gpt2-inference",
+    "gpt2-in_place",
+    "gpt2-replicas",
+    "gpt2-lanes",
+    "gpt2-nonstrict",
+    "llama",
+    "llama-four",
+    "sliding",
+    "t5",
+    "t5-replicas",
+)
 
 
 @pytest.mark.parametrize("case", cases(CASES, "generation", ONLY_IN_FULL))

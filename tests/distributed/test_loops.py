@@ -30,9 +30,26 @@ def _lightning(world: int) -> Case:
     )
 
 
+def _fabric(world: int) -> Case:
+    flags = ("--width", "8", "--steps", "6", "--accumulate", "2", "--stages", "2")
+    return Case(
+        name=f"loops-fabric-{world}",
+        world=world,
+        check="fabric",
+        parameters={"script": "train_fabric", "flags": flags},
+        limit_seconds=200.0,
+    )
+
+
 CASES = (
     _lightning(2),
     _lightning(4),
+    _fabric(2),
+    _fabric(4),
+    _case("trainer_parts", "1,1", limit_seconds=200.0),
+    _case("trainer_parts", "1,2", limit_seconds=200.0),
+    _case("fabric_parts", "1,1"),
+    _case("fabric_parts", "1,2,1"),
     _case("joined", "1,1"),
     _case("joined", "2,1"),
     _case("norms_by_name", "1,1"),
@@ -40,10 +57,30 @@ CASES = (
     _case("averages", "1,1"),
     _case("averages", "1,2"),
     _case("averages_by_values", "1,1"),
+    _case("values_of_replicas", "2"),
+    _case("replicas_apart", "2"),
+    _case("copied", "1,1"),
+    _case("around", "1,1"),
+    _case("around", "1,2"),
+    _case("in_closure", "1,1"),
+    _case("in_closure", "2", options={"zero_stage": 1}),
+    _case("by_name", "1,1"),
+    _case("scaled", "1,1"),
+    _case("workers", "1,1"),
     _case("unfrozen", "1,1"),
+    _case("dropped_beside", "1,1"),
     _case("several_models", "1,1"),
 )
-IN_FULL = ("averages-1,2", "lightning-4", "joined-2,1", "norms_by_name-1,2,1")
+IN_FULL = (
+    "averages-1,2",
+    "lightning-4",
+    "fabric-4",
+    "fabric_parts-1,2,1",
+    "around-1,2",
+    "trainer_parts-1,2",
+    "joined-2,1",
+    "norms_by_name-1,2,1",
+)
 
 
 @pytest.mark.parametrize("case", cases(CASES, "loops", IN_FULL))

@@ -17,7 +17,7 @@ CASES = (
         world=2,
         replicas="1,1",
         num_micro_batches=2,
-        limit_seconds=120.0,
+        limit_seconds=180.0,
     ),
     Case(
         name="odd-models-replicas",

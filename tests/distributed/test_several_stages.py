@@ -41,7 +41,7 @@ _MODELS = (
 EQUAL = (
     *(
         _case(f"{model}-{replicas}", model, replicas, schedule)
-        for schedule in ("interleaved", "zb_v")
+        for schedule in ("interleaved", "zb_v", "v_half")
         for model, replicas in _MODELS
     ),
     _case("uneven_replicas", "long_skip_loss", "1,2,1,2", "interleaved", num_micro_batches=2),
@@ -60,6 +60,8 @@ EQUAL = (
         num_micro_batches=2,
     ),
     _case("one_rank", "gpt2", "1,1", "interleaved"),
+    _case("segments", "gpt2", "1,1,1,1", "v_half", options={"recompute": "segments"}, num_micro_batches=6),
+    _case("many_micro_batches", "mlp_loss", "1,1,1,1,1,1,1,1", "v_half", num_micro_batches=9),
     _case("one_micro_batch", "mlp_loss", "1,1,1,1", "zb_v", num_micro_batches=1),
     _case("many_micro_batches", "mlp_loss", "1,1,1,1", "interleaved", num_micro_batches=7),
 )
@@ -91,7 +93,9 @@ OTHER = (
 ONLY_IN_FULL = (
     "interleaved-gated-1,1,1,1", "zb_v-padded-1,1,1,1", "interleaved-mlp_loss-1,1,1,1,1,1,1,1",
     "zb_v-tied_embedding-2,2,2,2", "interleaved-long_skip_loss-1,1,1,1", "zb_v-uneven_replicas",
-    "zb_v-inductor", "zb_v-mlp_loss-1,1,1,1", "interleaved-many_micro_batches",
+    "zb_v-inductor", "zb_v-mlp_loss-1,1,1,1", "interleaved-many_micro_batches", "v_half-mlp_loss-1,1,1,1",
+    "v_half-mlp_loss-1,1,1,1,1,1,1,1", "v_half-tied_embedding-1,1,1,1", "v_half-long_skip_loss-1,1,1,1", "v_half-padded-1,1,1,1",
+    "v_half-gated-1,1,1,1", "v_half-gpt2-1,1,1,1", "v_half-many_micro_batches",
 )  # fmt: skip
 
 

@@ -17,7 +17,14 @@ from tests.distributed.harness.template import Templates
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_SECONDS = 200.0
 _PRECISION = 1e-10
-_FLAGS = ("--steps", "4", "--every", "2")
+_FLAGS = (
+    "--steps",
+    "4",
+    "--every",
+    "2",
+    "--rows",
+    "29",
+)  # an epoch: two updates, and five rows in its last batch
 _LONE = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -77,6 +84,18 @@ def test_trainer_equals_one_process(
     _assert_as_one_process(output, plain, ("losses", "evaluated"), precision)
     assert re.search(rf"plan of \w+ for {world} rank\(s\): 2 stage\(s\)", output), output[-3000:]
     assert sorted(path.name for path in saved.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.full
+def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path, templates: Templates) -> None:
+    """The epoch's last batch, which has five rows and is filled up, comes after the resumption."""
+    script, saved = EXAMPLES / "trainer.py", tmp_path / "run"
+    flags = ("--rows", "29", "--accumulate", "1", "--steps", "6", "--every", "3", "--save", str(saved))
+    expected = _run(script, tmp_path, templates, 1, *flags, "--plain")
+    shutil.rmtree(saved / "checkpoint-6")
+    rest = _run(script, tmp_path, templates, 2, *flags, "--resume")
+    assert _numbers(rest, "losses") == pytest.approx(_numbers(expected, "losses")[3:], rel=_PRECISION)
+    _assert_as_one_process(rest, expected, ("evaluated",), _PRECISION)
 
 
 @pytest.mark.full

@@ -15,42 +15,57 @@ LIMIT_SECONDS = 400.0
 
 
 def run(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, share: str, *arguments: str
+    directory: Path, monkeypatch: pytest.MonkeyPatch, share: str, *arguments: str, world: int = 2
 ) -> tuple[int | None, str]:
     monkeypatch.setenv(SHARE_VARIABLE, share)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    code, output, _ = run_script(WORKER, arguments, world=2, directory=directory, limit_seconds=LIMIT_SECONDS)
+    code, output, _ = run_script(
+        WORKER, arguments, world=world, directory=directory, limit_seconds=LIMIT_SECONDS
+    )
     return code, output
 
 
-def assert_ok(code: int | None, output: str, transport: str) -> None:
+def assert_ok(code: int | None, output: str, transport: str, world: int = 2) -> None:
     assert code == 0, output[-4000:]
-    assert sorted(re.findall(r"\bok (\d)", output)) == ["0", "1"] and f"transport {transport}" in output, (
-        output[-4000:]
-    )
+    done = sorted(re.findall(r"\bok (\d)", output))
+    assert done == [str(rank) for rank in range(world)], output[-4000:]
+    assert f"transport {transport}" in output, output[-4000:]
 
 
 @pytest.mark.parametrize("stage_compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("replicas", ["1,1", "2"])
-def test_staged_messages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: str, stage_compiler: str
-) -> None:
-    assert_ok(*run(tmp_path, monkeypatch, "gloo", "equal", replicas, stage_compiler), "StagedTransport")
+def test_staged_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage_compiler: str) -> None:
+    checks = ("equal:1,1", "equal:2")
+    assert_ok(*run(tmp_path, monkeypatch, "gloo", "cuda", stage_compiler, *checks), "StagedTransport")
 
 
 @pytest.mark.parametrize("stage_compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("replicas", ["1,1", "2"])
-@pytest.mark.parametrize("check", ["equal", "no_wait", "long", "wires"])
+@pytest.mark.parametrize(
+    "checks",
+    [
+        ("equal:1,1", "equal:2", "no_wait:1,1", "no_wait:2"),
+        ("wires:1,1", "wires:2", "zero:2", "segments:1,1", "offload:1,1", "offload:2"),
+        ("parts:1,1", "lanes:1,1,1,1", "interleaved:1,1,1,1"),
+        ("long:1,1", "long:2"),
+    ],
+    ids=["equal", "options", "schedules", "long"],
+)
 def test_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, replicas: str, stage_compiler: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: tuple[str, ...], stage_compiler: str
 ) -> None:
     """Also on one device, where each rank passes for a host; where NCCL refuses that, a machine with two
     devices is needed.
     """
-    assert_ok(*run(tmp_path, monkeypatch, "nccl", check, replicas, stage_compiler), "NcclTransport")
+    assert_ok(*run(tmp_path, monkeypatch, "nccl", "cuda", stage_compiler, *checks), "NcclTransport")
+
+
+@pytest.mark.parametrize("stage_compiler", ["eager", "inductor"])
+def test_nccl_with_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage_compiler: str) -> None:
+    checks = ("equal:2,2", "equal:1,1,1,1", "equal:1,3", "parts:2,2", "zero:4")
+    outcome = run(tmp_path, monkeypatch, "nccl", "cuda", stage_compiler, *checks, world=4)
+    assert_ok(*outcome, "NcclTransport", 4)
 
 
 def test_more_ranks_than_devices_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    code, output = run(tmp_path, monkeypatch, "", "equal", "1,1", "eager")
+    code, output = run(tmp_path, monkeypatch, "", "cuda", "eager", "equal:1,1")
     assert code != 0 and "2 ranks on host" in output and "start one rank per device" in output, output[-4000:]

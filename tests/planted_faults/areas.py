@@ -192,7 +192,7 @@ AREAS = (
     Area(
         name="sums in fewer bits",
         files={"runtime/gradients/bucket_reductions.py": 3},
-        tests=unit("runtime/gradients/bucket_reductions"),
+        tests=unit("runtime/gradients/bucket_reductions", "runtime/comm/transport_watch"),
     ),
     Area(
         name="formats of messages",
@@ -258,6 +258,16 @@ AREAS = (
         files={"passes/batch/orders.py": 7, "passes/batch/counted_keys.py": 5},
         tests=passes("batch/orders"),
     ),
+    Area(
+        name="written out",
+        files={"capture/written_out.py": 6, "passes/ctc.py": 8},
+        tests=(*unit("capture/written_out"), *passes("ctc")),
+    ),
+    Area(
+        name="pages",
+        files={"errors/catalogue.py": 12},
+        tests=unit("cli/documents"),
+    ),
     Area(name="kept functions", files={"passes/kept_functions.py": 6}, tests=passes("kept_functions")),
     Area(name="choices", files={"passes/data_sizes.py": 3}, tests=passes("batch/choices", "data_sizes")),
     Area(
@@ -314,7 +324,7 @@ AREAS = (
         name="backwards in two parts",
         files={
             "passes/stage/split_backward.py": 3,
-            "schedule/several_stages.py": 2,
+            "schedule/several_stages.py": 7,
             "schedule/list_run.py": 5,
             "planner/settling.py": 2,
         },
@@ -352,6 +362,7 @@ AREAS = (
             "planner/own_orders",
             "planner/what_binds",
             "planner/cost/output_bytes",
+            "planner/formats",
         ),
     ),
     Area(
@@ -399,6 +410,18 @@ AREAS = (
         name="AutoDist's items",
         files={"autodist/table.py": 3, "cli/other_systems.py": 2},
         tests=unit("autodist/config", "cli/other_systems"),
+    ),
+    Area(
+        name="sparse gradients",
+        files={"runtime/gradients/sparse_rows.py": 3},
+        tests=unit("runtime/gradients/sparse_rows"),
+    ),
+    Area(name="numbers that change", files={"passes/size_nodes.py": 5}, tests=passes("size_nodes")),
+    Area(name="padded calls", files={"padded_call.py": 9}, tests=unit("padded_call")),
+    Area(
+        name="kept rows",
+        files={"kernels/kept_rows.py": 9},
+        tests=("tests/unit/kernels/test_kept_rows.py",),
     ),
     Area(
         name="configuration",

@@ -9,14 +9,18 @@ from tests.planted_faults.areas import buffers, equal, noticed, point, trained, 
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_compilers import CHOSEN_COMPILERS
 from tests.planted_faults.chosen_ecosystem import CHOSEN_ECOSYSTEM
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
 from tests.planted_faults.chosen_gathered import CHOSEN_GATHERED
 from tests.planted_faults.chosen_lanes import CHOSEN_LANES
+from tests.planted_faults.chosen_lightning import CHOSEN_LIGHTNING
 from tests.planted_faults.chosen_loops import CHOSEN_LOOPS
 from tests.planted_faults.chosen_memory import CHOSEN_MEMORY
+from tests.planted_faults.chosen_numbers import CHOSEN_NUMBERS
 from tests.planted_faults.chosen_planning import CHOSEN_PLANNING
 from tests.planted_faults.chosen_scaling import CHOSEN_SCALING
+from tests.planted_faults.chosen_steps import CHOSEN_STEPS
 from tests.planted_faults.chosen_trainers import CHOSEN_TRAINERS
 from tests.planted_faults.chosen_wires import CHOSEN_WIRES
 from tests.planted_faults.fault import Fault
@@ -26,8 +30,11 @@ _GRAPH = "runtime/step/graph_runtime.py"
 
 CHOSEN: tuple[Fault, ...] = (
     CHOSEN_AROUND
+    + CHOSEN_COMPILERS
     + CHOSEN_GATHERED
     + CHOSEN_LANES
+    + CHOSEN_LIGHTNING
+    + CHOSEN_NUMBERS
     + CHOSEN_LOOPS
     + CHOSEN_MEMORY
     + CHOSEN_CAPTURE
@@ -37,6 +44,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_WIRES
     + CHOSEN_PLANNING
     + CHOSEN_SCALING
+    + CHOSEN_STEPS
     + CHOSEN_TRAINERS
     + tuple(
         Fault(*row)
@@ -114,16 +122,16 @@ CHOSEN: tuple[Fault, ...] = (
             ),
             (
                 "row-gradients-not-averaged",
-                _GRAPH,
-                "share = 1.0 / self.world.size if",
-                "share = 1.0 if",
+                "runtime/step/graph_settings.py",
+                "return 1.0 / num_ranks if",
+                "return 1.0 if",
                 (*trained("basic-r2-s1-1-m2"), *equal("loss_outside_uneven")),
             ),
             (
                 "row-gradient-overwritten",
-                _GRAPH,
-                "grad_output if held is None else held + grad_output",
-                "grad_output",
+                "runtime/step/user_outputs.py",
+                "found[value.name] + part if value.name in found else part",
+                "part",
                 noticed("one_value_twice"),
             ),
             (
@@ -277,6 +285,35 @@ CHOSEN: tuple[Fault, ...] = (
                 unit("runtime/torch_internals"),
             ),
             (
+                "a-collective-without-a-work",
+                "runtime/comm/nccl.py",
+                "dist.all_reduce(_real(tensor), group=group, async_op=True)",
+                "dist.all_reduce(tensor, group=group)",
+                unit("runtime/comm/nccl"),
+            ),
+            (
+                "links-of-a-channel-whatever-the-peer",
+                "runtime/comm/nccl.py",
+                "self._ranks_of.setdefault((route.channel, peer), ranks)",
+                "self._ranks_of.setdefault((route.channel, peer), next("
+                "(links for key, links in self._ranks_of.items() if key[0] == route.channel), ranks))",
+                unit("runtime/comm/nccl"),
+            ),
+            (
+                "a-link-that-does-not-wait-for-its-collective",
+                "runtime/comm/nccl.py",
+                "posted.wait()  # the link's stream; the host does not",
+                "pass",
+                unit("runtime/comm/nccl"),
+            ),
+            (
+                "a-watch-that-dies-in-silence",
+                "runtime/comm/device_watch.py",
+                "except Exception as error:  # a watch that has died would let a later message hang",
+                "except RuntimeError as error:",
+                unit("runtime/comm/device_watch"),
+            ),
+            (
                 "an-error-hidden-by-that-of-guards",
                 "backend.py",
                 "capture.run_without_check_of_guards()",
@@ -314,7 +351,7 @@ CHOSEN: tuple[Fault, ...] = (
             (
                 "rehearsal-draws-numbers",
                 "runtime/step/rehearsal.py",
-                "with _same_random_numbers(self.world.device):",
+                "with same_random_numbers(self.world.device):",
                 "if True:",
                 unit("runtime/step/rehearsal"),
             ),

@@ -43,55 +43,6 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("planner/cost/small_models"),
         ),
         (
-            "ranges-of-the-first-alone",
-            "stages/quicker_compiler.py",
-            "return known(self, other)",
-            "return self",
-            unit("stages/quicker_compiler"),
-        ),
-        (
-            "first-instructions-always",
-            "stages/quicker_compiler.py",
-            "not best\n",
-            "False\n",
-            unit("stages/quicker_compiler"),
-        ),
-        (
-            "instructions-tried-at-once",
-            "stages/quicker_compiler.py",
-            "with _trials:",
-            "if True:",
-            unit("stages/quicker_compiler"),
-        ),
-        (
-            "instructions-not-tried-with-a-kernel",
-            "stages/quicker_compiler.py",
-            "CppPythonBindingsCodeCache.load_pybinding(*KERNEL_WITH_VECTORS)",
-            "pass",
-            unit("stages/quicker_compiler"),
-        ),
-        (
-            "header-begun-by-no-rank",
-            "backend.py",
-            'if config.stage_compiler == "inductor" and world.has_least_to_do():',
-            "if False:",
-            unit("stages/compile_ahead"),
-        ),
-        (
-            "kernels-not-begun",
-            "stages/compile_ahead.py",
-            "        begin_kernel(kernel_body)",
-            "        pass",
-            unit("stages/compile_ahead"),
-        ),
-        (
-            "kernels-begun-with-other-settings",
-            "stages/compile_ahead.py",
-            "context.run(work)",
-            "work()",
-            unit("stages/compile_ahead"),
-        ),
-        (
             "graphs-compiled-by-all-at-once",
             "stages/once_per_host.py",
             "fcntl.LOCK_EX |",
@@ -159,8 +110,8 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         (
             "whole-batch-in-micro-batches",
             "deployment.py",
-            "        whole = analysis.split.whole_batch\n        if whole is None:",
-            "        whole = analysis.split.whole_batch\n        if True:",
+            "        if whole is None:\n            return analysis.micro",
+            "        if True:\n            return analysis.micro",
             ("tests/distributed/test_whole_batch.py::test_whole_batch[models-1,1]",),
         ),
         (
@@ -179,9 +130,9 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "path-of-another-batch",
-            "runtime/step/graph_runtime.py",
-            "        if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:",
-            "        if (broken := None) is not None:",
+            "runtime/step/graph_settings.py",
+            "    if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:",
+            "    if (broken := None) is not None:",
             ("tests/distributed/test_nonstrict.py::test_nonstrict[changes-1,1]",),
         ),
         (
@@ -410,6 +361,21 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             "if not context_exists:",
             "if True:",
             unit("runtime/comm/device_connections"),
+        ),
+        (
+            "numbers-that-change-are-not-named",
+            "backend.py",
+            "if before.get(name, value) != value]",
+            "if False]",
+            ("tests/distributed/test_gate.py::test_the_gate[numbers_that_change]",),
+        ),
+        # optimizers
+        (
+            "optimizers-of-own-classes-are-not-found",
+            "runtime/gradients/optimizer_probe.py",
+            "found |= _subclasses(each)",
+            "pass",
+            unit("runtime/gradients/optimizer_probe"),
         ),
     )
 )

@@ -11,6 +11,11 @@ _PIVOTS = unit("planner/stage_pivots")
 _RULES = unit("planner/memory_rules")
 _JOB = unit("planner/cluster/asked_job")
 
+
+def _trials(case: str) -> tuple[str, ...]:
+    return (f"tests/distributed/test_trials.py::test_trials[{case}]",)
+
+
 CHOSEN_AUTODIST: tuple[Fault, ...] = tuple(
     Fault(*row)
     for row in (
@@ -97,6 +102,62 @@ CHOSEN_AUTODIST: tuple[Fault, ...] = tuple(
             "if name in self.model_fields_set",
             "if name",
             unit("autodist/config"),
+        ),
+        (
+            "trials-that-change-buffers",
+            "runtime/step/graph_runtime.py",
+            "self.counter.number, state.apply_buffer_updates = before, False",
+            "self.counter.number, state.apply_buffer_updates = before, True",
+            _trials("leaves_nothing-second"),
+        ),
+        (
+            "trials-that-draw-random-numbers",
+            "runtime/step/graph_runtime.py",
+            "        with same_random_numbers(self.world.device):\n            state",
+            "        if self.world.device is not None:\n            state",
+            _trials("leaves_nothing-nonstrict"),
+        ),
+        (
+            "the-quickest-rank-decides",
+            "planner/plan_on_ranks.py",
+            'found.append(max(agree(world, "the seconds of a plan"',
+            'found.append(min(agree(world, "the seconds of a plan"',
+            _trials("leaves_nothing-second"),
+        ),
+        (
+            "trials-without-a-limit",
+            "planner/plan_on_ranks.py",
+            "time.monotonic() - begun < config.plan_trial_seconds",
+            "begun < math.inf",
+            _trials("ends_in_time"),
+        ),
+        (
+            "measured-in-each-job",
+            "planner/plan_on_ranks.py",
+            "config.plan_cache and len(found) == len(plans)",
+            "config.plan_cache and not found",
+            _trials("is_kept"),
+        ),
+        (
+            "rivals-with-the-order-of-others",
+            "planner/planner.py",
+            "rival = plan_in_own_order(rival, choice.problem, other)",
+            "rival = rival",
+            _trials("own_orders"),
+        ),
+        (
+            "measured-plans-in-the-place-of-others",
+            "planner/plan_cache.py",
+            "4 * MAX_PLAN_CHARACTERS) == text:",
+            "4 * MAX_PLAN_CHARACTERS):",
+            unit("planner/plan_cache"),
+        ),
+        (
+            "parts-of-sparse-gradients-not-tried",
+            "runtime/gradients/optimizer_probe.py",
+            "return _is_same_in_parts(optimizer, in_parts, sparse=sparse)",
+            "return _is_same_in_parts(optimizer, in_parts, sparse=False)",
+            unit("runtime/gradients/apply_groups"),
         ),
     )
 )

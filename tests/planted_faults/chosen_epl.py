@@ -13,6 +13,11 @@ def _epl(*cases: str) -> tuple[str, ...]:
     return tuple(f"tests/distributed/test_epl.py::test_what_else_it_does[{case}]" for case in cases)
 
 
+def _sparse(*cases: str) -> tuple[str, ...]:
+    return tuple(f"tests/distributed/test_sparse.py::test_sparse_gradients[{case}]" for case in cases)
+
+
+_ROWS = "runtime/gradients/sparse_rows.py"
 CHOSEN_EPL: tuple[Fault, ...] = tuple(
     Fault(*row)
     for row in (
@@ -104,10 +109,80 @@ CHOSEN_EPL: tuple[Fault, ...] = tuple(
         ),
         (
             "sparse-gradients-that-nobody-asked-to-be-dense",
-            "backend.py",
-            'if resolution.config.sparse_gradients == "refuse":',
-            "if False:",
+            "capture/graph.py",
+            'if of_tables == "dense":',
+            "if True:",
             _epl("sparse"),
+        ),
+        (
+            "rows-of-ranks-in-one-place",
+            _ROWS,
+            "begins = counts[:place].sum(0).tolist()",
+            "begins = counts[:0].sum(0).tolist()",
+            _sparse("trains-2"),
+        ),
+        (
+            "rows-of-the-last-micro-batch-alone",
+            _ROWS,
+            "self._kept.setdefault(name, []).append((index.long(), wide))",
+            "self._kept[name] = [(index.long(), wide)]",
+            _sparse("trains-1-sgd"),
+        ),
+        (
+            "rows-of-the-padding",
+            "kernels/gradient_writes.py",
+            "counts = numbers != padding_index if mask is None",
+            "counts = numbers == numbers if mask is None",
+            ("tests/unit/passes/stage/test_gradient_buckets.py",),
+        ),
+        (
+            "a-table-that-others-read-too",
+            "capture/inputs.py",
+            "if set(table.users) == set(readers)",
+            "if readers",
+            _sparse("tied-2"),
+        ),
+        (
+            "rows-for-all-under-zero",
+            _ROWS,
+            "if takers and self.rank not in takers:",
+            "if False:",
+            unit("runtime/gradients/sparse_rows"),
+        ),
+        (
+            "rows-for-others-than-the-updaters",
+            _ROWS,
+            "start_reduce(of_all, ranks, takers)",
+            "start_reduce(of_all, ranks, ranks[:1])",
+            _sparse("trains-2-zero1"),
+        ),
+        (
+            "rows-that-are-not-flat",
+            "runtime/gradients/bucket_reductions.py",
+            "        buffer = buffer.view(-1)\n",
+            "",
+            _sparse("wires-2"),
+        ),
+        (
+            "items-checked-late",
+            "epl/config.py",
+            "check_translated(self.options(), items_of, given",
+            "print(self.options(), items_of, given",
+            _CONFIG,
+        ),
+        (
+            "padding-in-a-bag",
+            "capture/written_out.py",
+            "torch.where(counts.unsqueeze(-1), rows, 0.0)",
+            "torch.where(counts.unsqueeze(-1) | True, rows, 0.0)",
+            unit("capture/written_out"),
+        ),
+        (
+            "a-counter-of-micro-batches",
+            "passes/stage/split_stages.py",
+            "or _module_of(fqn) not in modules",
+            "or False",
+            ("tests/distributed/test_buffers.py::test_buffers_that_a_model_changes[counting_wholes]",),
         ),
     )
 )

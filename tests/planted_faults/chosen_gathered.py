@@ -6,7 +6,9 @@ from tests.planted_faults.areas import gathered, generated, unit
 from tests.planted_faults.fault import Fault
 
 _GATHERING = "api/gathering.py"
-_GENERATION = "integrations/generation.py"
+_GENERATION = "integrations/generation_steps.py"
+_KEPT = "kernels/kept_rows.py"
+_KEPT_TEST = "tests/unit/kernels/test_kept_rows.py"
 
 CHOSEN_GATHERED: tuple[Fault, ...] = tuple(
     Fault(*row)
@@ -70,15 +72,15 @@ CHOSEN_GATHERED: tuple[Fault, ...] = tuple(
         (
             "one-row-without-lengths",
             "capture/first_trace.py",
-            "if batches or changed:",
+            "if batches or wanted:",
             "if batches:",
             generated("gpt2"),
         ),
         (
             "padding-that-counts",
             _GENERATION,
-            "            self._check_padding(wanted, result)",
-            "            pass",
+            "        if begins and any(each != wanted for each in active):",
+            "        if False:",
             generated("refused-gpt2"),
         ),
         (
@@ -94,6 +96,62 @@ CHOSEN_GATHERED: tuple[Fault, ...] = tuple(
             "if all(done for done, _ in answers):",
             "if any(done for done, _ in answers):",
             generated("gpt2"),
+        ),
+        (
+            "beams-keep-their-own-keys",
+            _KEPT,
+            "[before for _, before in numbers]",
+            "[number for number, _ in numbers]",
+            (_KEPT_TEST, *generated("gpt2")),
+        ),
+        (
+            "keys-of-rows-that-moved-taken-away",
+            _KEPT,
+            "if not self._are_moved:",
+            "if True:",
+            (_KEPT_TEST,),
+        ),
+        (
+            "kept-keys-forgotten",
+            "runtime/step/graph_runtime.py",
+            "with exchanging(self.world), with_real_rows():",
+            "with exchanging(self.world):",
+            generated("gpt2"),
+        ),
+        (
+            "rows-of-all-ranks-have-the-same-numbers",
+            _GENERATION,
+            " + sum(self.num_rows[: self.world.rank])",
+            "",
+            generated("gpt2"),
+        ),
+        (
+            "beams-of-another-replica",
+            _GENERATION,
+            "anew = begins or (are_moved and self._has_replicas())",
+            "anew = begins",
+            generated("gpt2-replicas"),
+        ),
+        (
+            "later-tokens-in-the-micro-batches-of-prompts",
+            "capture/analysis.py",
+            "return 1 if continues and most_replicas == 1 else planned",
+            "return planned",
+            generated("gpt2-in_place"),
+        ),
+        (
+            "later-tokens-on-other-replicas",
+            "capture/analysis.py",
+            "return 1 if continues and most_replicas == 1 else planned",
+            "return 1 if continues else planned",
+            generated("gpt2-lanes"),
+        ),
+        (
+            "kept-rows-where-they-are-read",
+            "planner/projection.py",
+            " if slot in homes",
+            " if False",
+            unit("planner/projection"),
         ),
     )
 )

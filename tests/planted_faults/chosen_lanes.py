@@ -45,6 +45,20 @@ CHOSEN_LANES: tuple[Fault, ...] = tuple(
             passes("stage/split_backward"),
         ),
         (
+            "patterns-of-one-unit-each-way",
+            "schedule/several_stages.py",
+            "_DOWN, _UP = 1, 2  #",
+            "_DOWN, _UP = 1, 1  #",
+            unit("schedule/several_stages"),
+        ),
+        (
+            "memory-is-never-saved",
+            "planner/search/several_stages.py",
+            "for saves, most in ((False, _MOST_TRIED), (True, _MOST_SAVING)):",
+            "for saves, most in ((False, _MOST_TRIED),):",
+            unit("planner/search/several_stages"),
+        ),
+        (
             "what-second-parts-keep-takes-no-memory",
             "schedule/description.py",
             "return np.asarray((count - 1) * np.asarray(kept_bytes) + beside)",
@@ -61,8 +75,8 @@ CHOSEN_LANES: tuple[Fault, ...] = tuple(
         (
             "list-schedules-without-a-limit",
             "schedule/list_run.py",
-            "if needed <= self.limit_bytes or (nothing_kept and self._is_oldest(m)):",
-            "if True:",
+            "        if needed <= limit:\n            return True\n",
+            "        return True\n",
             unit("schedule/split_backwards"),
         ),
         (
@@ -156,6 +170,34 @@ CHOSEN_LANES: tuple[Fault, ...] = tuple(
             "later[0] = backwards[:, 0].min(axis=0)",
             "later[0] = later[0]",
             unit("planner/search/interval_costs"),
+        ),
+        (
+            "every-stage-of-a-rank-with-communicators-of-its-own",
+            "planner/search/several_stages.py",
+            "fixed = fixed - sum(counted_twice(problem.shared, solution, stage))",
+            "fixed = fixed - counted_twice(problem.shared, solution, stage)[0]",
+            unit("planner/search/several_stages"),
+        ),
+        (
+            "lanes-whose-updates-are-divided-by-stage",
+            "planner/cost/update_shares.py",
+            "shares = own * (together / own.sum()) if own.any() else own",
+            "shares = own",
+            unit("planner/cost/update_shares"),
+        ),
+        (
+            "lanes-that-are-even-but-for-the-filling",
+            "planner/search/several_stages.py",
+            "filling = (len(lanes) - 1) * work.max(axis=1)",
+            "filling = 0 * (len(lanes) - 1) * work.max(axis=1)",
+            unit("planner/search/several_stages"),
+        ),
+        (
+            "runs-that-are-ended-too-early",
+            "schedule/list_run.py",
+            "left[place] -= free[place] - now",
+            "left[place] -= 0.5 * (free[place] - now)",
+            unit("schedule/several_stages"),
         ),
         # who updates parameters, in the search
         (

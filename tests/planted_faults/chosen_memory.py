@@ -229,7 +229,7 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "rounded-gradients-take-no-memory",
             "ir/block_graph.py",
-            "(self.num_bytes if self.trainable and self.has_wide_sum else 0)",
+            "(self.num_bytes if is_rounded else 0)",
             "0",
             unit("planner/search/interval_costs"),
         ),
@@ -431,6 +431,13 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
             "(not takers or place in takers)",
             "(not takers or place == 0)",
             unit("runtime/comm/shared_memory"),
+        ),
+        (
+            "offload-that-is-left-to-the-planner-stays-out",
+            "planner/planner.py",
+            'if means.config.offload != "auto" or request.offload:',
+            "if True:",
+            unit("planner/offloaded_plans"),
         ),
     )
 )

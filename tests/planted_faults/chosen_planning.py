@@ -286,5 +286,12 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             "for kept in found.kept[2:]:",
             _ILP,
         ),
+        (
+            "no-model-is-too-large-for-one-device",
+            "planner/plan_model.py",
+            "is_large = held > memory_limit(config, question.cluster.device.memory_bytes)",
+            "is_large = False",
+            unit("planner/plan_model"),
+        ),
     )
 )

@@ -22,8 +22,17 @@ REASONS: Mapping[str, str] = {
     ),
     "planner/cost/segments.py:best_segments: limits = np.geomspace(max(least, 1.0), max(most, 1.0), "
     "_NUM_LIMITS) * (1 + 1e-09): 1e-9 -> 2e-09": "either is more than sums are rounded by",
+    "passes/batch/counted_keys.py:_is_never_negative: return holds(1, 2): holds(1, 2) -> holds(2, 1)": (
+        "both have to hold, in either sequence"
+    ),
     "integrations/distributed_checkpoint.py:_write_part: writer.set_up_storage_writer(True): True -> False": (
         "the writer of files does not look at who coordinates"
+    ),
+    "runtime/step/graph_runtime.py:GraphRuntime.trial: self._run_eager(state, 1.0) if eager else self._run('all', "
+    "'forward', state): 1.0 -> 2.0": "the gradients of a trial are dropped",
+    "schedule/list_run.py:_Run.follow: if free[place] + left[place] > limit_seconds: pass: free[place] + left[place] > "
+    "limit_seconds -> (free[place] + left[place] >= limit_seconds)": (
+        "a run that takes exactly as long as the limit is no gain: the limit is the best so far, or 'near' it, a choice"
     ),
     "schedule/lowering.py:_Lane.program: for slot in range(self.end + 1): pass: 1 -> 2": (
         "nothing is put behind the slot after the last action"

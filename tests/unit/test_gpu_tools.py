@@ -168,13 +168,25 @@ def test_without_a_device_the_benchmarks_fail_in_a_line() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage_compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("replicas", ["1,1", "2"])
 def test_the_ranks_of_the_tests_on_a_gpu_do_the_right_thing_over_gloo(
-    tmp_path: Path, replicas: str, stage_compiler: str
+    tmp_path: Path, stage_compiler: str
 ) -> None:
     worker = ROOT / "tests" / "gpu" / "rank_worker.py"
     code, output, _ = run_script(
-        worker, ("equal", replicas, stage_compiler, "cpu"), world=2, directory=tmp_path, limit_seconds=300.0
+        worker,
+        (
+            "cpu",
+            stage_compiler,
+            "equal:1,1",
+            "wires:2",
+            "zero:2",
+            "offload:1,1",
+            "parts:1,1",
+            "lanes:1,1,1,1",
+        ),
+        world=2,
+        directory=tmp_path,
+        limit_seconds=300.0,
     )
     assert code == 0 and sorted(re.findall(r"\bok (\d)", output)) == ["0", "1"], output[-3000:]
 

@@ -21,8 +21,10 @@ from rannc_backend.capture.nonstrict.arguments import Call, Place
 from rannc_backend.capture.nonstrict.guards import Change, Guards
 from rannc_backend.capture.nonstrict.ranks import ALONE, Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue
+from rannc_backend.capture.nonstrict.reads import Unknown
 from rannc_backend.capture.nonstrict.trace import Changing, Recorded, record
 from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.ir.graph_input import BatchInput
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +133,13 @@ def capture_call(
             break
         logger.debug("the forward has changed %s", ", ".join(change.place for change in changes))
     _undo(undone)
+    is_number = isinstance(changes[0].now, Unknown)
     raise UnsupportedModelError(
-        f"the forward changes {changes[0].place} ({type(changes[0].now).__name__}), which a graph does not",
-        cure="make it a buffer (self.register_buffer), give it as an output, or change it outside of the "
+        f"the forward changes {changes[0].place} ({'a number' if is_number else type(changes[0].now).__name__}), which "
+        "a graph does not",
+        cure="keep the tensor there (value.detach()) and read it with .item() after the call, or give it as an output."
+        if is_number
+        else "make it a buffer (self.register_buffer), give it as an output, or change it outside of the "
         "compiled model.",
     )
 
@@ -146,7 +152,9 @@ def _undo(changes: Sequence[Change]) -> None:
 
 def _capture(recorded: Recorded, guards: Guards, call: Call) -> Capture:
     own = len(recorded.places)
-    batch = frozenset(item.position - own for item in recorded.captured.inputs if item.kind == "batch")
+    batch = frozenset(
+        item.position - own for item in recorded.captured.inputs if isinstance(item, BatchInput)
+    )
     return Capture(
         recorded=recorded,
         guards=guards,

@@ -36,6 +36,7 @@ from rannc_backend.capture.nonstrict.read_values import needing_value
 from rannc_backend.capture.nonstrict.swapping import swapped
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
 from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
+from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import size_expression, symbols_in
 from rannc_backend.passes.kept_functions import (
     Arguments,
@@ -315,6 +316,8 @@ def _called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
         raise _cannot(path, str(error)) from error
     values = [*own.values(), *(leaves[place] for place in arguments.tensors)]
     sizes = [leaves[place] for place in arguments.sizes]
+    if has_data_sizes([*(size for value in values for size in value.shape), *sizes]):
+        raise _cannot(path, "gets arguments whose sizes depend on data")
     whole = _Whole(
         module=weakref.ref(module),
         path=path,

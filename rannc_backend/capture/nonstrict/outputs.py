@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.nonstrict.reachable import file_of
+from rannc_backend.capture.nonstrict.reads import Unknown
 from rannc_backend.errors import is_of_user
 
 
@@ -68,7 +69,7 @@ def _is_plain_object(value: object) -> bool:
     cls = type(value)
     return (
         hasattr(value, "__dict__")
-        and not isinstance(value, (torch.Tensor, nn.Module, type))
+        and not isinstance(value, (torch.Tensor, nn.Module, type, Unknown))
         and not callable(value)
         and cls.__new__ is object.__new__
         and is_of_user(file_of(cls))

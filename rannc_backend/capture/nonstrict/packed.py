@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from rannc_backend.capture.aten_trace import tensors_in
+from rannc_backend.capture.aten_trace import tensors_in, traced_node
 from rannc_backend.errors import UnsupportedModelError, user_location
+from rannc_backend.passes import ctc
 from rannc_backend.passes.recurrent import call_recurrent, recurrent_mode
 
 _PACK = torch._VF._pack_padded_sequence
@@ -156,3 +157,40 @@ class PackedSequences:
             value = value.masked_fill(behind[..., None], padding)
         value = value if batch_first == packed.batch_first else value.transpose(0, 1)
         return value, packed.lengths.clone()
+
+
+class SelectedTargets:
+    """What masks have selected from rows in the forward that runs: a CTC loss may get it as its targets."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[fx.Node, tuple[Tensor, Tensor]] = {}  # from what, by which mask
+
+    def note(self, func: object, args: Sequence[Any], result: Any) -> None:
+        """A function has been called."""
+        if ctc.is_selection(func, args) and (node := traced_node(result)):
+            self._by_node[node] = args[0], args[1]
+
+    def in_rows(self, targets: Tensor, lengths: Tensor, trace: str) -> Tensor:
+        """Targets of a CTC loss as [rows, tokens], also where they come one after the other.
+
+        Raises:
+            UnsupportedModelError: these are not what a mask has selected from the rows, of the lengths that it counts.
+        """
+        if targets.dim() == 2:
+            return targets
+        node, counts = traced_node(targets), traced_node(lengths)
+        if node is None or counts is None:  # a run for shapes alone
+            return targets.new_zeros((lengths.shape[0], 1))
+        selection = ctc.selection_behind(node)
+        if selection in self._by_node:
+            values, mask = self._by_node[selection]
+            source, chooser = traced_node(values), traced_node(mask)
+            # Neither has been written to since.
+            is_unchanged = {source, chooser} <= set(selection.all_input_nodes)
+            if is_unchanged and chooser is not None and ctc.counts_of(chooser, counts):
+                return ctc.in_rows(values, mask)
+        raise UnsupportedModelError(
+            "ctc_loss gets the targets of all rows one after the other, and not as a mask of the rows selects them",
+            location=user_location(trace),
+            cure="give it targets of [rows, tokens], padded behind each row's length, and the lengths as they are.",
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dis
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -24,6 +24,7 @@ from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, 
 from rannc_backend.errors import RanncError, UnsupportedModelError, is_of_user, user_location
 
 _MAX_RUNS = 24
+_OF_A_CHECK = "rannc_of_a_check"  # of an error
 Result = TypeVar("Result")
 Evaluate = Callable[[ReadValue], Any]
 Ways = tuple[Callable[["Reads"], Any], ...]
@@ -46,10 +47,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A value as the code sees it: `form` of tensors."""
+    """A value as the code sees it: `form` of tensors, which are `tensors` where it may be given back."""
 
     sources: tuple[TracedValue | None, ...]
     form: Callable[..., Any]
+    tensors: tuple[torch.Tensor, ...] = ()
 
 
 class Reads:
@@ -57,7 +59,7 @@ class Reads:
     without it False.
 
     Attributes:
-        places: of the tests so far, in the user's code.
+        places: of the tests so far, in the user's code; `checks`: of those that it says to hold (`torch._check`).
         decisions: of those that were evaluated: by their numbers; None where a value has no inputs.
         refusals: why others could not be evaluated.
     """
@@ -70,6 +72,7 @@ class Reads:
     ) -> None:
         self.answers = list(answers)
         self.places: list[str] = []
+        self.checks: list[str] = []
         self.decisions = dict(decisions or {})
         self.refusals: dict[int, UnsupportedModelError] = {}
         self._evaluate = evaluate
@@ -80,7 +83,7 @@ class Reads:
         """The forward runs from its beginning; `reader` gives what computes a value of its trace; `noted` is told
         of each place where a value is asked for.
         """
-        self.places = []
+        self.places, self.checks = [], []
         self._reader, self._noted = reader, noted
 
     def decide(self, trace: str, asked: Asked | None = None) -> bool:
@@ -153,6 +156,10 @@ class Unknown:
         self._reads, self._trace_of = reads, trace_of
         self._asked = asked or Asked((None,), lambda value: value)
 
+    def given(self) -> Asked | None:
+        """What it is made of; None where these tensors are not known."""
+        return self._asked if len(self._asked.tensors) == len(self._asked.sources) else None
+
     def _combined(self, function: Callable[..., Any], *others: object) -> Unknown:
         if any(isinstance(other, torch.Tensor) for other in others):
             self._refuse()
@@ -169,7 +176,10 @@ class Unknown:
                     operands.append(part)
             return function(*operands)
 
-        return Unknown(self._reads, self._trace_of, Asked(sources, form))
+        tensors = tuple(tensor for part in parts if isinstance(part, Asked) for tensor in part.tensors)
+        if any(isinstance(other, torch.SymInt | torch.SymFloat) for other in others):
+            tensors = ()  # of sizes too: a number of this trace alone
+        return Unknown(self._reads, self._trace_of, Asked(sources, form, tensors))
 
     def __bool__(self) -> bool:
         return self._reads.decide(self._trace_of(), self._asked)
@@ -240,7 +250,8 @@ def checked_both_ways(
             if not answers or not is_raised_by_user(error):
                 raise
             continue
-        return result, *_told_apart((quick_run or run, run), reads)
+        unchecked, decisions = _told_apart((quick_run or run, run), reads)
+        return result, tuple(dict.fromkeys((*unchecked, *reads.checks))), decisions
     raise _too_many()
 
 
@@ -320,14 +331,38 @@ def _tried(ways: Ways, answers: Sequence[Any]) -> tuple[Reads, Exception | None]
 
 def is_raised_by_user(error: BaseException) -> bool:
     """Whether an error comes from a `raise` or an `assert` in code that is neither torch's nor Python's nor this
-    package's.
+    package's, or by which a function of torch refuses a value that it has read.
     """
     if isinstance(error, RanncError):
         return False
+    if getattr(error, _OF_A_CHECK, False):
+        return True
     place: TracebackType | None = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     if place is None:
         return False
+    return is_of_user(place.tb_frame.f_code.co_filename) and _is_raise(place)
+
+
+def marked_as_check(error: Exception) -> bool:
+    """Whether a function of torch has raised this error itself, after it has read a value; it is known as such from
+    then on.
+    """
+    places = [place for place in _places(error) if place.tb_frame.f_code.co_filename != __file__]
+    if isinstance(error, RanncError) or not places or not _is_raise(places[-1]):
+        return False
+    setattr(error, _OF_A_CHECK, True)
+    return True
+
+
+def _places(error: BaseException) -> Iterator[TracebackType]:
+    place = error.__traceback__
+    while place is not None:
+        yield place
+        place = place.tb_next
+
+
+def _is_raise(place: TracebackType) -> bool:
     code = place.tb_frame.f_code
-    return is_of_user(code.co_filename) and dis.opname[code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+    return dis.opname[code.co_code[place.tb_lasti]] == "RAISE_VARARGS"

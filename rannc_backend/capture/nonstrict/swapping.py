@@ -6,13 +6,15 @@ before; and what the code that ran meanwhile has put in their places itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from rannc_backend.errors import UnsupportedModelError
 
 _MAX_DEPTH = 3
 
@@ -88,3 +90,21 @@ def _inside(holder: Any, key: Any, value: object, name: str, depth: int) -> Iter
     elif depth and isinstance(value, list | dict):
         for inner_key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _inside(value, inner_key, inner, f"{name}[{inner_key!r}]", depth - 1)
+
+
+def write_back(replaced: Sequence[Replaced]) -> None:
+    """A buffer that the forward has replaced by another tensor gets its values; nothing else may be."""
+    for entry in replaced:
+        now, before = entry.now, entry.before
+        if (
+            entry.slot.is_buffer
+            and isinstance(now, torch.Tensor)
+            and (now.shape, now.dtype) == (before.shape, before.dtype)
+        ):
+            with torch.no_grad():
+                before.copy_(now)
+            continue
+        raise UnsupportedModelError(
+            f"the forward puts another value in place of {entry.slot.name}",
+            cure="change the values of a buffer (self.name.copy_(new)), and keep its shape.",
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,20 +29,21 @@ from rannc_backend.capture.aten_trace import (
     AtenTrace,
     RowsSymbol,
     is_apart_from,
+    length_hints,
     numbers_of,
     prime_apart_from,
     trace_function,
 )
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
-from rannc_backend.capture.graph import CapturedGraph, captured_of, length_hints, lengths_hold
+from rannc_backend.capture.graph import CapturedGraph, captured_of, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.outputs import Structure, taken_apart
 from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
-from rannc_backend.capture.nonstrict.reads import Decision, Reads, checked_both_ways
-from rannc_backend.capture.nonstrict.swapping import Replaced, swapped
+from rannc_backend.capture.nonstrict.reads import Decision, Reads, Unknown, checked_both_ways, used_as_number
+from rannc_backend.capture.nonstrict.swapping import swapped, write_back
 from rannc_backend.capture.nonstrict.watch import Watch, keep_second_derivatives
 from rannc_backend.errors import (
     DataDependentControlFlowError,
@@ -74,6 +75,8 @@ class Recorded:
     structure: Structure  # of what the forward gives
     constants: tuple[tuple[int, Any], ...]  # leaves of it that are no tensors, by position
     passed: tuple[tuple[int, int], ...]  # leaves that are arguments, by position; their place in the call
+    # leaves that are numbers (`loss.item()`), by position: of how many tensors, and what of these
+    numbers: Mapping[int, tuple[int, Callable[..., Any]]] = field(default_factory=dict)
     # places of checks of values that only raise, which the graph does not make
     unchecked: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()  # values that chose the path
@@ -88,11 +91,16 @@ class Recorded:
         """What the forward gives for a call, with these tensors."""
         known = dict(self.constants) | {position: call.tensors[index] for position, index in self.passed}
         remaining = iter(outputs)
-        leaves = [
-            known[position] if position in known else next(remaining)
-            for position in range(self.structure.num_leaves)
-        ]
-        return self.structure.rebuilt(leaves)
+
+        def leaf(position: int) -> Any:
+            if position in known:
+                return known[position]
+            if position not in self.numbers:
+                return next(remaining)
+            count, form = self.numbers[position]
+            return form(*(next(remaining).tolist() for _ in range(count)))
+
+        return self.structure.rebuilt(map(leaf, range(self.structure.num_leaves)))
 
 
 def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset()) -> Recorded:
@@ -176,18 +184,22 @@ def _recorded_at(
     guess = _batch_guess(inputs)
     try:
         run, trace, batch = traced(guess)
-    except (UnsupportedModelError, NoBatchDimensionError):
-        batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers), kept)
+    except (UnsupportedModelError, NoBatchDimensionError) as error:
+        try:
+            batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers), kept)
+        except NoBatchDimensionError:
+            raise error from None  # it says more: why the batch size cannot be a symbol
         if batch == guess:
             raise
         run, trace, batch = traced(batch)
     assert run.structure is not None
     return Recorded(
-        captured=captured_of(trace, inputs, batch, module, lengths=lengths, size_tests=run.size_tests),
+        captured=captured_of(trace, batch, module, lengths=lengths, size_tests=run.size_tests),
         places=places,
         structure=run.structure,
         constants=tuple(run.constants.items()),
         passed=tuple(run.passed.items()),
+        numbers=dict(run.numbers),
         lengths=lengths,
     )
 
@@ -272,6 +284,7 @@ class _Run:
         self.size_tests: tuple[SizeTest, ...] = ()
         self.constants: dict[int, Any] = {}
         self.passed: dict[int, int] = {}
+        self.numbers: dict[int, tuple[int, Callable[..., Any]]] = {}
 
     def forward(self, tensors: tuple[torch.Tensor, ...], rows: RowsSymbol) -> tuple[Any, ...]:
         """Gives the tensors among the outputs."""
@@ -281,10 +294,10 @@ class _Run:
         with swapped(self._module, others) as swap:
             with watch.watching():
                 result = _rannc_forward(self._module, args, kwargs)
-            _write_back(swap.replaced())
+            write_back(swap.replaced())
         self.size_tests = watch.size_tests()
         leaves, self.structure = taken_apart(result)
-        self.constants, self.passed = {}, {}
+        self.constants, self.passed, self.numbers = {}, {}, {}
         arguments = {id(tensor): index for index, tensor in enumerate(tensors[len(others) :])}
         outputs = []
         for position, leaf in enumerate(leaves):
@@ -297,11 +310,19 @@ class _Run:
                 )
             elif isinstance(leaf, (torch.Tensor, torch.SymInt)):
                 outputs.append(leaf)
+            elif isinstance(leaf, Unknown) and (asked := leaf.given()):
+                outputs += asked.tensors
+                self.numbers[position] = len(asked.tensors), asked.form
             elif isinstance(leaf, _PLAIN):
                 self.constants[position] = leaf
             else:
+                what = (
+                    "number made of sizes"
+                    if isinstance(leaf, Unknown)
+                    else f"value of type {type(leaf).__name__}"
+                )
                 raise UnsupportedModelError(
-                    f"the forward gives a value of type {type(leaf).__name__}, which is no tensor",
+                    f"the forward gives a {what}, which is no tensor",
                     cure="give tensors, and containers of tensors; register a class of your own with "
                     "torch.utils._pytree.register_pytree_node.",
                 )
@@ -339,6 +360,11 @@ def _rannc_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "the forward decides by a value that is known only when it runs",
             location=user_location("".join(traceback.format_tb(error.__traceback__))),
         ) from error
+    except TypeError as error:
+        # Of functions that take it for what it is not, before anything sees the call.
+        if Unknown.__name__ not in str(error):
+            raise
+        raise used_as_number("".join(traceback.format_tb(error.__traceback__))) from error
 
 
 def _apart(
@@ -348,24 +374,6 @@ def _apart(
     own = len(inputs) - len(call.tensors)
     others = {id(item.tensor): tensor for item, tensor in zip(inputs[:own], tensors[:own], strict=True)}
     return others, call.rebuilt(tensors[own:])
-
-
-def _write_back(replaced: Sequence[Replaced]) -> None:
-    """A buffer that the forward has replaced by another tensor gets its values; nothing else may be."""
-    for entry in replaced:
-        now, before = entry.now, entry.before
-        if (
-            entry.slot.is_buffer
-            and isinstance(now, torch.Tensor)
-            and (now.shape, now.dtype) == (before.shape, before.dtype)
-        ):
-            with torch.no_grad():
-                before.copy_(now)
-            continue
-        raise UnsupportedModelError(
-            f"the forward puts another value in place of {entry.slot.name}",
-            cure="change the values of a buffer (self.name.copy_(new)), and keep its shape.",
-        )
 
 
 def _batch_guess(inputs: Sequence[TensorInput]) -> frozenset[int]:

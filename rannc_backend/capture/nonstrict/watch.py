@@ -28,6 +28,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -37,7 +39,7 @@ from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows
 from rannc_backend.capture.dynamo_sizes import holds_from_two
 from rannc_backend.capture.nonstrict import kept_modules, read_values, reads
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
-from rannc_backend.capture.nonstrict.packed import PackedSequences
+from rannc_backend.capture.nonstrict.packed import PackedSequences, SelectedTargets
 from rannc_backend.capture.nonstrict.read_values import TracedValue, needing_value
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
 from rannc_backend.errors import (
@@ -51,13 +53,14 @@ from rannc_backend.passes import ctc, kept_functions
 from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.kept_functions import CannotKeep, call_kept
+from rannc_backend.passes.plain_numbers import fill_diagonal
 from rannc_backend.passes.recurrent import call_recurrent, is_packed, recurrent_mode
 from rannc_backend.settings import hooks
 
 _TORCH = torch.__path__[0]
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _MAX_FRAMES = 40
-_OWN = (kept_functions.__file__, kept_modules.__file__, read_values.__file__, reads.__file__)
+_OWN = (__file__, kept_functions.__file__, kept_modules.__file__, read_values.__file__, reads.__file__)
 _CALLED = "rannc_called"
 _NUMBERS: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.__int__: lambda value: int(_first(value)),
@@ -83,22 +86,10 @@ _IN_PLACE = frozenset(
 )  # fmt: skip
 
 
-def _fill_diagonal(tensor: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
-    """`Tensor.fill_diagonal_`, whose kernel takes the sizes of its operand as plain numbers."""
-    numbers = [torch.arange(size, device=tensor.device) for size in tensor.shape]
-    if tensor.dim() == 2:
-        rows, columns = numbers
-        # Behind the last column the diagonal begins again, one row further down.
-        period = tensor.shape[1] + 1 if wrap else tensor.shape[0] + tensor.shape[1] + 1
-        return tensor.masked_fill_((rows % period)[:, None] == columns, fill_value)
-    first, *others = torch.meshgrid(*numbers, indexing="ij")
-    on_diagonal = torch.stack([first == other for other in others]).all(0)
-    return tensor.masked_fill_(on_diagonal, fill_value)
-
-
-_WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: _fill_diagonal}
+_WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: fill_diagonal}
 _READING = {torch.Tensor.__bool__, *_NUMBERS, *_EQUALITIES}
 _PACKAGE = f"{__name__.partition('.')[0]}."
+_CHECK = torch._check_with
 _APPLY = vars(torch.autograd.Function)["apply"]
 
 
@@ -112,6 +103,7 @@ class Watch(TorchFunctionMode):
         self._calls: list[int] = []  # of each of them, how many it has had before
         self._num_calls: Counter[int] = Counter()  # by id
         self._sized: dict[sympy.Symbol, tuple[torch.Tensor, int]] = {}
+        self._selected = SelectedTargets()
         self._guard_places: dict[int, str] = {}  # the user's lines, by position as above
         self.packed = PackedSequences(self._is_longest)
         self._thread = threading.get_ident()
@@ -149,10 +141,11 @@ class Watch(TorchFunctionMode):
                 location=user_location(trace),
                 cure="write it without the in-place operation.",
             )
-        guards = self._rows.shape_env.guards
+        guards, num_asked = self._rows.shape_env.guards, len(self._reads.places)
         first = len(guards)
         func = _WITHOUT_PLAIN_SIZES.get(func, func)
         if ctc.takes(func, args):
+            args = (args[0], self._selected.in_rows(args[1], args[3], trace), *args[2:])
             func = functools.update_wrapper(functools.partial(ctc.call_ctc), func)
         # Under autocast torch casts the weights of its own function.
         if (mode := recurrent_mode(func)) and not (
@@ -172,12 +165,15 @@ class Watch(TorchFunctionMode):
                 raise used_as_number(trace) from error
             if "DataDependent" in type(error).__name__ and func in _READING:
                 return self._read(func, args, kwargs, trace)
+            if len(self._reads.places) > num_asked and reads.marked_as_check(error):
+                raise
             raise _failed(_name(func), error, trace) from error
         if func is torch.Tensor.item and not isinstance(result, (bool, int, float, complex)):
-            asked = Asked((TracedValue.of(args[0]),), _first)
+            asked = Asked((TracedValue.of(args[0]),), _first, (args[0].detach(),))
             return Unknown(self._reads, lambda: user_trace(sys._getframe(2)), asked)
         self.operator_guards.update(range(first, len(guards)))
         self._note_sizes(result)
+        self._selected.note(func, args, result)
         if self._rows.is_fixed():
             raise fixed_rows(_name(func), user_location(trace))
         # What autograd takes for a constant must be one where the graph runs under autograd later.
@@ -263,6 +259,11 @@ class Watch(TorchFunctionMode):
                 (torch.autograd.Function, "apply", classmethod(_apply)),
                 (nn.Module, "__call__", self._kept.calling(nn.Module.__call__)),
                 (torch.SymBool, "__bool__", self._deciding(torch.SymBool.__bool__)),
+                (torch, "_check_with", self._check),
+                *(
+                    (tensors, "__bool__", lambda tensor: self._truth(tensor))
+                    for tensors in (FakeTensor, FunctionalTensor)
+                ),
                 (torch.compiler, "_is_compiling_flag", True),  # libraries leave out checks of values then
                 *(
                     (holder, name, self._expected_size(vars(holder)[name], name))
@@ -276,6 +277,24 @@ class Watch(TorchFunctionMode):
             undo.enter_context(_no_generators())
             with self:
                 yield
+
+    def _check(self, error_type: Any, condition: Any, message: Any) -> None:
+        """`torch._check_with`, by way of which code says what holds."""
+        if isinstance(condition, Unknown):
+            self._reads.checks.append(user_location(user_trace(sys._getframe(1))))
+        else:
+            _CHECK(error_type, condition, message)
+
+    def _truth(self, tensor: torch.Tensor) -> bool:
+        """Of a tensor; also in functions of torch that read one to refuse it (`gaussian_nll_loss`)."""
+        try:
+            return torch.Tensor.__bool__(tensor)
+        except RanncError:
+            raise
+        except Exception as error:
+            if threading.get_ident() != self._thread or "DataDependent" not in type(error).__name__:
+                raise
+            return bool(self._read(torch.Tensor.__bool__, (tensor,), {}, user_trace(sys._getframe(1))))
 
     def _note_sizes(self, result: Any) -> None:
         """Which tensors have the sizes that depend on data."""
@@ -358,7 +377,7 @@ def user_trace(frame: FrameType | None) -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < _MAX_FRAMES:
         code = frame.f_code
-        if code.co_filename == __file__ or code.co_name == "_rannc_forward":
+        if code.co_name == "_rannc_forward":
             break
         if not code.co_filename.startswith((_TORCH, "<")) and code.co_filename not in _OWN:
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()

@@ -233,7 +233,7 @@ def partition_blocks(
         graph=graph,
         stages=stages,
         needs_grad=needs_grad_in_training(analysis),
-        trained=analysis.trained_parameters,
+        trained=frozenset(analysis.trained_parameters),
         rows_symbol=analysis.captured.rows_symbol,
         compiler=compiler,
         rows=max(2, rows),

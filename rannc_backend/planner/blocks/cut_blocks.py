@@ -30,6 +30,7 @@ from rannc_backend.ir.block_graph import (
     ParameterUse,
     StageConstraints,
 )
+from rannc_backend.ir.graph_input import BatchInput, GraphInput, ParameterInput, StateInput
 from rannc_backend.kernels.gradient_writes import sum_dtype
 from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
@@ -40,7 +41,6 @@ from rannc_backend.planner.blocks.formats import in_formats
 from rannc_backend.planner.blocks.line_cuts import crossing_bytes, cut_line, good_crossing
 from rannc_backend.planner.blocks.pins import FoundPins, StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import (
-    Input,
     StagedGraph,
     find_staged_nodes,
     home_of_cloned,
@@ -73,7 +73,7 @@ class BlockLine:
 
 def block_graph(
     split: BatchSplit,
-    inputs: Sequence[Input],
+    inputs: Sequence[GraphInput],
     needs_grad: Collection[str],
     config: Config,
     *,
@@ -115,7 +115,9 @@ def block_graph(
         free = set().union(*(cast("sympy.Expr", flow.num_bytes).free_symbols for flow in graph.flows), set())
         assert free <= {rows_symbol}, f"sizes depend on {free - {rows_symbol}}, not only on the batch size"
     nodes = {node.name: node.meta.get("val") for node in staged.rowwise.graph.nodes}
-    values = {item.fqn or item.name: nodes.get(item.name) for item in inputs} | nodes
+    values = {
+        item.fqn if isinstance(item, StateInput) else item.name: nodes.get(item.name) for item in inputs
+    } | nodes
     dtypes = {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
     graph = in_formats(graph, dtypes, config)
     return replace(graph, whole_batch=whole_batch, has_loss=has_loss(split, needs_grad))
@@ -142,7 +144,7 @@ def has_loss(split: BatchSplit, needs_grad: Collection[str]) -> bool:
 
 def build_block_graph(
     staged: StagedGraph,
-    inputs: Sequence[Input],
+    inputs: Sequence[GraphInput],
     outputs: Sequence[OutputOfRowwise],
     needs_grad: Collection[str],
     *,
@@ -327,7 +329,7 @@ class _Builder:
     """Turns a line of atoms into blocks and flows."""
 
     staged: StagedGraph
-    inputs: Sequence[Input]
+    inputs: Sequence[GraphInput]
     outputs: Sequence[OutputOfRowwise]
     needs_grad: Collection[str]
     kinds: Kinds
@@ -420,9 +422,7 @@ class _Builder:
     def _parameters(
         self, groups: Sequence[Sequence[fx.Node]], block_of: dict[fx.Node, int]
     ) -> list[set[str]]:
-        names = {
-            item.name: item.fqn for item in self.inputs if item.kind == "parameter" and item.fqn is not None
-        }
+        names = {item.name: item.fqn for item in self.inputs if isinstance(item, ParameterInput)}
         found = [
             {names[item.name] for node in nodes for item in self.staged.reads[node] if item.name in names}
             for nodes in groups
@@ -447,7 +447,7 @@ class _Builder:
                 least_elements=self.least_elements,
             )
             for item in self.inputs
-            if item.kind == "parameter" and item.fqn in used
+            if isinstance(item, ParameterInput) and item.fqn in used
         ]
         return tuple(sorted(uses, key=lambda use: use.name))
 
@@ -479,7 +479,7 @@ class _Builder:
         return self._workspaces[key]
 
     def _flows(self, block_of: dict[fx.Node, int]) -> tuple[Flow, ...]:
-        batch = {item.name for item in self.inputs if item.kind == "batch"}
+        batch = {item.name for item in self.inputs if isinstance(item, BatchInput)}
         flows = []
         for node in self.staged.rowwise.graph.nodes:
             producer = INPUT_BLOCK if node.op == "placeholder" and node.name in batch else block_of.get(node)

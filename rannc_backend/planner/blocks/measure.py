@@ -95,7 +95,7 @@ class Bench:
         return compile_stage(
             graph,
             needs_grad=needs_grad_in_training(self.analysis),
-            requires_grad_parameters=self.analysis.trained_parameters,
+            requires_grad_parameters=frozenset(self.analysis.trained_parameters),
             fake_mode=self.analysis.captured.fake_mode,
             rows_symbol=self.analysis.captured.rows_symbol,
             compiler=self.compiler,

@@ -12,29 +12,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import fx
 
+from rannc_backend.ir.graph_input import GraphInput, StateInput
 from rannc_backend.passes.batch.layouts import Constant, Layout, Reduced, RowCount, RowIndex, Rows, Several
 from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, output_values
 from rannc_backend.passes.stage.split_stages import free_nodes, is_size
-
-
-class Input(Protocol):
-    """What is read of `capture.GraphInput`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def fqn(self) -> str | None: ...
-
-    @property
-    def requires_grad(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +40,10 @@ class StagedGraph:
 
 
 def find_staged_nodes(
-    rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[Input]
+    rowwise: fx.GraphModule, layouts: Mapping[str, Layout], inputs: Sequence[GraphInput]
 ) -> StagedGraph:
     """Sort the nodes of a row-wise graph into staged and cloned ones."""
-    stored = {item.name for item in inputs if item.kind in ("parameter", "buffer")}
+    stored = {item.name for item in inputs if isinstance(item, StateInput)}
     number = {node: position for position, node in enumerate(rowwise.graph.nodes)}
     free = free_nodes(rowwise, layouts, {item.name: item.kind for item in inputs})
     atoms: dict[fx.Node, list[fx.Node]] = {}

@@ -94,7 +94,7 @@ class TracedStages:
             (partition,) = partitions_of(
                 graph,
                 needs_grad=stage_needs_grad(analysis, graph),
-                requires_grad_parameters=analysis.trained_parameters,
+                requires_grad_parameters=frozenset(analysis.trained_parameters),
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=self.compiler,
                 budgets=(stage.budget,),

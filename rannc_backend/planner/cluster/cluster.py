@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rannc_backend.ir.plan import ClassEfficiency, ClusterAssumption, DeviceKind, DtypeRate
 
 # How operators are told apart: by what bounds them, and how near to the device's peak such kernels come.
+SHARES = (1e-3, 16.0)  # the least and the largest efficiency that is believed
 OPERATOR_CLASSES = ("matmul", "attention", "convolution", "elementwise")
 # Where a description does not say it: what large copies over PCIe 3.0 x16 reach.
 HOST_BYTES_PER_SECOND = 12e9

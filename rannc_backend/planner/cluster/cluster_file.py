@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from rannc_backend.errors import ClusterFileError
 from rannc_backend.errors.base import did_you_mean, error_about, nearest
 from rannc_backend.ir.plan import SIGNIFICANT_DIGITS, DeviceKind
-from rannc_backend.planner.cluster.cluster import HOST_BYTES_PER_SECOND, Cluster, Device, Link
+from rannc_backend.planner.cluster.cluster import HOST_BYTES_PER_SECOND, SHARES, Cluster, Device, Link
 from rannc_backend.settings.user_files import UserFile, kind_of, read_text
 
 if sys.version_info >= (3, 11):
@@ -75,7 +75,7 @@ def _checked(value: Any, types: tuple[type, ...], words: str, low: float, high: 
 
 
 # Above 1 where a rate is that of memory and a class works out of the caches.
-_Share = Annotated[float, _number(1e-3, 16.0)]
+_Share = Annotated[float, _number(*SHARES)]
 _Words = Annotated[str, Field(min_length=1, max_length=256)]
 _DtypeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 

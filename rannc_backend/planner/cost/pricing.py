@@ -33,14 +33,18 @@ ANALYTIC = "analytic"
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
 """The activation budgets at which blocks are partitioned; 0.0 and SEGMENTS_BUDGET are priced for whole stages, but for
 what the user names."""
+FINE_BUDGETS = (1.0, 0.75, 0.625, 0.5, 0.375, 0.25)
+"""Those of models that do not fit on one device, of which the fullest stage sets the pace."""
 
 
-def priced_budgets(fixed: float | None, *, is_told: bool = False) -> tuple[float, ...]:
+def priced_budgets(
+    fixed: float | None, *, is_told: bool = False, is_large: bool = False
+) -> tuple[float, ...]:
     """The budgets to price where the plan's is `fixed`, or (None) any. `is_told`: stages compute again what the user
-    names, which blocks alone can tell.
+    names, which blocks alone can tell. `is_large`: the model does not fit on one device.
     """
     if fixed is None:
-        return BUDGETS
+        return FINE_BUDGETS if is_large else BUDGETS
     if is_told:
         return (1.0, SEGMENTS_BUDGET)
     return (1.0,) if fixed in (0.0, SEGMENTS_BUDGET, 1.0) else (1.0, fixed)

@@ -114,12 +114,13 @@ def offload_seconds(
 
 def bucket_bytes(graph: BlockGraph, config: Config) -> float:
     """Of what replicas reduce, so many bytes are a bucket; buckets are filled by the sums before they are rounded."""
+    in_buckets = [use for use in graph.parameters if not use.is_in_rows]
     sums, reduced = (
         (
             sum(sizes)
-            for sizes in zip(*((use.sum_bytes, use.reduced_bytes) for use in graph.parameters), strict=True)
+            for sizes in zip(*((use.sum_bytes, use.reduced_bytes) for use in in_buckets), strict=True)
         )
-        if graph.parameters
+        if in_buckets
         else (0, 0)
     )
     if config.max_buckets:

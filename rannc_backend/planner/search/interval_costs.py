@@ -38,8 +38,8 @@ from rannc_backend.planner.cost.pricing import (
     replica_rows,
 )
 from rannc_backend.planner.cost.segments import Segments
-from rannc_backend.planner.cost.transfer import communicator_memory, useful_replicas
-from rannc_backend.planner.cost.update_shares import update_shares
+from rannc_backend.planner.cost.transfer import useful_replicas
+from rannc_backend.planner.cost.update_shares import SharedInLane, divided_among, update_shares
 from rannc_backend.planner.search.over_intervals import (
     FlowSums,
     LargestOperators,
@@ -95,6 +95,7 @@ class IntervalCosts:
     segments: Segments = field(init=False)
     max_length: int = field(init=False)
     sums: ParameterSums = field(init=False)
+    shared: SharedInLane = field(init=False)
     _update_shares: Floats | None = field(init=False, default=None)  # [L, N, divisors]
     _divisors: Ints = field(init=False)  # numbers of replicas that divide updates, ascending
     _alike: tuple[Block, ...] = field(init=False)  # by block, the first of its structure
@@ -293,16 +294,7 @@ class IntervalCosts:
         messages = messages_of(
             self.graph, self.cluster, (begin, end), rows, num_micro_batches, is_ahead=is_ahead
         )
-        messages += float(
-            communicator_memory(
-                self.cluster,
-                len(self.graph.blocks),
-                np.array(begin),
-                np.array(end),
-                np.array(replicas),
-                self.graph.num_communicators,
-            )
-        )
+        messages += self.shared.communicators(begin, end, replicas)
         messages += float(self.sums.rounded[place]) * (replicas > 1)
         updated = float(self._updated_bytes(np.array([replicas]))[place][0])
         outputs = self.outputs.of_stage(range(begin, end), num_micro_batches, replicas)
@@ -372,9 +364,19 @@ class IntervalCosts:
             {name: uses[name].num_bytes for name in block.parameters if uses[name].trainable}
             for block in blocks
         ]
+        self.shared = SharedInLane(
+            blocks=trained,
+            cluster=self.cluster,
+            num_communicators=self.graph.num_communicators,
+            state_factor=self._device_factor,
+            num_groups=self.update_groups,
+            rounded=self.rules.rounded,
+        )
         if self.update_groups is not None:
             self._update_shares = update_shares(trained, self.max_length, self._divisors)
-        gradients = np.array([sum(sizes.values()) for sizes in trained])
+        gradients = np.array(
+            [sum(n for name, n in sizes.items() if not uses[name].is_in_rows) for sizes in trained]
+        )
         sums = np.array([sum(uses[name].sum_bytes for name in block.parameters) for block in blocks])
         self._held_gradients = (
             gradients.astype(float) if self.pricer.holds_gradients else np.zeros(len(blocks))
@@ -487,10 +489,7 @@ class IntervalCosts:
         return 0.0 if self.offload else self.rules.update_factor
 
     def _divisor(self, replicas: Ints) -> Ints:
-        """Among how many replicas the smallest group divides its updates."""
-        if self.update_groups is None:
-            return np.ones_like(replicas)
-        return np.maximum(1, replicas // np.minimum(self.update_groups, replicas))
+        return divided_among(self.update_groups, replicas)
 
     def _updated_bytes(self, replicas: Ints) -> Floats:
         """[L, N, replicas]: bytes of parameters that a replica updates."""

@@ -372,3 +372,15 @@ def by_number(
 def _of_group(shared: tuple[Callable[[Any, Any], Any], object], items: Sequence[Any]) -> list[Any]:
     function, search = shared
     return [function(search, item) for item in items]
+
+
+def few_numbers(numbers: Sequence[int], chosen: int) -> tuple[int, ...]:
+    """Numbers of micro-batches around the chosen one, that first, and the largest."""
+    place = numbers.index(chosen)
+    near = (
+        numbers[place],
+        numbers[max(place - 1, 0)],
+        numbers[min(place + 1, len(numbers) - 1)],
+        numbers[-1],
+    )
+    return tuple(dict.fromkeys(near))

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.cost.transfer import reduction_terms
+from rannc_backend.planner.cost.update_shares import SharedInLane
 from rannc_backend.planner.search.limits import PipelineLimits
 from rannc_backend.planner.search.over_intervals import Floats, Ints, WorkFloor
 from rannc_backend.schedule.chain import chains_step_seconds
@@ -86,9 +87,9 @@ class SearchProblem:
     several stages on each rank, tried with what the search finds, with each of `stages_per_lane`; `only_lane_schedules`:
     nothing else is asked for. `lane_starts`, `lane_stage_of`, `lane_legal_starts`: those of such plans.
     `workspace(m, begin, end, replicas)`: of a stage's `fixed_bytes`, by budget, what the stages of a rank need in turn;
-    None: nothing is known of it. `update_groups`: of the replicas of a stage, one of which in each updates a parameter and
-    sends it, of `value_bytes` [first block, blocks - 1], to the others; None: all update all. `limits`: of plans with one
-    stage on each rank; others are checked when they are made.
+    None: nothing is known of it. `shared`: what they need together less than one by one. `update_groups`: of the replicas
+    of a stage, one of which in each updates a parameter and sends it, of `value_bytes` [first block, blocks - 1], to the
+    others; None: all update all. `limits`: of plans with one stage on each rank; others are checked when they are made.
     `recompute_last_stage`: stages after it keep all; -1: there is none such. `only_budget`: of the others, None where it is
     chosen. `offload_seconds`: of a step's copies between host and device; None: there are none.
     """
@@ -112,6 +113,7 @@ class SearchProblem:
     work_floor: Callable[[int], WorkFloor] | None = None
     offload_seconds: Floats | None = None
     workspace: Callable[[int, int, int, int], Floats] | None = None
+    shared: SharedInLane | None = None
     own_order: ScheduleName = ""
     only_own_order: bool = False
     update_groups: int | None = None

@@ -15,8 +15,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rannc_backend.ir.action import FORWARD_VALUES, GRADIENTS, Channel
+from rannc_backend.planner.cost.update_shares import SharedInLane
 from rannc_backend.planner.search.moves import honours
-from rannc_backend.planner.search.problem import INFINITY, Floats, Pricer, SearchProblem, Solution, StageTerms
+from rannc_backend.planner.search.problem import (
+    INFINITY,
+    Floats,
+    Ints,
+    Pricer,
+    SearchProblem,
+    Solution,
+    StageTerms,
+)
 from rannc_backend.schedule.description import Lanes, Schedule
 from rannc_backend.schedule.edges import chain_edges
 from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
@@ -25,7 +34,10 @@ from rannc_backend.schedule.orders import held_by, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
 _MOST_TRIED = 12  # plans
+_MOST_SAVING = 4  # besides, under schedules that save memory
 _MOST_NUMBERS = 2  # of micro-batches
+_MOST_CHANGES = 40  # of cuts, to make lanes even
+_SAME = 1e-6  # relative difference of seconds
 _MOST_COMBINATIONS = 700  # of budgets of a lane's stages that are all tried
 
 
@@ -46,8 +58,14 @@ def lane_plans(problem: SearchProblem, best: Solution) -> list[Solution]:
                 tried.append((work + filling, len(tried), base, described))
     tried.sort(key=lambda each: each[:2])
     limit = INFINITY if problem.only_lane_schedules else best.step_seconds
-    made = [several_stages(problem, base, schedule, limit) for _, _, base, schedule in tried[:_MOST_TRIED]]
-    return sorted((each for each in made if each is not None), key=lambda each: each.step_seconds)
+    made: list[Solution] = []
+    for saves, most in ((False, _MOST_TRIED), (True, _MOST_SAVING)):
+        if saves and any(min(each.budgets) == 1 for each in made):
+            break  # memory is no matter
+        chosen = [each[2:] for each in tried if each[-1].saves_memory == saves]
+        for base, schedule in chosen[:most]:
+            made += _plans_of(problem, base, schedule, limit)
+    return sorted(made, key=lambda each: each.step_seconds)
 
 
 def _bases(problem: SearchProblem, best: Solution) -> Iterator[Solution]:
@@ -89,14 +107,21 @@ def several_stages(
     """The plan with the lanes and micro-batches of `base`, each lane with as many stages as the schedule has; None where
     the blocks are too few, nothing fits, or no order of the stages takes less than the limit.
     """
+    made = _plans_of(problem, base, schedule, limit_seconds)
+    return min(made, key=lambda each: each.step_seconds, default=None)
+
+
+def _plans_of(
+    problem: SearchProblem, base: Solution, schedule: Schedule, limit_seconds: float
+) -> list[Solution]:
+    """As `several_stages`: with even shares, and with even lanes."""
     num_stages = schedule.stages_per_lane * base.num_stages
     if num_stages > problem.num_blocks or base.placement != "stage_major":
-        return None
+        return []
     lanes = schedule.lanes(num_stages)
     lane_of = {stage: number for number, lane in enumerate(lanes) for stage in lane}
     replicas = tuple(base.replicas[lane_of[stage]] for stage in range(num_stages))
     pricer = Pricer(problem, base.num_micro_batches, schedule.name, problem.num_blocks)
-    bounds = _even_bounds(pricer, lanes, replicas)
     pinned = replace(
         problem,
         num_stages=None,
@@ -106,37 +131,35 @@ def several_stages(
         stage_of=problem.lane_stage_of,
         legal_starts=problem.lane_legal_starts,
     )
-    if bounds is None or not honours(pinned, bounds, replicas):
-        return None
-    solution = replace(
-        base,
-        schedule=schedule.name,
-        bounds=bounds,
-        replicas=replicas,
-        places=tuple(base.places[lane_of[stage]] for stage in range(num_stages)),
-        budgets=(problem.budgets[0],) * num_stages,
-        own_order="",
-    )
-    budgets = _budgets(pricer, solution, schedule)
-    if budgets is None:
-        return None
-    solution = replace(solution, budgets=budgets)
-    if _least_seconds_of(problem, solution) >= limit_seconds:
-        return None
-    seconds = step_seconds(problem, solution, schedule)
-    return replace(solution, step_seconds=seconds, base=base) if np.isfinite(seconds) else None
-
-
-def _least_seconds_of(problem: SearchProblem, solution: Solution) -> float:
-    """Below which no order of these stages can fall."""
-    costs = []
-    for terms in stage_terms(problem, solution):
-        forward, backward, message, gradient, _, _, weight, _ = (float(x[0]) for x in terms.columns())
-        inputs = backward - weight
-        costs.append(
-            LaneCosts(forward=forward, inputs=inputs, weights=weight, message=message, gradient=gradient)
+    made = []
+    for bounds in (each for each in _cuts(pricer, lanes, replicas) if honours(pinned, each, replicas)):
+        solution = replace(
+            base,
+            schedule=schedule.name,
+            bounds=bounds,
+            replicas=replicas,
+            places=tuple(base.places[lane_of[stage]] for stage in range(num_stages)),
+            budgets=(problem.budgets[0],) * num_stages,
+            own_order="",
         )
-    return lower_bound_seconds(costs, solution.num_micro_batches, solution.lanes)
+        if (budgets := _budgets(pricer, solution, schedule)) is None:
+            continue
+        solution = replace(solution, budgets=budgets)
+        costs = [lane_costs(terms) for terms in stage_terms(problem, solution)]
+        # Below this no order of these stages can fall.
+        if lower_bound_seconds(costs, solution.num_micro_batches, solution.lanes) >= limit_seconds:
+            continue
+        seconds = step_seconds(problem, solution, schedule)
+        if np.isfinite(seconds):
+            made.append(replace(solution, step_seconds=seconds, base=base))
+    return made
+
+
+def lane_costs(terms: StageTerms) -> LaneCosts:
+    """The seconds of one stage, as orders are made from them."""
+    forward, backward, message, gradient, _, _, weight, _ = (float(each[0]) for each in terms.columns())
+    inputs = backward - weight
+    return LaneCosts(forward=forward, inputs=inputs, weights=weight, message=message, gradient=gradient)
 
 
 def stage_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
@@ -145,15 +168,15 @@ def stage_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
     options = np.searchsorted(pricer.tables.replicas, solution.replicas)
     result = []
     for stage, place in enumerate(_places(pricer, solution)):
-        is_local = stage > 0 and solution.ranks(stage) == solution.ranks(stage - 1)
+        has_sender = stage > 0 and solution.ranks(stage) != solution.ranks(stage - 1)
         terms = pricer.stage(
             solution.num_stages - stage,
             np.array([solution.bounds[stage]]),
             np.array([solution.bounds[stage + 1] - solution.bounds[stage]]),
             options[stage : stage + 1],
             np.array([solution.places[stage]]),
-            before_options=options[stage - 1 : stage] if stage and not is_local else None,
-            before_places=np.array([solution.places[stage - 1]]) if stage and not is_local else None,
+            before_options=options[stage - 1 : stage] if has_sender else None,
+            before_places=np.array([solution.places[stage - 1]]) if has_sender else None,
             num_stages=solution.num_stages,
         )
         budget = problem.budgets.index(solution.budgets[stage])
@@ -202,18 +225,30 @@ def _places(pricer: Pricer, solution: Solution) -> list[tuple[int, int, int]]:
     return [(begin, end - begin - 1, option) for begin, end, option in pairs]
 
 
-def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple[int, ...] | None:
-    """Cuts that give each lane a share of the computing in proportion to its replicas, and each of its stages an equal part
-    of that, as nearly as blocks allow, at least a block each; what a stage has too much or too little of, the later ones of
-    its lane make good. Stages begin where they must.
-    """
+def _cuts(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """Those that are tried: even shares, and where stages may begin anywhere, even lanes made from them."""
     problem, tables = pricer.problem, pricer.tables
     option = int(np.searchsorted(tables.replicas, min(replicas)))
     blocks = np.arange(problem.num_blocks)
     work: Floats = tables.forward[blocks, 0, option] + tables.backward[0, blocks, 0, option]
     if not np.isfinite(work).all():
-        return None
+        return []
     sums = np.concatenate([[0.0], np.cumsum(work)])
+    even = _even_bounds(pricer, lanes, replicas, sums)
+    if even is None or problem.lane_starts or problem.lane_legal_starts:
+        return [] if even is None else [even]
+    moved = _with_even_lanes(np.array(even), lanes, np.array(replicas), sums, pricer.num_micro_batches)
+    return list(dict.fromkeys((moved, even)))
+
+
+def _even_bounds(
+    pricer: Pricer, lanes: Lanes, replicas: Sequence[int], sums: Floats
+) -> tuple[int, ...] | None:
+    """Cuts that give each lane a share of the computing in proportion to its replicas, and each of its stages an equal part
+    of that, as nearly as blocks allow, at least a block each; what a stage has too much or too little of, the later ones of
+    its lane make good. Stages begin where they must. `sums` [blocks + 1]: seconds of all blocks before each.
+    """
+    problem = pricer.problem
     lane_of = {stage: lane for lane in lanes for stage in lane}
     whole = sums[-1] / sum(replicas[lane[0]] for lane in lanes)
     done = dict.fromkeys(lanes, 0.0)
@@ -241,6 +276,46 @@ def _even_bounds(pricer: Pricer, lanes: Lanes, replicas: Sequence[int]) -> tuple
     for place in range(len(bounds) - 2, 0, -1):
         bounds[place] = min(bounds[place], bounds[place + 1] - 1)
     return tuple(bounds)
+
+
+def _with_even_lanes(
+    bounds: Ints, lanes: Lanes, replicas: Ints, sums: Floats, num_micro_batches: int
+) -> tuple[int, ...]:
+    """The cuts, changed as long as that makes a step shorter: a block goes from one of the slowest lane's stages to another
+    one, and all stages between the two begin a block earlier, or later. A step takes as long as the slowest lane computes,
+    and lanes less one of the slowest stages, until all are filled. `sums` [blocks + 1]: seconds of all blocks before each,
+    on one replica.
+    """
+    lane_of = np.empty(len(replicas), dtype=np.int64)
+    for number, lane in enumerate(lanes):
+        lane_of[list(lane)] = number
+
+    def seconds_of(cuts: Ints) -> tuple[Floats, Ints]:
+        """Of each [stages + 1] of some: about what a step takes, and its slowest lane."""
+        work = np.diff(sums[cuts], axis=-1) / replicas
+        lane_work = np.zeros((len(cuts), len(lanes)))
+        for stage, number in enumerate(lane_of.tolist()):
+            lane_work[:, number] += work[:, stage]
+        filling = (len(lanes) - 1) * work.max(axis=1)
+        return num_micro_batches * lane_work.max(axis=1) + filling, lane_work.argmax(axis=1)
+
+    (longest,), (fullest,) = seconds_of(bounds[None])
+    for _ in range(_MOST_CHANGES):
+        tried = []
+        for stage in lanes[fullest]:
+            for other in range(len(replicas)):
+                moved = bounds.copy()
+                moved[stage + 1 : other + 1] -= 1
+                moved[other + 1 : stage + 1] += 1
+                tried.append(moved)
+        candidates = np.array(tried)
+        candidates = candidates[(np.diff(candidates, axis=1) >= 1).all(axis=1)]
+        seconds, which = seconds_of(candidates)
+        best = int(seconds.argmin())
+        if seconds[best] >= longest * (1 - _SAME):
+            break
+        bounds, longest, fullest = candidates[best], seconds[best], which[best]
+    return tuple(bounds.tolist())
 
 
 def _at_legal_starts(cuts: Sequence[int], problem: SearchProblem) -> tuple[int, ...] | None:
@@ -300,6 +375,8 @@ def _fixed_parts_of(
     """The same of all budgets."""
     begin, length, option = place = _places(pricer, solution)[stage]
     fixed: Floats = pricer.tables.fixed_bytes[(slice(None), *place)]
+    if problem.shared is not None:
+        fixed = fixed - sum(counted_twice(problem.shared, solution, stage))
     if problem.workspace is None:
         return fixed, np.zeros(len(fixed))
     replicas = int(pricer.tables.replicas[option])
@@ -307,6 +384,18 @@ def _fixed_parts_of(
     # What an optimizer's step needs takes the place of activations, and is counted beside them here.
     update = 0.0 if pricer.tables.update_bytes is None else pricer.tables.update_bytes[place]
     return fixed - workspace + update, workspace
+
+
+def counted_twice(shared: SharedInLane, solution: Solution, stage: int) -> tuple[float, float]:
+    """Bytes of optimizer state and of communicators that are in the account of a stage, and of another of its lane."""
+    lane = next(lane for lane in solution.lanes if stage in lane)
+    if len(lane) == 1:
+        return 0.0, 0.0
+    others = {solution.places[x] for own in lane for x in (own - 1, own + 1) if 0 <= x < solution.num_stages}
+    stages = [(solution.bounds[each], solution.bounds[each + 1]) for each in lane]
+    neighbours = others - {solution.places[stage]}
+    state, communicators = shared.counted_twice(stages, solution.replicas[stage], len(neighbours))
+    return float(state[lane.index(stage)]), float(communicators[lane.index(stage)])
 
 
 def _budgets(pricer: Pricer, solution: Solution, schedule: Schedule) -> tuple[float, ...] | None:

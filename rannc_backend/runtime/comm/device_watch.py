@@ -132,7 +132,15 @@ class DeviceWatch:
 
     def _run(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            self.look()
+            try:
+                self.look()
+            except Exception as error:  # a watch that has died would let a later message hang
+                self._fail(
+                    CommunicationError(
+                        f"what is queued on the device cannot be watched: {type(error).__name__}: {error}",
+                        rank=self._rank,
+                    )
+                )
 
     def _tell_for_whom(self, oldest: _Queued | None) -> None:
         if oldest is self._waiting_for:

@@ -100,25 +100,25 @@ class NcclCalls:
         (work,) = dist.batch_isend_irecv(operations)
         return work
 
+    # Collectives are asynchronous: of a synchronous one torch 2.8 and newer give no work, and what has no work
+    # cannot be asked whether it has failed.
+
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Posted:
-        """Queue a sum over the group on the current stream."""
-        # As dist.all_reduce does it, which does not give its work away.
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # type: ignore[assignment]
-        return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+        """Start a sum over the group, after the current stream."""
+        return dist.all_reduce(_real(tensor), group=group, async_op=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
-        """Queue a sum over the group, for its root alone, on the current stream."""
-        options = dist.ReduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # type: ignore[assignment]
-        options.rootRank, options.rootTensor = dist.get_group_rank(group, root), 0
-        return group.reduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+        """Start a sum over the group, for its root alone, after the current stream."""
+        return dist.reduce(_real(tensor), root, group=group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor, root: int, group: Any) -> Posted:
-        """Queue a copy of the root's tensor on the current stream."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = dist.get_group_rank(group, root), 0, False
-        return group.broadcast([tensor], options)
+        """Start a copy of the root's tensor, after the current stream."""
+        return dist.broadcast(tensor, root, group=group, async_op=True)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: NCCL knows none."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +205,8 @@ class NcclTransport:
         self._calls = calls
         self._watch = watch
         self._groups = groups
-        self._ranks_of: dict[str, Ranks] = {}  # by channel
+        # By channel and peer: models that this process trains may have stages of one number on other ranks.
+        self._ranks_of: dict[tuple[str, int], Ranks] = {}
         self._messages: dict[Ranks, _Link] = {}
         self._reductions: dict[tuple[Ranks, int], _Link] = {}  # by communicator
         self._turns: Sequence[QueueTurn] = ()
@@ -226,11 +227,12 @@ class NcclTransport:
         routes: Sequence[Route] = (),
         num_communicators: int = 1,
     ) -> None:
-        for channel, ranks in [
-            *((channel, self._everyone) for channel in channels),
-            *((route.channel, route.ranks) for route in routes),
-        ]:
-            self._ranks_of.setdefault(channel, ranks)
+        everywhere = [Route(channel, self._everyone, self._everyone) for channel in channels]
+        for route in (*everywhere, *routes):
+            ranks = route.ranks
+            # Both ends of a pair go through the same list, so the first link that is right for one is for both.
+            for peer in route.peers_of(self.rank):
+                self._ranks_of.setdefault((route.channel, peer), ranks)
             if len(ranks) > 1 and ranks not in self._messages:
                 self._messages[ranks] = self._new_link(f"messages of {ranks}", ranks)
         for ranks in groups:
@@ -244,7 +246,7 @@ class NcclTransport:
         for channel, source, destination in pairs:
             if self.rank in (source, destination) and source != destination:
                 peer = (destination, True) if source == self.rank else (source, False)
-                wanted.setdefault(self._ranks_of[channel], set()).add(peer)
+                wanted.setdefault(self._ranks_of[channel, peer[0]], set()).add(peer)
         for ranks, link in self._messages.items():
             new = wanted.get(ranks, set()) - link.connected
             if new:
@@ -380,12 +382,11 @@ class NcclTransport:
         link.stream.wait_event(self._layer.compute().record_event())
         with self._layer.on(link.stream):
             posted = queue()
+            posted.wait()  # the link's stream; the host does not
             done = link.stream.record_event()
         link.latest = posted
         peers = tuple(rank for rank in link.ranks if rank != self.rank)
-        self._watch.add(
-            lambda: is_finished(posted) and done.query(), peers, f"{what} over ranks {list(link.ranks)}"
-        )
+        self._watch.add(lambda: is_finished(posted), peers, f"{what} over ranks {list(link.ranks)}")
         return EventWork(done, tensor, self._layer)
 
     def _new_link(self, name: str, ranks: Ranks) -> _Link:
@@ -410,8 +411,10 @@ class NcclTransport:
 
     def _link_of(self, tensor: torch.Tensor, peer: int, channel: str) -> _Link:
         assert peer != self.rank, f"message {channel!r} of rank {peer} to itself"
-        assert channel in self._ranks_of, f"channel {channel!r} was not prepared"
+        assert (channel, peer) in self._ranks_of, (
+            f"channel {channel!r} was not prepared between ranks {self.rank} and {peer}"
+        )
         assert has_plain_memory(tensor), (
             f"message {channel!r} is not contiguous, or is marked as conjugate or negative"
         )
-        return self._messages[self._ranks_of[channel]]
+        return self._messages[self._ranks_of[channel, peer]]

@@ -17,7 +17,7 @@ import torch
 
 from rannc_backend.kernels.bucket_wires import GRADIENT_DTYPES, dtype_on_wire, from_wire, to_wire
 from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
-from rannc_backend.runtime.gradients.buckets import BufferPool, Waitable, zeros_for
+from rannc_backend.runtime.gradients.buckets import BufferPool, StartReduce, Waitable, zeros_for
 from rannc_backend.runtime.world import BucketSums, Ranks, Transport, Work
 from rannc_backend.settings.options import Config
 
@@ -118,11 +118,12 @@ class BucketReductions:
         return self.sums.new_bucket(spec.numel, spec.dtype, spec.ranks)
 
     def start(self, buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> Waitable:
-        """Start the all-reduce of a bucket; see `StartReduce`."""
+        """Start the all-reduce of a bucket, or of rows, which are of another number in each step; see `StartReduce`."""
         dtype = self.sum_format.of_bucket(buffer.dtype)
         if dtype == buffer.dtype or len(ranks) == 1:
             return self._sum(buffer, ranks, takers)
         narrow = self._memory(buffer, dtype, ranks)
+        buffer = buffer.view(-1)
         to_wire(buffer, narrow, self.sum_format.scale)
         return _NarrowWork(
             work=self._sum(narrow, ranks, takers),
@@ -133,7 +134,7 @@ class BucketReductions:
         )
 
     def _memory(self, like: torch.Tensor, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
-        if self.sums is None:
+        if self.sums is None or like.dim() > 1:
             return torch.empty(like.numel(), dtype=dtype, device=like.device)
         # What is shared stays so from step to step.
         spec = BucketSpec(ranks=ranks, dtype=dtype, device=like.device, numel=like.numel(), names=())
@@ -145,3 +146,45 @@ class BucketReductions:
         self._num_started[ranks] += 1
         reduce = self.transport.allreduce if self.sums is None else self.sums.reduce
         return LimitedWork(reduce(buffer, ranks, takers, communicator), self.limit_seconds)
+
+
+@dataclass(slots=True)
+class DeferredReductions:
+    """The option sync_allreduce: no all-reduce runs beside a backward. Called as what it puts off: what is asked for
+    while backward runs starts at the first wait, which comes after the rank's last backward, in the order in which it
+    was asked for.
+    """
+
+    start: StartReduce
+    _asked: list[_LateWork] = field(default_factory=list)
+
+    def __call__(
+        self, buffer: torch.Tensor, ranks: tuple[int, ...], takers: tuple[int, ...] = ()
+    ) -> _LateWork:
+        """Note an all-reduce."""
+        work = _LateWork(owner=self, buffer=buffer, ranks=ranks, takers=takers)
+        self._asked.append(work)
+        return work
+
+    def start_all(self) -> None:
+        """Start all that are asked for. None is waited for before all have started: ranks may have them in
+        different orders.
+        """
+        asked, self._asked = self._asked, []
+        for work in asked:
+            work.started = self.start(work.buffer, work.ranks, work.takers)
+
+
+@dataclass(slots=True, kw_only=True)
+class _LateWork:
+    owner: DeferredReductions
+    buffer: torch.Tensor
+    ranks: tuple[int, ...]
+    takers: tuple[int, ...]
+    started: Waitable | None = None
+
+    def wait(self) -> None:
+        """Block until the sum is there."""
+        self.owner.start_all()
+        assert self.started is not None, "an all-reduce that was not asked for"
+        self.started.wait()

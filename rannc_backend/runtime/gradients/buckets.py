@@ -23,8 +23,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rannc_backend.runtime.comm.host_link import HostLink, UnderWay
-from rannc_backend.runtime.gradients.bucket_layout import BucketLayout, BucketSpec, Slot
+from rannc_backend.runtime.gradients.bucket_layout import UNDIVIDED, BucketLayout, BucketSpec, Division, Slot
 from rannc_backend.runtime.gradients.loss_gradients import Number, scale_buffers
+from rannc_backend.runtime.gradients.sparse_rows import RowSums
 from rannc_backend.runtime.torch_internals import (
     accumulation_hooks,
     any_hooks,
@@ -137,6 +138,9 @@ class PendingGradients:
     host_link: HostLink | None = None  # where what is summed goes to the host, bucket by bucket
     pool: BufferPool | None = None  # of the host's memory then
     is_local: bool = False  # all owners keep what is theirs, to be summed later
+    rows: RowSums = field(
+        default_factory=lambda: RowSums(tables={}, owners={})
+    )  # of tables, which have no bucket
     in_last_micro_batch: bool = False
     ended: bool = False  # the last backward has
     received: set[str] = field(default_factory=set)
@@ -147,6 +151,10 @@ class PendingGradients:
     _started: list[bool] = field(default_factory=list)
     _left: set[int] = field(default_factory=set)  # buckets that have left the device
     _under_way: list[UnderWay] = field(default_factory=list)  # to the host
+
+    def __post_init__(self) -> None:
+        # Graphs take something for each gradient, also where they do not write it.
+        self._views.update((name, table.new_zeros(1)) for name, table in self.rows.tables.items())
 
     def view(self, name: str) -> torch.Tensor:
         """The parameter's gradient, in the memory of its bucket; always the same tensor."""
@@ -192,6 +200,8 @@ class PendingGradients:
         if self.in_last_micro_batch and is_last:
             slots, is_full = self.layout.slots, False
             for name in names:
+                if name not in slots:
+                    continue
                 missing = self._missing[slots[name].bucket]
                 if self.others_to_come.get(name):
                     self.others_to_come[name] -= 1
@@ -202,7 +212,7 @@ class PendingGradients:
                 self._start_ready()
 
     def _views_of(self, names: Sequence[str]) -> list[torch.Tensor]:
-        if len(self._views) < len(self.layout.slots):
+        if len(self._views) < self._num_gradients:
             return [self.view(name) for name in names]
         return list(map(self._views.__getitem__, names))
 
@@ -226,7 +236,7 @@ class PendingGradients:
         if not self.in_last_micro_batch:
             self.begin_last_micro_batch()
         for name in (
-            self.layout.slots.keys() - self.received if len(self.received) < len(self.layout.slots) else ()
+            self.layout.slots.keys() - self.received if len(self.received) < self._num_gradients else ()
         ):
             self.view(name).zero_()
         for missing in self._missing:
@@ -240,6 +250,11 @@ class PendingGradients:
                 self._leave(index)
         for under_way in self._under_way:
             under_way.wait()
+        self.rows.reduce(None if self.is_local else self.start_reduce)
+
+    @property
+    def _num_gradients(self) -> int:
+        return len(self.layout.slots) + len(self.rows.tables)
 
     def wait_on_host(self) -> None:
         """Let the host wait for gradients that come to it."""
@@ -310,6 +325,10 @@ class StageGradients:
         """See `PendingGradients.made`."""
         self.pending.all_made([self.names[position]], is_last=self.is_last)
 
+    def keep_rows(self, position: int, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """See `RowSums.keep`."""
+        self.pending.rows.keep(self.names[position], index, rows)
+
 
 @dataclass(slots=True)
 class _Rounded:
@@ -346,6 +365,8 @@ class GradientBuckets:
     new_buffer: NewBuffer = zeros_for
     pool: BufferPool = field(default_factory=BufferPool)
     host_link: HostLink | None = None
+    table_owners: Mapping[str, Ranks] = field(default_factory=dict)  # of the parameters with sparse gradients
+    division: Division = UNDIVIDED
 
     def pending(self) -> PendingGradients:
         """Empty gradients for one step."""
@@ -358,8 +379,15 @@ class GradientBuckets:
         ]
         if link is not None:
             link.gradients.add([each.flat for each in memory])
+        tables = {name: self.parameters[name] for name in self.table_owners}
+        updaters = {name: ranks for name in tables if (ranks := self.division.updaters(name))}
         return PendingGradients(
-            layout=self.layout, memory=memory, start_reduce=self.start_reduce, host_link=link, pool=self.pool
+            layout=self.layout,
+            memory=memory,
+            start_reduce=self.start_reduce,
+            host_link=link,
+            pool=self.pool,
+            rows=RowSums(tables=tables, owners=self.table_owners, updaters=updaters, rank=self.division.rank),
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -384,7 +412,9 @@ class GradientBuckets:
         if not keep and not any_hooks(self.parameters.values()):
             for name, view in zip(names, pending.targets(names)[0]):
                 parameter = self.parameters[name]
-                if parameter.grad is None:
+                if name in self.table_owners:
+                    _add(parameter, pending.rows.gradient(name, scale))
+                elif parameter.grad is None:
                     parameter.grad = view if view.dtype == parameter.dtype else rounded.view(name)
                 else:
                     # A wider sum is added as it is: it is rounded once, with what is there.
@@ -392,26 +422,25 @@ class GradientBuckets:
             return
         for name in names:
             parameter, view = self.parameters[name], pending.view(name)
-            if keep:
+            if name in self.table_owners:
+                view = pending.rows.gradient(name, scale)
+            elif keep:
                 view = (view * scale).to(parameter.dtype)
             elif view.dtype != parameter.dtype:
                 view = rounded.view(name)
             for change in gradient_hooks(parameter):
                 changed = change(view)
                 view = view if changed is None else changed
-            if parameter.grad is None:
-                parameter.grad = view
-            else:
-                parameter.grad.add_(view)
+            _add(parameter, view)
             for tell in accumulation_hooks(parameter):
                 tell(parameter)
 
-    def outside_changes(self, number: int) -> list[int] | None:
+    def outside_changes(self, number: int) -> list[float] | None:
         """What ranks compare of parameters that not all owners update, at the begin of step ``number``."""
         return None
 
     def check_outside_changes(
-        self, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[int] | None]
+        self, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[float] | None]
     ) -> None:
         """Look at what ranks have compared."""
         return
@@ -428,12 +457,27 @@ class GradientBuckets:
         ``p.grad`` stays as it is. And without those that only others update.
         """
         received = pending.received
-        others = frozenset[str]() if pending.is_local else self.layout.left_to_others
+        others = self.layout.left_to_others | pending.rows.left_to_others
+        others = frozenset[str]() if pending.is_local else others
         if len(received) == len(self.parameters) and not others:
             return list(self.parameters)
         ranks_of = {name: bucket.ranks for bucket in self.layout.buckets for name in bucket.names}
+        ranks_of.update(self.table_owners)
         return [
             name
             for name in self.parameters
             if (name in received or ranks_of[name] != self.stage_ranks) and name not in others
         ]
+
+
+def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """To ``p.grad``, as autograd does: a sum with a sparse gradient is a tensor of its own, since the user may have
+    kept the one before.
+    """
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif gradient.is_sparse:
+        total = parameter.grad + gradient
+        parameter.grad = total.coalesce() if total.is_sparse else total
+    else:
+        parameter.grad.add_(gradient)

@@ -15,11 +15,14 @@ import torch
 
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.agreement import agree, exchanging
+from rannc_backend.runtime.gradients.sparse_rows import numbers_of
 from rannc_backend.runtime.parameters import ParameterTable, is_spread
 from rannc_backend.runtime.torch_internals import (
     ClipGradNorm,
+    ClipGradValue,
     GetTotalNorm,
     replace_clip_grad_norm,
+    replace_clip_grad_value,
     replace_get_total_norm,
 )
 from rannc_backend.settings import hooks
@@ -31,7 +34,7 @@ def norms_over_ranks(tables: Tables) -> Callable[[], None]:
     """From now on torch's own clipping and norms take all ranks' gradients into account; returns a function
     that ends this.
 
-    They are collective then where they are given a parameter, or a gradient, of one of the ``tables``, or
+    Norms are collective then where they are given a parameter, or a gradient, of one of the ``tables``, or
     nothing; others are left to torch.
     """
 
@@ -69,7 +72,22 @@ def norms_over_ranks(tables: Tables) -> Callable[[], None]:
 
         return norm
 
-    return hooks.together(replace_clip_grad_norm(make_clip), replace_get_total_norm(make_norm))
+    def make_clip_value(original: ClipGradValue) -> ClipGradValue:
+        def clip_value_(
+            parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float, foreach: bool | None = None
+        ) -> None:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            _require_reduced(given, tables())
+            if any(parameter.grad is not None for parameter in given):  # torch's own asks for one at least
+                original(given, clip_value, foreach)
+
+        return clip_value_
+
+    return hooks.together(
+        replace_clip_grad_norm(make_clip),
+        replace_clip_grad_value(make_clip_value),
+        replace_get_total_norm(make_norm),
+    )
 
 
 def clip_gradients(
@@ -111,9 +129,7 @@ def _norm(
     """The norm of the gradients of ``parameters`` over all ranks, and of ``others``, which every rank has
     alike.
     """
-    for table in tables:
-        if any(table.name_of(parameter) is not None for parameter in parameters):
-            table.require_reduced_gradients("gradients were to be clipped")
+    _require_reduced(parameters, tables)
     world = tables[0].world if tables else None
     counted = [
         p.grad for p in parameters if p.grad is not None and any(table.answers_for(p) for table in tables)
@@ -121,12 +137,14 @@ def _norm(
     tensors = [*counted, *others]
     device = world.device if world is not None else (tensors[0].device if tensors else torch.device("cpu"))
     own = _power(
-        [torch.linalg.vector_norm(grad.detach(), norm_type).double() for grad in counted], norm_type, device
+        [torch.linalg.vector_norm(numbers_of(grad), norm_type).double() for grad in counted],
+        norm_type,
+        device,
     )
     if world is not None and world.size > 1:
         own = _over_ranks(own, tables[0], norm_type)
     rest = _power(
-        [torch.linalg.vector_norm(tensor.detach(), norm_type).double() for tensor in others],
+        [torch.linalg.vector_norm(numbers_of(tensor), norm_type).double() for tensor in others],
         norm_type,
         device,
     )
@@ -141,6 +159,12 @@ def _norm(
         parameters, *(module.parameters() for table in tables if (module := table.root()) is not None), others
     )
     return total.to(next((tensor.dtype for tensor in known), torch.float32))
+
+
+def _require_reduced(parameters: Sequence[torch.Tensor], tables: Sequence[ParameterTable]) -> None:
+    for table in tables:
+        if any(table.name_of(parameter) is not None for parameter in parameters):
+            table.require_reduced_gradients("gradients were to be clipped")
 
 
 def _power(norms: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,7 @@ dtype; where gradients of 16 bits are summed in float32, the sum over owners is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.gradients.bucket_layout import Division, plan_buckets
 from rannc_backend.runtime.gradients.buckets import GradientBuckets, PendingGradients, StartReduce, zeros_for
 from rannc_backend.runtime.gradients.new_values import check_outside_changes, outside_changes, send_new_values
+from rannc_backend.runtime.gradients.sparse_rows import RowSums
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.state_hooks import Ranks
 from rannc_backend.runtime.switches import Switches
@@ -79,13 +80,13 @@ class DelayableBuckets(GradientBuckets):
         if table.gradients_are_local and not self.switches.delay_reductions:
             self.reduce()
 
-    def outside_changes(self, number: int) -> list[int] | None:
+    def outside_changes(self, number: int) -> list[float] | None:
         """See `new_values.outside_changes`; raises UserInputError where copies of parameters were changed."""
         self.table.given.check([self.table.given.changed()])
         return outside_changes(self.table, number)
 
     def check_outside_changes(
-        self, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[int] | None]
+        self, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[float] | None]
     ) -> None:
         """See `new_values.check_outside_changes`."""
         check_outside_changes(self.table, stage_ranks, found_by_rank)
@@ -113,11 +114,14 @@ def reduce_gradients(
     to do on one rank.
     """
     parameters = dict(table.module().named_parameters())
-    mine = [
-        (name, p)
+    present = {
+        name: p
         for name, p in sorted(parameters.items())
         if p.grad is not None and len(table.owners[name]) > 1
-    ]
+    }
+    in_rows = {name: p for name, p in present.items() if p.grad is not None and p.grad.is_sparse}
+    _reduce_rows(table, in_rows, start_reduce)
+    mine = [(name, p) for name, p in present.items() if name not in in_rows]
     division = Division(updates=table.updates, rank=table.world.rank)
     device = table.world.device
     layout = plan_buckets(
@@ -148,6 +152,25 @@ def reduce_gradients(
     table.gradients_are_local = False
 
 
+def _reduce_rows(
+    table: ParameterTable, tables: Mapping[str, torch.Tensor], start_reduce: StartReduce
+) -> None:
+    """Sum the gradients of parameters that have sparse ones, as rows."""
+    rows = RowSums(
+        tables=tables,
+        owners={name: table.owners[name] for name in tables},
+        updaters={name: table.updaters(name) for name in tables if name in table.updates},
+        rank=table.world.rank,
+    )
+    for name, parameter in tables.items():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        own = parameter.grad.coalesce()
+        rows.keep(name, own.indices()[0], own.values())
+    rows.reduce(start_reduce)
+    for name, parameter in tables.items():
+        parameter.grad = None if name in rows.left_to_others else rows.gradient(name, 1.0)
+
+
 def _count_once(table: ParameterTable) -> None:
     if table.updates:
         _complete(table)
@@ -163,9 +186,16 @@ def _complete(table: ParameterTable) -> None:
     """
     parameters = dict(table.module().named_parameters())
     known = sorted(table.updates)
-    given = agree(
-        table.world, "reduced gradients", [int(parameters[name].grad is not None) for name in known]
-    )
+    given = agree(table.world, "reduced gradients", [_layout(parameters[name].grad) for name in known])
     for index, name in enumerate(known):
-        if given[table.updaters(name)[0]][index] and table.owns(name) and parameters[name].grad is None:
-            parameters[name].grad = torch.zeros_like(parameters[name])
+        layout = given[table.updaters(name)[0]][index]
+        if layout and table.owns(name) and parameters[name].grad is None:
+            zeros = torch.zeros_like(parameters[name])
+            parameters[name].grad = zeros.to_sparse(1) if layout == _SPARSE else zeros
+
+
+_DENSE, _SPARSE = 1, 2
+
+
+def _layout(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else _SPARSE if gradient.is_sparse else _DENSE

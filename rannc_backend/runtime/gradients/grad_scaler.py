@@ -61,7 +61,7 @@ def _of_all_ranks(
         RanksDifferError: the ranks' scalers have different scales, so their gradients would not fit together.
     """
     if not found:
-        found = {world.device: torch.zeros((), device=world.device)}
+        found = {world.device: torch.zeros((), dtype=torch.float32, device=world.device)}
     local = any(bool(tensor.item()) for tensor in found.values())
     # As text: NaN differs from itself.
     answers = agree(world, "GradScaler's unscaling of gradients", [repr(inv_scale.item()), local])

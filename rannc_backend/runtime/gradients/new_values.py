@@ -17,7 +17,7 @@ from itertools import groupby
 
 import torch
 
-from rannc_backend.errors import StaleParameterError
+from rannc_backend.errors import ReplicasDifferError, StaleParameterError
 from rannc_backend.kernels.plain_memory import has_plain_memory, plain_memory
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.parameters import ParameterTable
@@ -28,7 +28,7 @@ _MOST_PACKED_BYTES = 2**20
 _MOST_UNDER_WAY = 64 * 2**20
 # Values are compared in the first steps, when a loop shows what it does, and now and then.
 _FIRST_COMPARED, _COMPARED_EVERY = 4, 64
-_MOST_COMPARED = 4096
+_MOST_COMPARED, _MOST_OF_EACH = 4096, 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,30 +107,61 @@ def note_values(table: ParameterTable, names: Iterable[str]) -> None:
         table.versions[name] = table.tensors[name]._version
 
 
-def outside_changes(table: ParameterTable, number: int) -> list[int] | None:
-    """A few numbers, equal on ranks of a stage unless parameters were changed outside on some of them only; None where
-    all owners update. ``number``: of the step.
+def outside_changes(table: ParameterTable, number: int) -> list[float] | None:
+    """A few numbers, alike on ranks of a stage unless parameters were changed outside on some of them only; None where
+    nothing is compared. ``number``: of the step.
 
-    Changes by way of ``.data`` have no version: some values are looked at.
+    Changes by way of ``.data`` have no version: some values are looked at. Where all owners update, values alone tell.
     """
+    # To look at all that replicas share, a host that runs ahead waits for its device.
+    num_first = _FIRST_COMPARED if table.updates or not table.world.runs_behind else 0
+    compares = number <= num_first or number % _COMPARED_EVERY == 0
     if not table.updates:
-        return None
+        return _looked_at([table.tensors[name] for name in _shared_here(table)]) if compares else None
     # In the order of the division, which is the same on all owners.
     mine = _divided_here(table, table.updates)
-    found = [zlib.crc32(" ".join(_changed(table)).encode())]
-    if mine and (number <= _FIRST_COMPARED or number % _COMPARED_EVERY == 0):
+    found: list[float] = [zlib.crc32(" ".join(_changed(table)).encode())]
+    if mine and compares:
         found.append(_sample(table.tensors[mine[number % len(mine)]]))
     return found
 
 
 def check_outside_changes(
-    table: ParameterTable, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[int] | None]
+    table: ParameterTable, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[float] | None]
 ) -> None:
-    """Raises StaleParameterError where ranks of a stage differ. Collective then."""
+    """Raises StaleParameterError, or where all owners update ReplicasDifferError, where ranks of a stage differ.
+    Collective then.
+    """
+    if not table.updates:
+        _check_replicas(table, stage_ranks, found_by_rank)
+        return
     if all(len({str(found_by_rank[rank]) for rank in ranks}) == 1 for ranks in stage_ranks):
         return
     changed = agree(table.world, "parameters that were changed", _changed(table))
     raise StaleParameterError(sorted(set().union(*changed)))
+
+
+def _check_replicas(
+    table: ParameterTable, stage_ranks: Sequence[Ranks], found_by_rank: Sequence[list[float] | None]
+) -> None:
+    """Raises ReplicasDifferError where replicas of a stage hold values that differ by more than rounding."""
+    apart = {ranks: _apart([found_by_rank[rank] or [] for rank in ranks]) for ranks in stage_ranks}
+    if not any(apart.values()):
+        return
+    shared = _shared_here(table)
+    own = [shared[place] for ranks, places in apart.items() if table.world.rank in ranks for place in places]
+    names = agree(table.world, "parameters of which replicas have different values", own)
+    raise ReplicasDifferError(sorted(set().union(*names)))
+
+
+def _apart(replicas: Sequence[Sequence[float]]) -> list[int]:
+    """Which parameters differ, of those that `_looked_at` has looked at on each replica."""
+    first, *others = replicas
+    return [
+        place // 2
+        for place in range(0, len(first), 2)
+        if any(abs(other[place] - first[place]) > max(other[place + 1], first[place + 1]) for other in others)
+    ]
 
 
 def _divided_here(table: ParameterTable, names: Iterable[str]) -> list[str]:
@@ -147,8 +178,40 @@ def _changed(table: ParameterTable) -> list[str]:
     ]
 
 
+def _shared_here(table: ParameterTable) -> list[str]:
+    """The parameters that this rank has and others have too, in their order."""
+    return [
+        name
+        for name, owners in table.owners.items()
+        if len(owners) > 1 and table.owns(name) and isinstance(table.tensors[name], torch.nn.Parameter)
+    ]
+
+
 def _sample(tensor: torch.Tensor) -> int:
     """A checksum of some elements' bits."""
+    return zlib.crc32(_some(tensor, _MOST_COMPARED).cpu().view(torch.uint8).numpy().data)
+
+
+def _looked_at(tensors: Sequence[torch.Tensor]) -> list[float] | None:
+    """For each a weighted sum of some elements, and by how much those of replicas may differ: kinds of devices round
+    differently. Waits for the device once. None where there are no tensors.
+    """
+    found = []
+    for tensor in tensors:
+        some = _some(tensor, _MOST_OF_EACH)
+        values = (torch.view_as_real(some) if some.is_complex() else some).reshape(-1).double()
+        weights = torch.linspace(1.0, 2.0, len(values), dtype=torch.float64, device=values.device)
+        precision = min(torch.finfo(tensor.dtype).eps ** 0.75, 0.01) if _has_fractions(tensor) else 0.0
+        found += [(values * weights).sum(), values.abs().sum() * precision]
+    # JSON has neither NaN nor infinities.
+    return torch.stack(found).nan_to_num().tolist() if found else None
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _some(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Some elements, over the whole length."""
     flat = plain_memory(tensor.detach()).reshape(-1)
-    some = flat[:: max(1, flat.numel() // _MOST_COMPARED)][:_MOST_COMPARED].contiguous()
-    return zlib.crc32(some.cpu().view(torch.uint8).numpy().data) if some.numel() else 0
+    return flat[:: max(1, flat.numel() // number)][:number].contiguous()

@@ -13,9 +13,10 @@ that is small otherwise would show. Equal bits mean that there was none.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -64,6 +65,16 @@ def is_same_in_parts(optimizer: torch.optim.Optimizer, in_parts: Callable[[Step]
     """
     if couples_parameters(optimizer) is not False:
         return False
+    for sparse in (False, True):
+        # One that wants sparse gradients says so in its own way, as above.
+        with contextlib.suppress(Exception):
+            return _is_same_in_parts(optimizer, in_parts, sparse=sparse)
+    return False
+
+
+def _is_same_in_parts(
+    optimizer: torch.optim.Optimizer, in_parts: Callable[[Step], Step], *, sparse: bool
+) -> bool:
     found = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for make in (lambda step: step, in_parts):
@@ -76,10 +87,14 @@ def is_same_in_parts(optimizer: torch.optim.Optimizer, in_parts: Callable[[Step]
 
                 return stepped
 
-            try:
-                values = _run(optimizer, _places_of(optimizer), None, with_closure=False, make_step=noting)
-            except Exception:  # noqa: BLE001 - whatever an optimizer of the user's may raise
-                return False
+            values = _run(
+                optimizer,
+                _places_of(optimizer),
+                None,
+                with_closure=False,
+                sparse=sparse,
+                make_step=noting,
+            )
             found.append((values, settings))
     (values, settings), (others, other_settings) = found
     return settings == other_settings and all(map(torch.equal, values, others))
@@ -132,13 +147,18 @@ def optimizers_of(parameters: Sequence[torch.Tensor]) -> list[torch.optim.Optimi
     Lookahead) included.
     """
     wanted = {id(parameter) for parameter in parameters}
-    classes = _subclasses(torch.optim.Optimizer)
-    found = [each for each in gc.get_objects() if type(each) in classes]
     return [
         each
-        for each in found
+        for each in _instances(_subclasses(torch.optim.Optimizer))
         if any(id(p) in wanted for group in vars(each).get("param_groups", ()) for p in group["params"])
     ]
+
+
+def _instances(classes: Set[type]) -> list[Any]:
+    """All objects of these classes. They refer to their class, so the collector finds them among what does, in half the
+    time that it takes to look at all objects.
+    """
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
 def _subclasses(cls: type) -> set[type]:
@@ -155,10 +175,11 @@ def _stepped(
     """Small parameters at these places, after some steps in a copy of the optimizer that has no others;
     ``huge``: whose gradients are.
     """
-    try:
-        return _run(optimizer, places, huge, with_closure=False)
-    except Exception:  # noqa: BLE001 - one that wants a closure says so in its own way
-        return _run(optimizer, places, huge, with_closure=True)
+    for sparse in (False, True):
+        # One that wants sparse gradients, or a closure, says so in its own way.
+        with contextlib.suppress(Exception):
+            return _run(optimizer, places, huge, with_closure=False, sparse=sparse)
+    return _run(optimizer, places, huge, with_closure=True)
 
 
 def _run(
@@ -167,6 +188,7 @@ def _run(
     huge: Place | None,
     *,
     with_closure: bool,
+    sparse: bool = False,
     make_step: Callable[[Step], Step] = lambda step: step,
 ) -> list[torch.Tensor]:
     memo: dict[int, Any] = {}
@@ -204,7 +226,8 @@ def _run(
             # Of different size, so that a common norm would show; of one direction, so that estimates of a
             # distance grow.
             direction = _values(place, parameter, 1) + 0.1 * _values(place, parameter, number + 2)
-            parameter.grad = direction * 10.0 ** (place[0] + place[1] - 1) * (_HUGE if place == huge else 1.0)
+            grad = direction * 10.0 ** (place[0] + place[1] - 1) * (_HUGE if place == huge else 1.0)
+            parameter.grad = grad.to_sparse(1) if sparse else grad
         step(clone)
     return [parameter.detach().nan_to_num() for parameter in small]
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from rannc_backend.errors import PartialStateError, UserInputError
+from rannc_backend.errors import CoupledOptimizerError, PartialStateError, UserInputError
 from rannc_backend.runtime.agreement import agree
 from rannc_backend.runtime.comm.exchange_values import exchange
-from rannc_backend.runtime.gradients.optimizer_probe import optimizers_of, parameters_of
+from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.state_hooks import Ranks
-from rannc_backend.runtime.torch_internals import replace_optimizer_states
+from rannc_backend.runtime.torch_internals import optimizers_in_step, replace_optimizer_states
 from rannc_backend.runtime.world import World
 
 StateDict = dict[str, Any]
@@ -237,6 +237,7 @@ class OptimizerStates:
 
         Raises:
             PartialStateError: as `load_state`.
+            CoupledOptimizerError: the model is planned in the closure of such an optimizer's step.
         """
         everyone = tuple(range(self._world.size))
         found = self._known(list(names), lambda parameter: names.get(parameter))
@@ -265,6 +266,12 @@ class OptimizerStates:
             )
             for served in everyone:
                 if missing[served] and (served == rank or (rank == 0 and (identity, served) in waiting)):
+                    if (
+                        optimizer in optimizers_in_step()
+                        and (couples := couples_parameters(optimizer)) is not False
+                    ):
+                        # It has begun to make its state, for all parameters in one place.
+                        raise CoupledOptimizerError(type(optimizer).__name__, known=couples is True)
                     raise _partial(type(optimizer).__name__, rank, len(indices), len(parameters), served)
 
     def parameters_moved(self, table: ParameterTable, before: Mapping[str, Ranks] | None) -> None:

@@ -10,7 +10,7 @@ optimizers that could not do on one rank's parameters what they do on all.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ from rannc_backend.runtime.gradients.new_values import send_new_values
 from rannc_backend.runtime.gradients.optimizer_probe import couples_parameters, optimizers_of, parameters_of
 from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step_counts import Keys, StepCounts, name_of
-from rannc_backend.runtime.torch_internals import be_first_after_step, replace_zero_grad
-from rannc_backend.runtime.world import World
+from rannc_backend.runtime.torch_internals import be_first_after_step, optimizers_in_step, replace_zero_grad
+from rannc_backend.runtime.world import Ranks, World
 from rannc_backend.settings import hooks
 
 # They keep their state, or parameters, in step over ranks by collectives of their own.
@@ -46,8 +46,8 @@ class _Known:
     keys: Keys
     tables: list[ParameterTable]
     outside: list[tuple[str, torch.Tensor]]
-    settings: str
     num_backwards: int = 0  # of compiled models, at the last update
+    is_tried: bool = False
 
 
 class OptimizerWatch:
@@ -84,6 +84,16 @@ class OptimizerWatch:
             replace_zero_grad(self._before_clear),
         )
 
+    def parameters_moved(self, table: ParameterTable, before: Mapping[str, Ranks] | None) -> None:
+        """Other ranks may lack parameters now. A model may also be planned in the closure of a step that began before
+        there was anything to look at.
+        """
+        for known in self._known.values():
+            known.is_tried = False
+        for optimizer in optimizers_in_step():
+            if any(each is table for each in self._of(optimizer).tables):
+                self._before_step(optimizer, (), {})
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         known = self._of(optimizer)
         if not known.keys:
@@ -104,8 +114,7 @@ class OptimizerWatch:
             self._send_first(optimizer)
         counts = self._world.counts.of_parameters(known.keys)
         counts.num_updates += 1
-        rates = [_plain(group.get("lr")) for group in optimizer.param_groups]
-        counts.settings = f"{known.settings}, learning rates {rates}"
+        counts.settings = _settings(optimizer)
 
     def _leave_to_others(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """What autograd itself has added to gradients (a penalty beside the loss) is updated where the sum is."""
@@ -172,18 +181,19 @@ class OptimizerWatch:
             keys=tuple(keys),
             tables=list(found.values()),
             outside=outside,
-            settings=_settings(optimizer),
         )
 
     def _try(self, optimizer: torch.optim.Optimizer, known: _Known) -> None:
         """Once: refuse it, or one that stands around it, if it couples parameters of which this rank lacks
         some.
         """
-        if optimizer in self._tried or not self._checks():
+        if known.is_tried or not self._checks():
             return
         parameters = parameters_of(optimizer)
         lacks = any(table.lacks(parameter) for table in known.tables for parameter in parameters)
         for each in optimizers_of(parameters) if lacks else ():
+            if each in self._tried:
+                continue
             self._is_trying = True
             try:
                 couples = couples_parameters(each)
@@ -192,7 +202,7 @@ class OptimizerWatch:
             if couples or couples is None:
                 raise CoupledOptimizerError(type(each).__name__, known=couples is True)
             self._tried.add(each)
-        self._tried.add(optimizer)
+        known.is_tried = True
 
     def _take_plain_gradients(self, known: _Known) -> None:
         """Refuse an update by plain gradients alone; the others compare theirs when the ranks agree on
@@ -217,14 +227,15 @@ class OptimizerWatch:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """Class and settings, as text: those that its constructor takes, but for the learning rate, which
-    schedules change.
+    """Class and settings of this step, as text: those that its constructor takes. Looked at in each step, as
+    schedules change more than the learning rate (OneCycleLR the betas).
     """
     names = sorted(name for name in optimizer.defaults if name != "lr")
     texts = [
         ", ".join(f"{name}={_plain(group.get(name))}" for name in names) for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(texts))})"
+    rates = [_plain(group.get("lr")) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__}({'; '.join(dict.fromkeys(texts))}), learning rates {rates}"
 
 
 def _plain(value: Any) -> str:

@@ -7,15 +7,18 @@ published in ``p.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError, UserInputError
+from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import TrainingStep
 from rannc_backend.runtime.torch_internals import backward_keeps_graph
+from rannc_backend.settings import hooks
 
 
 class _Step(torch.autograd.Function):
@@ -86,3 +89,43 @@ def call_training(runtime: GraphRuntime, user_tensors: Sequence[torch.Tensor]) -
     for position, result in zip(positions, results, strict=True):
         holder[position] = result
     return holder
+
+
+def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> Callable[[], None]:
+    """From now on `torch.autograd.grad` of a compiled model by a parameter of the ``tables`` is an error; returns a function
+    that ends this. torch would not find the parameter behind the loss, and give None for it.
+    """
+    original = torch.autograd.grad
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(outputs, inputs, *args, **kwargs)
+        given = list(inputs) if isinstance(inputs, Iterable) and not torch.is_tensor(inputs) else inputs
+        tensors = [each for each in (given if isinstance(given, list) else [given]) if torch.is_tensor(each)]
+        names = (table.name_of(tensor) for table in tables() for tensor in tensors)
+        name = next((found for found in names if found is not None), None)
+        if name is not None and _leads_to_step([outputs] if torch.is_tensor(outputs) else list(outputs)):
+            raise UserInputError(
+                f"torch.autograd.grad was asked for the gradient of {name!r}, a parameter of a compiled model, which is "
+                "computed on the ranks of its stages and does not pass through autograd",
+                cure="call backward(); then p.grad is there for each parameter that this rank has "
+                "(rannc_backend.is_held(p)). Gradients of inputs are there for torch.autograd.grad, too.",
+            )
+        return original(outputs, given, *args, **kwargs)
+
+    return hooks.replace("gradients by name", torch.autograd, "grad", grad)
+
+
+def _leads_to_step(outputs: Sequence[Any]) -> bool:
+    """Whether a call of a compiled model is among what the outputs were computed from."""
+    left = [output.grad_fn for output in outputs if torch.is_tensor(output) and output.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if type(node).__name__ == f"{_Step.__name__}Backward":
+            return True
+        further = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= further
+        left += further
+    return False

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rannc_backend.errors import BatchSizeTestError, TooFewSamplesError, UserInputError
-from rannc_backend.ir.action import OUTPUT, Program, Turn, describe
+from rannc_backend.ir.action import Program, Turn, describe
+from rannc_backend.ir.graph_input import ReplicatedInput, UserInput
 from rannc_backend.ir.plan_checks import lane_text
-from rannc_backend.ir.size_test import first_broken
-from rannc_backend.kernels.plain_memory import plain_memory, without_marks
+from rannc_backend.kernels.kept_rows import with_real_rows
 from rannc_backend.runtime.agreement import agree, exchanging
 from rannc_backend.runtime.gradients.buckets import GradientBuckets
 from rannc_backend.runtime.gradients.loss_gradients import Number, if_within, means_on_device, ratio
@@ -39,19 +39,26 @@ from rannc_backend.runtime.step.compile_watch import CompileWatch
 from rannc_backend.runtime.step.digests import Digests
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_settings import (
-    RuntimeInput,
     RuntimeSettings,
     StepCounter,
     TrainingStep,
     agreed_lengths,
     check_replicated,
     local_rows_of,
+    plain_inputs,
+    refuse_hooks_of_delayed,
+    row_table_of,
 )
 from rannc_backend.runtime.step.queue_turns import queue_turns
-from rannc_backend.runtime.step.rehearsal import Rehearsal
+from rannc_backend.runtime.step.rehearsal import Rehearsal, same_random_numbers
 from rannc_backend.runtime.step.scalars import ScalarGraphs, total_over_ranks
-from rannc_backend.runtime.step.step_state import RuntimeOutput, StepShapes, StepState
-from rannc_backend.runtime.step.user_outputs import collect_outputs, refuse_several_numbers, user_gradients
+from rannc_backend.runtime.step.step_state import RuntimeOutput, Scalar, StepShapes, StepState
+from rannc_backend.runtime.step.user_outputs import (
+    collect_outputs,
+    refuse_several_numbers,
+    row_gradients,
+    user_gradients,
+)
 from rannc_backend.runtime.step.versions import VersionCheck, refuse_changes
 from rannc_backend.runtime.switches import Switches
 from rannc_backend.runtime.torch_internals import without_anomaly_detection, without_autocast
@@ -77,7 +84,7 @@ class GraphRuntime:
     world: World
     settings: RuntimeSettings
     counter: StepCounter
-    inputs: tuple[RuntimeInput, ...]
+    inputs: tuple[UserInput, ...]
     outputs: tuple[RuntimeOutput, ...]
     scalars: ScalarGraphs
     buckets: GradientBuckets
@@ -113,27 +120,17 @@ class GraphRuntime:
         """
         if self.switches.observer is not None:
             self.switches.observer.begun(self, user_tensors)
-        tensors = {
-            spec.name: without_marks(tensor.detach())
-            for spec, tensor in zip(self.inputs, user_tensors, strict=True)
-        }
-        # The graphs are of contiguous batches (see capture_trace.py), and labels[:, 1:] is none.
-        tensors |= {
-            spec.name: plain_memory(tensors[spec.name]) for spec in self.inputs if spec.kind == "batch"
-        }
+        tensors = plain_inputs(self.inputs, user_tensors)
         local_rows = local_rows_of(self.inputs, tensors)
         pairs = zip(self.inputs, user_tensors, strict=True)
-        digests = [self._digests.of(spec.name, tensor) for spec, tensor in pairs if spec.kind == "replicated"]
+        digests = [
+            self._digests.of(spec.name, tensor) for spec, tensor in pairs if isinstance(spec, ReplicatedInput)
+        ]
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
         rng_seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
         kind = "training step" if training else "inference step"
         delayed = training and self.switches.delay_reductions
-        if delayed and self.buckets.has_hooks():
-            raise UserInputError(
-                "a parameter has hooks for its gradient, which with delay_grad_allreduce is not the gradient "
-                "yet",
-                cure="change p.grad after allreduce_grads, in place of the hook",
-            )
+        refuse_hooks_of_delayed(delayed and self.buckets.has_hooks())
         kind += " with delay_grad_allreduce" * delayed
         lengths = [tensors[length.carrier].shape[length.dim] for length in self.settings.lengths]
         outside = self.buckets.outside_changes(self.counter.number + 1)
@@ -190,21 +187,7 @@ class GraphRuntime:
         return answers
 
     def _row_table(self, rows_by_rank: tuple[int, ...]) -> RowTable:
-        settings = self.settings
-        most_replicas = max(len(ranks) for ranks in settings.stage_ranks)
-        table = RowTable(
-            local_rows=rows_by_rank,
-            num_micro_batches=1,
-            stage_ranks=settings.stage_ranks,
-            gather_inputs=settings.gather_inputs,
-        )
-        if table.global_rows < most_replicas:
-            raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
-        if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:
-            raise BatchSizeTestError(broken.text, num_rows=table.global_rows, location=broken.location)
-        table = replace(
-            table, num_micro_batches=min(settings.num_micro_batches, table.global_rows // most_replicas)
-        )
+        table = row_table_of(self.settings, rows_by_rank)
         if table != self._rows:
             self._rows = table  # the last one remembers what messages have asked it
         return self._rows
@@ -280,7 +263,7 @@ class GraphRuntime:
                 self._turns.clear()
             self._turns[key] = queue_turns(turns, self.world.rank, state.rows)
         self.world.monitor.phase(f"step {state.number}, {phase}")
-        with exchanging(self.world):
+        with exchanging(self.world), with_real_rows():
             executor.run(program, phases, state, self._turns[key])
 
     @without_autocast
@@ -337,12 +320,14 @@ class GraphRuntime:
 
     @property
     def _num_scalars(self) -> int:
-        return sum(output.kind == "scalar" for output in self.outputs)
+        return sum(isinstance(output, Scalar) for output in self.outputs)
 
     @property
     def _loss_scalar(self) -> int:
         assert self.loss_index is not None, "no scalar output needs a gradient"
-        return self.outputs[self.loss_index].scalar_index
+        loss = self.outputs[self.loss_index]
+        assert isinstance(loss, Scalar), "a loss is a scalar"
+        return loss.index
 
     def _outputs(self, state: StepState) -> list[Any]:
         with exchanging(self.world):
@@ -368,13 +353,13 @@ class GraphRuntime:
         """
         refuse_several_numbers(grads, self.outputs)
         self.world.counts.num_backwards += 1
-        kinds = [
-            None if grad is None else output.kind for grad, output in zip(grads, self.outputs, strict=True)
+        scalars = [
+            grad if isinstance(output, Scalar) else None
+            for grad, output in zip(grads, self.outputs, strict=True)
         ]
-        scalars = [grad if kind == "scalar" else None for grad, kind in zip(grads, kinds, strict=True)]
         behind = self.world.runs_behind
         grad_outputs = [] if behind else [0.0 if grad is None else float(grad) for grad in scalars]
-        words = [[kind is not None for kind in kinds], grad_outputs, step.versions.changed()]
+        words = [[grad is not None for grad in grads], grad_outputs, step.versions.changed()]
         answers = self._agree_with_measured(f"backward of {self.label}", words)
         step.changed_by_rank = tuple(answer[2] for answer in answers)
         if not step.eager:
@@ -465,33 +450,50 @@ class GraphRuntime:
             state.record = None  # a second backward of the same forward
         if state.record is not None:
             state.record.start()
-        state.pending = self.buckets.pending()
-        scalar_grad_outputs: list[Number] = [0.0] * self._num_scalars
-        for output, mean in zip(self.outputs, means, strict=True):
-            if output.kind == "scalar":
-                scalar_grad_outputs[output.scalar_index] = mean
-        state.partial_gradients = state.shapes.scalars.partial_gradients(
-            state.scalars, scalar_grad_outputs, self.world.device
-        )
-        num_rows = state.rows.owned_rows(OUTPUT, self.world.rank)
-        share = 1.0 / self.world.size if self.settings.mean_gradients else 1.0
-        state.grad_outputs = {}
-        for grad, output in zip(grads, state.shapes.outputs, strict=True):
-            if output.kind == "rows" and output.value is not None:
-                shape = output.shape(num_rows[1] - num_rows[0])
-                grad_output = (
-                    torch.zeros(shape, dtype=output.value.dtype, device=self.world.device)
-                    if grad is None
-                    else grad * share
-                )
-                held = state.grad_outputs.get(output.value.name)
-                state.grad_outputs[output.value.name] = grad_output if held is None else held + grad_output
-        self._run("all", "backward", state)
+        self._run_backward(state, grads, means)
+        assert state.pending is not None, "backward without gradient buffers"
         self.buckets.publish(state.pending, 1.0, keep=False)
         state.pending = None
         if state.record is not None:
             state.record.stop(complete=True)
         only_rows = not any(
-            flag and output.kind == "scalar" for flag, output in zip(flagged, self.outputs, strict=True)
+            flag and isinstance(output, Scalar) for flag, output in zip(flagged, self.outputs, strict=True)
         )
+        share = self.settings.share(self.world.size)
         return user_gradients(self.inputs, state, self.world.rank, 1.0 / share if only_rows else 1.0)
+
+    def _run_backward(
+        self, state: StepState, grads: Sequence[torch.Tensor | None], means: Sequence[Number]
+    ) -> None:
+        """Backwards from the gradients of outputs, and of scalars their ``means``; nothing is published."""
+        state.pending = self.buckets.pending()
+        scalar_grad_outputs: list[Number] = [0.0] * self._num_scalars
+        for output, mean in zip(self.outputs, means, strict=True):
+            if isinstance(output, Scalar):
+                scalar_grad_outputs[output.index] = mean
+        state.partial_gradients = state.shapes.scalars.partial_gradients(
+            state.scalars, scalar_grad_outputs, self.world.device
+        )
+        state.grad_outputs = row_gradients(state, grads, self.world, self.settings.share(self.world.size))
+        self._run("all", "backward", state)
+
+    @without_autocast
+    @torch.no_grad()
+    def trial(self, user_tensors: Sequence[torch.Tensor]) -> float:
+        """Seconds of a step's forward and backward, of which nothing is left: gradients are reduced and dropped, buffers
+        stay, nothing is counted, and no random generator advances. Collective; for graphs with a loss.
+        """
+        before, eager = self.counter.number, self.uses_eager_backward
+        with same_random_numbers(self.world.device):
+            state = self.begin(user_tensors, training=True)
+            self.counter.number, state.apply_buffer_updates = before, False
+            self.executor("loss" if eager else "all", state)  # compiles
+            begun = time.perf_counter()
+            self._run_eager(state, 1.0) if eager else self._run("all", "forward", state)
+            self._outputs(state)
+            if not eager:
+                means = [float(index == self.loss_index) for index in range(len(self.outputs))]
+                self._run_backward(state, [None] * len(means), means)
+            if self.world.device.type == "cuda":
+                torch.cuda.synchronize(self.world.device)
+        return time.perf_counter() - begun

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from rannc_backend.errors import RanksDifferError, UserInputError
+from rannc_backend.errors import BatchSizeTestError, RanksDifferError, TooFewSamplesError, UserInputError
+from rannc_backend.ir.graph_input import BatchInput, ReplicatedInput, UserInput
 from rannc_backend.ir.length import Length
-from rannc_backend.ir.size_test import SizeTest
+from rannc_backend.ir.size_test import SizeTest, first_broken
+from rannc_backend.kernels.plain_memory import plain_memory, without_marks
 from rannc_backend.runtime.gradients.loss_gradients import Number
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.step_state import StepState
@@ -20,15 +22,6 @@ LENGTHS_CURE = (
     "padding='max_length' or pad_to_multiple_of), or let this backend do it: "
     "options={'pad_inputs': {'input_ids': 0, 'attention_mask': 0, 'labels': -100}}."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeInput:
-    """A user tensor of the graph: its placeholder name, and "batch" or "replicated"."""
-
-    name: str
-    kind: str
-    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +38,10 @@ class RuntimeSettings:
     compile_limit_seconds: float
     size_tests: tuple[SizeTest, ...] = ()
     lengths: tuple[Length, ...] = ()
+
+    def share(self, num_ranks: int) -> float:
+        """Of a rank in the gradient of an output's rows."""
+        return 1.0 / num_ranks if self.mean_gradients else 1.0
 
 
 @dataclass(slots=True)
@@ -71,9 +68,29 @@ class TrainingStep:
     changed_by_rank: tuple[str, ...] = ()
 
 
-def local_rows_of(inputs: Sequence[RuntimeInput], tensors: Mapping[str, torch.Tensor]) -> int:
+def plain_inputs(
+    inputs: Sequence[UserInput], user_tensors: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The user's tensors by name, as graphs take them: those of the batch contiguous, and ``labels[:, 1:]`` is not."""
+    given = zip(inputs, user_tensors, strict=True)
+    tensors = {spec.name: without_marks(tensor.detach()) for spec, tensor in given}
+    return tensors | {
+        spec.name: plain_memory(tensors[spec.name]) for spec in inputs if isinstance(spec, BatchInput)
+    }
+
+
+def refuse_hooks_of_delayed(has_hooks: bool) -> None:
+    """Raise UserInputError where hooks would be given a gradient that is not summed yet."""
+    if has_hooks:
+        raise UserInputError(
+            "a parameter has hooks for its gradient, which with delay_grad_allreduce is not the gradient yet",
+            cure="change p.grad after allreduce_grads, in place of the hook",
+        )
+
+
+def local_rows_of(inputs: Sequence[UserInput], tensors: Mapping[str, torch.Tensor]) -> int:
     """How many samples this rank has; UserInputError where its batch inputs differ in that."""
-    sizes = {spec.name: tensors[spec.name].shape[0] for spec in inputs if spec.kind == "batch"}
+    sizes = {spec.name: tensors[spec.name].shape[0] for spec in inputs if isinstance(spec, BatchInput)}
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise UserInputError(
@@ -83,9 +100,26 @@ def local_rows_of(inputs: Sequence[RuntimeInput], tensors: Mapping[str, torch.Te
     return next(iter(sizes.values()))
 
 
-def check_replicated(inputs: Sequence[RuntimeInput], digests_by_rank: Sequence[Sequence[float]]) -> None:
+def row_table_of(settings: RuntimeSettings, rows_by_rank: tuple[int, ...]) -> RowTable:
+    """Where the rows of a step are. Raises TooFewSamplesError, BatchSizeTestError."""
+    most_replicas = max(len(ranks) for ranks in settings.stage_ranks)
+    table = RowTable(
+        local_rows=rows_by_rank,
+        num_micro_batches=1,
+        stage_ranks=settings.stage_ranks,
+        gather_inputs=settings.gather_inputs,
+    )
+    if table.global_rows < most_replicas:
+        raise TooFewSamplesError(num_samples=table.global_rows, num_replicas=most_replicas)
+    if (broken := first_broken(settings.size_tests, table.global_rows)) is not None:
+        raise BatchSizeTestError(broken.text, num_rows=table.global_rows, location=broken.location)
+    number = min(settings.num_micro_batches, table.global_rows // most_replicas)
+    return replace(table, num_micro_batches=number)
+
+
+def check_replicated(inputs: Sequence[UserInput], digests_by_rank: Sequence[Sequence[float]]) -> None:
     """Raise RanksDifferError where an input without batch dimension is not the same on all ranks."""
-    for index, spec in enumerate(spec for spec in inputs if spec.kind == "replicated"):
+    for index, spec in enumerate(spec for spec in inputs if isinstance(spec, ReplicatedInput)):
         values = [repr(digests[index]) for digests in digests_by_rank]
         if len(set(values)) > 1:
             raise RanksDifferError(

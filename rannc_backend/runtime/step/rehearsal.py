@@ -151,7 +151,7 @@ class Rehearsal:
         )
         alone = replace(self.world, transport=NobodyThere(self.world.transport, self.world.device))
         player = replace(executor, world=alone, examples=self._examples(state))
-        with _same_random_numbers(self.world.device):
+        with same_random_numbers(self.world.device):
             for phase, program, phases in programs:
                 if phase in ("train", "backward"):
                     played.pending = pending()
@@ -224,7 +224,7 @@ def _reduce_nothing(buffer: torch.Tensor, ranks: Ranks, takers: Ranks = ()) -> D
 
 
 @contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Operators of the user may draw from torch's own generators."""
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn from torch's generators within it, by operators of the user too, leaves no trace."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

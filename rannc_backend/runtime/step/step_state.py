@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -33,33 +33,58 @@ OLD_VALUE = -1  # in the place of a micro-batch: of a buffer, the value that it 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeOutput:
-    """One flat user output.
+class DeliveredRows:
+    """A flat user output with rows: each rank gets its own."""
 
-    kind "rows": ``value`` says name, dtype and layout; None where the user does not get it, and ``constant`` says
-    why. kind "scalar": ``scalar_index`` among the epilogue's outputs. kind "replicated":
-    ``name``, made by rank ``root`` with ``dtype`` and ``static_shape``. kind "none": ``constant`` itself. kind
-    "unavailable": ``constant`` says why it cannot be had.
-    """
-
-    kind: str
-    differentiable: bool = False
-    value: Value | None = None
-    scalar_index: int = -1
-    name: str = ""
-    root: int = 0
-    dtype: torch.dtype = torch.float32
-    static_shape: tuple[int, ...] = ()
-    constant: object = None
+    value: Value
+    differentiable: bool
 
     def shape(self, num_rows: int) -> tuple[int, ...]:
-        """Shape of a row output that holds ``num_rows`` samples."""
+        """Shape of ``num_rows`` samples."""
         value = self.value
-        assert value is not None, "no shape without a value"
         return tuple(
             num_rows * value.outer * value.inner if i == value.dim else size
             for i, size in enumerate(value.shape)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """A flat user output that the epilogue makes, at this place among its outputs; all ranks get it."""
+
+    index: int
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated:
+    """A flat user output that is the same for all rows: rank ``root`` makes it, all ranks get it."""
+
+    name: str
+    root: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    differentiable: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantOutput:
+    """A flat user output that no stage makes."""
+
+    constant: object
+    differentiable: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotDelivered:
+    """A flat user output that nobody gets, and why. ``is_left_out``: outputs="all" would bring it."""
+
+    why: str
+    is_left_out: bool
+    differentiable: ClassVar[bool] = False
+
+
+RuntimeOutput = DeliveredRows | Scalar | Replicated | ConstantOutput | NotDelivered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

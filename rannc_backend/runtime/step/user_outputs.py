@@ -14,11 +14,34 @@ import torch
 
 from rannc_backend.errors import OutputNotAvailableError, UserInputError
 from rannc_backend.ir.action import INPUT, OUTPUT
+from rannc_backend.ir.graph_input import UserInput
 from rannc_backend.kernels.plain_memory import plain_memory
-from rannc_backend.runtime.step.graph_settings import RuntimeInput
-from rannc_backend.runtime.step.step_state import RuntimeOutput, StepState
+from rannc_backend.runtime.step.step_state import (
+    DeliveredRows,
+    NotDelivered,
+    Replicated,
+    RuntimeOutput,
+    Scalar,
+    StepState,
+)
 from rannc_backend.runtime.torch_internals import leaves_of
 from rannc_backend.runtime.world import World
+
+
+def row_gradients(
+    state: StepState, grads: Sequence[torch.Tensor | None], world: World, share: float
+) -> dict[str, torch.Tensor]:
+    """``share`` times the gradients of this rank's rows of outputs, by value; zeros where none came."""
+    begin, end = state.rows.owned_rows(OUTPUT, world.rank)
+    found: dict[str, torch.Tensor] = {}
+    for grad, output in zip(grads, state.shapes.outputs, strict=True):
+        if isinstance(output, DeliveredRows):
+            value, shape = output.value, output.shape(end - begin)
+            part = (
+                torch.zeros(shape, dtype=value.dtype, device=world.device) if grad is None else grad * share
+            )
+            found[value.name] = found[value.name] + part if value.name in found else part
+    return found
 
 
 def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequence[RuntimeOutput]) -> None:
@@ -28,7 +51,7 @@ def refuse_several_numbers(grads: Sequence[torch.Tensor | None], outputs: Sequen
         UserInputError: one has several elements, or an imaginary part.
     """
     for index, (grad, output) in enumerate(zip(grads, outputs, strict=True)):
-        if grad is None or output.kind != "scalar":
+        if grad is None or not isinstance(output, Scalar):
             continue
         place = f"output {index} of the compiled model is summed over the batch and has"
         if grad.numel() != 1:
@@ -80,25 +103,23 @@ def collect_outputs(
     """The flat outputs of this rank."""
     results: list[Any] = []
     for output in outputs:
-        match output.kind:
-            case "rows":
+        match output:
+            case DeliveredRows():
                 results.append(_rows(output, state, world))
-            case "scalar":
-                results.append(scalars[output.scalar_index])
-            case "replicated":
+            case Scalar():
+                results.append(scalars[output.index])
+            case Replicated():
                 results.append(_replicated(output, state, world))
-            case "unavailable":
-                results.append(UnavailableOutput.because(str(output.constant)))
+            case NotDelivered():
+                results.append(UnavailableOutput.because(output.why, is_left_out=output.is_left_out))
             case _:
                 results.append(output.constant)
     state.row_outputs.clear()
     return results
 
 
-def _rows(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor:
+def _rows(output: DeliveredRows, state: StepState, world: World) -> torch.Tensor:
     value = output.value
-    if value is None:
-        return UnavailableOutput.because(str(output.constant), is_left_out=True)
     parts = [
         state.row_outputs[value.name, m]
         for m in range(state.rows.num_micro_batches)
@@ -115,20 +136,20 @@ def _rows(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor
     return result
 
 
-def _replicated(output: RuntimeOutput, state: StepState, world: World) -> torch.Tensor:
+def _replicated(output: Replicated, state: StepState, world: World) -> torch.Tensor:
     tensor = state.replicated_outputs.get(output.name)
     if world.size == 1:
         assert tensor is not None, f"{output.name} was not computed"
         return tensor
     if tensor is None:
-        tensor = torch.empty(output.static_shape, dtype=output.dtype, device=world.device)
+        tensor = torch.empty(output.shape, dtype=output.dtype, device=world.device)
     tensor = plain_memory(tensor)
     world.transport.broadcast(tensor, output.root, tuple(range(world.size))).wait()
     return tensor
 
 
 def user_gradients(
-    inputs: Sequence[RuntimeInput], state: StepState, rank: int, scale: float
+    inputs: Sequence[UserInput], state: StepState, rank: int, scale: float
 ) -> list[torch.Tensor | None]:
     """Of the inputs that require one, this rank's rows; takes them from the step."""
     results: list[torch.Tensor | None] = []

@@ -17,6 +17,7 @@ import torch
 
 from rannc_backend.runtime.comm.host_link import HostLink
 from rannc_backend.runtime.comm.streams import CudaLayer
+from rannc_backend.runtime.gradients.sparse_rows import memory_of
 from rannc_backend.runtime.torch_internals import NewTensors, storage_key
 
 
@@ -80,4 +81,5 @@ def optimizer_tensors(
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind ``tensors``, what they share counted once."""
-    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    parts = [part for tensor in tensors for part in memory_of(tensor)]
+    return sum({storage_key(part): part.untyped_storage().nbytes() for part in parts}.values())

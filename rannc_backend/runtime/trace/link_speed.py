@@ -16,7 +16,7 @@ import torch
 
 from rannc_backend.runtime.gradients.bucket_layout import BucketSpec
 from rannc_backend.runtime.gradients.bucket_reductions import BucketReductions
-from rannc_backend.runtime.parameters import STATE_CHANNEL
+from rannc_backend.runtime.state_hooks import STATE_CHANNEL
 from rannc_backend.runtime.world import World
 
 _SMALL_BYTES = 512

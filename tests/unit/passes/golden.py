@@ -195,7 +195,10 @@ def _reductions(function: Callable[[Tensor, Tensor], Any]) -> Case:
 
 def _described_split(split: BatchSplit) -> list[str]:
     outputs = [f"row-wise output: {output.kind} {output.name}" for output in split.outputs]
-    users = [f"the user's output: {output.kind}" for output in split.user_outputs]
+    users = [
+        f"the user's output: {type(output).__name__.removeprefix('User').lower()}"
+        for output in split.user_outputs
+    ]
     return [*outputs, *users, f"sums before the step: {split.prologue_sums}, linear: {split.linear}"]
 
 

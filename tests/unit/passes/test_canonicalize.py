@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.passes.canonicalize import (
     CANONICAL,
     CANONICALIZE,
+    IN_PARTS,
     ComplexScatters,
     DifferentiableFills,
     EraseAssertions,
@@ -164,3 +166,63 @@ def test_strides_that_give_other_elements_stay():
     ):
         x = torch.randn(4, 5)
         assert count_ops(check(traced(function, x), (x,)))["aten.as_strided.default"] == 1
+
+
+def _masks(which: int | None) -> dict[str, object]:
+    shapes = {0: (5, 5), 1: (3, 5), 2: (3, 2, 5, 5)}
+    if which is None:
+        return {}
+    generator = torch.Generator().manual_seed(which)
+    mask = torch.rand(shapes[which], generator=generator) > 0.6
+    mask[..., 0] = False  # no token without a key
+    return {"mask": mask, "mask_type": which}
+
+
+def _layer(width: int = 8) -> tuple[nn.TransformerEncoderLayer, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, 2, 12, batch_first=True).double()
+    for norm in (layer.norm1, layer.norm2):
+        nn.init.uniform_(norm.weight)
+        nn.init.uniform_(norm.bias)
+    attention = layer.self_attn
+    nn.init.uniform_(attention.in_proj_bias)
+    own = [
+        attention.in_proj_weight,
+        attention.in_proj_bias,
+        attention.out_proj.weight,
+        attention.out_proj.bias,
+    ]
+    return layer, own
+
+
+@pytest.mark.parametrize("which", [None, 0, 1, 2])
+@pytest.mark.parametrize("average", [True, False])
+def test_attention_of_evaluation_equals_its_parts(which, average):
+    _, own = _layer()
+    target, x = aten._native_multi_head_attention.default, torch.randn(3, 5, 8, dtype=torch.float64)
+    settings = _masks(which) | {"need_weights": True, "average_attn_weights": average}
+    with torch.no_grad():
+        for call in ((x, x, x), (x, x.flip(1), 2 * x)):
+            expected = target(*call, 8, 2, *own, **settings)
+            found = IN_PARTS[target](*call, 8, 2, *own, **settings)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+        assert IN_PARTS[target](x, x, x, 8, 2, *own, need_weights=False)[1] is None
+
+
+@pytest.mark.parametrize("which", [None, 1, 2])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("use_gelu", [True, False])
+def test_encoder_layers_of_evaluation_equal_their_parts(which, norm_first, use_gelu):
+    layer, own = _layer()
+    others = [
+        *(layer.norm1.weight, layer.norm1.bias, layer.norm2.weight, layer.norm2.bias),
+        *(layer.linear1.weight, layer.linear1.bias, layer.linear2.weight, layer.linear2.bias),
+    ]
+    target, x = aten._transformer_encoder_layer_fwd.default, torch.randn(3, 5, 8, dtype=torch.float64)
+    arguments = (x, 8, 2, *own, use_gelu, norm_first, 1e-5, *others)
+    masks = _masks(which)
+    with torch.no_grad():
+        expected = target(*arguments, *masks.values())
+        for found in (IN_PARTS[target](*arguments, *masks.values()), IN_PARTS[target](*arguments, **masks)):
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)

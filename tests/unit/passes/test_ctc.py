@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,11 @@ from torch.nn import functional
 from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.batch.layouts import Rows
 from rannc_backend.passes.ctc import LOSSES, call_ctc, takes
 from tests.default_dtype import float64
+from tests.nonstrict_models import graph_arguments
 
 CLASSES = 5
 
@@ -46,7 +50,66 @@ def test_which_calls_it_takes() -> None:
     assert takes(torch.ctc_loss, batch) and takes(functional.ctc_loss, (*batch, 0))
     assert not takes(torch.nn.functional.nll_loss, batch)
     assert not takes(torch.ctc_loss, (*batch[:2], [9] * 4, [3] * 4)), "lengths are numbers"
-    assert not takes(torch.ctc_loss, (batch[0], batch[1].flatten(), *batch[2:])), "targets without rows"
+    assert takes(torch.ctc_loss, (batch[0], batch[1].flatten(), *batch[2:])), "targets one after the other"
+    assert not takes(torch.ctc_loss, (batch[0][:, 0], batch[1][0], *batch[2:])), "scores of one sample"
+
+
+class _Selected(nn.Module):
+    """The targets of all rows one after the other, as transformers' losses of speech have them."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor] = lambda mask, counts: counts) -> None:
+        super().__init__()
+        self.head, self.change = nn.Linear(4, CLASSES), change
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        mask = labels >= 0
+        counts = self.change(mask, mask.sum(-1))
+        log_probs = self.head(x).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((x.shape[0],), x.shape[1], dtype=torch.long)
+        targets = labels.masked_select(mask).to(torch.int32)
+        return functional.ctc_loss(log_probs, targets, lengths, counts, zero_infinity=True)
+
+
+def _selected_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(1, CLASSES, (4, 4), generator=generator)
+    labels[0, 1], labels[1, 0], labels[2, 2:], labels[3] = (
+        -100,
+        -100,
+        -100,
+        -100,
+    )  # in the middle, all of a row
+    return torch.randn(4, 9, 4, generator=generator, dtype=torch.float64), labels
+
+
+def test_targets_that_a_mask_selects_are_those_of_each_row() -> None:
+    with float64():
+        model, batch = _Selected(), _selected_batch()
+        capture = capture_call(model, call_of(model, batch, {}))
+        analysis = analyze(capture.recorded.captured)
+        (found,) = capture.recorded.captured.graph_module(
+            *graph_arguments(capture, call_of(model, batch, {}))
+        )
+        torch.testing.assert_close(found, model(*batch), rtol=1e-13, atol=1e-13)
+    graph = capture.recorded.captured.graph_module.graph
+    (node,) = graph.find_nodes(op="call_function", target=LOSSES)
+    assert analysis.split.whole_batch is None and analysis.split.layouts[node.name] == Rows(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask, counts: counts.clamp(min=1),
+        lambda mask, counts: (~mask).sum(-1),
+        lambda mask, counts: mask.sum(0),
+    ],
+)
+def test_targets_of_other_lengths_are_refused(change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with float64():
+        model = _Selected(change)
+        with pytest.raises(UnsupportedModelError, match="not as a mask of the rows selects them") as found:
+            capture_call(model, call_of(model, _selected_batch(), {}))
+    assert "in forward" in (found.value.location or "") and "[rows, tokens]" in (found.value.cure or "")
 
 
 class _Speech(nn.Module):

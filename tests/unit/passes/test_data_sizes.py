@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
-from rannc_backend.passes.data_sizes import bound_data_sizes, has_data_sizes
+from rannc_backend.passes.data_sizes import bound_data_sizes, has_data_sizes, log_sigmoid_backward
 from tests.data_size_models import MODELS, batch
 from tests.nonstrict_models import graph_arguments
 
@@ -33,6 +33,14 @@ def test_the_graph_is_the_forward_whatever_the_sizes(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_a_derivative_that_asks_for_no_size_is_that_of_torch() -> None:
+    value = torch.linspace(-800, 800, 33, dtype=torch.float64)
+    (gradient,) = torch.ones_like(value)[None].cos()
+    _, buffer = torch.ops.aten.log_sigmoid_forward(value)
+    expected = torch.ops.aten.log_sigmoid_backward(gradient, value, buffer)
+    torch.testing.assert_close(log_sigmoid_backward(gradient, value, buffer), expected, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

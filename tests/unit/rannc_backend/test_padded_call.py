@@ -25,6 +25,13 @@ class Model(nn.Module):
 
 def padded(others: list[dict[str, list[int]]], *args: Any, paddings: dict[str, float], **kwargs: Any) -> Any:
     """Of one rank among others with these shapes."""
+    made, named, _ = padded_with_check(others, *args, paddings=paddings, **kwargs)
+    return made, named
+
+
+def padded_with_check(
+    others: list[dict[str, list[int]]], *args: Any, paddings: dict[str, float], **kwargs: Any
+) -> Any:
     return padded_arguments(Model(), args, kwargs, paddings=paddings, exchange=lambda own: [own, *others])
 
 
@@ -67,3 +74,27 @@ def test_an_input_without_a_value_is_refused() -> None:
 def test_a_name_that_is_no_input_is_refused() -> None:
     with pytest.raises(UserInputError, match=r"names input_ids.*inputs of Model are ids, labels"):
         padded([], torch.ones(2, 4), torch.ones(2, 4), paddings={"input_ids": 0})
+
+
+@pytest.mark.parametrize("own", [4, 6])
+def test_values_of_padded_places_are_refused_without_a_loss(own: int) -> None:
+    """On the ranks that were padded and on the longest."""
+    ids = torch.ones(2, own, dtype=torch.long)
+    others = [{"ids": [1, 4]}, {"ids": [3, 6]}]
+    *_, check = padded_with_check(others, ids, paddings={"ids": 0})
+    for result in (
+        torch.ones(2, 6, 11),
+        {"logits": torch.ones(2, 6)},
+        (torch.ones(2, 3, 6), torch.ones(2, 6)),
+    ):
+        with pytest.raises(UserInputError, match=r"has padded ids to 6.*(?s:.*)generation\.generate"):
+            check(result)
+    check({"loss": torch.ones(()), "logits": torch.ones(2, 6, 11)})
+    check(torch.ones(2, 3))
+    check(torch.ones(6, 3, 6))
+    check("nothing")
+
+
+def test_values_of_ranks_with_one_length_are_theirs() -> None:
+    *_, check = padded_with_check([{"ids": [1, 4]}], torch.ones(2, 4), paddings={"ids": 0})
+    check(torch.ones(2, 4, 11))

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.soft_labels import trace_soft_labels
+from rannc_backend.capture.written_out import trace_soft_labels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rannc_backend.passes.batch.batch_split import UserConstant, UserReplicated, UserRows, UserScalar
 from rannc_backend.passes.batch.layouts import Rows
 from rannc_backend.passes.batch.split_reductions import BatchSplit, split_batch
 from rannc_backend.passes.canonicalize import CANONICAL
@@ -151,15 +152,15 @@ def run_in_slices(
     outputs: list[Any] = []
     by_name = {(item.kind, item.name): place for place, item in enumerate(split.outputs)}
     for item in split.user_outputs:
-        if item.kind == "rows":
+        if isinstance(item, UserRows):
             place, layout = by_name["rows", item.name], split.layouts[item.name]
             outputs.append(join_rows([result[place] for result in results], layout))
-        elif item.kind == "scalar":
+        elif isinstance(item, UserScalar):
             outputs.append(scalars[item.index])
-        elif item.kind == "replicated":
+        elif isinstance(item, UserReplicated):
             outputs.append(results[0][by_name["replicated", item.name]])
         else:
-            outputs.append(item.value)
+            outputs.append(item.value if isinstance(item, UserConstant) else item.why)
     kept_cuts = [rows for place, rows in enumerate(cuts) if place != faults.drop_slice]
     return outputs, _gradients(traced, split, values, kept, kept_cuts, seeds, weights)
 
@@ -181,7 +182,7 @@ def _epilogue(
     pairs = [
         (scalars[item.index], weight)
         for item, weight in zip(split.user_outputs, weights)
-        if item.kind == "scalar" and weight is not None
+        if isinstance(item, UserScalar) and weight is not None
     ]
     if pairs and wanted:
         gradients = torch.autograd.grad(
@@ -204,7 +205,7 @@ def _gradients(
                 outputs.append(result[place])
                 incoming.append(seeds[item.name])
         for item, weight in zip(split.user_outputs, weights):
-            if item.kind == "rows" and weight is not None:
+            if isinstance(item, UserRows) and weight is not None:
                 place = next(
                     p for p, o in enumerate(split.outputs) if o.kind == "rows" and o.name == item.name
                 )

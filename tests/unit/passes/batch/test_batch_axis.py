@@ -19,6 +19,7 @@ from rannc_backend.passes.batch.batch_axis import (
     Rows,
     analyze_batch_axis,
 )
+from rannc_backend.passes.batch.batch_split import UserRows
 from rannc_backend.passes.batch.loss_decompositions import decompose_batch_reductions
 from rannc_backend.passes.pipeline import PassError
 from tests.unit.passes.batch.batch_tracing import Traced, trace
@@ -110,6 +111,7 @@ ROWWISE: dict[str, Callable[..., object]] = {
     "embedding": lambda x, i, w: F.embedding(i, w) * x,
     "one_hot": lambda x, i, w: F.one_hot(i, 4).to(x.dtype) @ x,
     "gather": lambda x, i, w: x.gather(1, i[:, :, None].expand(-1, -1, 6)),
+    "gather_in_a_table": lambda x, i, w: w[0].gather(-1, i[:, 0])[:, None, None] * x + w.gather(0, i)[..., None],
     "scatter": lambda x, i, w: torch.zeros_like(x).scatter_add(1, i[:, :, None].expand(-1, -1, 6), x),
     "index_constant": lambda x, i, w: x[:, CONSTANT_INDEX] + x.index_select(1, CONSTANT_INDEX),
     "index_two_constants": lambda x, i, w: x[:, CONSTANT_INDEX, CONSTANT_INDEX],
@@ -171,7 +173,7 @@ def _heads(x: Tensor, w: Tensor) -> Tensor:
 def test_rowwise_operators_are_the_same_on_slices(name: str) -> None:
     graph = traced(ROWWISE[name])
     split = split_traced(graph)
-    assert all(item.kind == "rows" for item in split.user_outputs)
+    assert all(isinstance(item, UserRows) for item in split.user_outputs)
     assert worst_error(graph, split, SIZES) <= 1e-12
 
 

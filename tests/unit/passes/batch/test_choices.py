@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.passes.batch.batch_split import BatchSplit, UserScalar, UserUnavailable
 from rannc_backend.passes.data_sizes import has_data_sizes
 from rannc_backend.passes.pipeline import PassError
 from tests.choice_models import IGNORED, MODELS, TOKENS, WIDTH, batch
@@ -81,8 +81,8 @@ class WithScores(nn.Module):
 
 def test_values_of_what_is_chosen_are_not_given_back() -> None:
     loss, scores = split_traced(_traced(WithScores())).user_outputs
-    assert (loss.kind, scores.kind) == ("scalar", "unavailable")
-    assert f"of shape (?, {WIDTH}) cannot be taken apart" in str(scores.value)
+    assert isinstance(loss, UserScalar) and isinstance(scores, UserUnavailable)
+    assert f"of shape (?, {WIDTH}) cannot be taken apart" in scores.why
 
 
 REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

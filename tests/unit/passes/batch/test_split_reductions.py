@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rannc_backend.passes.batch.batch_split import UserReplicated, UserRows, UserScalar
 from rannc_backend.passes.batch.layouts import Constant, PartialSum, Rows
 from rannc_backend.passes.pipeline import PassError
 from tests.choice import mostly
@@ -302,10 +303,10 @@ def test_batch_norm_in_training_is_row_wise_by_its_stated_rule() -> None:
 
 def test_frozen_parameters_alone_are_replicated() -> None:
     graph = traced_step(STEPS["penalty_alone"][0])
-    assert [item.kind for item in split_traced(graph).user_outputs] == ["scalar", "rows"]
-    assert [item.kind for item in split_traced(graph, frozen=graph.parameters).user_outputs] == [
-        "replicated",
-        "rows",
+    assert [type(item) for item in split_traced(graph).user_outputs] == [UserScalar, UserRows]
+    assert [type(item) for item in split_traced(graph, frozen=graph.parameters).user_outputs] == [
+        UserReplicated,
+        UserRows,
     ]
 
 

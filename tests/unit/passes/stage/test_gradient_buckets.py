@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rannc_backend.kernels.gradient_writes import FIRST, LATER, listening, write_gradients
-from rannc_backend.passes.pipeline import count_ops
+from rannc_backend.passes.pipeline import PassError, count_ops
 from rannc_backend.passes.stage.gradient_buckets import BucketGraph, write_into_buckets
 
 aten = torch.ops.aten
@@ -133,9 +133,13 @@ class Heard:
 
     def __init__(self) -> None:
         self.positions: list[int] = []
+        self.rows: list[tuple[int, Tensor, Tensor]] = []
 
     def all_made(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)
+
+    def keep_rows(self, position: int, index: Tensor, rows: Tensor) -> None:
+        self.rows.append((position, index, rows))
 
 
 def worst_error(
@@ -262,3 +266,41 @@ def test_one_launch_writes_what_single_copies_write() -> None:
         for view, old, gradient in zip(views, before, gradients, strict=True):
             assert torch.equal(view, gradient.to(view.dtype) if accumulate == FIRST else old + gradient)
     assert memory[0].isnan().sum() == 64 - 11 and memory[1].isnan().sum() == 12
+
+
+_KEPT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], set[int]]] = {
+    "table": (_table, set()),
+    "padded": (lambda x, i: _table(x, i, padding=2), {2}),
+    "masked": (_masked, {2}),
+    "put": (_put, set()),
+    "twice": (lambda x, i: _table(x, i) + _table(x.sin(), i), set()),
+    "cast": (lambda x, i: _table(x.float(), i).double(), set()),
+}
+
+
+@pytest.mark.parametrize("name", _KEPT)
+def test_rows_of_sparse_gradients_go_to_the_listener(name: str) -> None:
+    make, left_out = _KEPT[name]
+    plain = make_fx(lambda x, g, i: (make(x, i), g.sin()), tracing_mode="fake")(*inputs(0))
+    slot = torch.full((1,), torch.nan, dtype=torch.float64)
+    graph = write_into_buckets(plain, {0: 5}, {5: slot}, FIRST, fuse=True, sparse=frozenset({5}))
+    assert set(graph.how[5]) == {"kept"}
+    heard, given_inputs = Heard(), inputs(3)
+    with listening(heard):
+        (sine,) = graph.graph_module(*given_inputs, LATER, slot)
+    assert torch.equal(sine, given_inputs[1].sin()) and heard.positions == [5] and slot.isnan().all()
+    found = torch.zeros(TOKENS, 4, dtype=torch.float64)
+    for position, index, rows in heard.rows:
+        assert position == 5 and not left_out & set(index.tolist())
+        found.index_add_(0, index, rows.double())
+    expected = plain(*given_inputs)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if name == "cast" else EXACT)
+    kept = heard.rows[0][2].clone()
+    given_inputs[0].fill_(0)
+    assert torch.equal(heard.rows[0][2], kept), "the memory is the graph's"
+
+
+def test_a_sparse_gradient_of_more_than_rows_is_refused() -> None:
+    plain = make_fx(lambda x, g, i: (_table(x, i) * 2, g), tracing_mode="fake")(*inputs(0))
+    with pytest.raises(PassError, match="sparse_gradients='dense'"):
+        write_into_buckets(plain, {0: 5}, {5: torch.zeros(1)}, FIRST, fuse=True, sparse=frozenset({5}))

@@ -101,6 +101,8 @@ def test_items_of_one_meaning_are_put_together() -> None:
     [
         ({"topk": 0}, "greater than or equal to 1"),
         ({"topk": "3"}, "valid integer"),
+        ({"topk": 101}, "num_plans is an integer, at least 1, at most 100"),
+        ({"micro_batch_size": 10**8, "mesh_row": 1, "world_size": 10**8}, "micro_batch_rows"),
         ({"zero_stage": 2}, "less than or equal to 1"),
         ({"zero_stage": True}, "valid integer"),
         ({"pipeline_scheduler": "gpipe"}, "'1f1b'"),

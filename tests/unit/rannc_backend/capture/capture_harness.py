@@ -18,6 +18,7 @@ from rannc_backend.capture import graph as capture
 from rannc_backend.capture.first_trace import begin_symbolically
 from rannc_backend.capture.graph import CapturedGraph
 from rannc_backend.capture.node_order import in_order_of_arguments
+from rannc_backend.ir.graph_input import StateInput
 
 aten = torch.ops.aten
 
@@ -62,7 +63,9 @@ def capture_call(model: Any, *args: Any, **kwargs: Any) -> tuple[Recorder, Any]:
 
 def kinds(recorder: Recorder) -> dict[str, str]:
     """What each input of the only graph is, by name."""
-    return {item.fqn or item.name: item.kind for item in recorder.graph.inputs}
+    return {
+        item.fqn if isinstance(item, StateInput) else item.name: item.kind for item in recorder.graph.inputs
+    }
 
 
 def run(captured: CapturedGraph, arguments: Sequence[Any]) -> tuple[Any, ...]:

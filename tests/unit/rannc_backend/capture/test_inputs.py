@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from rannc_backend.capture.inputs import plain_numbers
 from tests.choice import mostly
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, capture_call, fresh_dynamo, kinds
 
@@ -208,3 +209,30 @@ def test_slices_of_a_larger_tensor_go_into_checkpointed_layers():
         torch.testing.assert_close(result, layers[1](layers[0](part)))
         graphs.append(recorder.graph.fingerprint)
     assert len(set(graphs)) == 1
+
+
+def test_numbers_by_their_names() -> None:
+    class Inner(nn.Module):
+        factor, kept = 2.0, "text"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.number, self.flag = 0.5, 3, True
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: Tensor, weight: float, flag: bool = False, *, step: int = 0) -> Tensor:
+            return x * weight * step
+
+    found = {"inner.scale": 0.5, "inner.number": 3}
+    x = torch.ones(2)
+    assert plain_numbers(Outer(), (x, 0.1), {"step": 4}) == {**found, "weight": 0.1, "step": 4}
+    assert plain_numbers(Outer(), (x, 0.1, True, 1.5), {"rate": 2}) == {
+        **found,
+        "argument 1": 0.1,
+        "argument 3": 1.5,
+        "rate": 2,
+    }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rannc_backend.capture.module_compile import trace_modules_of_torch
+from rannc_backend.ir.graph_input import StateInput
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo
 
 
@@ -52,7 +53,9 @@ def test_the_whole_module_is_one_graph(recorder: Recorder, name: str) -> None:
     module.compile(backend=recorder)
     torch.testing.assert_close(module(x), expected)
     assert recorder.graph.root_module is module
-    assert {item.fqn for item in recorder.graph.inputs if item.fqn} == set(module.state_dict())
+    assert {item.fqn for item in recorder.graph.inputs if isinstance(item, StateInput)} == set(
+        module.state_dict()
+    )
 
 
 def test_modules_of_one_kind_are_told_apart(recorder: Recorder) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,21 @@ def test_without_accelerate_or_before_it_starts_nothing_is_refused(monkeypatch: 
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={}))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     refuse_other_count(2)
+
+
+@pytest.mark.parametrize("module", ["lightning.fabric.wrappers", "lightning.pytorch.trainer.trainer"])
+def test_another_number_of_processes_than_lightning_sees_is_refused(module: str) -> None:
+    of_lightning: dict[str, Any] = {"__name__": module, "refuse_other_count": refuse_other_count}
+    exec("def call(self, number): refuse_other_count(number)", of_lightning)
+    caller = type("Caller", (), {"call": of_lightning["call"]})()
+    caller.strategy = SimpleNamespace(world_size=1)
+    caller.call(1)
+    with pytest.raises(
+        LaunchError, match=r"Lightning sees 1 process\(es\), the job has 2 ranks(?s:.*)strategy="
+    ):
+        caller.call(2)
+    caller.strategy = SimpleNamespace(world_size=2)
+    caller.call(2)
 
 
 def test_models_of_the_backend_are_compiled_beyond_dynamos_limits() -> None:

@@ -113,3 +113,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["errors", "StagePinErorr"])
     assert caught.value.code == 2 and "did you mean 'StagePinError'" in capsys.readouterr().err
+
+
+def test_the_page_of_errors_writes_out_texts_that_have_a_name() -> None:
+    own = catalogue.section_of(errors.PlanError)
+    imported = catalogue.section_of(errors.GenerationError)
+    assert "| correct the plan, or let the planner write it again. |" in own
+    assert "| leave it out, or generate inside `with rannc_backend.gathered(model):`. |" in imported

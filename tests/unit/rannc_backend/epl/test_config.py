@@ -52,7 +52,7 @@ BECOMES: dict[str, list[tuple[Any, dict[str, object]]]] = {
     "communication.num_communicators": [(2, {"num_communicators": 2})],
     "communication.sparse_as_dense": [
         (True, {"sparse_gradients": "dense"}),
-        (False, {"sparse_gradients": "refuse"}),
+        (False, {"sparse_gradients": "sparse"}),
     ],
     "communication.max_splits": [(5, {"max_buckets": 5})],
     "communication.fp16": [
@@ -119,6 +119,21 @@ def test_wrong_values_are_refused(name: str, value: Any) -> None:
     with pytest.raises(OptionValueError) as caught:
         Config({name: value})
     assert name in str(caught.value) and ITEMS[name].accepts in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"communication.num_communicators": 1000},
+        {"cluster.run_visible_devices": "0; 1"},
+        {"communication.fp16": True, "communication.fp16_scale": 2_000_000_000},
+    ],
+)
+def test_values_that_no_option_has_are_refused_in_the_words_of_the_item(given: dict[str, Any]) -> None:
+    item = list(given)[-1]
+    with pytest.raises(OptionValueError) as caught:
+        Config(given)
+    assert caught.value.item == item and f"give {item} something for which the option" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ from rannc_backend.errors import (
     RanksDifferError,
     RanncError,
     ReleasedParameterError,
+    ReplicasDifferError,
     ScheduleError,
     ShardingOptimizerError,
     StagePinError,
@@ -230,6 +231,10 @@ EXAMPLES = [
     (CoupledOptimizerError("Odd", known=False), ["Odd may update", "check_optimizers"]),
     (GroupedStepError("LBFGS", "it has a closure"), ["LBFGS", "it has a closure", "num_apply_group"]),
     (StaleParameterError(["w", "b"]), ["'w' and 1 more", "zero_stage"]),
+    (
+        ReplicasDifferError(["w", "b"]),
+        ["replicas hold different values of 'w' and 1 more", "torch.manual_seed"],
+    ),
     (
         ShardingOptimizerError("ZeroRedundancyOptimizer"),
         ["ZeroRedundancyOptimizer", "the optimizer that it wraps"],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SkipBatchSampler
 from torch import nn
+from torch.utils.data import BatchSampler
 
 from rannc_backend.capture import refusals
 from rannc_backend.errors import LaunchError, UserInputError
@@ -37,6 +40,25 @@ def test_accelerate_is_told_of_the_job_where_nothing_else_has(environment: dict[
         "MASTER_ADDR": "a",
         "ACCELERATE_USE_CPU": "true",
     }
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_loaders_that_leave_out_batches_know_how_many_rows_those_of_all_ranks_have(
+    splits: bool, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SkipBatchSampler, "__init__", adapter._INIT_OF_SKIPPING)  # others have joined
+    adapter.join_job()
+    for drops in (False, True):
+        all_rows = BatchSampler(range(17), 12 if splits else 4, drop_last=drops)
+        own = BatchSamplerShard(all_rows, num_processes=3, process_index=1, split_batches=splits)
+        loader = SimpleNamespace(sampler=None, batch_sampler=SkipBatchSampler(own, 1))
+        asked: Any = DataLoaderShard.total_batch_size
+        if drops:  # Accelerate takes the last batch for a whole one then
+            with pytest.raises(AttributeError):
+                asked.fget(loader)
+        else:
+            assert asked.fget(loader) == 12
+        assert list(loader.batch_sampler) == list(own)[1:]
 
 
 def test_ranks_on_gpus_are_not_sent_to_cpus(
@@ -89,6 +111,21 @@ def test_objects_come_back_in_their_order_and_models_without_replicas(
     assert (first, last) == (("prepared", "loader"), ("prepared", "optimizer"))
     assert model._orig_mod is plain and adapter.is_compiled(model) and modes == [True]
     assert adapter.prepare(accelerator, "loader") == ("prepared", "loader")
+
+
+@pytest.mark.parametrize(("num_processes", "splits", "count"), [(2, False, 1), (2, True, 0), (1, False, 0)])
+def test_steps_of_prepared_schedulers_are_mentioned_once(
+    num_processes: int, splits: bool, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    of: Any = SimpleNamespace(num_processes=num_processes, split_batches=splits, prepare=lambda each: each)
+    adapter.logger.filters.clear()
+    with caplog.at_level(logging.WARNING, logger=adapter.logger.name):
+        for _ in range(2):
+            assert adapter.prepare(of, optimizer, scheduler) == (optimizer, scheduler)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == count and all("2 times for each update" in line for line in lines)
 
 
 def test_versions_that_were_not_tried_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

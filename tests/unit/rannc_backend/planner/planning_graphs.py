@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 
+from rannc_backend.ir.graph_input import BatchInput, BufferInput, GraphInput, ParameterInput, StateInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.passes.batch.batch_split import BatchSplit
 from rannc_backend.passes.batch.differentiability import values_needing_grad
@@ -61,16 +62,6 @@ class Filters(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphInput:
-    """As capture.GraphInput, as far as the planner reads it."""
-
-    name: str
-    kind: str
-    fqn: str | None
-    requires_grad: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class SplitModel:
     split: BatchSplit
     inputs: tuple[GraphInput, ...]
@@ -92,7 +83,7 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
         **dict(model.named_buffers()),
     }
     first: dict[str, torch.fx.Node] = {}
-    inputs = []
+    inputs: list[GraphInput] = []
     graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     placeholders = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
     for spec in program.graph_signature.input_specs:
@@ -101,7 +92,7 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
             f"in_{spec.arg.name}"  # never the name of a builtin, which fx would change
         )
         if spec.kind == InputKind.USER_INPUT:
-            inputs.append(GraphInput(name=name, kind="batch", fqn=None, requires_grad=False))
+            inputs.append(BatchInput(name=name, position=len(inputs)))
             continue
         tensor = state[spec.target] if spec.target in state else program.constants[spec.target]
         fqn = primary.get(id(tensor), spec.target)
@@ -110,8 +101,16 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
             graph_module.graph.erase_node(node)
             continue
         first[fqn] = node
-        kind = "parameter" if spec.kind == InputKind.PARAMETER else "buffer"
-        inputs.append(GraphInput(name=name, kind=kind, fqn=fqn, requires_grad=bool(tensor.requires_grad)))
+        kind = ParameterInput if spec.kind == InputKind.PARAMETER else BufferInput
+        inputs.append(
+            kind(
+                name=name,
+                position=len(inputs),
+                fqn=fqn,
+                aliases=(fqn,),
+                requires_grad=bool(tensor.requires_grad),
+            )
+        )
     for node in graph_module.graph.nodes:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         node.meta["module_path"] = stack[-1][0] if stack else ""
@@ -136,7 +135,7 @@ def split_model(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SplitMod
         rows_symbol=symbol,
     )
     needs_grad = values_needing_grad(split.rowwise, gradient)
-    names = {item.name: item.fqn for item in inputs if item.fqn is not None}
+    names = {item.name: item.fqn for item in inputs if isinstance(item, StateInput)}
     return SplitModel(split=split, inputs=tuple(inputs), needs_grad=needs_grad, parameter_names=names)
 
 

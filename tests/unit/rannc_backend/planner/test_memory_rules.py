@@ -91,7 +91,7 @@ def test_the_limit_binds_on_what_an_optimizer_needs(prepared: PlannableModel, co
     assert plan.peak_bytes <= plan.memory_limit_bytes
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v", "v_half"])
 def test_ranks_with_several_stages_have_room_for_all_updates(
     prepared: PlannableModel, costs: str, schedule: str
 ) -> None:

@@ -114,3 +114,23 @@ def test_every_shipped_cluster_says_how_fast_its_hosts_are() -> None:
     rates = {name: load_cluster(name, 8).device.host_bytes_per_second for name in shipped_clusters()}
     assert rates["h100-80gb"] > rates["a100-80gb"] > rates["v100-32gb"] > rates["generic-cpu"]
     assert rates["v100-32gb"] == HOST_BYTES_PER_SECOND
+
+
+def test_parameters_go_to_the_host_where_nothing_fits_without() -> None:
+    """`offload="auto"`: a plan that fits is the one without offload; where none fits, that of `offload="parameters"`."""
+    make = functools.partial(make_plan, 1, recompute="1", pipeline_num=8)
+    told = make(offload="parameters")
+    roomy, auto = (make(offload=name) for name in ("none", "auto"))
+    assert auto == roomy and auto.offload == "none"
+    limit = told.stages[0].predicted.peak_bytes / BYTES_PER_GB / 0.9 * 1.0001
+    found = make(offload="auto", mem_limit_gb=limit)
+    assert (
+        found.offload == "parameters"
+        and found.stages == make(offload="parameters", mem_limit_gb=limit).stages
+    )
+    (reason,) = (each.reason for each in found.alternatives if "without offload" in each.reason)
+    assert reason.startswith("without offload: nothing fits into ") and reason in plan_page(found)
+    # Not an option that binds: it leaves the plan free.
+    assert not any("offload" in item.change for item in found.what_if)
+    with pytest.raises(InfeasiblePlanError):
+        make(offload="auto", mem_limit_gb=limit / 10)

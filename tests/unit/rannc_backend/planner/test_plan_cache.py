@@ -13,7 +13,14 @@ import pytest
 from rannc_backend.errors import PlanError
 from rannc_backend.ir.plan import Plan
 from rannc_backend.planner import plan_cache
-from rannc_backend.planner.plan_cache import Key, cached_plan, keep_plan, key_of, source_digest
+from rannc_backend.planner.plan_cache import (
+    Key,
+    cached_plan,
+    keep_measured,
+    keep_plan,
+    key_of,
+    source_digest,
+)
 from rannc_backend.settings.options import Config
 from tests.unit.rannc_backend.ir.sample_plans import sample_plan
 
@@ -44,6 +51,17 @@ def test_a_plan_is_the_same_when_it_is_found_again(tmp_path: Path, caplog: pytes
     assert found == SAMPLE and found.to_json() == SAMPLE.to_json()
     (line,) = caplog.messages
     assert line.startswith("plan of an earlier run") and "'plan_cache': False" in line
+
+
+def test_what_was_measured_takes_the_place_of_its_plan_alone(tmp_path: Path) -> None:
+    other = SAMPLE.model_copy(update={"plan_name": "other"})
+    measured = SAMPLE.model_copy(update={"measured_step_seconds": 0.5})
+    keep_plan(tmp_path, key(), SAMPLE)
+    keep_plan(tmp_path, key(fingerprint="g"), other)
+    keep_measured(tmp_path, SAMPLE, measured)
+    assert cached_plan(tmp_path, key(), anything) == measured
+    assert cached_plan(tmp_path, key(fingerprint="g"), anything) == other
+    keep_measured(tmp_path / "none", SAMPLE, measured)  # nothing to do, and no reason to fail
 
 
 def test_every_component_makes_another_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rannc_backend.passes.stage.recompute import segments_of
 from rannc_backend.planner.plan_blocks import PlanningQuestion
 from rannc_backend.planner.plan_fits_graph import (
     check_options,
+    choose_schedule,
     cut_by_plan,
     exact_schedules,
     outputs_left_out,
@@ -112,6 +113,16 @@ def test_a_plan_without_outputs_is_not_what_outputs_all_asks_for() -> None:
     check_options(plan, Config(), schedules)
     with pytest.raises(PlanError, match="the option outputs asks for all"):
         check_options(plan, Config(outputs="all"), schedules)
+
+
+def test_a_schedule_that_is_not_possible_is_said_where_it_is_wished(caplog: pytest.LogCaptureFixture) -> None:
+    _, analysis, _ = planned()
+    asked = Config(schedule="zb_h1")
+    assert choose_schedule(analysis.split, analysis.needs_grad, asked, says_so=True) == "zb_h1"
+    for says_so in (False, True):
+        assert choose_schedule(analysis.split, (), asked, says_so=says_so) == "fill_drain"
+        assert [record.levelname for record in caplog.records].count("WARNING") == says_so
+    assert "schedule zb_h1 is not possible (the model returns no loss); fill_drain is used" in caplog.text
 
 
 def test_nodes_of_another_graph_belong_to_the_segments_of_their_parameters() -> None:

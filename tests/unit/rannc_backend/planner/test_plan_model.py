@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.log.step_timer import StepTimer
 from rannc_backend.planner.blocks_file import PlannableModel, is_blocks_file
 from rannc_backend.planner.cluster.cluster_file import load_cluster
-from rannc_backend.planner.cost.pricing import NoPartitions
+from rannc_backend.planner.cost.pricing import BUDGETS, FINE_BUDGETS, NoPartitions
 from rannc_backend.planner.plan_blocks import PlanningQuestion, plan_prepared
 from rannc_backend.planner.plan_model import analyze_model, plan_model, prepare
 from rannc_backend.settings.sources import resolve_config
@@ -200,6 +201,15 @@ def prepared():
     return prepare(analysis, _question())
 
 
+def test_models_that_do_not_fit_on_one_device_have_finer_budgets(prepared):
+    """25,480 parameters: themselves, their gradients and Adam's state are 16 bytes each."""
+    assert prepared.budgets == BUDGETS
+    analysis = analyze_model(*_layers(), cluster=CLUSTER)
+    for limit, budgets in ((3.79e-4, FINE_BUDGETS), (3.80e-4, BUDGETS)):
+        config = CONFIG.model_copy(update={"mem_limit_gb": limit})
+        assert prepare(analysis, _question(config)).budgets == budgets
+
+
 def _plan_prepared(model, config=CONFIG, num_devices=4):
     return plan_prepared(model, _question(config, num_devices))
 
@@ -218,6 +228,25 @@ def test_blocks_from_a_file_give_the_same_plan_and_plans_for_other_devices(tmp_p
     assert (other.world_size, other.num_stages) == (7, 3)
 
 
+def test_a_schedule_that_blocks_cannot_have_is_said(prepared, caplog):
+    assert _plan_prepared(prepared, CONFIG.model_copy(update={"schedule": "zb_h1"})).schedule == "zb_h1"
+    assert not _warnings(caplog)
+    older = dataclasses.replace(prepared, schedules=("1f1b", "fill_drain"))
+    plan = _plan_prepared(older, CONFIG.model_copy(update={"schedule": "zb_h1"}))
+    assert plan.schedule in ("1f1b", "fill_drain")
+    (said,) = _warnings(caplog)
+    assert said.startswith("schedule zb_h1 is not possible with these blocks (") and said.endswith(
+        "of 1f1b, fill_drain"
+    )
+    caplog.clear()
+    assert _plan_prepared(older).schedule in ("1f1b", "fill_drain") and not _warnings(caplog)
+
+
+def _warnings(caplog):
+    texts = [record.getMessage() for record in caplog.records]
+    return [text for text in texts if text.startswith("schedule ")]
+
+
 def test_blocks_made_under_other_options_are_refused(prepared):
     with pytest.raises(BlocksFileError, match="max_partition_num='12', and now it is '5'"):
         _plan_prepared(prepared, CONFIG.model_copy(update={"max_partition_num": 5}))
@@ -227,7 +256,7 @@ def test_blocks_made_under_other_options_are_refused(prepared):
     ("old", "new", "text"),
     [
         ("{", "[", "not JSON"),
-        ('"rannc blocks 6"', '"rannc blocks 9"', "not of the format"),
+        ('"rannc blocks 7"', '"rannc blocks 9"', "not of the format"),
         ('"expressions":[', '"expressions":[7,', "not a list of texts"),
         (
             '"expressions":["',

@@ -12,22 +12,26 @@ from torch import nn
 
 from rannc_backend.errors import PlanError, UnsupportedModelError
 from rannc_backend.ir.plan import Plan
+from rannc_backend.kernels.kept_rows import KEEP_ROWS
+from rannc_backend.passes.batch.row_wise import row_wise
 from rannc_backend.planner.blocks.staged_nodes import find_staged_nodes
-from rannc_backend.planner.projection import project_plan, stage_of_plan
+from rannc_backend.planner.projection import note_kept, project_plan, stage_of_plan
 from rannc_backend.settings.options import Config
 from tests.unit.rannc_backend.planner.cluster.made_up_clusters import local_cpu
 from tests.unit.rannc_backend.planner.planning_graphs import SplitModel, gpt2, plan_stages, split_model
 
 
 class Normalized(nn.Module):
-    """Reads its parts in another order when `turned`, and one more of them when `extended`."""
+    """Reads its parts in another order when `turned`, and one more of them when `extended`; keeps what is made of
+    inputs alone when `kept`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False)
         self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6)
         self.spare = nn.Linear(6, 6)
-        self.turned = self.extended = self.product = False
+        self.turned = self.extended = self.product = self.kept = False
 
     def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         if self.product:
@@ -39,6 +43,8 @@ class Normalized(nn.Module):
             x = self.third(torch.relu(self.second(x)))
         if self.extended:
             x = self.spare(x)
+        if self.kept:
+            shift = KEEP_ROWS(shift[:, None], shift.long().expand(-1, 2), 1, 5)[:, 0]
         return x + torch.exp(shift).neg()
 
 
@@ -105,6 +111,21 @@ def test_what_needs_inputs_alone_is_computed_where_it_is_read() -> None:
     stages = project_plan(plan, model.split, model.inputs)
     chain = [node.name for node in model.split.rowwise.graph.nodes if node.name.startswith(("exp", "neg"))]
     assert chain and all(stages[name] == 2 for name in chain)
+
+
+def test_what_is_kept_from_step_to_step_has_one_stage_in_all_graphs() -> None:
+    row_wise(KEEP_ROWS)
+    plan = plan_of(planned(), partition_num=3)
+    model = split(kept=True)
+    homes: dict[int, int] = {}
+    note_kept(homes, model.split, project_plan(plan, model.split, model.inputs))
+    assert homes == {5: 2}, "it is not where it is read"
+    for home in range(3):
+        stages = project_plan(plan, model.split, model.inputs, {5: home})
+        note_kept(homes, model.split, stages)
+        found = {stages[node.name] for node in model.split.rowwise.graph.nodes if node.target is KEEP_ROWS}
+        assert found == {home} and homes == {5: 2}
+        check_owners(plan, model, stages)
 
 
 def test_another_order_of_modules_is_refused_with_the_parameters_name() -> None:

@@ -37,8 +37,8 @@ ALL = tuple(schedule_names())
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[StageSeconds], list[float], list[float], Lanes]:
     """Stages with reductions, seconds of the messages between them, and lanes of one, two or three stages."""
-    name = draw(st.sampled_from(["1f1b", "interleaved", "interleaved", "zb_v"]))
-    per_lane = {"1f1b": 1, "zb_v": 2}.get(name) or draw(st.integers(2, 3))
+    name = draw(st.sampled_from(["1f1b", "interleaved", "interleaved", "zb_v", "v_half"]))
+    per_lane = {"1f1b": 1, "zb_v": 2, "v_half": 2}.get(name) or draw(st.integers(2, 3))
     num_stages = per_lane * draw(st.integers(1, 4))
     stages = []
     for _ in range(num_stages):

@@ -32,7 +32,7 @@ def body() -> ElementTree.Element:
             zero_stage=1,
             told_recompute="model.layers",
             offload="parameters",
-            formats=Formats(boundary_dtype="bf16", saved_message_bytes=2**20),
+            formats=Formats(boundary_dtype="bf16", saved_message_bytes=2**20, num_row_gradients=1),
             schedule="zb_h1",
         )
     )

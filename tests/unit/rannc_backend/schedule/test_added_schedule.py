@@ -62,6 +62,7 @@ def test_its_programs_are_valid_and_run() -> None:
         "list_scheduled",
         "interleaved",
         "zb_v",
+        "v_half",
         ADDED,
         PLAIN,
     )

@@ -50,7 +50,8 @@ def test_lanes() -> None:
     assert schedule_named("interleaved").lanes(8) == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert schedule_named("zb_v").lanes(8) == ((0, 7), (1, 6), (2, 5), (3, 4))
     assert schedule_named("1f1b").lanes(3) == ((0,), (1,), (2,))
-    assert SEVERAL_STAGES == ("interleaved", "zb_v")
+    assert schedule_named("v_half").lanes(6) == ((0, 5), (1, 4), (2, 3))
+    assert SEVERAL_STAGES == ("interleaved", "zb_v", "v_half")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,39 @@ def test_zb_v_idles_at_the_begin_alone(num_lanes: int, number: int, more: int) -
     ones = [1.0] * 2 * num_lanes
     held = held_bytes(described, 2 * num_lanes, number, ones, ones)
     assert max(held[lane] + held[2 * num_lanes - 1 - lane] for lane in range(num_lanes)) <= 2 * num_lanes + 1
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4, 5, 8, 16])
+def test_v_half_holds_half_on_all_lanes(num_lanes: int) -> None:
+    """p + 3 stages of a micro-batch at most, on every lane as many, but for two; ranks compute nothing for three quarters as long
+    as under 1F1B, also where the gradient of the inputs takes longer than the others, and the number of micro-batches does not
+    change that.
+    """
+    described, num_stages = schedule_named("v_half"), 2 * num_lanes
+    ones = [1.0] * num_stages
+    held = held_bytes(described, num_stages, 6 * num_lanes, ones, ones)
+    of_lanes = [held[lane] + held[num_stages - 1 - lane] for lane in range(num_lanes)]
+    assert max(of_lanes) <= num_lanes + 3 and min(of_lanes) >= max(of_lanes) - 2
+    for inputs in (1.0, 1.3):
+        stage = StageSeconds(forward=1.0, backward=inputs + 1.0, weight=1.0)
+        first = replace(stage, weight=inputs + 1.0)
+        work = 2 * (inputs + 2)
+        idle = [
+            seconds_of("v_half", num_stages, number, stage, first) - number * work
+            for number in (6 * num_lanes, 9 * num_lanes)
+        ]
+        assert max(idle) <= 0.75 * (num_lanes - 1) * work + 4.0
+        assert idle[1] == pytest.approx(idle[0]) or inputs > 1
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 4, 7])
+def test_v_half_repeats_what_a_lane_does(num_lanes: int) -> None:
+    order = schedule_named("v_half").order(2 * num_lanes, 5)
+    for program in order:
+        for number in range(5):
+            own = [(each.kind, each.stage) for each in program if each.micro_batch == number]
+            assert own == [(each.kind, each.stage) for each in program if each.micro_batch == 0]
+            assert len(own) == 6
 
 
 @pytest.mark.parametrize(("num_lanes", "number"), [(2, 4), (3, 6), (3, 5), (4, 8), (4, 6)])
@@ -246,6 +280,10 @@ def test_orders_of_plans_run_within_their_memory_and_above_the_bound(
         programs = lower_lanes(found.order, chain(num_stages), "train", number)
         verify(programs, chain(num_stages), number, "train", window=number, lanes=lanes)
         assert found.seconds >= lower_bound_seconds(costs, number, lanes) * (1 - 1e-9)
+        # A run is ended when it cannot stay within a limit, and never before.
+        again = list_order(costs, lanes, number, rule, limit_seconds=found.seconds * (1 + 1e-9))
+        assert again is not None and again.order == found.order
+        assert list_order(costs, lanes, number, rule, limit_seconds=found.seconds * (1 - 1e-9)) is None
 
 
 def test_list_scheduled_takes_the_lanes_of_its_plan() -> None:

@@ -201,5 +201,6 @@ def test_what_an_item_may_be_is_known_by_its_names() -> None:
         "list_scheduled",
         "interleaved",
         "zb_v",
+        "v_half",
     ]
     assert choices_of("pipeline_num") == choices_of("cache_dir") == []

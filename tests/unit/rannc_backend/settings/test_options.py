@@ -60,6 +60,7 @@ OTHER_VALUES = {
     "checkpointing": (True, "true"),
     "verify_recomp": (True, "true"),
     "num_plans": (3, "3"),
+    "plan_trial_seconds": (5.0, "5"),
     "solver": ("ilp", "ilp"),
     "solver_seconds": (5.0, "5.0"),
     "search_processes": (2, "2"),

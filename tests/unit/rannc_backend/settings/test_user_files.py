@@ -33,8 +33,8 @@ from rannc_backend.log.logger import is_logging_asked_for, setup_logging
 from rannc_backend.planner.blocks_file import PlannableModel, is_blocks_file
 from rannc_backend.planner.choose_pricer import Pricing
 from rannc_backend.planner.cluster.cluster_file import load_cluster
+from rannc_backend.planner.plan_on_ranks import _DEPLOYMENT
 from rannc_backend.runtime.trace.trace_file import begin_trace, write_at_exit
-from rannc_backend.session import _DEPLOYMENT
 from rannc_backend.settings import user_files
 from rannc_backend.settings.sources import resolve, resolve_config
 from rannc_backend.settings.user_files import UserFile
@@ -319,6 +319,7 @@ OWN_FILES = {
     "integrations/dcp_reader.py",  # places within files, looked at before
     "integrations/hugging_face.py",  # in directories of its own, new files only
     "stages/cache.py",  # libraries of Inductor's cache
+    "stages/compile_ahead.py",  # likewise
     "stages/once_per_host.py",  # locks in Inductor's cache
     "planner/cluster/cluster_file.py",  # shipped descriptions
     "doctor/findings.py",

@@ -44,7 +44,12 @@ def test_what_is_kept_between_the_parts_is_what_is_counted() -> None:
             args.append(values[item.name])
         else:
             value = nodes[item.name].meta["val"]
-            sizes = [rows if isinstance(size, torch.SymInt) else size for size in value.shape]
+            sizes = [
+                int(size.node.expr.subs(rowwise.rows_symbol, rows))
+                if isinstance(size, torch.SymInt)
+                else size
+                for size in value.shape
+            ]
             args.append(torch.rand(sizes, dtype=torch.float64))
     outputs, saved = stage.forward(args)
     grads = [torch.rand_like(outputs[position]) for position in stage.grad_outputs]

@@ -85,6 +85,9 @@ def test_an_error_that_nobody_raised_proves_nothing() -> None:
     with pytest.raises(UnsupportedModelError) as refused:
         int(Unknown(Reads(), lambda: ""))
     assert not is_raised_by_user(refused.value)
+    with pytest.raises(UnsupportedModelError) as refused:
+        raise UnsupportedModelError("a refusal", cure="none")
+    assert not is_raised_by_user(refused.value)
     with pytest.raises(RuntimeError) as raised:
         torch.ones(2) @ torch.ones(3)
     assert not is_raised_by_user(raised.value)

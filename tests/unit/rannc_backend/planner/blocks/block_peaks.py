@@ -76,7 +76,7 @@ def measured_peak(
         needs_grad=stage_needs_grad(analysis, stage_graph)
         if as_trained
         else needs_grad_in_training(analysis),
-        requires_grad_parameters=analysis.trained_parameters,
+        requires_grad_parameters=frozenset(analysis.trained_parameters),
         fake_mode=analysis.captured.fake_mode,
         rows_symbol=analysis.captured.rows_symbol,
         compiler="eager",

@@ -125,7 +125,7 @@ def partition(told: str, compiler: str, name: str = "") -> tuple[StagePartition,
     one, other = partitions_of(
         stage,
         needs_grad=stage_needs_grad(analysis, stage),
-        requires_grad_parameters=analysis.trained_parameters,
+        requires_grad_parameters=frozenset(analysis.trained_parameters),
         rows_symbol=analysis.captured.rows_symbol,
         compiler=compiler,
         budgets=(SEGMENTS_BUDGET, 1.0),

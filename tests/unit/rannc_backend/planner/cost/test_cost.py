@@ -22,6 +22,7 @@ from rannc_backend.planner.cost.tensor_sizes import value_bytes
 from rannc_backend.planner.cost.transfer import (
     allreduce_seconds,
     allreduce_terms,
+    message_memory,
     message_seconds,
     ring_terms,
     shared_allreduce_terms,
@@ -290,3 +291,13 @@ def test_torchs_own_products_of_segments(
     product = graph.call_function(torch.ops.aten._grouped_mm.default, tuple(nodes))
     product.meta["val"] = torch.empty(result, device="meta")
     assert operator_cost(product, ()).forward_flops == 2 * 48 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_micro_batches", "expected"), [(1, 4, 0), (2, 4, 43), (2, 1, 13)]
+)
+def test_messages_on_their_way_take_memory_where_there_are_other_devices(
+    num_devices: int, num_micro_batches: int, expected: int
+) -> None:
+    cluster = local_cpu(num_devices)
+    assert message_memory(cluster, num_micro_batches, 8.0, 10.0, 7.0, 5.0) == expected

@@ -80,6 +80,22 @@ def test_prices_keep_what_goes_on_and_need_a_segment_beside_it() -> None:
         np.testing.assert_allclose(price.backward_seconds, full.backward_seconds + full.forward_seconds)
 
 
+def test_blocks_that_are_told_again_for_later_ones_are_computed_again_as_a_whole() -> None:
+    graph = random_line(3, 9)
+    again, *others = graph.flows
+    while again.producer < 0:
+        again, *others = others
+    flows = tuple(replace(flow, is_again=flow is again) for flow in graph.flows)
+    rows = [2, 5]
+    pricer = AnalyticPricer(device=local_cpu(1).device)
+    whole = [pricer.prices(block, rows, 1.0) for block in graph.blocks]
+    prices = Segments(replace(graph, flows=flows), fused=False).prices(whole, rows, told=whole)
+    for place, (price, full) in enumerate(zip(prices, whole, strict=True)):
+        once_more = full.forward_seconds if place == again.producer else np.zeros(len(rows))
+        np.testing.assert_allclose(price.backward_seconds, full.backward_seconds + once_more)
+        np.testing.assert_allclose(price.forward_seconds, full.forward_seconds)
+
+
 @pytest.mark.parametrize("seed", (1, 2))
 def test_a_plan_says_the_segments_of_its_blocks_and_takes_them_where_memory_asks(seed: int) -> None:
     line = random_line(seed, 9)

@@ -131,20 +131,20 @@ def test_optimizer_state_is_divided_among_the_replicas_of_a_group() -> None:
 def test_communicators_take_memory_of_their_device() -> None:
     costs = interval_costs("tied")
     number = len(costs.graph.blocks)
-    costs.cluster = replace(costs.cluster, device=replace(costs.cluster.device, communicator_bytes=0))
 
-    def taken(begin: int, end: int, replicas: int) -> float:
-        without = costs.memory(begin, end, 1.0, 1, replicas).buffers
-        small = costs.cluster
-        costs.cluster = replace(small, device=replace(small.device, communicator_bytes=1000))
-        taken_with = costs.memory(begin, end, 1.0, 1, replicas).buffers
-        costs.cluster = small
-        return taken_with - without
+    def buffers(place: tuple[int, int, int], communicator_bytes: int, num_devices: int) -> float:
+        device = replace(costs.cluster.device, communicator_bytes=communicator_bytes)
+        costs.cluster = replace(costs.cluster, device=device, num_devices=num_devices)
+        costs.shared = replace(costs.shared, cluster=costs.cluster)
+        begin, end, replicas = place
+        return costs.memory(begin, end, 1.0, 1, replicas).buffers
+
+    def taken(*place: int, num_devices: int = costs.cluster.num_devices) -> float:
+        return buffers(place, 1000, num_devices) - buffers(place, 0, num_devices)  # type: ignore[arg-type]
 
     # Of all ranks, of the stages beside it, of the replicas where those are not all ranks.
     assert [taken(0, 3, 1), taken(2, 3, 1), taken(2, 3, 2), taken(0, number, 4)] == [3000, 4000, 5000, 2000]
-    costs.cluster = replace(costs.cluster, num_devices=1)
-    assert taken(0, number, 1) == 0
+    assert taken(0, number, 1, num_devices=1) == 0
 
 
 def test_recomputing_everything_keeps_what_is_received_and_runs_forward_twice() -> None:

@@ -123,7 +123,7 @@ def test_numbers_of_stages_are_those_that_autodist_allows_at_its_default(number:
     limits = PipelineLimits(bubble=0.2)
     for name in ("1f1b", "fill_drain"):
         assert limits.most_stages(schedule_named(name), number) == most
-    for name in ("zb_h1", "interleaved", "zb_v", "list_scheduled"):
+    for name in ("zb_h1", "interleaved", "zb_v", "v_half", "list_scheduled"):
         assert limits.most_stages(schedule_named(name), number) == np.inf
     assert NO_LIMITS.most_stages(schedule_named("1f1b"), number) == np.inf
 

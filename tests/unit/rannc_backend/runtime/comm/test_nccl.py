@@ -5,40 +5,23 @@ process.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rannc_backend.errors import CommunicationError
 from rannc_backend.runtime.comm.device_watch import DeviceWatch
 from rannc_backend.runtime.comm.gloo import OwnedGroups
-from rannc_backend.runtime.comm.nccl import NcclTransport
+from rannc_backend.runtime.comm.nccl import MessageWork, NcclCalls, NcclTransport
 from rannc_backend.runtime.comm.receive_buffers import PinnedBuffers, ReceiveBuffers
 from rannc_backend.runtime.comm.staged import StagedTransport
 from rannc_backend.runtime.comm.streams import unrecorded_alias
+from rannc_backend.runtime.torch_internals import is_finished
 from rannc_backend.runtime.world import QueueTurn, Route
-from tests.fake_device import FakeDevice, FakeEvent, MailLinks, OnDevice
-
-
-class Reporter:
-    """The monitor."""
-
-    def __init__(self) -> None:
-        self.waits: list[tuple[int, ...]] = []
-        self.errors: list[BaseException] = []
-
-    def begin_wait(self, ranks: tuple[int, ...]) -> None:
-        self.waits.append(ranks)
-
-    def end_wait(self) -> None:
-        self.waits.append(())
-
-    def current_phase(self) -> str:
-        return "step 3, stage 1, micro-batch 2"
-
-    def report_error(self, error: BaseException) -> None:
-        self.errors.append(error)
+from tests.fake_device import FakeDevice, FakeEvent, MailLinks, OnDevice, Reporter
 
 
 class Rank:
@@ -233,6 +216,25 @@ def test_links_are_shared_and_made_in_one_order_everywhere() -> None:
     )
 
 
+def test_stages_of_two_models_on_other_ranks_have_links_of_their_own() -> None:
+    """A channel is named after two stages; which ranks they have differs between models of one process."""
+    ranks = make_ranks(4, [Route("1F2", (1,), (1,)), Route("0F1", (0,), (1,))])
+    for rank in ranks:
+        rank.transport.prepare(routes=[Route("1F2", (1,), (0,)), Route("0F1", (0, 1), (2, 3))])
+    for rank in ranks:
+        rank.transport.connect([("1F2", 1, 0), ("0F1", 0, 1), ("0F1", 0, 2), ("0F1", 1, 3)])
+    for channel, source, destination in (("1F2", 1, 0), ("0F1", 0, 1), ("0F1", 0, 2), ("0F1", 1, 3)):
+        values = torch.full((4,), 1.0 + destination)
+        sent = ranks[source].transport.isend(values, destination, channel)
+        buffer = ranks[destination].transport.acquire(16)
+        received = ranks[destination].transport.irecv(buffer, source, channel)
+        links = [work.link for work in (sent, received) if isinstance(work, MessageWork)]
+        assert len({link.ranks for link in links}) == 1 and {source, destination} <= set(links[0].ranks)
+        sent.wait()
+        received.wait()
+        assert buffer.view(torch.float32).tolist() == values.tolist()
+
+
 def test_what_is_made_anew_is_connected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = make_ranks(2, [ROUTE], [(0, 1)])
     for rank in ranks:
@@ -283,6 +285,28 @@ def test_messages_are_queued_at_their_turn() -> None:
     transport.begin_step([QueueTurn(1, "0F1", 1, True)])
     with pytest.raises(AssertionError, match="has not posted"):
         transport.reach(1)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_every_collective_gives_a_work_that_can_be_asked(dtype: torch.dtype) -> None:
+    calls, values = NcclCalls(), torch.ones(4, dtype=dtype)
+    group = dist.group.WORLD
+    for work in (
+        calls.all_reduce(values, group),
+        calls.reduce(values, 0, group),
+        calls.broadcast(values.view(torch.uint8), 0, group),
+    ):
+        work.wait()
+        assert is_finished(work)
+    assert values.tolist() == [1] * 4
 
 
 def test_work_that_has_failed_is_not_taken_for_done() -> None:
@@ -371,61 +395,6 @@ def test_an_alias_that_the_allocator_does_not_know() -> None:
         assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
         del tensor
         alias.fill_(0)  # the memory is still there
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_message_that_does_not_move_is_reported_with_its_place() -> None:
-    reporter, clock = Reporter(), FakeClock()
-    watch = DeviceWatch(reporter, rank=1, limit_seconds=60, clock=clock, start_thread=False)
-    done = {"a": False, "b": False}
-    watch.add(lambda: done["a"], (0,), "receive of '0F1'")
-    watch.add(lambda: done["b"], (2,), "send of '1F2'")
-    watch.look()
-    assert reporter.waits == [(0,)]
-    clock.now = 50
-    done["a"] = True
-    watch.look()
-    assert reporter.waits == [(0,), (2,)]
-    clock.now = 109
-    watch.look()
-    assert not reporter.errors, "the limit counts from the last message that moved"
-    clock.now = 111
-    watch.look()
-    (error,) = reporter.errors
-    expected = (
-        "send of '1F2', queued in: step 3, stage 1, micro-batch 2, did not complete in time (limit 60 s)"
-    )
-    assert str(error).splitlines()[:2] == [expected, "  at rank 1, with rank 2"]
-
-
-def test_a_broken_connection_is_reported() -> None:
-    def broken() -> bool:
-        raise RuntimeError("NCCL error: remote process exited")
-
-    reporter = Reporter()
-    watch = DeviceWatch(reporter, rank=0, limit_seconds=60, start_thread=False)
-    watch.add(broken, (1,), "receive of '1B0'")
-    watch.look()
-    assert "receive of '1B0'" in str(reporter.errors[0]) and "remote process exited" in str(
-        reporter.errors[0]
-    )
-
-
-def test_the_watch_looks_by_itself_and_ends() -> None:
-    reporter = Reporter()
-    watch = DeviceWatch(reporter, rank=0, limit_seconds=0.1)
-    watch.add(lambda: False, (1,), "receive of '1B0'")
-    assert watch._thread is not None
-    watch._thread.join(10)
-    assert not watch._thread.is_alive() and len(reporter.errors) == 1
-    watch.close()
 
 
 class Socket:

@@ -21,8 +21,8 @@ from rannc_backend.kernels.record_table import CopyReport
 from rannc_backend.runtime.comm.checked import WatchedTransport, describe_values, watch_transport
 from rannc_backend.runtime.comm.gloo import SingleTransport
 from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
+from rannc_backend.runtime.gradients.bucket_reductions import DeferredReductions
 from rannc_backend.runtime.gradients.buckets import BucketMemory, PendingGradients
-from rannc_backend.runtime.gradients.deferred_reductions import DeferredReductions
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.checked_stage import DisplayedStage, VerifiedStage, relative_difference
 from rannc_backend.stages.gradient_sink import GradientSink, ScratchGradients

@@ -216,6 +216,22 @@ def test_settings_that_a_step_changes_are_kept(in_parts: Any) -> None:
         assert [group["k"] for group in optimizer.param_groups] == [step, step]
 
 
+def test_an_optimizer_of_sparse_gradients_steps_in_parts(in_parts: Any) -> None:
+    """On copies it is tried with sparse gradients, as it refuses others."""
+    tensors = [nn.Parameter(torch.randn(6, 2)) for _ in range(3)]
+    optimizer = torch.optim.SparseAdam(tensors, lr=0.01)
+    alone = copy.deepcopy(optimizer)
+    in_parts(optimizer, 3)
+    for step in range(3):
+        for each in (optimizer, alone):
+            for number, p in enumerate(each.param_groups[0]["params"]):
+                rows = torch.tensor([[number, step]])
+                values = torch.full((2, 2), 1.0 + step)
+                p.grad = torch.sparse_coo_tensor(rows, values, (6, 2), check_invariants=True).coalesce()
+            each.step()
+        assert _equal(_values(optimizer), _values(alone))
+
+
 @pytest.mark.parametrize("make", [Counting, ByNorm, torch.optim.LBFGS, Above])
 def test_optimizers_that_are_not_the_same_in_parts_are_refused(make: Any, in_parts: Any) -> None:
     ByGroup(_parameters("sgd"), lr=0.1)  # torch gives the class above hooks of its own now

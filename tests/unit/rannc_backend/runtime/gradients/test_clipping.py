@@ -123,3 +123,23 @@ def test_a_rank_without_gradients_answers_in_the_same_dtype() -> None:
         math.sqrt(sum(value**2 for value in OTHERS))
     )
     assert clip_gradients([], [], 1.0).item() == 0.0
+
+
+def test_values_are_clipped_by_size_also_where_a_rank_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(2.0)
+    end = clipping.norms_over_ranks(lambda: [table])  # type: ignore[list-item]
+    try:
+        torch.nn.utils.clip_grad_value_(table.module.values(), 1.0)
+        gradient = table.module["own"].grad
+        assert gradient is not None and gradient.tolist() == [1.0, -1.0, 0.5]
+        torch.nn.utils.clip_grad_value_([table.module["far"]], 1.0)
+        assert table.module["far"].grad is None
+
+        def refuse(what: str) -> None:
+            raise UserInputError(what, cure="")
+
+        monkeypatch.setattr(table, "require_reduced_gradients", refuse)
+        with pytest.raises(UserInputError, match="were to be clipped"):
+            torch.nn.utils.clip_grad_value_(table.module["own"], 1.0)
+    finally:
+        end()

@@ -1,0 +1,48 @@
+"""Faults that somebody thought of, in what is looked at when optimizers step, and in gradients that are kept as rows."""
+
+from __future__ import annotations
+
+from tests.planted_faults.areas import unit
+from tests.planted_faults.chosen_loops import loops
+from tests.planted_faults.fault import Fault
+
+CHOSEN_STEPS: tuple[Fault, ...] = tuple(
+    Fault(*row)
+    for row in (
+        (
+            "steps-that-plan-a-model-are-not-looked-at",
+            "session_registry.py",
+            "if self.watch is not None and self.watch not in followers:",
+            "if False:",
+            loops("in_closure-2"),
+        ),
+        (
+            "gradients-by-name-are-none",
+            "runtime/step/autograd.py",
+            "if name is not None and _leads_to_step(",
+            "if False and _leads_to_step(",
+            loops("by_name-1,1"),
+        ),
+        (
+            "a-scaler-finds-infinities-in-the-default-dtype",
+            "runtime/gradients/grad_scaler.py",
+            "torch.zeros((), dtype=torch.float32, device=world.device)",
+            "torch.zeros((), device=world.device)",
+            loops("scaled-1,1"),
+        ),
+        (
+            "delayed-rows-of-this-rank-alone",
+            "runtime/gradients/delayed_reduction.py",
+            "    rows.reduce(start_reduce)\n",
+            "    rows.reduce(None)\n",
+            ("tests/distributed/test_sparse.py::test_sparse_gradients[delayed-2]",),
+        ),
+        (
+            "plans-count-one-look-up-of-a-table",
+            "planner/blocks/formats.py",
+            "sum(value_bytes(each) / each.element_size() for each in ids)",
+            "max((value_bytes(each) / each.element_size() for each in ids), key=str)",
+            unit("planner/blocks/formats"),
+        ),
+    )
+)
