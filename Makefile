@@ -29,9 +29,9 @@ demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the
 	@$(RUN) mpirun -np $(RANKS) python examples/train_gpt2.py $(DEMO_ARGS) </dev/null
 
 # The tests for CPUs leave a GPU alone: their models would move to it, several ranks to one device.
-test: $(READY) ## all tests but those for GPUs and the full matrix
+test: $(READY) ## the tests but those for GPUs, the full matrix, and further cases (TENTH=COMMIT: also a tenth of these)
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest tests/distributed tests/unit tests/test_architecture.py tests/test_hooks.py -n 2 --no-loadscope-reorder \
-	$(PYTEST_ARGS) </dev/null
+	$(if $(TENTH),--tenth $(TENTH)) $(PYTEST_ARGS) </dev/null
 
 test-full: $(READY) ## all tests, with the whole matrix of models and plans, and the page in a browser (chromium, chromium-driver)
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest -m "full or not full" $(PYTEST_ARGS) </dev/null

@@ -14,6 +14,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.only_in_full import ONLY_IN_FULL
+from tests.sampled import SAMPLED, left_out
 
 settings.register_profile("rannc", derandomize=True, deadline=None, database=None)
 settings.load_profile("rannc")
@@ -43,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="without a CUDA device, or with a test skipped, the run fails",
     )
+    parser.addoption(
+        "--tenth",
+        metavar="COMMIT",
+        default="",
+        help="also the tenth of the sampled tests that belongs to this commit",
+    )
 
 
 class FilesTogether(LoadScopeScheduling):
@@ -71,11 +78,14 @@ class FilesTogether(LoadScopeScheduling):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before pytest leaves out what is marked so."""
+    others = left_out(SAMPLED, config.getoption("--tenth"))
     for item in items:
         if item.nodeid in ONLY_IN_FULL:
             item.add_marker(pytest.mark.full)
+        if item.nodeid in others:
+            item.add_marker(pytest.mark.sampled)
 
 
 # Not the group marks of pytest-xdist: version 3.8 does not see them under pytest 9.2.

@@ -34,7 +34,10 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_TEST_FILE_LINES = 800
-MAX_FOLDERS = 34
+# Of the layout that was drawn; and what has places of its own beside it: the doors for users of other systems, and the
+# second way of capture.
+MAX_FOLDERS = 30
+FOLDERS_BESIDE = {"autodist", "epl", "integrations", "nonstrict"}
 MAX_ROOT_MODULES = 8
 MAX_FOLDER_MODULES = 14
 # Without a cache, on two cores that others use too; with one it takes seconds.
@@ -221,7 +224,8 @@ def test_folders_are_small_and_few() -> None:
         if count > limits.get(folder, MAX_FOLDER_MODULES)
     ]
     assert not too_full, "\n".join(too_full)
-    assert len(counts) <= MAX_FOLDERS
+    beside = {folder for folder in counts if folder.name in FOLDERS_BESIDE}
+    assert len(beside) == len(FOLDERS_BESIDE) and len(counts) - len(beside) <= MAX_FOLDERS
 
 
 def test_every_folder_says_what_it_is_for() -> None:

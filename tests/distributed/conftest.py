@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,6 +87,15 @@ class Runs:
             self._futures[name].result()
         return run_cases(share, directory, self._templates, self._stop, stop_at_failure=self._stop_at_failure)
 
+    def seconds_of(self, item: pytest.Item) -> float:
+        """What the cases of a test took in their ranks."""
+        done = [
+            future for case in cases_of(item) if (future := self._futures.get(case.name)) and future.done()
+        ]
+        outcomes = {name: outcome for future in done for name, outcome in future.result().items()}
+        results = [outcomes[case.name].results for case in cases_of(item) if case.name in outcomes]
+        return sum(max((rank["seconds"] for rank in ranks), default=0.0) for ranks in results)
+
     def end(self) -> None:
         """End what still runs."""
         self._stop.set()
@@ -119,6 +128,16 @@ def outcome_of(
 
 
 OutcomeOf = Callable[[Case], Outcome]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The duration of a test is that of its cases, not of the share that it had to wait for."""
+    report = yield
+    runs = item.funcargs.get("outcome_of") if isinstance(item, pytest.Function) else None
+    if report.when == "call" and report.passed and runs is not None:
+        report.duration = runs.seconds_of(item)
+    return report
 
 
 @pytest.hookimpl(trylast=True)  # once tests are deselected

@@ -61,7 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kind", choices=("all", "chosen", "drawn"), default="all", help="which faults")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs found")
     parser.add_argument(
-        "--no-baseline", action="store_true", help="do not run the tests without any fault first"
+        "--baseline",
+        choices=("all", "rest", "none"),
+        default="all",
+        help="the tests that are run without any fault first: all, those that `make test` leaves out, none",
     )
     parser.add_argument(
         "--budget-seconds",
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         faults,
         workers=chosen.workers,
         state=State(STATE_FILE),
-        baseline=not chosen.no_baseline,
+        baseline=chosen.baseline,
         budget_seconds=chosen.budget_seconds,
     ):
         diagnosis = with_equivalents(diagnosis, by_name[diagnosis.name])

@@ -17,15 +17,20 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from tests.planted_faults.fault import Fault, StaleFault
-from tests.planted_faults.tree import FAILED, INTERRUPTED, TEST_LIMIT_SECONDS, Run, Tree, digest
+from tests.planted_faults.tree import FAILED, INTERRUPTED, NONE_CHOSEN, TEST_LIMIT_SECONDS, Run, Tree, digest
 
 KINDS = ("caught", "uncaught", "equivalent", "stale", "error")
-RUN_LIMIT_SECONDS = 240.0
+# Each test has a limit of its own, so that this one is for many tests on a slow machine.
+RUN_LIMIT_SECONDS = 1200.0
+# A fault that is being judged when the budget ends may take so much longer.
+GRACE_SECONDS = 120.0
 BASELINE_LIMIT_SECONDS = 1800.0
 _DISTRIBUTED = "tests/distributed/"
+# What the marks of tests that `make test` leaves out are, for pytest's `-m`.
+NOT_BY_DEFAULT = "full or sampled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +91,16 @@ def stages_of(tests: Sequence[str]) -> list[list[str]]:
     return [part for part in parts if part]
 
 
-def failing_tests(tree: Tree, stage: Sequence[str]) -> dict[str, str]:
-    """Those tests that do not pass as the source is, with why."""
+def failing_tests(tree: Tree, stage: Sequence[str], marked: str | None = None) -> dict[str, str]:
+    """Those tests that do not pass as the source is, with why; `marked` chooses among them, as pytest's `-m`."""
     if not stage:
         return {}
-    run = tree.pytest(stage, BASELINE_LIMIT_SECONDS)
-    if run.code == 0:
+    run = tree.pytest(stage if marked is None else ["-m", marked, *stage], BASELINE_LIMIT_SECONDS)
+    if run.code == 0 or (run.code == NONE_CHOSEN and marked is not None):
         return {}
     # pytest runs nothing where it does not know one of them, and shortens their names.
     if unknown := [test for test in stage if "not found: " in run.output and not _is_known(tree, test)]:
-        rest = failing_tests(tree, [test for test in stage if test not in unknown])
+        rest = failing_tests(tree, [test for test in stage if test not in unknown], marked)
         return {test: "is no test" for test in unknown} | rest
     named = re.findall(r"^(?:FAILED|ERROR:?) (?:not found: )?(\S+?\.py(?:::\S+)?)", run.output, re.MULTILINE)
     named = [re.sub(r"^.*?(?=tests/)", "", name) for name in named]
@@ -113,22 +118,30 @@ def _is_known(tree: Tree, test: str) -> bool:
     return tree.pytest(["--collect-only", test], BASELINE_LIMIT_SECONDS).code == 0
 
 
-def judge(tree: Tree, *, fault: Fault) -> Diagnosis:
-    """Plant it, run its tests, take it out again."""
+def nearest_first(fault: Fault) -> list[str]:
+    """Its tests; before the others those of the module that it is in, which are likely to notice."""
+    module = fault.path.rpartition("/")[2].removesuffix(".py")
+    return sorted(fault.tests, key=lambda test: module not in test.partition("::")[0].rpartition("/")[2])
+
+
+def judge(tree: Tree, *, fault: Fault, end: float = float("inf")) -> Diagnosis | None:
+    """Plant it, run its tests, take it out again; None if `end`, of `time.monotonic()`, came before an answer."""
     try:
         tree.plant(fault)
     except StaleFault as stale:
         return Diagnosis(fault.name, "stale", str(stale), 0.0)
     seconds = 0.0
     try:
-        for stage in stages_of(fault.tests):
-            run = tree.pytest(["-x", *stage], RUN_LIMIT_SECONDS)
+        for stage in stages_of(nearest_first(fault)):
+            left = end - time.monotonic()
+            run = tree.pytest(["-x", *stage], max(1.0, min(RUN_LIMIT_SECONDS, left)))
             seconds += run.seconds
             if run.code in (FAILED, INTERRUPTED):
                 return Diagnosis(fault.name, "caught", _what_failed(run), seconds)
+            if run.code is None and left < RUN_LIMIT_SECONDS:
+                return None
             if run.code is None:
-                # Each test has a limit of its own: this one says that the machine was too slow, or the tests
-                # are too many.
+                # The machine was too slow, or the tests are too many.
                 return Diagnosis(
                     fault.name, "error", f"its tests did not end within {RUN_LIMIT_SECONDS:.0f} s", seconds
                 )
@@ -146,10 +159,13 @@ def run_faults(
     *,
     workers: int,
     state: State,
-    baseline: bool = True,
+    baseline: Literal["all", "rest", "none"] = "all",
     budget_seconds: float = float("inf"),
 ) -> Iterator[Diagnosis]:
-    """Verdicts as they come, those that are known already first; none of faults whose turn comes after the budget."""
+    """Verdicts as they come, those that are known already first; none of faults whose turn comes after the budget.
+
+    Without a fault, `baseline` runs all of their tests, those that `make test` leaves out, or none.
+    """
     end = time.monotonic() + budget_seconds
     source = digest()
     keys = {fault.name: key_of(fault, source) for fault in faults}
@@ -169,10 +185,11 @@ def run_faults(
             trees.put(Tree(Path(folder) / str(number)))
 
         wrong: dict[str, str] = {}
-        if baseline:
+        if baseline != "none":
+            marked = NOT_BY_DEFAULT if baseline == "rest" else None
             stages = stages_of(sorted({test for fault in open_faults for test in fault.tests}))
             for found in pool.map(
-                lambda stage: _acquired(trees, lambda tree: failing_tests(tree, stage)), stages
+                lambda stage: _acquired(trees, lambda tree: failing_tests(tree, stage, marked)), stages
             ):
                 wrong |= found
         futures = []
@@ -181,7 +198,9 @@ def run_faults(
             if bad:
                 yield Diagnosis(fault.name, "error", bad[0], 0.0)
             else:
-                futures.append(pool.submit(_acquired, trees, partial(judge, fault=fault)))
+                futures.append(
+                    pool.submit(_acquired, trees, partial(judge, fault=fault, end=end + GRACE_SECONDS))
+                )
         try:
             for future in as_completed(futures):
                 if future.cancelled():
@@ -190,6 +209,8 @@ def run_faults(
                 if time.monotonic() > end:
                     for other in futures:
                         other.cancel()
+                if diagnosis is None:
+                    continue
                 state.note(keys[diagnosis.name], diagnosis)
                 yield diagnosis
         finally:

@@ -31,8 +31,8 @@ _SKIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*_cache")
 _FIRST_SECOND = 1_000_000_000
 # Of one test without ranks, which have limits of their own: one that hangs has noticed something.
 TEST_LIMIT_SECONDS = 100
-# Exit codes of pytest: some tests failed; it could not go on, as with an import that fails.
-FAILED, INTERRUPTED = 1, 2
+# Exit codes of pytest: some tests failed; it could not go on, as with an import that fails; no test was chosen.
+FAILED, INTERRUPTED, NONE_CHOSEN = 1, 2, 5
 
 
 def repository_file(path: str) -> Path:
@@ -102,8 +102,9 @@ class Tree:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
         # By a thread that ends the process: a wait in C++ hears of no signal.
         command += [f"--timeout={TEST_LIMIT_SECONDS}", "--timeout-method=thread"]
-        if all("::" in argument for argument in arguments if argument.startswith("tests/")):
-            command += ["-m", ""]  # named one by one, also those of `make test-full`
+        named = all("::" in argument for argument in arguments if argument.startswith("tests/"))
+        # Named one by one, also those of `make test-full`.
+        command += ["-m", "" if named else "not full"]
         environment = os.environ | {
             "PYTHONPATH": str(self.folder),
             "COLUMNS": "300",

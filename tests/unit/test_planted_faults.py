@@ -17,9 +17,18 @@ from tests.planted_faults.chosen import CHOSEN
 from tests.planted_faults.drawing import draw, sites
 from tests.planted_faults.equivalents import REASONS
 from tests.planted_faults.fault import Fault, StaleFault
-from tests.planted_faults.runner import Diagnosis, State, judge, key_of, run_faults, stages_of
+from tests.planted_faults.runner import (
+    Diagnosis,
+    State,
+    judge,
+    key_of,
+    nearest_first,
+    run_faults,
+    stages_of,
+)
 from tests.planted_faults.tenths import NUM_PARTS, tenth_of
-from tests.planted_faults.tree import ROOT, Run, Tree, repository_file
+from tests.planted_faults.tree import NONE_CHOSEN, ROOT, Run, Tree, repository_file
+from tests.sampled import SAMPLED
 
 SOURCE = '''"""A module."""
 
@@ -134,7 +143,7 @@ def test_names_are_unique_and_tests_are_there() -> None:
 
 def test_every_test_that_a_list_names_is_collected() -> None:
     """Beside faults, and among those that run in full only."""
-    tests = sorted({test for fault in [*CHOSEN, *drawn()] for test in fault.tests} | ONLY_IN_FULL)
+    tests = sorted({test for fault in [*CHOSEN, *drawn()] for test in fault.tests} | ONLY_IN_FULL | SAMPLED)
     command = [
         sys.executable,
         "-m",
@@ -253,6 +262,51 @@ def test_tests_that_fail_without_the_fault_catch_nothing(
     wrong = Fault("wrong", "a.py", "x * 5", "x * 3", ("tests/a.py",))
     (diagnosis,) = run_faults([wrong], workers=1, state=State(None))
     assert diagnosis.kind == "error" and "without the fault" in diagnosis.detail
+
+
+def test_a_fault_without_an_answer_when_the_budget_ends_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Playing):
+        def pytest(self, arguments: object, limit_seconds: float) -> Run:
+            return Run(None, "", limit_seconds)
+
+    monkeypatch.setattr(runner, "digest", lambda: "")
+    monkeypatch.setattr(runner, "Tree", lambda folder: Slow(folder, DOUBLE))
+    path = tmp_path / "state.jsonl"
+    assert not list(run_faults([WRONG], workers=1, state=State(path), baseline="none", budget_seconds=0.0))
+    assert not path.exists(), "the next run tries it again"
+    (diagnosis,) = run_faults([WRONG], workers=1, state=State(path), baseline="none")
+    assert diagnosis.kind == "error" and "did not end within" in diagnosis.detail
+
+
+def test_tests_that_passed_before_are_not_run_without_a_fault_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[object] = []
+
+    class Recorded(Playing):
+        def pytest(self, arguments: object, limit_seconds: float) -> Run:
+            assert isinstance(arguments, list)
+            if "-x" in arguments:
+                return super().pytest(arguments, limit_seconds)
+            chosen.append(arguments)
+            return Run(NONE_CHOSEN if "-m" in arguments else 0, "", 0.0)
+
+    monkeypatch.setattr(runner, "digest", lambda: "")
+    monkeypatch.setattr(runner, "Tree", lambda folder: Recorded(folder, DOUBLE))
+    expected = {"all": [["tests/a.py"]], "rest": [["-m", "full or sampled", "tests/a.py"]], "none": []}
+    for baseline, runs in expected.items():
+        chosen.clear()
+        (diagnosis,) = run_faults([WRONG], workers=1, state=State(None), baseline=baseline)  # type: ignore[arg-type]
+        assert diagnosis.kind == "caught" and chosen == runs
+
+
+def test_tests_of_the_module_with_the_fault_come_first() -> None:
+    fault = Fault(
+        "a", "schedule/orders.py", "", "", ("t/test_a.py::orders", "t/test_several_orders.py", "t/b.py")
+    )
+    assert nearest_first(fault) == ["t/test_several_orders.py", "t/test_a.py::orders", "t/b.py"]
 
 
 def test_stages_put_ranks_last() -> None:

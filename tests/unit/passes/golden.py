@@ -161,6 +161,10 @@ def _batch(function: Callable[[Tensor, Tensor], Any]) -> Traced:
 
 def _sums(function: Callable[[Tensor, Tensor], Any]) -> Case:
     traced = _batch(function)
+    # torch 2.13 has a size before what is computed from it, torch 2.15 before its first user.
+    for node in traced.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        min(node.users).prepend(node)
+    traced.graph_module.recompile()
     return Case(traced.graph_module, DecomposeReductions(traced.rows_symbol))
 
 
