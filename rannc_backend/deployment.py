@@ -24,7 +24,13 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
-from rannc_backend.passes.batch.batch_split import UserReplicated, UserRows, UserScalar, UserUnavailable
+from rannc_backend.passes.batch.batch_split import (
+    ReplicatedOutput,
+    UserReplicated,
+    UserRows,
+    UserScalar,
+    UserUnavailable,
+)
 from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.planner.plan_fits_graph import choose_schedule
@@ -234,7 +240,7 @@ class Deployer:
             slot.name: graph.index
             for graph in cut.graphs
             for slot in graph.outputs
-            if slot.kind == "replicated"
+            if isinstance(slot, ReplicatedOutput)
         }
         results: list[RuntimeOutput] = []
         for output in analysis.split.user_outputs:
@@ -327,9 +333,7 @@ class Deployer:
         inputs = analysis.captured.inputs
         own = [spec for spec in inputs if isinstance(spec, StateInput) and spec.name in names]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own}
-        made_here = {
-            graph.index: {slot.fqn for slot in graph.outputs if slot.kind == "buffer"} for graph in graphs
-        }
+        made_here = {graph.index: set(graph.updated_buffers) for graph in graphs}
         send_buffers = SendBuffers(self.world.device)
         wire = boundary_wire(self.config.boundary_dtype, self.world.device)
 
@@ -469,7 +473,7 @@ class Deployer:
 
 def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:
     split = analysis.split
-    partial_names = [output.name for output in split.outputs if output.kind == "partial"]
+    partial_names = split.partial_names
     fakes = {node.name: node.meta.get("val") for node in split.rowwise.graph.nodes}
     prologue_outputs = output_values(split.prologue.graph) if split.prologue is not None else ()
     return ScalarGraphs(
