@@ -34,7 +34,7 @@ from rannc_backend.runtime.world import RankState
 _LOG = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-_VERDICT_SECONDS = 4.0
+_DIAGNOSIS_SECONDS = 4.0
 _LAST_WORDS_SECONDS = 1.5
 _FLUSH_SECONDS = 0.5
 _SURVEY_SECONDS = 2.0
@@ -249,7 +249,7 @@ class LinkMonitor:
 
     def await_end(self) -> NoReturn:
         """Wait until the supervisor has spoken, then end the process."""
-        if not self._ended.wait(_VERDICT_SECONDS):
+        if not self._ended.wait(_DIAGNOSIS_SECONDS):
             sys.stderr.write(self._untold)
         end_process(self.exit_code or 1)
 
