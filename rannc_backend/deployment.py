@@ -18,7 +18,7 @@ import torch
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
-from rannc_backend.ir.action import OUTPUT, Program, Turn
+from rannc_backend.ir.action import OUTPUT, GraphUse, Program, Turn
 from rannc_backend.ir.graph_input import BatchInput, ParameterInput, ReplicatedInput, StateInput, UserInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import lane_text
@@ -327,17 +327,17 @@ class Deployer:
 
     def _executor_factory(
         self, analysis: GraphAnalysis, cut: StageCut, schedule: Schedule
-    ) -> Callable[[str, RowTable, tuple[int, ...]], Executor]:
+    ) -> Callable[[GraphUse, RowTable, tuple[int, ...]], Executor]:
         graphs = [cut.graphs[index] for index in self.own_stages]
         names = {slot.name for graph in graphs for slot in graph.inputs}
         inputs = analysis.captured.inputs
         own = [spec for spec in inputs if isinstance(spec, StateInput) and spec.name in names]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own}
-        made_here = {graph.index: set(graph.updated_buffers) for graph in graphs}
+        made_here = {graph.index: graph.updated_buffers for graph in graphs}
         send_buffers = SendBuffers(self.world.device)
         wire = boundary_wire(self.config.boundary_dtype, self.world.device)
 
-        def make(kind: str, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
+        def make(use: GraphUse, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
             config = self.config
             dump = pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
             stages = {}
@@ -349,7 +349,7 @@ class Deployer:
                         analysis,
                         cut,
                         index,
-                        kind,
+                        use,
                         stop - start,
                         lengths,
                         schedule.splits_backward,
@@ -359,7 +359,7 @@ class Deployer:
                         self.plan.stages[index].recompute,
                         index,
                         config,
-                        is_trained=kind != "infer",
+                        is_trained=use.is_trained,
                         rank=self.world.rank,
                         step=lambda: self.counter.number,
                         describe=describe_values,
@@ -368,11 +368,9 @@ class Deployer:
                 world=self.world,
                 stages=stages,
                 send_buffers=send_buffers,
-                edges=cut.edges_in(training=kind != "infer"),
+                edges=cut.edges_in(training=use.is_trained),
                 tensors=tensors,
-                buffers={
-                    fqn: self.tensors[fqn] for fqns in made_here.values() for fqn in fqns if fqn is not None
-                },
+                buffers={fqn: self.tensors[fqn] for fqns in made_here.values() for fqn in fqns},
                 made_buffers={
                     index: frozenset(spec.name for spec in own if spec.fqn in fqns)
                     for index, fqns in made_here.items()
@@ -391,23 +389,23 @@ class Deployer:
         analysis: GraphAnalysis,
         cut: StageCut,
         index: int,
-        kind: str,
+        use: GraphUse,
         num_rows: int,
         lengths: tuple[int, ...],
         splits_backward: bool,
         budget: float,
     ) -> CompiledStage:
         graph = cut.graphs[index]
-        edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
+        edges, names = cut.edges_in(training=use.is_trained), [slot.name for slot in graph.outputs]
         stored, stored_gradients = stored_names(
             edges, graph.index, names, boundary_wire(self.config.boundary_dtype, self.world.device)
         )
         needs_grad = analysis.needs_grad - (
-            graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
+            graph.outputs_for_the_user_alone if use is GraphUse.LOSS else frozenset()
         )
         compiler = self.plan.stage_compiler
         with log_step_timer(verbose=self.config.verbose).step("compile") as details:
-            details += [f"stage {graph.index}", kind, compiler]
+            details += [f"stage {graph.index}", use, compiler]
             return compile_stage(
                 graph,
                 needs_grad=needs_grad,
@@ -416,7 +414,7 @@ class Deployer:
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=compiler,
                 activation_budget=budget,
-                training=kind != "infer",
+                training=use.is_trained,
                 cache=self.cache,
                 rows_hint=num_rows,
                 length_hints=analysis.named_lengths(lengths),
@@ -429,11 +427,11 @@ class Deployer:
 
     def _program_factory(
         self, cut: StageCut, schedule: Schedule
-    ) -> Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]:
+    ) -> Callable[[GraphUse, str, int], tuple[Program, tuple[Turn, ...]]]:
         @own_errors_only()
-        def make(kind: str, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
+        def make(use: GraphUse, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
             num_stages, lanes = len(cut.graphs), self.plan.lanes
-            specs = edge_specs(cut.edges_in(training=kind != "infer"))
+            specs = edge_specs(cut.edges_in(training=use.is_trained))
             order = order_on(schedule, lanes, num_micro_batches)
             programs = lower_lanes(order, specs, phase, num_micro_batches)
             # Without their backwards, or before them, all micro-batches are kept.
@@ -459,7 +457,7 @@ class Deployer:
                 return without_stage, turns
             program = programs[lanes.index(self.own_stages)]
             trace_artifact(
-                f"rannc_program_of_stage_{'_'.join(map(str, self.own_stages))}_{kind}_{phase}",
+                f"rannc_program_of_stage_{'_'.join(map(str, self.own_stages))}_{use}_{phase}",
                 "string",
                 lambda: "\n".join(map(str, program)),
             )

@@ -18,7 +18,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 INPUT = -1
@@ -28,6 +28,29 @@ NO_MICRO_BATCH = -1
 
 FORWARD_VALUES = "F"
 GRADIENTS = "B"
+
+
+class GraphUse(StrEnum):
+    """What a graph is compiled for: a step that differentiates scalars alone, one that differentiates all outputs, one
+    without a backward.
+    """
+
+    LOSS = "loss"
+    ALL = "all"
+    INFER = "infer"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether such a step has a backward."""
+        return self is not GraphUse.INFER
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases (`schedule.edges.Phase`) of such a step, each with a program of its own."""
+        return _PHASES[self]
+
+
+_PHASES = {GraphUse.LOSS: ("train",), GraphUse.ALL: ("forward", "backward"), GraphUse.INFER: ("infer",)}
 
 
 class ActionKind(str, Enum):
