@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rannc_backend.report.words import seconds_text
-from rannc_backend.schedule.plan_simulation import SPAN_KINDS, PlanSimulation, Span, StageSimulation
+from rannc_backend.schedule.plan_simulation import SPAN_KINDS, PlanSimulation, Span, SpanKind, StageSimulation
 
 WIDTH = 1000.0
 LABEL_WIDTH = 98.0
@@ -37,7 +37,7 @@ class Number:
 
     x: float
     text: str
-    kind: str
+    kind: SpanKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,27 +9,18 @@ from __future__ import annotations
 
 from rannc_backend.ir.plan import Plan
 from rannc_backend.report.words import percent_text
-from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
-from rannc_backend.schedule.plan_simulation import stage_cost
+from rannc_backend.schedule.list_run import lower_bound_seconds
+from rannc_backend.schedule.plan_simulation import lane_costs, stage_cost
 
 _EQUAL = 5e-4  # relative: what is printed as no difference
 
 
 def order_bound_seconds(plan: Plan) -> float:
     """Below which no order's step can fall, of these stages on these ranks with as many micro-batches."""
-    costs, late = [], []
+    costs = [lane_costs(plan, stage) for stage in plan.stages]
+    late = []
     for stage in plan.stages:
-        cost = stage_cost(plan, stage, plan.num_micro_batches)
-        seconds = cost.seconds
-        costs.append(
-            LaneCosts(
-                forward=seconds.forward,
-                inputs=seconds.backward - seconds.weight,
-                weights=seconds.weight,
-                message=cost.receive_seconds,
-                gradient=cost.gradient_seconds,
-            )
-        )
+        seconds = stage_cost(plan, stage, plan.num_micro_batches).seconds
         # Reductions run under the last computation; the longest that it can be is a whole backward.
         bucket = seconds.backward / seconds.num_buckets
         late.append(
