@@ -146,7 +146,7 @@ def floats_as_tensors(graph: fx.Graph, tensors: Mapping[fx.Node, fx.Node]) -> fr
 #: Functions of Python's floats whose operator has another name.
 _OTHER_NAMES = {"truediv": "div", "mod": "remainder", "max": "maximum", "min": "minimum"}
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_MOST_ROUNDING = 1e-14  # between a function of Python and that of torch, relative
+_MAX_ROUNDING = 1e-14  # between a function of Python and that of torch, relative
 
 
 class _Floats:
@@ -188,7 +188,7 @@ class _Floats:
         ]
         for overload in _overloads(packet, {index: True for index in range(len(node.args))}):
             found = overload(*(torch.tensor(float(hint), dtype=torch.float64) for hint in hints)).item()
-            if math.isclose(found, node.meta["val"].node.hint, rel_tol=_MOST_ROUNDING):
+            if math.isclose(found, node.meta["val"].node.hint, rel_tol=_MAX_ROUNDING):
                 operands = [self._as_tensor(item, torch.float64) for item in node.args]
                 return self._made(node, overload, operands, {}, self._example(torch.float64))
         return None

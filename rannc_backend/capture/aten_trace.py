@@ -41,7 +41,7 @@ from rannc_backend.passes.size_nodes import floats_as_tensors, number_of
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-_LEAST_HINT, _SMALLEST_HINT, _LARGEST_HINT = 5, 53, 100_000
+_MIN_SMALL_HINT, _MIN_HINT, _MAX_HINT = 5, 53, 100_000
 
 StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 """Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
@@ -270,8 +270,8 @@ def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool
     there is none.
     """
     known = set(numbers)
-    above = sympy.primerange(_SMALLEST_HINT, _LARGEST_HINT)
-    below = reversed(list(sympy.primerange(_LEAST_HINT, _SMALLEST_HINT)))
+    above = sympy.primerange(_MIN_HINT, _MAX_HINT)
+    below = reversed(list(sympy.primerange(_MIN_SMALL_HINT, _MIN_HINT)))
     candidates = itertools.chain(above, below)
     return next((int(p) for p in candidates if is_apart_from(p, known) and suits(p)), 0)
 

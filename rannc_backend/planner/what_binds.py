@@ -47,7 +47,7 @@ SAME = 1e-3  # relative difference of steps that are called equal
 _SMALL = 500  # blocks x devices: searched in some tenths of a second, so for each change again
 _SMALL_WITH_NUMBERS = 5000  # blocks x devices x numbers of micro-batches: the same where these change
 _NOTICEABLE = 0.01  # share of the step: what gains less binds nothing
-_MOST_TRIED = 6  # values of a limit, in errors
+_MAX_TRIED = 6  # values of a limit, in errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ def _nearest(
     if best is None:
         return None
     reason = limits.broken_by(*judged(problem, best))
-    tried_at_most = _MOST_TRIED if problem.num_blocks * problem.num_devices <= _SMALL else 0
+    tried_at_most = _MAX_TRIED if problem.num_blocks * problem.num_devices <= _SMALL else 0
     refused, allowed = limits, _limits_of(problem, best, freed)
     for _ in range(tried_at_most):
         middle = replace(
