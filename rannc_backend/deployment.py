@@ -18,7 +18,7 @@ import torch
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
-from rannc_backend.ir.action import OUTPUT, GraphUse, Program, Turn
+from rannc_backend.ir.action import OUTPUT, GraphUse, OrderedMessage, Program
 from rannc_backend.ir.graph_input import BatchInput, ParameterInput, ReplicatedInput, StateInput, UserInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import lane_text
@@ -47,7 +47,7 @@ from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeSettings, StepCounter
 from rannc_backend.runtime.step.messages import boundary_wire
-from rannc_backend.runtime.step.queue_turns import routes_of
+from rannc_backend.runtime.step.queue_order import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
@@ -66,9 +66,9 @@ from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower_lanes
+from rannc_backend.schedule.message_order import message_order
 from rannc_backend.schedule.orders import order_on, schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of
-from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.checked_stage import watched
@@ -427,9 +427,11 @@ class Deployer:
 
     def _program_factory(
         self, cut: StageCut, schedule: Schedule
-    ) -> Callable[[GraphUse, str, int], tuple[Program, tuple[Turn, ...]]]:
+    ) -> Callable[[GraphUse, str, int], tuple[Program, tuple[OrderedMessage, ...]]]:
         @own_errors_only()
-        def make(use: GraphUse, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
+        def make(
+            use: GraphUse, phase: Any, num_micro_batches: int
+        ) -> tuple[Program, tuple[OrderedMessage, ...]]:
             num_stages, lanes = len(cut.graphs), self.plan.lanes
             specs = edge_specs(cut.edges_in(training=use.is_trained))
             order = order_on(schedule, lanes, num_micro_batches)
@@ -449,12 +451,12 @@ class Deployer:
             # Ranks without a stage: only the roles that every rank has, owner of input rows and of output
             # rows.
             without_stage = tuple(action for action in programs[0] if action.stage < 0)
-            turns: tuple[Turn, ...] = ()
+            ordered: tuple[OrderedMessage, ...] = ()
             if self.world.runs_behind and self.world.size > 1:
                 some_idle = self.plan.num_working_ranks < self.world.size
-                turns = turns_of({**programs, len(lanes): without_stage} if some_idle else programs)
+                ordered = message_order({**programs, len(lanes): without_stage} if some_idle else programs)
             if not self.own_stages:
-                return without_stage, turns
+                return without_stage, ordered
             program = programs[lanes.index(self.own_stages)]
             trace_artifact(
                 f"rannc_program_of_stage_{'_'.join(map(str, self.own_stages))}_{use}_{phase}",
@@ -464,7 +466,7 @@ class Deployer:
             if self.config.print_program:
                 text = " ".join(map(str, program))
                 logger.info("program of %s, %s: %s", lane_text(self.own_stages), phase, text)
-            return program, turns
+            return program, ordered
 
         return make
 

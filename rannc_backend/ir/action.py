@@ -206,12 +206,12 @@ def _channel_of(kind: ActionKind, stage: int, peer: int) -> Channel:
 Program = tuple[Action, ...]
 
 
-class Turn(NamedTuple):
+class OrderedMessage(NamedTuple):
     """When devices are given a message, from the ranks of one lane to those of another or of the same (an
     endpoint is all lanes).
 
     Places: the number of the action before which the operation is queued, or the length of the program; see
-    `schedule/turns.py`.
+    `schedule/message_order.py`.
     """
 
     channel: Channel

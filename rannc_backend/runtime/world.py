@@ -43,7 +43,7 @@ class Route:
         return frozenset((*receivers, *senders)) - {rank}
 
 
-class QueueTurn(NamedTuple):
+class QueuedMessage(NamedTuple):
     """One message of a step that is queued on a device: when (before which action of the rank's program), on
     which channel, with whom.
     """
@@ -232,7 +232,7 @@ class Transport(Protocol):
         """
         ...
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         """A step begins; its messages are queued in this order, where `reach` comes to their places. None: as
         they are posted.
         """

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rannc_backend.ir.action import GraphUse, Program, Turn, describe
+from rannc_backend.ir.action import GraphUse, OrderedMessage, Program, describe
 from rannc_backend.ir.graph_input import ReplicatedInput, UserInput
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.kernels.kept_rows import with_real_rows
@@ -49,7 +49,7 @@ from rannc_backend.runtime.step.graph_settings import (
     refuse_hooks_of_delayed,
     row_table_of,
 )
-from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.runtime.step.queue_order import queued_messages
 from rannc_backend.runtime.step.rehearsal import Rehearsal, same_random_numbers
 from rannc_backend.runtime.step.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.step.step_state import RuntimeOutput, Scalar, StepShapes, StepState
@@ -65,13 +65,13 @@ from rannc_backend.runtime.torch_internals import without_anomaly_detection, wit
 from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
-from rannc_backend.runtime.world import QueueTurn, World
+from rannc_backend.runtime.world import QueuedMessage, World
 
 logger = logging.getLogger(__name__)
 
 # A loss gradient within these bounds costs no digits in float32 or bfloat16.
 _MIN_LOSS_GRADIENT, _MAX_LOSS_GRADIENT = 2.0**-24, 2.0**24
-_MAX_TURNS = 32  # of steps with other rows; those of a training are few
+_MAX_QUEUES = 32  # of steps with other rows; those of a training are few
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class GraphRuntime:
     shared_buffers: SharedBuffers
     make_executor: Callable[[GraphUse, RowTable, tuple[int, ...]], Executor]
     shapes_at: Callable[[tuple[int, ...], bool], StepShapes]
-    make_program: Callable[[GraphUse, str, int], tuple[Program, tuple[Turn, ...]]]
+    make_program: Callable[[GraphUse, str, int], tuple[Program, tuple[OrderedMessage, ...]]]
     loss_index: int | None
     is_random: bool
     switches: Switches = field(default_factory=Switches)
@@ -99,10 +99,10 @@ class GraphRuntime:
     trace: EventTrace | None = None
     rehearsal: Rehearsal | None = None
     _executors: dict[GraphUse, Executor] = field(default_factory=dict)
-    _programs: dict[tuple[GraphUse, str, int], tuple[Program, tuple[str, ...], tuple[Turn, ...]]] = field(
-        default_factory=dict
-    )
-    _turns: dict[tuple[GraphUse, str, RowTable], tuple[QueueTurn, ...]] = field(default_factory=dict)
+    _programs: dict[
+        tuple[GraphUse, str, int], tuple[Program, tuple[str, ...], tuple[OrderedMessage, ...]]
+    ] = field(default_factory=dict)
+    _queues: dict[tuple[GraphUse, str, RowTable], tuple[QueuedMessage, ...]] = field(default_factory=dict)
     _deferred: bool = False
     _rows: RowTable | None = None
     _digests: Digests = field(default_factory=Digests)
@@ -245,24 +245,24 @@ class GraphRuntime:
 
     def _program(
         self, use: GraphUse, phase: str, num_micro_batches: int
-    ) -> tuple[Program, tuple[str, ...], tuple[Turn, ...]]:
+    ) -> tuple[Program, tuple[str, ...], tuple[OrderedMessage, ...]]:
         key = (use, phase, num_micro_batches)
         if key not in self._programs:
-            program, turns = self.make_program(*key)
-            self._programs[key] = (program, describe(program), turns)
+            program, ordered = self.make_program(*key)
+            self._programs[key] = (program, describe(program), ordered)
         return self._programs[key]
 
     def _run(self, use: GraphUse, phase: str, state: StepState) -> None:
         executor = self.executor(use, state)
-        program, phases, turns = self._program(use, phase, state.rows.num_micro_batches)
+        program, phases, ordered = self._program(use, phase, state.rows.num_micro_batches)
         key = (use, phase, state.rows)
-        if key not in self._turns:
-            if len(self._turns) >= _MAX_TURNS:
-                self._turns.clear()
-            self._turns[key] = queue_turns(turns, self.world.rank, state.rows)
+        if key not in self._queues:
+            if len(self._queues) >= _MAX_QUEUES:
+                self._queues.clear()
+            self._queues[key] = queued_messages(ordered, self.world.rank, state.rows)
         self.world.monitor.phase(f"step {state.number}, {phase}")
         with exchanging(self.world), with_real_rows():
-            executor.run(program, phases, state, self._turns[key])
+            executor.run(program, phases, state, self._queues[key])
 
     @without_autocast
     def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -30,7 +30,7 @@ from rannc_backend.runtime.gradients.buckets import PendingGradients
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.step_state import StepState
-from rannc_backend.runtime.world import BucketSums, QueueTurn, Ranks, Route, Transport, World
+from rannc_backend.runtime.world import BucketSums, QueuedMessage, Ranks, Route, Transport, World
 
 _MAX_REMEMBERED = 1024  # uses and rows of steps that need nothing
 
@@ -84,7 +84,7 @@ class NobodyThere(Memory):
     def after_compute(self) -> None:
         self._inner.after_compute()
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         return
 
     def recreate(self) -> None:
