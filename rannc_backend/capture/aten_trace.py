@@ -3,7 +3,7 @@
 In: the Dynamo `fx.GraphModule`, its tensor inputs and which of them are batch inputs. Out: an `AtenTrace`.
 Terms: *rows* is the batch size; the *hint* is the number that stands for it where the trace has to decide
 something (which memory layout a convolution prefers, say): a prime that divides no other size, so that no
-decision is owed to a coincidence with the batch size of this process.
+decision rests on a coincidence with the batch size of this process.
 
 The trace runs with gradients enabled on fake tensors that require grad like the real ones, because operators
 are chosen accordingly (attention, matmul folding). Where the model switches gradients off, each result

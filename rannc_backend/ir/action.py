@@ -70,7 +70,7 @@ class ActionKind(str, Enum):
     RECEIVE_GRADIENT = "RB"
     WAIT_GRADIENT = "WB"
     DONE_GRADIENT = "DB"
-    ARM_REDUCTIONS = "A"
+    ALLOW_REDUCTIONS = "A"
     WAIT_REDUCTIONS = "G"
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ DONE_KINDS = frozenset({ActionKind.DONE_FORWARD, ActionKind.DONE_GRADIENT})
 MESSAGE_KINDS = SEND_KINDS | RECEIVE_KINDS | WAIT_KINDS | DONE_KINDS
 # Sends and dones name the destination after ">", receives and waits the source after "<".
 OUTGOING_KINDS = SEND_KINDS | DONE_KINDS
-REDUCTION_KINDS = frozenset({ActionKind.ARM_REDUCTIONS, ActionKind.WAIT_REDUCTIONS})
+REDUCTION_KINDS = frozenset({ActionKind.ALLOW_REDUCTIONS, ActionKind.WAIT_REDUCTIONS})
 
 _COUNTERPART_KINDS = {
     ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,

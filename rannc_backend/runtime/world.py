@@ -126,7 +126,7 @@ class Control(Protocol):
         """From now on the limit of operations for which none is given."""
         ...
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """In place of an operation that this rank does not come to, because ``error`` happened: the others
         raise it in theirs.
         """

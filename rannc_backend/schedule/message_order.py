@@ -98,7 +98,7 @@ def _units(action: Action) -> float:
 
 def _step(run: _Run, lane: int, action: Action, time: float) -> bool:
     """Do the lane's next action; False, and noted, where it must wait."""
-    if action.is_compute or action.kind in (ActionKind.ARM_REDUCTIONS, ActionKind.WAIT_REDUCTIONS):
+    if action.is_compute or action.kind in (ActionKind.ALLOW_REDUCTIONS, ActionKind.WAIT_REDUCTIONS):
         run.place[lane] += 1
         return True
     key = (action.channel, action.micro_batch)

@@ -11,7 +11,7 @@ distances, so the reductions of all but the last bucket can end before the backw
 `run_to_end` runs programs without work, to see whether they come to their end. Semantics (rendezvous): posts never block; a
 message travels once its send and its receive are posted and the message before it on the channel has arrived; W and D end
 when it has. An endpoint is all lanes: a message from INPUT has arrived when those of all lanes have. Reductions end only
-after every lane has armed its own and finished its computes, because a parameter may be tied between any stages. All waits
+after every lane has allowed its own and finished its computes, because a parameter may be tied between any stages. All waits
 are on posts that are never taken back, so whether programs get stuck does not depend on timing, and one run with any
 durations decides it.
 """

@@ -7,7 +7,7 @@ fault.
 What is checked:
 - completeness: every action that the edges and the phase call for is there exactly once, nothing else is;
 - order inside a lane: forward before backward, values waited for before use, sent after they are made,
-  reductions armed right before the last backward (earlier would reduce unfinished gradients) and waited for
+  reductions allowed right before the last backward (earlier would reduce unfinished gradients) and waited for
   after it;
 - channels: both ends name the micro-batches in one order, for every pair of lanes;
 - progress: all lanes reach their ends when messages travel only once both ends have posted them (rendezvous);
@@ -192,7 +192,7 @@ def _expected_actions(
                 if stage in split:
                     actions[Action(stage, ActionKind.BACKWARD_WEIGHT, m)] = (backward,)
         if is_training(phase):
-            begin_last_micro_batch = Action(stage, ActionKind.ARM_REDUCTIONS)
+            begin_last_micro_batch = Action(stage, ActionKind.ALLOW_REDUCTIONS)
             actions[begin_last_micro_batch] = ()
             actions[Action(stage, ActionKind.WAIT_REDUCTIONS)] = (begin_last_micro_batch,)
     return expected
@@ -215,7 +215,7 @@ def _check_lane(lane: int, program: Program, rules: _Rules) -> dict[int, StagePe
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             backwards[action.stage] += 1
         elif (
-            action.kind is ActionKind.ARM_REDUCTIONS
+            action.kind is ActionKind.ALLOW_REDUCTIONS
             and backwards[action.stage] != rules.num_micro_batches - 1
         ):
             problem = f"must stand before the last backward, not after {backwards[action.stage]} of them"

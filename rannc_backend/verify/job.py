@@ -98,11 +98,11 @@ def run(settings: VerifySettings, records: Records, mode: Mode, rank: int) -> No
     except EnoughError:
         raise
     except BaseException as error:
-        _tell(error, records.directory, mode, rank)
+        _leave_failure(error, records.directory, mode, rank)
         raise
 
 
-def _tell(error: BaseException, folder: Path, mode: Mode, rank: int) -> None:
+def _leave_failure(error: BaseException, folder: Path, mode: Mode, rank: int) -> None:
     if isinstance(error, SystemExit) and not error.code:
         return
     place = user_location("".join(traceback.format_list(_below_runner(error))))

@@ -167,7 +167,7 @@ class _Watch:
     num_ranks: int
     listener: Listener
 
-    def tell_steps(self) -> None:
+    def report_steps(self) -> None:
         file = progress_file(self.directory, self.mode)
         self.listener.step(
             self.mode, len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
@@ -302,7 +302,7 @@ def _run_job(
         )
         try:
             while process.poll() is None and time.monotonic() < until:
-                watch.tell_steps()
+                watch.report_steps()
                 if not watch.has_failed():
                     failed_at = time.monotonic()
                 else:  # others may wait for that rank for long
@@ -311,7 +311,7 @@ def _run_job(
             code = process.poll()
         finally:
             _end_group(process)
-        watch.tell_steps()
+        watch.report_steps()
         output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
         text = output.read().decode("utf-8", errors="replace")
     return _Ended(code=code, seconds=time.monotonic() - begin, output=text)

@@ -182,7 +182,7 @@ class Recorder:
         for call, gradients in self.arrived.items():
             number = self.num_backwards.get(call, 0)
             self.num_backwards[call] = number + 1
-            tensors = {f"tangent.{index}": gradient for index, gradient in gradients.items()}
+            tensors = {f"grad_output.{index}": gradient for index, gradient in gradients.items()}
             delayed = runtime.switches.delay_reductions
             if not delayed:
                 held = self.models.parameters().items()

@@ -266,7 +266,7 @@ CHOSEN: tuple[Fault, ...] = (
             (
                 "messages-queued-as-posted",
                 "runtime/comm/nccl.py",
-                "self._queue, self._next_queued = queued, 0",
+                "self._queue_order, self._next_queued = queued, 0",
                 "pass",
                 unit("runtime/step/hangs"),
             ),

@@ -152,7 +152,7 @@ class StageSearch:
         if self.best is not None:
             self._improve()
         ended = self._walk(heap) and not self.interrupted
-        self.log.tell((entry[0], entry[2]) for entry in self.entries)
+        self.log.report((entry[0], entry[2]) for entry in self.entries)
         lower = min(self.left_out, self.seconds, heap[0][0] if heap else self.seconds)
         return SearchResult(
             solution=self.best, lower_bound=lower, num_candidates=self.num_candidates, ended=ended

@@ -209,7 +209,7 @@ class NcclTransport:
         self._ranks_of: dict[tuple[str, int], Ranks] = {}
         self._messages: dict[Ranks, _Link] = {}
         self._reductions: dict[tuple[Ranks, int], _Link] = {}  # by communicator
-        self._queue: Sequence[QueuedMessage] = ()
+        self._queue_order: Sequence[QueuedMessage] = ()
         self._next_queued = 0
         self._held: dict[
             tuple[str, int, bool], deque[MessageWork | None]
@@ -310,11 +310,13 @@ class NcclTransport:
     def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         self.buffers.begin_step()
         self._held.clear()
-        self._queue, self._next_queued = queued, 0
+        self._queue_order, self._next_queued = queued, 0
 
     def reach(self, place: int) -> None:
-        while self._next_queued < len(self._queue) and self._queue[self._next_queued].place <= place:
-            message = self._queue[self._next_queued]
+        while (
+            self._next_queued < len(self._queue_order) and self._queue_order[self._next_queued].place <= place
+        ):
+            message = self._queue_order[self._next_queued]
             self._next_queued += 1
             held = self._held.get((message.channel, message.peer, message.is_send))
             assert held, f"rank {self.rank} has not posted {message} before it is to be queued"
@@ -350,12 +352,12 @@ class NcclTransport:
         self._groups.close()
 
     def _nothing(self, channel: str, peer: int, *, is_send: bool) -> DoneWork:
-        if self._next_queued < len(self._queue):
+        if self._next_queued < len(self._queue_order):
             self._held.setdefault((channel, peer, is_send), deque()).append(None)
         return DoneWork()
 
     def _post(self, work: MessageWork, channel: str) -> MessageWork:
-        if self._next_queued < len(self._queue):
+        if self._next_queued < len(self._queue_order):
             self._held.setdefault((channel, work.peer, work.is_send), deque()).append(work)
         else:
             self._queue(work)

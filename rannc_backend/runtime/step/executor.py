@@ -95,7 +95,7 @@ class Executor:
             kind.WAIT_GRADIENT: self._wait_gradient,
             kind.DONE_FORWARD: self._send_done,
             kind.DONE_GRADIENT: self._send_done,
-            kind.ARM_REDUCTIONS: self._begin_last_micro_batch,
+            kind.ALLOW_REDUCTIONS: self._begin_last_micro_batch,
             kind.WAIT_REDUCTIONS: self._finish_reductions,
         }
         if self.host_link is not None:

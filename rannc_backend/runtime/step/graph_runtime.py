@@ -6,7 +6,7 @@ global batch; gradients published in ``p.grad``.
 
 Terms. *Eager backward* (1F1B): one program runs forwards and backwards during the forward call, with the
 gradient of the first differentiable scalar (the *loss*) as given; backward only scales what is there. The
-seed is the gradient that came last time, since nobody knows this step's yet. *Deferred backward*
+loss gradient is the one that came last time, since nobody knows this step's yet. *Deferred backward*
 (fill-drain): forwards run in the forward call, backwards in the backward call. A graph is switched to
 deferred backward for good the first time that something other than the loss receives a gradient; that step is
 run again. A graph of *narrow range* computes in float16 somewhere: what overflows and what vanishes there

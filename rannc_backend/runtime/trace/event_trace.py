@@ -45,7 +45,7 @@ _TRACK_OF = {
     ActionKind.RECEIVE_GRADIENT: "receive",
     ActionKind.WAIT_FORWARD: "receive",
     ActionKind.WAIT_GRADIENT: "receive",
-    ActionKind.ARM_REDUCTIONS: "reduction",
+    ActionKind.ALLOW_REDUCTIONS: "reduction",
     ActionKind.WAIT_REDUCTIONS: "reduction",
 }
 # A flight begins with the end of the first kind and ends with the end of the second.

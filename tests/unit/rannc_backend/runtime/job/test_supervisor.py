@@ -275,7 +275,7 @@ def test_survey(job: Job) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 9])
-def test_a_seat_that_is_taken_or_not_there_is_given_to_nobody(job: Job, rank: int) -> None:
+def test_a_rank_that_is_taken_or_not_there_is_given_to_nobody(job: Job, rank: int) -> None:
     second = Rank(job.supervisor.port, rank)
     assert second.socket.recv(1) == b""
     second.close()
