@@ -33,10 +33,11 @@ from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, n
 from rannc_backend.capture.written_out import BagsAsRows, PlainOperators
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
-from rannc_backend.passes.canonicalize import IN_PARTS
+from rannc_backend.passes.canonicalize import IN_PARTS, TRACED
 from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.pipeline import run_pass, with_facts
 from rannc_backend.passes.plain_numbers import new_number, new_size
-from rannc_backend.passes.size_nodes import floats_as_tensors, number_of
+from rannc_backend.passes.size_nodes import FloatsAsTensors, number_of
 
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
@@ -206,13 +207,17 @@ def trace_function(
     places = list(graph_module.graph.find_nodes(op="placeholder"))[len(numbers) :]
     of_item = {item.position: node for item, node in zip(inputs, places[len(floats) :], strict=True)}
     of_float = dict(zip(places, floats, strict=False))
-    needed = floats_as_tensors(graph_module.graph, {node: of_item[place] for node, place in of_float.items()})
+    with_facts(graph_module, TRACED)
+    tensors = {node.name: of_item[place].name for node, place in of_float.items()}
+    needed = run_pass(FloatsAsTensors(tensors), graph_module).needed if tensors else frozenset()
     constants = {place for place, known in number_symbols.items() if known in shape_env.replacements}
     return AtenTrace(
         graph_module=graph_module,
         inputs=tuple(inputs),
         number_symbols=number_symbols,
-        needed_numbers=frozenset(constants.union(of_float[node] for node in needed)),
+        needed_numbers=frozenset(
+            constants.union(place for node, place in of_float.items() if node.name in needed)
+        ),
         sparse=made_dense(graph_module.graph),
         num_user_outputs=num_user_outputs,
         mutated=tuple(mutated),

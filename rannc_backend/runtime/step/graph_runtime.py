@@ -485,7 +485,7 @@ class GraphRuntime:
         with same_random_numbers(self.world.device):
             state = self.begin(user_tensors, training=True)
             self.counter.number, state.apply_buffer_updates = before, False
-            self.executor(GraphUse.LOSS if eager else "all", state)  # compiles
+            self.executor(GraphUse.LOSS if eager else GraphUse.ALL, state)  # compiles
             begun = time.perf_counter()
             self._run_eager(state, 1.0) if eager else self._run(GraphUse.ALL, "forward", state)
             self._outputs(state)
