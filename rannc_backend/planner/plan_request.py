@@ -316,8 +316,8 @@ class PlanRequest:
         cut = cut_that_fits(self.problem(costs, memory_bytes=memory))
         stages = fullest_stages(costs, cut, self.memory_bytes) if cut is not None else ""
         return InfeasiblePlanError(
-            f"the smallest cut needs {size_text(memory)} on one device, and plans may use "
-            f"{size_text(self.memory_bytes)}{stages and '; '}{stages}",
+            f"the smallest cut needs {precise_size_text(memory)} on one device, and plans may use "
+            f"{precise_size_text(self.memory_bytes)}{stages and '; '}{stages}",
             smallest_bytes=memory / (1 - self.memory_margin),
             smallest_num_devices=None if self.stage_replicas else self._smallest_num_devices(few),
             smallest_max_pipeline=self._smallest_max_pipeline(),
@@ -490,7 +490,7 @@ def _forced_text(fixed: tuple[int, ...] | None, config: Config) -> str:
     return " x ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
-def size_text(num_bytes: float) -> str:
+def precise_size_text(num_bytes: float) -> str:
     """Bytes for people."""
     return (
         f"{num_bytes / BYTES_PER_GB:.3f} GB"

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from rannc_backend.ir.updates import Ranks as Ranks
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.runtime.step_counts import StepCounts
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

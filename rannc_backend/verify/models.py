@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rannc_backend.errors import UserInputError
 from rannc_backend.errors.base import did_you_mean, nearest
 from rannc_backend.runtime.absent_tensors import is_absent
+from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.verify.settings import ValueKind, VerifySettings
 
 # Of nn.Dropout, nn.Dropout2d, nn.AlphaDropout and those that users derive from them.
@@ -49,9 +50,8 @@ def modules_behind(function: Callable[..., Any]) -> list[nn.Module]:
 def _modules_in(values: Any) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
     for value in values:
-        inner = getattr(value, "_orig_mod", value)
-        if isinstance(inner, nn.Module):
-            found.setdefault(id(inner), inner)
+        if isinstance(value, nn.Module):
+            found.setdefault(id(root_of(value)), root_of(value))
     return list(found.values())
 
 
