@@ -2,7 +2,7 @@
 of a host that have the same.
 
 In: an exception that nobody catches. Out: its parts, its traceback as text, and a hook for the time before
-the job stands, when no rank can hear of another. A *word* is what a rank tells; ranks of a host see in the
+the job stands, when no rank can hear of another. A *word* is what a rank says of itself; ranks of a host see in the
 names of each other's processes who has the word.
 
 An error of this package has its place in the user's source: of its traceback only the user's lines are shown,
