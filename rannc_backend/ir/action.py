@@ -182,6 +182,31 @@ class Action:
         return self.kind in COMPUTE_KINDS
 
     @property
+    def is_message(self) -> bool:
+        """True for what moves, or waits for, a message."""
+        return self.kind in MESSAGE_KINDS
+
+    @property
+    def is_send(self) -> bool:
+        """True where a message is posted."""
+        return self.kind in SEND_KINDS
+
+    @property
+    def is_receive(self) -> bool:
+        """True where room for a message is posted."""
+        return self.kind in RECEIVE_KINDS
+
+    @property
+    def is_wait(self) -> bool:
+        """True where a message is waited for."""
+        return self.kind in WAIT_KINDS
+
+    @property
+    def is_done(self) -> bool:
+        """True where the end of a send is waited for."""
+        return self.kind in DONE_KINDS
+
+    @property
     def channel(self) -> Channel:
         """The channel of a message action; ValueError for the others."""
         return _channel_of(self.kind, self.stage, self.peer)

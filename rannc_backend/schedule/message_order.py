@@ -33,9 +33,6 @@ from dataclasses import dataclass, field
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import (
-    RECEIVE_KINDS,
-    SEND_KINDS,
-    WAIT_KINDS,
     Action,
     ActionKind,
     Channel,
@@ -74,8 +71,8 @@ def message_order(programs: Mapping[int, Program]) -> tuple[OrderedMessage, ...]
     num_ends: dict[tuple[_Key, bool], int] = defaultdict(int)
     for program in programs.values():
         for action in program:
-            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-                num_ends[(action.channel, action.micro_batch), action.kind in SEND_KINDS] += 1
+            if action.is_send or action.is_receive:
+                num_ends[(action.channel, action.micro_batch), action.is_send] += 1
     run = _Run(programs, num_ends, dict.fromkeys(programs, 0), [(0.0, lane) for lane in sorted(programs)])
     while run.ready:
         time, lane = heapq.heappop(run.ready)
@@ -102,11 +99,11 @@ def _step(run: _Run, lane: int, action: Action, time: float) -> bool:
         run.place[lane] += 1
         return True
     key = (action.channel, action.micro_batch)
-    if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+    if action.is_send or action.is_receive:
         run.place[lane] += 1
-        _post(run, key, lane, time, sends=action.kind in SEND_KINDS)
+        _post(run, key, lane, time, sends=action.is_send)
         return True
-    end = (key, lane, action.kind not in WAIT_KINDS)
+    end = (key, lane, not action.is_wait)
     if run.num_missing.get(end) == 0:
         run.place[lane] += 1
         return True

@@ -27,11 +27,8 @@ from dataclasses import dataclass
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import (
-    DONE_KINDS,
     FORWARD_VALUES,
     GRADIENTS,
-    RECEIVE_KINDS,
-    SEND_KINDS,
     Action,
     ActionKind,
     Channel,
@@ -248,7 +245,7 @@ class _Buffers:
         self.arrivals = {
             action.channel
             for action in rules.expected[lane]
-            if action.kind in RECEIVE_KINDS and action.stage == stage and action.peer not in self.own
+            if action.is_receive and action.stage == stage and action.peer not in self.own
         }
 
     def follow(self, action: Action) -> str:
@@ -257,11 +254,11 @@ class _Buffers:
             return self._compute(action)
         if action.peer in self.own:
             return ""  # nothing is copied between stages of the same ranks
-        if action.kind in RECEIVE_KINDS:
+        if action.is_receive:
             return self._take("receive", self.receiving, action.channel, self.rules.max_receive_buffers)
-        if action.kind in SEND_KINDS:
+        if action.is_send:
             return self._take("send", self.sending, action.channel, self.max_sends)
-        if action.kind in DONE_KINDS:
+        if action.is_done:
             self.sending[action.channel] -= 1
         return ""
 
@@ -332,8 +329,8 @@ def _check_channels(programs: Mapping[int, Program]) -> None:
     posts: defaultdict[tuple[Channel, bool], dict[int, list[tuple[int, Action]]]] = defaultdict(dict)
     for lane, program in programs.items():
         for index, action in enumerate(program):
-            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-                key = (action.channel, action.kind in SEND_KINDS)
+            if action.is_send or action.is_receive:
+                key = (action.channel, action.is_send)
                 posts[key].setdefault(lane, []).append((index, action))
     for (channel, is_send), senders in posts.items():
         if not is_send:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rannc_backend.ir.action import SEND_KINDS, WAIT_KINDS, Action, ActionKind, Program
+from rannc_backend.ir.action import Action, ActionKind, Program
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.runtime.gradients.buckets import GradientBuckets, Ranks, StartReduce, Waitable
 from rannc_backend.runtime.rows import RowTable
@@ -284,8 +284,8 @@ class _Arrows:
 
     def of(self, action: Action) -> tuple[Arrow, ...]:
         """One for each rank that the action sends to, or has received from: none where it has no rows."""
-        begins = action.kind in SEND_KINDS
-        if not begins and action.kind not in WAIT_KINDS:
+        begins = action.is_send
+        if not begins and not action.is_wait:
             return ()
         found = []
         for piece in self._step.rows.pieces(action.stage, action.peer, self._rank, action.micro_batch):
