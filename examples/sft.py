@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rannc_backend.integrations.accelerate import join_job
 from rannc_backend.integrations.trl import RanncSFTTrainer
 
-_MOST_WORDS = 500
+_MAX_WORDS = 500
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     words = Path(os.__file__).read_text().split()
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>"])}
     for word in words:
-        if len(vocabulary) < _MOST_WORDS:
+        if len(vocabulary) < _MAX_WORDS:
             vocabulary.setdefault(word, len(vocabulary))
     splitter = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     splitter.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -23,6 +23,12 @@ class Level:
 
 PIPELINE: tuple[Level, ...] = (
     Level(
+        what="Floats of Python that change between calls, where the graph has any, as tensors.",
+        where="capture/aten_trace.py: trace_function",
+        given=frozenset({"functional"}),
+        passes=("floats_as_tensors",),
+    ),
+    Level(
         what="One spelling per meaning, on the functional graph of the model's forward.",
         where="capture/graph.py: capture",
         given=frozenset({"functional"}),

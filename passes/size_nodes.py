@@ -11,7 +11,8 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import sympy
 import torch
@@ -19,6 +20,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from rannc_backend.passes.graph_queries import fake_mode_of, placeholders, size_expression, symbols_in
+from rannc_backend.passes.pipeline import Pass
 from rannc_backend.passes.plain_numbers import is_surely
 
 aten = torch.ops.aten
@@ -122,31 +124,51 @@ def size_symbols(node: fx.Node) -> set[sympy.Symbol]:
 # --- Python's floats
 
 
-def floats_as_tensors(graph: fx.Graph, tensors: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithoutFloats:
+    """`needed`: names of the placeholders of floats that something needs as numbers (a size, an operator without an
+    overload for tensors); where there are any, the graph is of no use.
+    """
+
+    graph_module: fx.GraphModule
+    needed: frozenset[str]
+
+    def named_graphs(self) -> dict[str, fx.GraphModule]:
+        """The one graph."""
+        return {"": self.graph_module}
+
+
+@dataclass(frozen=True, slots=True)
+class FloatsAsTensors(Pass[WithoutFloats]):
     """Let tensors of one element take the place of floats that change between calls; results keep their types.
 
-    ``tensors``: the placeholder of each float -> that of its tensor, [] in float64. Arithmetic of floats becomes the
-    same of tensors. An operator gets the tensor where an overload of it takes one. Gives the placeholders of floats that
-    something needs as numbers (a size, an operator without such an overload); where there are any, the graph is of no
-    use.
+    ``tensors``: the placeholder of each float -> that of its tensor, [] in float64, by name. Arithmetic of floats becomes
+    the same of tensors. An operator gets the tensor where an overload of it takes one.
     """
-    if not tensors:
-        return frozenset()
-    floats = _Floats(graph, tensors)
-    for node in list(graph.nodes):
-        floats.replace(node)
-    if not floats.stuck:
-        for node in reversed(floats.replaced):
-            graph.erase_node(node)
-        for node in tensors:
-            graph.erase_node(node)
-    return frozenset(floats.stuck)
+
+    name: ClassVar[str] = "floats_as_tensors"
+    requires: ClassVar[frozenset[str]] = frozenset({"functional"})
+    provides: ClassVar[frozenset[str]] = frozenset({"no_floats"})
+    tensors: Mapping[str, str]
+
+    def run(self, graph_module: fx.GraphModule) -> WithoutFloats:
+        """See the class; the graph is changed in place."""
+        graph = graph_module.graph
+        by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        tensors = {by_name[number]: by_name[tensor] for number, tensor in self.tensors.items()}
+        floats = _Floats(graph, tensors)
+        for node in list(graph.nodes):
+            floats.replace(node)
+        if not floats.stuck:
+            for node in (*reversed(floats.replaced), *tensors):
+                graph.erase_node(node)
+        return WithoutFloats(graph_module=graph_module, needed=frozenset(node.name for node in floats.stuck))
 
 
 #: Functions of Python's floats whose operator has another name.
 _OTHER_NAMES = {"truediv": "div", "mod": "remainder", "max": "maximum", "min": "minimum"}
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_MOST_ROUNDING = 1e-14  # between a function of Python and that of torch, relative
+_MAX_ROUNDING = 1e-14  # between a function of Python and that of torch, relative
 
 
 class _Floats:
@@ -188,7 +210,7 @@ class _Floats:
         ]
         for overload in _overloads(packet, {index: True for index in range(len(node.args))}):
             found = overload(*(torch.tensor(float(hint), dtype=torch.float64) for hint in hints)).item()
-            if math.isclose(found, node.meta["val"].node.hint, rel_tol=_MOST_ROUNDING):
+            if math.isclose(found, node.meta["val"].node.hint, rel_tol=_MAX_ROUNDING):
                 operands = [self._as_tensor(item, torch.float64) for item in node.args]
                 return self._made(node, overload, operands, {}, self._example(torch.float64))
         return None

@@ -18,13 +18,19 @@ import torch
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.capture.errors import own_errors_only
 from rannc_backend.errors import UnsupportedModelError, user_location
-from rannc_backend.ir.action import OUTPUT, Program, Turn
+from rannc_backend.ir.action import OUTPUT, GraphUse, OrderedMessage, Program
 from rannc_backend.ir.graph_input import BatchInput, ParameterInput, ReplicatedInput, StateInput, UserInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.ir.updates import ranks_of_updates
 from rannc_backend.log.step_timer import log_step_timer
-from rannc_backend.passes.batch.batch_split import UserReplicated, UserRows, UserScalar, UserUnavailable
+from rannc_backend.passes.batch.batch_split import (
+    ReplicatedOutput,
+    UserReplicated,
+    UserRows,
+    UserScalar,
+    UserUnavailable,
+)
 from rannc_backend.passes.graph_queries import output_values, placeholders
 from rannc_backend.passes.pipeline import dumping
 from rannc_backend.planner.plan_fits_graph import choose_schedule
@@ -41,7 +47,7 @@ from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime
 from rannc_backend.runtime.step.graph_settings import RuntimeSettings, StepCounter
 from rannc_backend.runtime.step.messages import boundary_wire
-from rannc_backend.runtime.step.queue_turns import routes_of
+from rannc_backend.runtime.step.queue_order import routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs, SumSpec
 from rannc_backend.runtime.step.send_buffers import SendBuffers, stored_names
@@ -60,9 +66,9 @@ from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.description import Schedule
 from rannc_backend.schedule.lowering import lower_lanes
+from rannc_backend.schedule.message_order import message_order
 from rannc_backend.schedule.orders import order_on, schedule_named
 from rannc_backend.schedule.plan_simulation import schedule_of
-from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
 from rannc_backend.stages.checked_stage import watched
@@ -234,7 +240,7 @@ class Deployer:
             slot.name: graph.index
             for graph in cut.graphs
             for slot in graph.outputs
-            if slot.kind == "replicated"
+            if isinstance(slot, ReplicatedOutput)
         }
         results: list[RuntimeOutput] = []
         for output in analysis.split.user_outputs:
@@ -321,19 +327,17 @@ class Deployer:
 
     def _executor_factory(
         self, analysis: GraphAnalysis, cut: StageCut, schedule: Schedule
-    ) -> Callable[[str, RowTable, tuple[int, ...]], Executor]:
+    ) -> Callable[[GraphUse, RowTable, tuple[int, ...]], Executor]:
         graphs = [cut.graphs[index] for index in self.own_stages]
         names = {slot.name for graph in graphs for slot in graph.inputs}
         inputs = analysis.captured.inputs
         own = [spec for spec in inputs if isinstance(spec, StateInput) and spec.name in names]
         tensors = {spec.name: self.tensors[spec.fqn] for spec in own}
-        made_here = {
-            graph.index: {slot.fqn for slot in graph.outputs if slot.kind == "buffer"} for graph in graphs
-        }
+        made_here = {graph.index: graph.updated_buffers for graph in graphs}
         send_buffers = SendBuffers(self.world.device)
         wire = boundary_wire(self.config.boundary_dtype, self.world.device)
 
-        def make(kind: str, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
+        def make(use: GraphUse, rows: RowTable, lengths: tuple[int, ...]) -> Executor:
             config = self.config
             dump = pass_dump(config.dump_graph_prefix, self.world.rank) if config.dump_graph else None
             stages = {}
@@ -345,7 +349,7 @@ class Deployer:
                         analysis,
                         cut,
                         index,
-                        kind,
+                        use,
                         stop - start,
                         lengths,
                         schedule.splits_backward,
@@ -355,7 +359,7 @@ class Deployer:
                         self.plan.stages[index].recompute,
                         index,
                         config,
-                        is_trained=kind != "infer",
+                        is_trained=use.is_trained,
                         rank=self.world.rank,
                         step=lambda: self.counter.number,
                         describe=describe_values,
@@ -364,11 +368,9 @@ class Deployer:
                 world=self.world,
                 stages=stages,
                 send_buffers=send_buffers,
-                edges=cut.edges_in(training=kind != "infer"),
+                edges=cut.edges_in(training=use.is_trained),
                 tensors=tensors,
-                buffers={
-                    fqn: self.tensors[fqn] for fqns in made_here.values() for fqn in fqns if fqn is not None
-                },
+                buffers={fqn: self.tensors[fqn] for fqns in made_here.values() for fqn in fqns},
                 made_buffers={
                     index: frozenset(spec.name for spec in own if spec.fqn in fqns)
                     for index, fqns in made_here.items()
@@ -387,23 +389,23 @@ class Deployer:
         analysis: GraphAnalysis,
         cut: StageCut,
         index: int,
-        kind: str,
+        use: GraphUse,
         num_rows: int,
         lengths: tuple[int, ...],
         splits_backward: bool,
         budget: float,
     ) -> CompiledStage:
         graph = cut.graphs[index]
-        edges, names = cut.edges_in(training=kind != "infer"), [slot.name for slot in graph.outputs]
+        edges, names = cut.edges_in(training=use.is_trained), [slot.name for slot in graph.outputs]
         stored, stored_gradients = stored_names(
             edges, graph.index, names, boundary_wire(self.config.boundary_dtype, self.world.device)
         )
         needs_grad = analysis.needs_grad - (
-            graph.outputs_for_the_user_alone if kind == "loss" else frozenset()
+            graph.outputs_for_the_user_alone if use is GraphUse.LOSS else frozenset()
         )
         compiler = self.plan.stage_compiler
         with log_step_timer(verbose=self.config.verbose).step("compile") as details:
-            details += [f"stage {graph.index}", kind, compiler]
+            details += [f"stage {graph.index}", use, compiler]
             return compile_stage(
                 graph,
                 needs_grad=needs_grad,
@@ -412,7 +414,7 @@ class Deployer:
                 rows_symbol=analysis.captured.rows_symbol,
                 compiler=compiler,
                 activation_budget=budget,
-                training=kind != "infer",
+                training=use.is_trained,
                 cache=self.cache,
                 rows_hint=num_rows,
                 length_hints=analysis.named_lengths(lengths),
@@ -425,11 +427,13 @@ class Deployer:
 
     def _program_factory(
         self, cut: StageCut, schedule: Schedule
-    ) -> Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]:
+    ) -> Callable[[GraphUse, str, int], tuple[Program, tuple[OrderedMessage, ...]]]:
         @own_errors_only()
-        def make(kind: str, phase: Any, num_micro_batches: int) -> tuple[Program, tuple[Turn, ...]]:
+        def make(
+            use: GraphUse, phase: Any, num_micro_batches: int
+        ) -> tuple[Program, tuple[OrderedMessage, ...]]:
             num_stages, lanes = len(cut.graphs), self.plan.lanes
-            specs = edge_specs(cut.edges_in(training=kind != "infer"))
+            specs = edge_specs(cut.edges_in(training=use.is_trained))
             order = order_on(schedule, lanes, num_micro_batches)
             programs = lower_lanes(order, specs, phase, num_micro_batches)
             # Without their backwards, or before them, all micro-batches are kept.
@@ -447,29 +451,29 @@ class Deployer:
             # Ranks without a stage: only the roles that every rank has, owner of input rows and of output
             # rows.
             without_stage = tuple(action for action in programs[0] if action.stage < 0)
-            turns: tuple[Turn, ...] = ()
+            ordered: tuple[OrderedMessage, ...] = ()
             if self.world.runs_behind and self.world.size > 1:
                 some_idle = self.plan.num_working_ranks < self.world.size
-                turns = turns_of({**programs, len(lanes): without_stage} if some_idle else programs)
+                ordered = message_order({**programs, len(lanes): without_stage} if some_idle else programs)
             if not self.own_stages:
-                return without_stage, turns
+                return without_stage, ordered
             program = programs[lanes.index(self.own_stages)]
             trace_artifact(
-                f"rannc_program_of_stage_{'_'.join(map(str, self.own_stages))}_{kind}_{phase}",
+                f"rannc_program_of_stage_{'_'.join(map(str, self.own_stages))}_{use}_{phase}",
                 "string",
                 lambda: "\n".join(map(str, program)),
             )
             if self.config.print_program:
                 text = " ".join(map(str, program))
                 logger.info("program of %s, %s: %s", lane_text(self.own_stages), phase, text)
-            return program, turns
+            return program, ordered
 
         return make
 
 
 def _scalar_graphs(analysis: GraphAnalysis, lengths: tuple[int, ...]) -> ScalarGraphs:
     split = analysis.split
-    partial_names = [output.name for output in split.outputs if output.kind == "partial"]
+    partial_names = split.partial_names
     fakes = {node.name: node.meta.get("val") for node in split.rowwise.graph.nodes}
     prologue_outputs = output_values(split.prologue.graph) if split.prologue is not None else ()
     return ScalarGraphs(

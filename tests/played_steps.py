@@ -24,15 +24,15 @@ from rannc_backend.runtime.gradients.bucket_layout import plan_buckets
 from rannc_backend.runtime.gradients.buckets import PendingGradients
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.executor import Executor
-from rannc_backend.runtime.step.queue_turns import queue_turns, routes_of
+from rannc_backend.runtime.step.queue_order import queued_messages, routes_of
 from rannc_backend.runtime.step.rehearsal import Rehearsal
 from rannc_backend.runtime.step.scalars import ScalarGraphs
 from rannc_backend.runtime.step.send_buffers import SendBuffers
 from rannc_backend.runtime.step.step_state import StepShapes, StepState
 from rannc_backend.runtime.world import World
 from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.message_order import message_order
 from rannc_backend.schedule.orders import ScheduleName, build_order
-from rannc_backend.schedule.turns import turns_of
 from rannc_backend.stages.cut_stages import edge_specs
 from tests.played_ranks import Fabric, PlayedDevice, PlayedLinks
 
@@ -44,7 +44,7 @@ class Setting:
     """A pipeline and how it is run.
 
     ``synchronises``: "first runs" of each stage for a number of rows, "always", or "never". ``rehearses``,
-    ``in_turn``: what is tested; without turns each channel has a link of its own, as messages are queued when
+    ``in_order``: what is tested; without that order each channel has a link of its own, as messages are queued when
     they are posted. ``outputs``: rows go back to the users. ``replicas`` by stage. ``skips``: edges beside
     those between neighbours.
     """
@@ -54,7 +54,7 @@ class Setting:
     schedule: ScheduleName = "1f1b"
     synchronises: str = "always"
     rehearses: bool = True
-    in_turn: bool = True
+    in_order: bool = True
     outputs: bool = False
     idle: int = 0
     skips: tuple[tuple[int, int], ...] = ()
@@ -161,7 +161,7 @@ class AsPosted(NcclTransport):
     def connect(self, pairs: Any) -> None:
         return
 
-    def begin_step(self, turns: Any = ()) -> None:
+    def begin_step(self, ordered: Any = ()) -> None:
         super().begin_step()
 
     def _link_of(self, tensor: torch.Tensor, peer: int, channel: str) -> Any:
@@ -191,10 +191,10 @@ class _Quiet:
         self.errors.append(error)
 
 
-def transport_of(device: PlayedDevice, size: int, *, in_turn: bool = True) -> NcclTransport:
+def transport_of(device: PlayedDevice, size: int, *, in_order: bool = True) -> NcclTransport:
     """The transport of one rank."""
     watch = DeviceWatch(_Quiet(), rank=device.rank, limit_seconds=60, start_thread=False)
-    kind = NcclTransport if in_turn else AsPosted
+    kind = NcclTransport if in_order else AsPosted
     groups, calls = OwnedGroups(owns_default_group=False), PlayedLinks(device)
     return kind(
         rank=device.rank, size=size, limit_seconds=60, layer=device, calls=calls, watch=watch, groups=groups
@@ -226,7 +226,7 @@ def run_steps(setting: Setting, phases: Sequence[str] = ("train",)) -> None:
     fabric = Fabric(setting.size)
     # A rank that holds all rows sends and never receives them: as posted, ranks that do both would need a
     # link for each other rank.
-    local = _local_rows if setting.in_turn else lambda rows, size: (rows, *[0] * (size - 1))
+    local = _local_rows if setting.in_order else lambda rows, size: (rows, *[0] * (size - 1))
     fabric.run(lambda rank: PlayedRank(setting, fabric, rank).run(phases, local))
 
 
@@ -242,7 +242,7 @@ class PlayedRank:
         self.setting, self.fabric, self.rank = setting, fabric, rank
         self.device = fabric.devices[rank]
         self.edges = setting.edges()
-        self.transport = transport_of(self.device, setting.size, in_turn=setting.in_turn)
+        self.transport = transport_of(self.device, setting.size, in_order=setting.in_order)
         quiet: Any = _Quiet()
         self.world = World(
             rank=rank,
@@ -297,9 +297,9 @@ class PlayedRank:
             if self.stage is not None:
                 self.stage.seen.clear()
             for phase in phases:
-                program, texts, turns = programs[phase]
+                program, texts, ordered = programs[phase]
                 state.pending = self.pending()
-                self.executor.run(program, texts, state, queue_turns(turns, self.rank, rows))
+                self.executor.run(program, texts, state, queued_messages(ordered, self.rank, rows))
             self.device.synchronize("the end of the step")
             self._judge(state)
 
@@ -325,14 +325,14 @@ class PlayedRank:
         )
 
     def program(self, phase: Any) -> tuple[Any, Any, Any]:
-        """A phase's program, what its actions do, and all turns."""
+        """A phase's program, what its actions do, and the order of all messages."""
         setting, specs = self.setting, edge_specs(self.edges)
         order = build_order(setting.schedule, len(setting.replicas), setting.num_micro_batches)
         programs = lower(order, specs, phase, setting.num_micro_batches)
         without_stage = tuple(action for action in programs[0] if action.stage < 0)
-        turns = turns_of({**programs, len(programs): without_stage} if setting.idle else programs)
+        ordered = message_order({**programs, len(programs): without_stage} if setting.idle else programs)
         program = without_stage if self.index is None else programs[self.index]
-        return program, describe(program), turns
+        return program, describe(program), ordered
 
     def _judge(self, state: StepState) -> None:
         """What came from one rank is there when the stage runs, as all before it has ended."""

@@ -5,7 +5,9 @@ In: nothing. Out: BatchSplit, read by split_stages, the planner and the runtime.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.fx as fx
 
@@ -15,24 +17,52 @@ GLOBAL_ROWS = "global_rows"
 RNG_SEED = "rng_seed"
 FIRST_ROW = "first_row"
 
-ROWWISE_KINDS = ("rows", "partial", "buffer", "replicated")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOutput:
+    """One output of the row-wise graph, or of a stage's part of it: `name` is its node in the row-wise graph, `kind` the
+    type in a word, for texts and for the runtime, which does not import the passes.
+    """
+
+    kind: ClassVar[str]
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowwiseOutput:
-    """One output of the row-wise graph. `name` is its node there; `fqn` the buffer that it replaces (kind
-    "buffer").
+class RowsOutput(GraphOutput):
+    """A user output with rows."""
+
+    kind: ClassVar[str] = "rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialOutput(GraphOutput):
+    """A sum over the rows of a slice; the epilogue takes it summed over all slices."""
+
+    kind: ClassVar[str] = "partial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferOutput(GraphOutput):
+    """The new value of the buffer of dotted name `fqn`. `once`: it has nothing to do with the rows (the vectors of a
+    spectral norm), so that a step of any number of micro-batches must set it once, from what it was before; known of
+    stages alone.
     """
 
-    kind: str
-    name: str
-    fqn: str | None = None
+    kind: ClassVar[str] = "buffer"
+    fqn: str
+    once: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.kind in ROWWISE_KINDS, f"unknown output kind {self.kind}"
-        assert (self.fqn is not None) == (self.kind == "buffer"), (
-            f"output {self.name}: only a buffer has a dotted name"
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedOutput(GraphOutput):
+    """A user output that is the same for every slice of rows."""
+
+    kind: ClassVar[str] = "replicated"
+
+
+RowwiseOutput = RowsOutput | PartialOutput | BufferOutput | ReplicatedOutput
+"""One output of the row-wise graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +143,15 @@ class BatchSplit:
     linear: bool
     whole_batch: WholeBatch | None = None
     has_choices: bool = False
+
+    @property
+    def partial_names(self) -> tuple[str, ...]:
+        """The sums over rows that the row-wise graph makes, in the order of its outputs."""
+        return tuple(output.name for output in self.outputs if isinstance(output, PartialOutput))
+
+    def has_loss(self, needs_grad: Collection[str]) -> bool:
+        """Whether the model gives a scalar, of sums over rows, that needs a gradient."""
+        return any(name in needs_grad for name in self.partial_names)
 
     def named_graphs(self) -> dict[str, fx.GraphModule]:
         """The parts that there are."""

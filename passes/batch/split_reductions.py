@@ -29,6 +29,10 @@ from rannc_backend.passes.batch.batch_split import (
     GLOBAL_ROWS,
     RNG_SEED,
     BatchSplit,
+    BufferOutput,
+    PartialOutput,
+    ReplicatedOutput,
+    RowsOutput,
     RowwiseOutput,
     UserConstant,
     UserOutput,
@@ -209,7 +213,7 @@ class _Splitter:
         outputs = self._outputs(user_outputs, buffers, buffer_updates)
         rowwise = self._rowwise(outputs)
         epilogue = self._finish_epilogue()
-        partial_names = [item.name for item in outputs if item.kind == "partial"]
+        partial_names = [item.name for item in outputs if isinstance(item, PartialOutput)]
         differentiated = self._differentiated(rowwise, partial_names)
         return BatchSplit(
             rowwise=rowwise,
@@ -305,8 +309,8 @@ class _Splitter:
     ) -> tuple[RowwiseOutput, ...]:
         rows = dict.fromkeys(item.name for item in user_outputs if isinstance(item, UserRows))
         replicated = dict.fromkeys(item.name for item in user_outputs if isinstance(item, UserReplicated))
-        result = [RowwiseOutput(kind="rows", name=name) for name in rows]
-        result += [RowwiseOutput(kind="partial", name=node.name) for node in self.partials]
+        result: list[RowwiseOutput] = [RowsOutput(name=name) for name in rows]
+        result += [PartialOutput(name=node.name) for node in self.partials]
         for node, fqn in zip(buffers, buffer_updates):
             if not isinstance(self.layout(node), (Constant, SliceStatistic)):
                 reason = f"buffer {fqn} is set from rows of the batch or sums over them; only normalisation statistics may be. {ADVICE}"
@@ -314,8 +318,8 @@ class _Splitter:
                 if self.meeting is None or not all(isinstance(size, int) for size in node.meta["val"].shape):
                     raise error
                 self.meeting.first = self.meeting.first or error
-            result.append(RowwiseOutput(kind="buffer", name=node.name, fqn=fqn))
-        return (*result, *(RowwiseOutput(kind="replicated", name=name) for name in replicated))
+            result.append(BufferOutput(name=node.name, fqn=fqn))
+        return (*result, *(ReplicatedOutput(name=name) for name in replicated))
 
     # --- epilogue
     # ---------------------------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import sympy
 import torch
 from torch import fx
 
+from rannc_backend.passes.batch.batch_split import BufferOutput, GraphOutput, RowsOutput, RowwiseOutput
 from rannc_backend.passes.batch.layouts import Layout, RowIndex, Rows
 from rannc_backend.passes.batch.operator_call import has_rows
 from rannc_backend.passes.data_sizes import has_data_sizes
@@ -32,7 +33,7 @@ from rannc_backend.passes.graph_queries import nearest_node, nodes_behind, outpu
 from rannc_backend.passes.pipeline import Pass, PassError, run_pass
 from rannc_backend.passes.size_nodes import is_size, length_placeholders, size_node, size_symbols
 
-INPUT_KINDS = (
+InputKind = Literal[
     "parameter",
     "buffer",
     "batch",
@@ -43,8 +44,8 @@ INPUT_KINDS = (
     "global_rows",
     "prologue",
     "length",
-)
-OUTPUT_KINDS = ("boundary", "rows", "partial", "buffer", "replicated")
+]
+INPUT_KINDS = get_args(InputKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +60,14 @@ class StageInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageOutput:
-    """One output of a stage graph: the row-wise graph's node of that name, and what it serves.
+class BoundaryOutput(GraphOutput):
+    """A value that later stages use."""
 
-    `fqn` is the buffer's dotted name if `kind` is "buffer", else None. `once`: the buffer's new value has
-    nothing to do with the rows (the vectors of a spectral norm), so that a step of any number of
-    micro-batches must set it once, from what it was before.
-    """
+    kind: ClassVar[str] = "boundary"
 
-    name: str
-    kind: str
-    fqn: str | None = None
-    once: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.kind in OUTPUT_KINDS, f"stage output {self.name} has unknown kind {self.kind!r}"
-        assert (self.fqn is not None) == (self.kind == "buffer"), (
-            f"stage output {self.name}: fqn is for buffers only"
-        )
+StageOutput = BoundaryOutput | RowwiseOutput
+"""One output of a stage graph: the row-wise graph's node of that name, and what it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,30 +84,22 @@ class StageGraph:
     outputs: tuple[StageOutput, ...]
 
     @property
+    def updated_buffers(self) -> tuple[str, ...]:
+        """Dotted names of the buffers whose new values the stage makes."""
+        return tuple(item.fqn for item in self.outputs if isinstance(item, BufferOutput))
+
+    @property
     def outputs_for_the_user_alone(self) -> frozenset[str]:
         """Names of outputs with rows that no later stage uses: where the loss alone is differentiated, they
         get no gradient.
         """
-        boundary = {item.name for item in self.outputs if item.kind == "boundary"}
-        return frozenset(item.name for item in self.outputs if item.kind == "rows") - boundary
-
-
-class OutputOfRowwise(Protocol):
-    """What `split_stages` reads of a description of one output of the row-wise graph."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def fqn(self) -> str | None: ...
+        boundary = {item.name for item in self.outputs if isinstance(item, BoundaryOutput)}
+        return frozenset(item.name for item in self.outputs if isinstance(item, RowsOutput)) - boundary
 
 
 def split_stages(
     rowwise: fx.GraphModule,
-    outputs: Sequence[OutputOfRowwise],
+    outputs: Sequence[RowwiseOutput],
     layouts: Mapping[str, Layout],
     stage_of: Mapping[str, int],
     num_stages: int,
@@ -159,7 +142,7 @@ class SplitStages(Pass[StageGraphs]):
     name: ClassVar[str] = "split_stages"
     requires: ClassVar[frozenset[str]] = frozenset({"split_at_sums"})
     provides: ClassVar[frozenset[str]] = frozenset({"one_stage"})
-    outputs: Sequence[OutputOfRowwise]
+    outputs: Sequence[RowwiseOutput]
     layouts: Mapping[str, Layout]
     stage_of: Mapping[str, int]
     num_stages: int
@@ -170,7 +153,7 @@ class SplitStages(Pass[StageGraphs]):
         assignment = _Assignment(graph_module, self.layouts, self.stage_of, self.num_stages, self.input_kinds)
         by_stage: list[list[tuple[fx.Node, StageOutput]]] = [[] for _ in range(self.num_stages)]
         for node in _crossing_values(assignment):
-            by_stage[assignment.staged[node]].append((node, StageOutput(name=node.name, kind="boundary")))
+            by_stage[assignment.staged[node]].append((node, BoundaryOutput(name=node.name)))
         _place_outputs(assignment, self.outputs, by_stage)
         built = (
             _StageBuilder(assignment, i, self.rows_symbol).build(by_stage[i]) for i in range(self.num_stages)
@@ -263,7 +246,7 @@ def _crossing_values(assignment: _Assignment) -> list[fx.Node]:
 
 def _place_outputs(
     assignment: _Assignment,
-    outputs: Sequence[OutputOfRowwise],
+    outputs: Sequence[RowwiseOutput],
     by_stage: list[list[tuple[fx.Node, StageOutput]]],
 ) -> None:
     """Append each output of the row-wise graph to the stage that makes it."""
@@ -272,15 +255,15 @@ def _place_outputs(
     pairs = [
         (node, output) for node, output in zip(values, outputs, strict=True) if isinstance(node, fx.Node)
     ]
-    updates = {output.fqn: node for node, output in pairs if output.kind == "buffer"}
+    updates = {output.fqn: node for node, output in pairs if isinstance(output, BufferOutput)}
     once = _set_once(updates, assignment.input_kinds)
     for node, output in pairs:
-        fqn = output.fqn if output.kind == "buffer" else None
-        stage_output = StageOutput(name=node.name, kind=output.kind, fqn=fqn, once=fqn in once)
-        by_stage[_home_stage(assignment, node)].append((node, stage_output))
+        if isinstance(output, BufferOutput):
+            output = replace(output, once=output.fqn in once)
+        by_stage[_home_stage(assignment, node)].append((node, output))
 
 
-def _set_once(updates: Mapping[str | None, fx.Node], input_kinds: Mapping[str, str]) -> set[str | None]:
+def _set_once(updates: Mapping[str, fx.Node], input_kinds: Mapping[str, str]) -> set[str]:
     """The buffers that advance once per step: those whose new values are made of parameters and buffers alone. A
     counter beside statistics of slices in its module (BatchNorm's) counts with them.
     """
@@ -291,8 +274,8 @@ def _set_once(updates: Mapping[str | None, fx.Node], input_kinds: Mapping[str, s
     }
 
 
-def _module_of(fqn: str | None) -> str:
-    return (fqn or "").rpartition(".")[0]
+def _module_of(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 def _has_no_rows(update: fx.Node, input_kinds: Mapping[str, str]) -> bool:

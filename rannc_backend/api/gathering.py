@@ -25,7 +25,7 @@ from rannc_backend.runtime.world import Ranks, World
 
 # Messages on their way, bytes: more at once would need memory beside the values.
 _MAX_UNDER_WAY = 64 * 2**20
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 _INSIDE = "inside rannc_backend.gathered"
 
 
@@ -283,5 +283,5 @@ def _restore(gathering: Gathering) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(repr(name) for name in names[:_MOST_NAMES]) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + more

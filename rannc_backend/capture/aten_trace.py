@@ -3,7 +3,7 @@
 In: the Dynamo `fx.GraphModule`, its tensor inputs and which of them are batch inputs. Out: an `AtenTrace`.
 Terms: *rows* is the batch size; the *hint* is the number that stands for it where the trace has to decide
 something (which memory layout a convolution prefers, say): a prime that divides no other size, so that no
-decision is owed to a coincidence with the batch size of this process.
+decision rests on a coincidence with the batch size of this process.
 
 The trace runs with gradients enabled on fake tensors that require grad like the real ones, because operators
 are chosen accordingly (attention, matmul folding). Where the model switches gradients off, each result
@@ -33,15 +33,16 @@ from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, n
 from rannc_backend.capture.written_out import BagsAsRows, PlainOperators
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
-from rannc_backend.passes.canonicalize import IN_PARTS
+from rannc_backend.passes.canonicalize import IN_PARTS, TRACED
 from rannc_backend.passes.graph_queries import arguments_of
+from rannc_backend.passes.pipeline import run_pass, with_facts
 from rannc_backend.passes.plain_numbers import new_number, new_size
-from rannc_backend.passes.size_nodes import floats_as_tensors, number_of
+from rannc_backend.passes.size_nodes import FloatsAsTensors, number_of
 
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-_LEAST_HINT, _SMALLEST_HINT, _LARGEST_HINT = 5, 53, 100_000
+_MIN_SMALL_HINT, _MIN_HINT, _MAX_HINT = 5, 53, 100_000
 
 StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 """Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
@@ -206,13 +207,17 @@ def trace_function(
     places = list(graph_module.graph.find_nodes(op="placeholder"))[len(numbers) :]
     of_item = {item.position: node for item, node in zip(inputs, places[len(floats) :], strict=True)}
     of_float = dict(zip(places, floats, strict=False))
-    needed = floats_as_tensors(graph_module.graph, {node: of_item[place] for node, place in of_float.items()})
+    with_facts(graph_module, TRACED)
+    tensors = {node.name: of_item[place].name for node, place in of_float.items()}
+    needed = run_pass(FloatsAsTensors(tensors), graph_module).needed if tensors else frozenset()
     constants = {place for place, known in number_symbols.items() if known in shape_env.replacements}
     return AtenTrace(
         graph_module=graph_module,
         inputs=tuple(inputs),
         number_symbols=number_symbols,
-        needed_numbers=frozenset(constants.union(of_float[node] for node in needed)),
+        needed_numbers=frozenset(
+            constants.union(place for node, place in of_float.items() if node.name in needed)
+        ),
         sparse=made_dense(graph_module.graph),
         num_user_outputs=num_user_outputs,
         mutated=tuple(mutated),
@@ -270,8 +275,8 @@ def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool
     there is none.
     """
     known = set(numbers)
-    above = sympy.primerange(_SMALLEST_HINT, _LARGEST_HINT)
-    below = reversed(list(sympy.primerange(_LEAST_HINT, _SMALLEST_HINT)))
+    above = sympy.primerange(_MIN_HINT, _MAX_HINT)
+    below = reversed(list(sympy.primerange(_MIN_SMALL_HINT, _MIN_HINT)))
     candidates = itertools.chain(above, below)
     return next((int(p) for p in candidates if is_apart_from(p, known) and suits(p)), 0)
 

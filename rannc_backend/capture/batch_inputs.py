@@ -43,7 +43,7 @@ from rannc_backend.capture.dynamo_sizes import (
     require_at_least,
     size_conditions,
 )
-from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.capture.inputs import TensorInput, UserTensor
 from rannc_backend.errors import DataDependentControlFlowError, NoBatchDimensionError, UnsupportedModelError
 from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
 
@@ -73,7 +73,9 @@ class BatchInputs:
 def batch_candidates(inputs: Sequence[TensorInput], *, single: bool) -> tuple[torch.Tensor, ...]:
     """The user's tensors whose dimension 0 may be the batch size; `single`: if that is 1."""
     return tuple(
-        item.tensor for item in inputs if item.kind == "user" and may_be_batch(item.tensor, single=single)
+        item.tensor
+        for item in inputs
+        if isinstance(item, UserTensor) and may_be_batch(item.tensor, single=single)
     )
 
 
@@ -84,7 +86,7 @@ def may_be_batch(tensor: torch.Tensor, *, single: bool) -> bool:
 
 def has_symbolic_batch(inputs: Sequence[TensorInput], call: DynamoCall) -> bool:
     """Whether dimension 0 of any user input is still symbolic after Dynamo's trace."""
-    shapes = [item.example.meta["example_value"].shape for item in inputs if item.kind == "user"]
+    shapes = [item.example.meta["example_value"].shape for item in inputs if isinstance(item, UserTensor)]
     return any(
         not call.output_graph.shape_env.replace(shape[0].node.expr).is_number
         for shape in shapes
@@ -143,7 +145,7 @@ def _symbolic_sizes(inputs: Sequence[TensorInput], call: DynamoCall) -> dict[tup
             expression = replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
             if expression.is_number:
                 continue
-            if item.kind != "user":
+            if not isinstance(item, UserTensor):
                 raise UnsupportedModelError(
                     f"dimension {dim} of {item.label} {list(item.tensor.shape)} was marked as dynamic",
                     cure="only sizes of inputs can be dynamic: drop mark_dynamic for it.",
@@ -233,7 +235,7 @@ def _may_change_alone(
 
 
 def _no_batch(inputs: Sequence[TensorInput], call: DynamoCall) -> Exception:
-    shapes = {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
+    shapes = {item.label: tuple(item.tensor.shape) for item in inputs if isinstance(item, UserTensor)}
     conditions = [condition for condition in size_conditions(call) if condition.text.startswith("Eq(")]
     if not conditions:
         return NoBatchDimensionError(shapes)

@@ -56,8 +56,11 @@ from rannc_backend.capture.fingerprint import (
 )
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import (
+    ParameterTensor,
     SparseTable,
+    StateTensor,
     TensorInput,
+    UserTensor,
     find_tensor_inputs,
     placeholder_name,
     trained_tables,
@@ -396,7 +399,7 @@ def _wanted_trace(
     if any(id(tensor) not in known for tensor in candidates) or (restart is None and partial):
         return candidates, single
     # Before a trace the model's own tensors may look like the user's.
-    if any(id(item.tensor) in known for item in tensors if item.kind != "user"):
+    if any(id(item.tensor) in known for item in tensors if not isinstance(item, UserTensor)):
         return candidates, single
     ones = batch_candidates(tensors, single=True)
     if ones and not single and not has_symbolic_batch(tensors, call):
@@ -409,7 +412,7 @@ def _dynamo_key(graph_module: fx.GraphModule, tensors: Sequence[TensorInput], ba
     for item in tensors:
         shape = tuple(item.tensor.shape)[item.position in batch :]
         parts.append(
-            f"{item.position} {item.source} {item.kind} {shape} {item.tensor.dtype} "
+            f"{item.position} {item.source} {item.prefix} {shape} {item.tensor.dtype} "
             f"{item.tensor.requires_grad}"
         )
     return fingerprint("\n".join([*parts, str(sorted(batch))]))
@@ -429,8 +432,8 @@ def _name_inputs(
         node._rename(placeholder_name(item))
         node.target = node.name
         common: dict[str, Any] = {"position": item.position, "requires_grad": item.tensor.requires_grad}
-        if item.aliases:
-            state = ParameterInput if item.kind == "parameter" else BufferInput
+        if isinstance(item, StateTensor):
+            state = ParameterInput if isinstance(item, ParameterTensor) else BufferInput
             inputs.append(state(name=node.name, fqn=item.aliases[0], aliases=item.aliases, **common))
         else:
             of_user = BatchInput if item.position in batch else ReplicatedInput

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import fx, nn
@@ -38,16 +38,13 @@ _SPARSE_CURE = "set the option sparse_gradients='dense', with which p.grad of it
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInput:
     """A tensor placeholder of the Dynamo graph before it is known which user inputs have a batch
-    dimension.
+    dimension; a type for each kind of owner. `prefix`: of the placeholder's name.
     """
 
+    prefix: ClassVar[str]
     node: fx.Node | None  # of Dynamo's graph, where that is what is captured
     position: int
     tensor: torch.Tensor  # the real one
-    kind: (
-        str  # "parameter" | "buffer" | "user" | "constant" (a tensor that is neither argument nor registered)
-    )
-    aliases: tuple[str, ...]
     source: str  # Dynamo's text
     is_number: bool = False  # in Python, a float that changes between calls
 
@@ -60,7 +57,47 @@ class TensorInput:
     @property
     def label(self) -> str:
         """How the user calls it: `input_ids` for `L['kwargs']['input_ids']`."""
-        return self.aliases[0] if self.aliases else _argument_label(self.source)
+        return _argument_label(self.source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor(TensorInput):
+    """A tensor that the model has registered, under these dotted names."""
+
+    aliases: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Its primary name."""
+        return self.aliases[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTensor(StateTensor):
+    """A parameter."""
+
+    prefix: ClassVar[str] = "p"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferTensor(StateTensor):
+    """A buffer."""
+
+    prefix: ClassVar[str] = "b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserTensor(TensorInput):
+    """An argument of the call."""
+
+    prefix: ClassVar[str] = "x"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantTensor(TensorInput):
+    """A tensor that is neither an argument nor registered."""
+
+    prefix: ClassVar[str] = "c"
 
 
 def find_tensor_inputs(
@@ -81,13 +118,13 @@ def find_tensor_inputs(
     scope = call.scope
     root = _find_root(tensors, scope)
     _bind_to_root(root, tensors, scope)
-    names: dict[int, tuple[str, list[str]]] = {}
-    for kind, named in (
-        ("parameter", root.named_parameters(remove_duplicate=False)),
-        ("buffer", root.named_buffers(remove_duplicate=False)),
+    names: dict[int, tuple[type[StateTensor], list[str]]] = {}
+    for state, named in (
+        (ParameterTensor, root.named_parameters(remove_duplicate=False)),
+        (BufferTensor, root.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
-            names.setdefault(id(tensor), (kind, []))[1].append(name)
+            names.setdefault(id(tensor), (state, []))[1].append(name)
     found = tuple(_classify(position, node, value, names, call) for position, node, value in tensors)
     check_devices(found)
     return root, found
@@ -106,15 +143,14 @@ def number_reads(inputs: Iterable[TensorInput], values: Mapping[int, Any]) -> di
 
 def placeholder_name(tensor_input: TensorInput) -> str:
     """A Python identifier made from the kind and the user's name of an input."""
-    prefix = {"parameter": "p", "buffer": "b", "user": "x", "constant": "c"}[tensor_input.kind]
-    return f"{prefix}_{re.sub(r'[^0-9a-zA-Z]+', '_', tensor_input.label).strip('_')}"
+    return f"{tensor_input.prefix}_{re.sub(r'[^0-9a-zA-Z]+', '_', tensor_input.label).strip('_')}"
 
 
 def _classify(
     position: int,
     node: fx.Node,
     value: torch.Tensor,
-    names: dict[int, tuple[str, list[str]]],
+    names: Mapping[int, tuple[type[StateTensor], list[str]]],
     call: DynamoCall,
 ) -> TensorInput:
     source = source_of(node)
@@ -123,27 +159,23 @@ def _classify(
         raise UnsupportedModelError(
             f"{text} is a {type(value).__name__} with layout {value.layout}", cure="pass plain dense tensors."
         )
-    kind, aliases = names.get(id(value), ("user", []))
-    if kind == "user":
-        if isinstance(value, nn.Parameter):
-            raise UnsupportedModelError(
-                f"the parameter {text} does not belong to the model",
-                cure="register it in the nn.Module that is compiled (self.name = nn.Parameter(...)).",
-            )
-        owned = any(
-            isinstance(source_value(part, call.scope), nn.Module) for part in source_chain(source)[:-1]
+    common: dict[str, Any] = {
+        "position": position,
+        "node": node,
+        "tensor": value,
+        "source": text,
+        "is_number": is_number(node),
+    }
+    if id(value) in names:
+        state, aliases = names[id(value)]
+        return state(aliases=tuple(aliases), **common)
+    if isinstance(value, nn.Parameter):
+        raise UnsupportedModelError(
+            f"the parameter {text} does not belong to the model",
+            cure="register it in the nn.Module that is compiled (self.name = nn.Parameter(...)).",
         )
-        if owned or not is_argument(source, call.code):
-            kind = "constant"
-    return TensorInput(
-        position=position,
-        node=node,
-        tensor=value,
-        kind=kind,
-        aliases=tuple(aliases),
-        source=text,
-        is_number=is_number(node),
-    )
+    owned = any(isinstance(source_value(part, call.scope), nn.Module) for part in source_chain(source)[:-1])
+    return ConstantTensor(**common) if owned or not is_argument(source, call.code) else UserTensor(**common)
 
 
 def _find_root(
@@ -199,8 +231,10 @@ def check_devices(inputs: Iterable[TensorInput]) -> None:
     for item in inputs:
         # A counter that was left on the CPU is no second device: 0-dimensional CPU tensors go with any
         # device.
-        if item.aliases and not (item.tensor.dim() == 0 and item.tensor.device.type == "cpu"):
-            by_device[str(item.tensor.device)].append(item.aliases[0])
+        if isinstance(item, StateTensor) and not (
+            item.tensor.dim() == 0 and item.tensor.device.type == "cpu"
+        ):
+            by_device[str(item.tensor.device)].append(item.label)
     if len(by_device) > 1:
         raise ModelDevicesError({device: tuple(names) for device, names in by_device.items()})
 

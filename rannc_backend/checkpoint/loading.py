@@ -118,7 +118,7 @@ class Loading:
             )
 
     def load_tensors(self) -> None:
-        """Fill, or promise, the parameters, fill the buffers and, where it is known which are here, the
+        """Fill, or defer, the parameters, fill the buffers and, where it is known which are here, the
         optimizers' state.
         """
         saved = set(self.reader.names)

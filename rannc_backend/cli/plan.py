@@ -240,8 +240,8 @@ def _step_timer() -> StepTimer:
         def show(name: str) -> AbstractContextManager[object]:
             return nullcontext() if name in _WITH_BARS else console.status(f"{name} ...")
 
-        return StepTimer(tell=lambda step: _say(str(step)), show=show)
-    return StepTimer(tell=lambda step: _say(str(step)))
+        return StepTimer(log=lambda step: _say(str(step)), show=show)
+    return StepTimer(log=lambda step: _say(str(step)))
 
 
 def _say(text: str) -> None:

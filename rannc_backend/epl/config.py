@@ -11,9 +11,7 @@ import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pydantic import TypeAdapter, ValidationError
-
-from rannc_backend.epl.items import CATEGORIES, ITEMS, Item, Value, is_scale
+from rannc_backend.epl.items import CATEGORIES, ITEMS, Value
 from rannc_backend.errors import OptionValueError, UnknownOptionError
 from rannc_backend.errors.base import nearest
 from rannc_backend.settings.sources import check_translated
@@ -129,23 +127,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Value]:
             if is_ours or nearest(variable, item_of, cutoff=_ALMOST):
                 raise UnknownOptionError(variable, valid=item_of, source="environment", listed=_PAGE)
             continue
-        given[name] = _checked(name, _read(ITEMS[name], text), f"environment {variable}")
+        given[name] = _checked(name, ITEMS[name].read(text.strip()), f"environment {variable}")
     return given
-
-
-def _read(item: Item, text: str) -> object:
-    """The value that a text of the environment says; the text where it says none."""
-    text = text.strip()
-    if item.kind == "text" or is_scale(text):
-        return text
-    if item.default is None and text.lower() in ("", "none"):
-        return None
-    kind: type = {"integer": int, "truth": bool, "integer or text": float}[item.kind]
-    try:
-        value: object = TypeAdapter(kind).validate_python(text, strict=False)
-    except ValidationError:
-        return text
-    return value
 
 
 def _known(name: object) -> str:
@@ -158,9 +141,7 @@ def _checked(name: str, value: object, source: str) -> Value:
     item = ITEMS[name]
     if not item.has(value):
         raise OptionValueError(name, value=value, source=source, expected=item.accepts, choices=item.names)
-    if isinstance(value, str) and item.choices is not None:
-        return value.strip().lower()
-    return value  # type: ignore[return-value]  # of a type that the item has
+    return item.plain(value)  # type: ignore[arg-type]  # of a type that the item has
 
 
 def _check_agreement(given: Mapping[str, Value]) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import ClassVar
 
-Kind = Literal["integer", "text", "truth", "integer or text"]
+from pydantic import TypeAdapter, ValidationError
+
 Value = bool | int | float | str | None
-_MOST = 2**31 - 1
+_MAX_NUMBER = 2**31 - 1
 _SCHEDULES = MappingProxyType(
     {
         "preferbackward": "1f1b",
@@ -31,63 +32,136 @@ _REDUCE = MappingProxyType({"mean": "mean", "sum": "sum"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """An item. `choices`: the texts that it accepts, in lower case (EPL reads texts so), with what they become; None:
-    any. `options`: names of what it becomes in this package. `least`: of a number. `becomes`: None where other items
-    have a say too, see `Config.options`, or where a function reads it.
+    """An item; a type for each kind of value. `options`: names of what it becomes in this package. `becomes`: None where
+    other items have a say too, see `Config.options`, or where a function reads it.
     """
 
-    kind: Kind
+    python_type: ClassVar[type]
     default: Value
     options: tuple[str, ...]
-    choices: Mapping[str, object] | None = None
-    least: int = 0
     becomes: Callable[[Value], object] | None = None
-    spelled: tuple[str, ...] = ()
 
     @property
     def accepts(self) -> str:
         """In words."""
-        number = f"an integer from {self.least} to {_MOST}"
-        if self.kind == "truth":
-            return "True or False"
-        if self.kind == "integer":
-            return number + (" or None" if self.default is None else "")
-        if self.kind == "integer or text":
-            return '"dynamic" or a number above 0'
-        return "a string" if self.choices is None else "one of " + ", ".join(map(repr, self.names))
+        raise NotImplementedError
 
     @property
     def names(self) -> tuple[str, ...]:
         """The texts that it accepts, as EPL's documents spell them."""
-        return self.spelled or tuple(self.choices or ())
+        return ()
 
     def has(self, value: object) -> bool:
         """Whether a value has the type and range of the item."""
-        if self.kind == "truth":
-            return isinstance(value, bool)
-        if self.kind == "integer or text":
-            return is_scale(value)
-        if self.kind == "integer":
-            if value is None:
-                return self.default is None
-            return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= _MOST
-        return isinstance(value, str) and (self.choices is None or value.strip().lower() in self.choices)
+        raise NotImplementedError
+
+    def read(self, text: str) -> object:
+        """The value that a text of the environment says; the text where it says none."""
+        if self.default is None and text.lower() in ("", "none"):
+            return None
+        try:
+            value: object = TypeAdapter(self.python_type).validate_python(text, strict=False)
+        except ValidationError:
+            return text
+        return value
+
+    def plain(self, value: Value) -> Value:
+        """A value that the item has, in one of its spellings."""
+        return value
 
     def given(self, value: Value) -> dict[str, object]:
         """The options that a value becomes by itself."""
-        if value is None or (self.becomes is None and self.choices is None):
+        if value is None or self.becomes is None:
             return {}
-        if self.becomes is not None:
-            return {self.options[0]: self.becomes(value)}
-        assert self.choices is not None and isinstance(value, str), "checked before"
-        return {self.options[0]: self.choices[value.strip().lower()]}
+        return {self.options[0]: self.becomes(value)}
 
 
-def is_scale(value: object) -> bool:
-    """Whether a value is one of amp.loss_scale."""
-    if isinstance(value, str):
-        return value.strip().lower() == "dynamic"
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth(Item):
+    """True or False."""
+
+    python_type: ClassVar[type] = bool
+
+    @property
+    def accepts(self) -> str:
+        """See `Item`."""
+        return "True or False"
+
+    def has(self, value: object) -> bool:
+        """See `Item`."""
+        return isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integer(Item):
+    """An integer from `least`; None too if that is the default."""
+
+    python_type: ClassVar[type] = int
+    least: int = 0
+
+    @property
+    def accepts(self) -> str:
+        """See `Item`."""
+        return f"an integer from {self.least} to {_MAX_NUMBER}" + (" or None" if self.default is None else "")
+
+    def has(self, value: object) -> bool:
+        """See `Item`."""
+        if value is None:
+            return self.default is None
+        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= _MAX_NUMBER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(Item):
+    """A scale of the loss: a number, or "dynamic"."""
+
+    python_type: ClassVar[type] = float
+
+    @property
+    def accepts(self) -> str:
+        """See `Item`."""
+        return '"dynamic" or a number above 0'
+
+    def has(self, value: object) -> bool:
+        """See `Item`."""
+        if isinstance(value, str):
+            return value.strip().lower() == "dynamic"
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_NUMBER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text(Item):
+    """A text. `choices`: those that it accepts, in lower case (EPL reads texts so), with what they become; None: any.
+    `spelled`: as EPL's documents write them.
+    """
+
+    python_type: ClassVar[type] = str
+    choices: Mapping[str, object] | None = None
+    spelled: tuple[str, ...] = ()
+
+    @property
+    def accepts(self) -> str:
+        """See `Item`."""
+        return "a string" if self.choices is None else "one of " + ", ".join(map(repr, self.names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Item`."""
+        return self.spelled or tuple(self.choices or ())
+
+    def has(self, value: object) -> bool:
+        """See `Item`."""
+        return isinstance(value, str) and (self.choices is None or value.strip().lower() in self.choices)
+
+    def plain(self, value: Value) -> Value:
+        """See `Item`."""
+        return value.strip().lower() if isinstance(value, str) and self.choices is not None else value
+
+    def given(self, value: Value) -> dict[str, object]:
+        """See `Item`."""
+        if self.choices is None or self.becomes is not None:
+            return Item.given(self, value)
+        return {self.options[0]: self.choices[str(self.plain(value))]}
 
 
 def _same(value: Value) -> object:
@@ -95,15 +169,15 @@ def _same(value: Value) -> object:
 
 
 def _count(default: Value, option: str, least: int = 1) -> Item:
-    return Item(kind="integer", default=default, options=(option,), least=least, becomes=_same)
+    return Integer(default=default, options=(option,), least=least, becomes=_same)
 
 
 def _truth(*options: str, becomes: Callable[[Value], object] | None = None) -> Item:
-    return Item(kind="truth", default=False, options=options, becomes=becomes)
+    return Truth(default=False, options=options, becomes=becomes)
 
 
 def _text(default: str, option: str, choices: Mapping[str, object], spelled: tuple[str, ...] = ()) -> Item:
-    return Item(kind="text", default=default, options=(option,), choices=choices, spelled=spelled)
+    return Text(default=default, options=(option,), choices=choices, spelled=spelled)
 
 
 ITEMS: Mapping[str, Item] = MappingProxyType(
@@ -123,17 +197,14 @@ ITEMS: Mapping[str, Item] = MappingProxyType(
         "offload.level": _text("", "offload", _OFFLOAD),
         "amp.level": _text("", "autocast", _AUTOCAST, ("", "O1")),
         "amp.debug_log": _truth("log_casts", becomes=_same),
-        "amp.loss_scale": Item(kind="integer or text", default="dynamic", options=()),
+        "amp.loss_scale": Scale(default="dynamic", options=()),
         "optimizer.num_apply_group": _count(1, "num_apply_group"),
-        "cluster.device_place_prefer_intra_node": Item(
-            kind="truth",
+        "cluster.device_place_prefer_intra_node": Truth(
             default=True,
             options=("placement",),
             becomes=lambda value: "replica_major" if value else "stage_major",
         ),
-        "cluster.run_visible_devices": Item(
-            kind="text", default="", options=("visible_devices",), becomes=_same
-        ),
+        "cluster.run_visible_devices": Text(default="", options=("visible_devices",), becomes=_same),
         "cluster.colocate_split_and_replicate": _truth("stages_per_rank", "partition_num"),
         "communication.num_communicators": _count(2, "num_communicators"),
         "communication.sparse_as_dense": _truth(
@@ -141,9 +212,7 @@ ITEMS: Mapping[str, Item] = MappingProxyType(
         ),
         "communication.max_splits": _count(5, "max_buckets"),
         "communication.fp16": _truth("gradient_dtype", "gradient_scale"),
-        "communication.fp16_scale": Item(
-            kind="integer", default=128, options=("gradient_scale",), least=-_MOST
-        ),
+        "communication.fp16_scale": Integer(default=128, options=("gradient_scale",), least=-_MAX_NUMBER),
         "communication.clip_after_allreduce": _truth(),
         "communication.gradients_reduce_method": _text("mean", "gradients_reduce_method", _REDUCE),
         "io.slicing": _truth(),

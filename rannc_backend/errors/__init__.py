@@ -2,7 +2,7 @@
 change.
 
 In: plain values (names, numbers, places in the user's source). Out: exception classes. Nothing here imports
-torch, so that each floor of the package can raise these. Terms: *problem* is what is wrong, *cure* is what
+torch, so that each layer of the package can raise these. Terms: *problem* is what is wrong, *cure* is what
 the user can change, *location* is a place in the user's source ("model.py:12, in forward").
 
 All classes derive from `RanncError` (a RuntimeError). Those caused by what the user passed in derive from

@@ -138,7 +138,7 @@ def _section(cls: type[RanncError], texts: list[Text]) -> list[str]:
     )
     lines = [f"### {cls.__name__}\n", f"{about}{own}\n"]
     if texts:
-        lines += ["| what is said | what to change |", "|---|---|"]
+        lines += ["| message | what to change |", "|---|---|"]
         lines += [f"| {_cell(text.problem)} | {_cell(text.cure or cls.default_cure)} |" for text in texts]
         lines.append("")
     return lines

@@ -30,7 +30,7 @@ class UnknownOptionError(UserInputError):
 
 class OptionValueError(UserInputError):
     """An option has a value outside of what it accepts, which is `expected`. `choices`: the names among them, of which the
-    nearest are told.
+    nearest are named.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 INPUT = -1
@@ -28,6 +28,29 @@ NO_MICRO_BATCH = -1
 
 FORWARD_VALUES = "F"
 GRADIENTS = "B"
+
+
+class GraphUse(StrEnum):
+    """What a graph is compiled for: a step that differentiates scalars alone, one that differentiates all outputs, one
+    without a backward.
+    """
+
+    LOSS = "loss"
+    ALL = "all"
+    INFER = "infer"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether such a step has a backward."""
+        return self is not GraphUse.INFER
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases (`schedule.edges.Phase`) of such a step, each with a program of its own."""
+        return _PHASES[self]
+
+
+_PHASES = {GraphUse.LOSS: ("train",), GraphUse.ALL: ("forward", "backward"), GraphUse.INFER: ("infer",)}
 
 
 class ActionKind(str, Enum):
@@ -47,7 +70,7 @@ class ActionKind(str, Enum):
     RECEIVE_GRADIENT = "RB"
     WAIT_GRADIENT = "WB"
     DONE_GRADIENT = "DB"
-    ARM_REDUCTIONS = "A"
+    ALLOW_REDUCTIONS = "A"
     WAIT_REDUCTIONS = "G"
 
     def __str__(self) -> str:
@@ -64,7 +87,7 @@ DONE_KINDS = frozenset({ActionKind.DONE_FORWARD, ActionKind.DONE_GRADIENT})
 MESSAGE_KINDS = SEND_KINDS | RECEIVE_KINDS | WAIT_KINDS | DONE_KINDS
 # Sends and dones name the destination after ">", receives and waits the source after "<".
 OUTGOING_KINDS = SEND_KINDS | DONE_KINDS
-REDUCTION_KINDS = frozenset({ActionKind.ARM_REDUCTIONS, ActionKind.WAIT_REDUCTIONS})
+REDUCTION_KINDS = frozenset({ActionKind.ALLOW_REDUCTIONS, ActionKind.WAIT_REDUCTIONS})
 
 _COUNTERPART_KINDS = {
     ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,
@@ -159,6 +182,31 @@ class Action:
         return self.kind in COMPUTE_KINDS
 
     @property
+    def is_message(self) -> bool:
+        """True for what moves, or waits for, a message."""
+        return self.kind in MESSAGE_KINDS
+
+    @property
+    def is_send(self) -> bool:
+        """True where a message is posted."""
+        return self.kind in SEND_KINDS
+
+    @property
+    def is_receive(self) -> bool:
+        """True where room for a message is posted."""
+        return self.kind in RECEIVE_KINDS
+
+    @property
+    def is_wait(self) -> bool:
+        """True where a message is waited for."""
+        return self.kind in WAIT_KINDS
+
+    @property
+    def is_done(self) -> bool:
+        """True where the end of a send is waited for."""
+        return self.kind in DONE_KINDS
+
+    @property
     def channel(self) -> Channel:
         """The channel of a message action; ValueError for the others."""
         return _channel_of(self.kind, self.stage, self.peer)
@@ -183,12 +231,12 @@ def _channel_of(kind: ActionKind, stage: int, peer: int) -> Channel:
 Program = tuple[Action, ...]
 
 
-class Turn(NamedTuple):
+class OrderedMessage(NamedTuple):
     """When devices are given a message, from the ranks of one lane to those of another or of the same (an
     endpoint is all lanes).
 
     Places: the number of the action before which the operation is queued, or the length of the program; see
-    `schedule/turns.py`.
+    `schedule/message_order.py`.
     """
 
     channel: Channel

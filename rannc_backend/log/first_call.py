@@ -45,12 +45,12 @@ class FirstCall:
     """Watches one first call; a later one is not watched. Any thread may call the methods.
 
     Attributes:
-        tell: where lines go.
+        log: where lines go.
         clock: seconds.
         ticks: whether a thread looks at the phases; without it, `look` has to be called.
     """
 
-    tell: Callable[[str], None] = logger.info
+    log: Callable[[str], None] = logger.info
     clock: Callable[[], float] = time.monotonic
     ticks: bool = True
     _phase_text: Callable[[], str] = lambda: ""
@@ -104,7 +104,7 @@ class FirstCall:
             if self._said < 0:
                 return
             parts = ", ".join(f"{name} {spent:.1f}" for name, spent in zip(PHASES, self._spent))
-            self.tell(f"first call done in {now - self._began:.1f} s: {parts}")
+            self.log(f"first call done in {now - self._began:.1f} s: {parts}")
             if self._memory is not None:
                 _remember(self._memory, self._spent)
 
@@ -125,7 +125,7 @@ class FirstCall:
                 return
             again = "still " if self._at <= self._said else ""
             self._said, self._last_line = self._at, now
-            self.tell(
+            self.log(
                 f"first call, {self._at + 1} of {len(PHASES)}: "
                 f"{again}{_doing(self._at, text)}{self._left(now)}"
             )

@@ -7,9 +7,11 @@ module of ours, with its sinks and its level.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -54,8 +56,50 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SETTINGS = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Nowhere:
+    """Lines are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Lines go to a stream of the process, with or without colors."""
+
+    stream: Literal["stdout", "stderr"]
+    colors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFile:
+    """One file, which is begun anew by each process where `truncate` says so."""
+
+    path: str
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RotatingFile:
+    """A file that is renamed when it has `max_bytes`; the last `max_files` are kept."""
+
+    path: str
+    max_bytes: int
+    max_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class DailyFile:
+    """A file that is renamed at this time of each day."""
+
+    path: str
+    at: datetime.time
+
+
+Target = Nowhere | Console | PlainFile | RotatingFile | DailyFile
+"""Where the lines of a sink go."""
+
+
 class Sink(BaseModel):
-    """One [[sink]]."""
+    """One [[sink]] as it is written; `target` is what it means."""
 
     model_config = _SETTINGS
 
@@ -90,6 +134,22 @@ class Sink(BaseModel):
             else None
         )
         return int(match[1]) * _UNITS[match[2]] if match else None
+
+    def target(self) -> Target:
+        """Where its lines go; the sink has been checked."""
+        match self.kind:
+            case "null_sink":
+                return Nowhere()
+            case "basic_file_sink":
+                return PlainFile(str(self.path), self.truncate)
+            case "rotating_file_sink":
+                return RotatingFile(str(self.path), self.max_bytes or 0, self.max_files or 1)
+            case "daily_file_sink":
+                return DailyFile(
+                    str(self.path), datetime.time(self.rotation_hour or 0, self.rotation_minute or 0)
+                )
+            case kind:
+                return Console("stdout" if "stdout" in kind else "stderr", kind.startswith("color"))
 
 
 class Logger(BaseModel):

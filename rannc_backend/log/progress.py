@@ -59,7 +59,7 @@ class Task:
 
     def advance(self, count: int = 1) -> None:
         self.done += count
-        self.progress.tell(self)
+        self.progress.report(self)
 
     def __enter__(self) -> Task:
         return self
@@ -82,7 +82,7 @@ class Progress:
         """Whether the user wants the best found so far, now."""
         return self.cancellation.requested
 
-    def tell(self, task: Task) -> None:
+    def report(self, task: Task) -> None:
         """Show how far a task is."""
 
     def end(self, task: Task) -> None:
@@ -102,7 +102,7 @@ class LineProgress(Progress):
         self._last = now if self._last is None else self._last
         return Task(name, total, self, started=now)
 
-    def tell(self, task: Task) -> None:
+    def report(self, task: Task) -> None:
         now = self.clock()
         if self._last is not None and now - self._last < LINE_SECONDS:
             return
@@ -123,7 +123,7 @@ class BarProgress(Progress):
     def task(self, name: str, total: int | None) -> Task:
         return Task(name, total, self, self.bars.add_task(name, total=total))
 
-    def tell(self, task: Task) -> None:
+    def report(self, task: Task) -> None:
         assert task.number is not None, "a task without its bar"
         self.bars.update(task.number, completed=task.done)
 
@@ -156,7 +156,7 @@ def planning_progress(
 
 @contextmanager
 def catch_interrupt(
-    cancellation: Cancellation, tell: Callable[[str], None] = logger.warning
+    cancellation: Cancellation, log: Callable[[str], None] = logger.warning
 ) -> Iterator[None]:
     """Let the first Ctrl-C set `cancellation` and the second one interrupt; the handler that was there is put
     back.
@@ -174,7 +174,7 @@ def catch_interrupt(
             before(number, frame)
             return
         cancellation.requested = True
-        tell("Ctrl-C: taking the best plan so far; once more to interrupt")
+        log("Ctrl-C: taking the best plan so far; once more to interrupt")
 
     undo = hooks.handle_signal("Ctrl-C of the search", signal.SIGINT, handle)
     try:

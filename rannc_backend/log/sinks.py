@@ -8,7 +8,6 @@ first line.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import logging.handlers
 import sys
@@ -18,7 +17,17 @@ from pathlib import Path
 from typing import TextIO
 
 from rannc_backend.errors import ConfigurationFileError
-from rannc_backend.log.logging_toml import LEVELS, Logger, LoggingFile, Sink
+from rannc_backend.log.logging_toml import (
+    LEVELS,
+    Console,
+    DailyFile,
+    Logger,
+    LoggingFile,
+    Nowhere,
+    PlainFile,
+    RotatingFile,
+    Sink,
+)
 from rannc_backend.log.pattern import PatternFormatter
 from rannc_backend.log.rannc_names import ROOT_LOGGER
 from rannc_backend.settings.toml_lines import TomlFile
@@ -136,22 +145,25 @@ def _make_sink(sink: Sink, rank: int, place: str) -> logging.Handler:
 
 
 def _handler(sink: Sink, rank: int, place: str) -> logging.Handler:
-    if sink.kind == "null_sink":
-        return logging.NullHandler()
-    if sink.path is None or sink.kind.endswith(("stdout_sink", "stderr_sink")):
-        return _Console("stdout" if "stdout" in sink.kind else "stderr", colors=sink.kind.startswith("color"))
-    path = rank_path(sink.path, rank)
+    target = sink.target()
+    match target:
+        case Nowhere():
+            return logging.NullHandler()
+        case Console(stream, colors):
+            return _Console(stream, colors=colors)
+    path = rank_path(target.path, rank)
     _check_writable(path, place, make_folder=sink.create_parent_dir)
-    if sink.kind == "basic_file_sink":
-        return logging.FileHandler(path, mode="w" if sink.truncate else "a", encoding="utf-8", delay=True)
-    if sink.kind == "rotating_file_sink":
-        return logging.handlers.RotatingFileHandler(
-            path, maxBytes=sink.max_bytes or 0, backupCount=sink.max_files or 1, encoding="utf-8", delay=True
-        )
-    at = datetime.time(sink.rotation_hour or 0, sink.rotation_minute or 0)
-    return logging.handlers.TimedRotatingFileHandler(
-        path, when="midnight", atTime=at, encoding="utf-8", delay=True
-    )
+    match target:
+        case PlainFile(truncate=truncate):
+            return logging.FileHandler(path, mode="w" if truncate else "a", encoding="utf-8", delay=True)
+        case RotatingFile(max_bytes=size, max_files=number):
+            return logging.handlers.RotatingFileHandler(
+                path, maxBytes=size, backupCount=number, encoding="utf-8", delay=True
+            )
+        case DailyFile(at=at):
+            return logging.handlers.TimedRotatingFileHandler(
+                path, when="midnight", atTime=at, encoding="utf-8", delay=True
+            )
 
 
 def level_on_rank(level: int, rank: int) -> int:

@@ -36,7 +36,7 @@ class Step:
 class StepTimer:
     """Shows which step runs, for as long as the context that `show` gives, and tells of each that is done."""
 
-    tell: Callable[[Step], None] = lambda step: None
+    log: Callable[[Step], None] = lambda step: None
     show: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @contextmanager
@@ -46,10 +46,10 @@ class StepTimer:
         started = time.monotonic()
         with self.show(name):
             yield details
-        self.tell(Step(name=name, detail=", ".join(details), seconds=time.monotonic() - started))
+        self.log(Step(name=name, detail=", ".join(details), seconds=time.monotonic() - started))
 
 
 def log_step_timer(*, verbose: bool) -> StepTimer:
     """Tells the log: rank 0 is heard with the option verbose, every rank at level debug."""
     level = logging.INFO if verbose else logging.DEBUG
-    return StepTimer(tell=lambda step: logger.log(level, "%s", step))
+    return StepTimer(log=lambda step: logger.log(level, "%s", step))

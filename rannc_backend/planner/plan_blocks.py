@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningQuestion:
-    """What is planned for: all devices of `cluster`, and steps of `batch_rows` rows. `progress`, `narrator`:
+    """What is planned for: all devices of `cluster`, and steps of `batch_rows` rows. `progress`, `timer`:
     who is told how far it is.
     """
 

@@ -20,8 +20,8 @@ from rannc_backend.errors import BYTES_PER_GB, PlanError
 from rannc_backend.ir.graph_input import GraphInput, ParameterInput
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_checks import check_against, lane_text
-from rannc_backend.passes.batch.batch_split import BatchSplit, UserRows
-from rannc_backend.planner.blocks.cut_blocks import has_loss, parameter_use
+from rannc_backend.passes.batch.batch_split import BatchSplit, BufferOutput, UserRows
+from rannc_backend.planner.blocks.cut_blocks import parameter_use
 from rannc_backend.planner.blocks.pins import StagePins, find_pins
 from rannc_backend.planner.blocks.staged_nodes import StagedGraph, find_staged_nodes, home_of_cloned
 from rannc_backend.planner.cluster.asked_job import asked_ranks, memory_limit
@@ -196,7 +196,7 @@ def _check_buffers(plan: Plan, split: BatchSplit, staged: StagedGraph, stage_of:
     nodes = {node.name: node for node in split.rowwise.graph.nodes}
     updated: list[set[str]] = [set() for _ in plan.stages]
     for output in split.outputs:
-        if output.kind == "buffer" and output.fqn is not None:
+        if isinstance(output, BufferOutput):
             home: fx.Node | None = nodes[output.name]
             if output.name not in stage_of:
                 home = home_of_cloned(staged, nodes[output.name])
@@ -316,7 +316,7 @@ def exact_schedules(split: BatchSplit, needs_grad: Collection[str]) -> tuple[Sch
     """Schedules that give exact results: those with backwards in the forward call where a loss inside of the
     model is linear in its sums over rows.
     """
-    is_linear = has_loss(split, needs_grad) and split.linear
+    is_linear = split.has_loss(needs_grad) and split.linear
     return tuple(name for name in schedule_names() if is_linear or not schedule_named(name).eager_backward)
 
 
@@ -337,7 +337,7 @@ def outputs_left_out(
     """
     if config.outputs == "loss":
         return OutputsLeftOut(ASKED, always=True)
-    if config.outputs == "all" or not has_loss(analysis.split, analysis.needs_grad):
+    if config.outputs == "all" or not analysis.split.has_loss(analysis.needs_grad):
         return OutputsLeftOut()
     if plan.outputs:
         told = "the plan was made with outputs='loss'" if plan.outputs_left_out == ASKED else ""
@@ -390,7 +390,7 @@ def choose_schedule(
     if says_so and config.schedule in schedule_names():
         why = (
             "the loss is not a linear function of sums over samples"
-            if has_loss(split, needs_grad)
+            if split.has_loss(needs_grad)
             else "the model returns no loss"
         )
         logger.warning("schedule %s is not possible (%s); %s is used", config.schedule, why, possible[0])

@@ -49,7 +49,7 @@ from rannc_backend.schedule.simulator import StageSeconds
 from rannc_backend.settings.options import Config
 
 _WORTH_NAMING = 0.01  # share of a stage's memory
-_MOST_NAMED = 3  # stages
+_MAX_NAMED = 3  # stages
 
 
 def solution_terms(problem: SearchProblem, solution: Solution) -> list[StageTerms]:
@@ -347,7 +347,7 @@ def fullest_stages(costs: IntervalCosts, cut: Cut, limit_bytes: float) -> str:
             place = f" ({' ... '.join(dict.fromkeys((modules[0], modules[-1])))})" if modules else ""
             found.append((total, f"stage {index} of {num_stages}{place}: {', '.join(parts)}"))
     found.sort(key=lambda item: -item[0])
-    return "; ".join(text for _, text in found[:_MOST_NAMED])
+    return "; ".join(text for _, text in found[:_MAX_NAMED])
 
 
 def _memory_by_kind(

@@ -93,7 +93,7 @@ class PlanRequest:
         alone: bool = False,
     ) -> PlanRequest:
         """Check the forced numbers against ranks, blocks and rows. `alone`: as what another request is `without`."""
-        tell = logger.debug if alone else logger.warning  # once
+        log = logger.debug if alone else logger.warning  # once
         fixed = stage_replicas or config.stage_replica_counts or None
         if graph.whole_batch:
             config, fixed = of_whole_batch(config, fixed), None
@@ -120,14 +120,14 @@ class PlanRequest:
                     f"{num_blocks} at most"
                 )
             text = "partition_num %d is too much: the model can be cut into %d stages at most"
-            tell(text, num_stages, num_blocks)
+            log(text, num_stages, num_blocks)
             num_stages = num_blocks
         smallest, largest = config.min_pipeline, config.max_pipeline or batch_rows
         if config.pipeline_num:
             smallest = largest = config.pipeline_num
         if smallest > batch_rows:
             text = "%d micro-batches are too many for a batch of %d rows; %d are used"
-            tell(text, smallest, batch_rows, batch_rows)
+            log(text, smallest, batch_rows, batch_rows)
         # Every replica gets a row of every micro-batch; steps with more rows may run more micro-batches than
         # this one.
         most = max(1, batch_rows // max(fixed or (config.replica_num, 1)))
@@ -316,8 +316,8 @@ class PlanRequest:
         cut = cut_that_fits(self.problem(costs, memory_bytes=memory))
         stages = fullest_stages(costs, cut, self.memory_bytes) if cut is not None else ""
         return InfeasiblePlanError(
-            f"the smallest cut needs {size_text(memory)} on one device, and plans may use "
-            f"{size_text(self.memory_bytes)}{stages and '; '}{stages}",
+            f"the smallest cut needs {precise_size_text(memory)} on one device, and plans may use "
+            f"{precise_size_text(self.memory_bytes)}{stages and '; '}{stages}",
             smallest_bytes=memory / (1 - self.memory_margin),
             smallest_num_devices=None if self.stage_replicas else self._smallest_num_devices(few),
             smallest_max_pipeline=self._smallest_max_pipeline(),
@@ -490,7 +490,7 @@ def _forced_text(fixed: tuple[int, ...] | None, config: Config) -> str:
     return " x ".join(f"{name} {getattr(config, name)}" for name in names)
 
 
-def size_text(num_bytes: float) -> str:
+def precise_size_text(num_bytes: float) -> str:
     """Bytes for people."""
     return (
         f"{num_bytes / BYTES_PER_GB:.3f} GB"

@@ -45,7 +45,7 @@ from rannc_backend.planner.plan_parts import (
     priced,
     stage_plans,
 )
-from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.plan_request import PlanRequest, precise_size_text
 from rannc_backend.planner.search.ilp import IlpSearch
 from rannc_backend.planner.search.interval_costs import IntervalCosts
 from rannc_backend.planner.search.limits import PipelineLimits
@@ -419,16 +419,16 @@ def _choose(
             )
         logger.info(
             "a stage needs %s as a whole, and plans may use %s",
-            size_text(needed),
-            size_text(request.memory_bytes),
+            precise_size_text(needed),
+            precise_size_text(request.memory_bytes),
         )
         least = min(least, needed)
         problem = replace(problem, memory_bytes=problem.memory_bytes * request.memory_bytes / needed)
     if math.isinf(least) or not math.isinf(limit_seconds):
         return None
     raise InfeasiblePlanError(
-        f"the fullest stage of the plans that were found needs {size_text(least)}, and plans may use "
-        f"{size_text(request.memory_bytes)}",
+        f"the fullest stage of the plans that were found needs {precise_size_text(least)}, and plans may use "
+        f"{precise_size_text(request.memory_bytes)}",
         smallest_bytes=least / (1 - request.memory_margin),
     )
 

@@ -45,8 +45,8 @@ from rannc_backend.schedule.verify import verify
 
 _UNEVEN = 1.5  # times as much computing in the slowest stage as even shares would give it
 _FASTER = 5e-3  # relative: by less, a schedule that people know is preferred to an order of the plan's own
-_NEAR, _MOST_TRIED = 0.05, 6  # plans that may be the fastest in an order of their own: relative, and how many
-_MOST_ORDERED = 12  # plans with several stages on each rank that get an order of their own
+_NEAR, _MAX_TRIED = 0.05, 6  # plans that may be the fastest in an order of their own: relative, and how many
+_MAX_ORDERED = 12  # plans with several stages on each rank that get an order of their own
 _AS_FAST = 1e-3  # relative difference of steps that are called equal where the number of stages is given
 
 
@@ -103,7 +103,7 @@ def _with_several_stages(problem: SearchProblem, best: Solution) -> Solution:
     """A plan with several stages on each rank, where that is faster or nothing else is asked for."""
     if not problem.lane_schedules or (best.num_stages == 1 and not problem.only_lane_schedules):
         return best
-    tried = [in_own_order(problem, each) for each in lane_plans(problem, best)[:_MOST_ORDERED]]
+    tried = [in_own_order(problem, each) for each in lane_plans(problem, best)[:_MAX_ORDERED]]
     if not problem.only_lane_schedules:
         tried = [each for each in tried if keeps_limits(problem, each)]
     found = min(tried, key=lambda each: each.step_seconds, default=None)
@@ -121,7 +121,7 @@ def _in_best_order(problem: SearchProblem, best: Solution, others: Sequence[Solu
         return best
     near = [each for each in others if each.step_seconds <= best.step_seconds * (1 + _NEAR)]
     near.sort(key=lambda each: each.step_seconds)
-    near = [best, *near[:_MOST_TRIED]]
+    near = [best, *near[:_MAX_TRIED]]
     even = [even_shares(Pricer(problem, each.num_micro_batches, each.schedule), each) for each in near]
     tried = dict.fromkeys([*near, *(each for each in even if each is not None)])
     return min((in_own_order(problem, each) for each in tried), key=lambda each: each.step_seconds)

@@ -16,7 +16,7 @@ from rannc_backend.errors import InfeasiblePlanError
 from rannc_backend.ir.plan import Alternative, StageCost, StagePlan, WhatIf
 from rannc_backend.planner.cluster.cluster import Cluster
 from rannc_backend.planner.plan_parts import judged, keeps_limits, priced
-from rannc_backend.planner.plan_request import PlanRequest, size_text
+from rannc_backend.planner.plan_request import PlanRequest, precise_size_text
 from rannc_backend.planner.search.bounds import Cell
 from rannc_backend.planner.search.feasibility import least_bytes_of_one_stage
 from rannc_backend.planner.search.limits import BALANCE, BUBBLE, PipelineLimits, least_bubble
@@ -47,7 +47,7 @@ SAME = 1e-3  # relative difference of steps that are called equal
 _SMALL = 500  # blocks x devices: searched in some tenths of a second, so for each change again
 _SMALL_WITH_NUMBERS = 5000  # blocks x devices x numbers of micro-batches: the same where these change
 _NOTICEABLE = 0.01  # share of the step: what gains less binds nothing
-_MOST_TRIED = 6  # values of a limit, in errors
+_MAX_TRIED = 6  # values of a limit, in errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,7 @@ def _nearest(
     if best is None:
         return None
     reason = limits.broken_by(*judged(problem, best))
-    tried_at_most = _MOST_TRIED if problem.num_blocks * problem.num_devices <= _SMALL else 0
+    tried_at_most = _MAX_TRIED if problem.num_blocks * problem.num_devices <= _SMALL else 0
     refused, allowed = limits, _limits_of(problem, best, freed)
     for _ in range(tried_at_most):
         middle = replace(
@@ -439,7 +439,7 @@ def without_offload(chosen: Solution, memory_bytes: float) -> Alternative:
 
 
 def _fits_nowhere(label: str, chosen: Solution, memory_bytes: float) -> Alternative:
-    return _told(chosen, None, f"{label}: nothing fits into {size_text(memory_bytes)}")
+    return _told(chosen, None, f"{label}: nothing fits into {precise_size_text(memory_bytes)}")
 
 
 def _in(problem: SearchProblem, solution: Solution) -> Solution:
@@ -476,8 +476,8 @@ def _one_stage_does_not_fit(request: PlanRequest, problem: SearchProblem, chosen
         )
         least = held
     reason = (
-        f"pure data parallelism: it does not fit: it needs {size_text(least)} or more on one device, and "
-        f"plans may use {size_text(problem.memory_bytes)}"
+        f"pure data parallelism: it does not fit: it needs {precise_size_text(least)} or more on one device, and "
+        f"plans may use {precise_size_text(problem.memory_bytes)}"
     )
     replicas = min(problem.num_devices, max(1, request.batch_rows))
     return Alternative(

@@ -33,6 +33,7 @@ from rannc_backend.capture.nonstrict.meta_model import convert_values
 from rannc_backend.errors import UserInputError
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.parameters import ParameterTable
+from rannc_backend.runtime.torch_internals import root_of
 from rannc_backend.session_registry import REGISTRY
 from rannc_backend.settings.sources import Given, plain_options
 
@@ -105,8 +106,7 @@ class RaNNCModule(nn.Module):
             raise UserInputError(f"RaNNCModule was given a {type(model).__name__}", cure="give an nn.Module.")
         super().__init__()
         _backend()  # what happens to the other ranks from here on is noticed
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
+        model = root_of(model)
         self.__dict__["_wrapped"] = model
         for name in _SHARED:
             self.__dict__[name] = model.__dict__[name]

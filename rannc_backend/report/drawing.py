@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rannc_backend.report.words import seconds_text
-from rannc_backend.schedule.plan_simulation import SPAN_KINDS, PlanSimulation, Span, StageSimulation
+from rannc_backend.schedule.plan_simulation import SPAN_KINDS, PlanSimulation, Span, SpanKind, StageSimulation
 
 WIDTH = 1000.0
 LABEL_WIDTH = 98.0
@@ -37,7 +37,7 @@ class Number:
 
     x: float
     text: str
-    kind: str
+    kind: SpanKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ def _row(stage: StageSimulation, y: float, start: float, end: float, number_widt
     def place(seconds: float) -> float:
         return LABEL_WIDTH + (min(max(seconds, start), end) - start) * scale
 
-    boxes: list[tuple[str, float, float]] = [
+    boxes: list[tuple[SpanKind, float, float]] = [
         (span.kind, place(span.start), place(span.end)) for span in spans
     ]
     numbers = tuple(
@@ -151,7 +151,7 @@ def _row(stage: StageSimulation, y: float, start: float, end: float, number_widt
     return Row(stage=stage.index, label=f"stage {stage.index}", y=y, numbers=numbers, **paths)
 
 
-def _columns(spans: Sequence[Span], start: float, end: float) -> list[tuple[str, float, float]]:
+def _columns(spans: Sequence[Span], start: float, end: float) -> list[tuple[SpanKind, float, float]]:
     """Runs of columns in which the same kind fills most; columns that are mostly idle are left out."""
     num_columns = int(_PLOT_WIDTH)
     seconds = (end - start) / num_columns
@@ -162,7 +162,7 @@ def _columns(spans: Sequence[Span], start: float, end: float) -> list[tuple[str,
         for column in range(first, last):
             inside = min(span.end, start + (column + 1) * seconds) - max(span.start, start + column * seconds)
             filled[column][span.kind] += max(inside, 0.0)
-    runs: list[tuple[str, float, float]] = []
+    runs: list[tuple[SpanKind, float, float]] = []
     for column, shares in enumerate(filled):
         kind = max(shares, key=lambda name: shares[name])
         if 2 * sum(shares.values()) < seconds:

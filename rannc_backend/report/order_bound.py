@@ -9,30 +9,21 @@ from __future__ import annotations
 
 from rannc_backend.ir.plan import Plan
 from rannc_backend.report.words import percent_text
-from rannc_backend.schedule.list_run import LaneCosts, lower_bound_seconds
-from rannc_backend.schedule.plan_simulation import stage_cost
+from rannc_backend.schedule.list_run import lower_bound_seconds
+from rannc_backend.schedule.plan_simulation import lane_costs, stage_cost
 
 _EQUAL = 5e-4  # relative: what is printed as no difference
 
 
 def order_bound_seconds(plan: Plan) -> float:
     """Below which no order's step can fall, of these stages on these ranks with as many micro-batches."""
-    costs, late = [], []
+    costs = [lane_costs(plan, stage) for stage in plan.stages]
+    reductions = []
     for stage in plan.stages:
-        cost = stage_cost(plan, stage, plan.num_micro_batches)
-        seconds = cost.seconds
-        costs.append(
-            LaneCosts(
-                forward=seconds.forward,
-                inputs=seconds.backward - seconds.weight,
-                weights=seconds.weight,
-                message=cost.receive_seconds,
-                gradient=cost.gradient_seconds,
-            )
-        )
+        seconds = stage_cost(plan, stage, plan.num_micro_batches).seconds
         # Reductions run under the last computation; the longest that it can be is a whole backward.
         bucket = seconds.backward / seconds.num_buckets
-        late.append(
+        reductions.append(
             max(seconds.allreduce - seconds.backward + bucket, seconds.allreduce / seconds.num_buckets)
         )
     work = plan.num_micro_batches * sum(
@@ -40,7 +31,9 @@ def order_bound_seconds(plan: Plan) -> float:
         for count, cost in zip(plan.stage_replicas, costs, strict=True)
     )
     num_cores = plan.cluster.num_devices * plan.cluster.core_share
-    computed = max(lower_bound_seconds(costs, plan.num_micro_batches, plan.lanes, late), work / num_cores)
+    computed = max(
+        lower_bound_seconds(costs, plan.num_micro_batches, plan.lanes, reductions), work / num_cores
+    )
     return computed + max(stage.predicted.new_values_seconds for stage in plan.stages)
 
 

@@ -40,7 +40,7 @@ from rannc_backend.report.words import (
 )
 
 _BAR_CELLS = 12
-_MOST_OUTPUTS = 3  # that are named
+_MAX_OUTPUTS = 3  # that are named
 _PARTS = " ▏▎▍▌▋▊▉█"
 
 
@@ -159,7 +159,7 @@ def outputs_text(plan: Plan) -> str:
     named = [
         f"{printable(output.name)}{f' of {printable(output.module)}' if output.module else ''} "
         f"({size_text(output.num_bytes)}, stage {output.stage})"
-        for output in sorted(plan.outputs, key=lambda output: -output.num_bytes)[:_MOST_OUTPUTS]
+        for output in sorted(plan.outputs, key=lambda output: -output.num_bytes)[:_MAX_OUTPUTS]
     ]
     more = len(plan.outputs) - len(named)
     whole = f"{', '.join(named)}{f' and {more} more' if more else ''}"

@@ -12,7 +12,7 @@ from rannc_backend.ir.plan import Plan
 from rannc_backend.settings.choices import MARKED, SEGMENTS, SEGMENTS_BUDGET
 
 BYTES_PER_MB = 1024**2
-_MOST_MEMORY_BYTES = 2**50
+_MAX_MEMORY_BYTES = 2**50
 
 
 def seconds_text(seconds: float) -> str:
@@ -137,7 +137,7 @@ def name_text(plan: Plan) -> str:
 
 def limit_text(num_bytes: int) -> str:
     """A limit of memory; the option ignore_memory makes it more than any device has."""
-    return "any memory (ignore_memory)" if num_bytes > _MOST_MEMORY_BYTES else size_text(num_bytes)
+    return "any memory (ignore_memory)" if num_bytes > _MAX_MEMORY_BYTES else size_text(num_bytes)
 
 
 def formats_text(plan: Plan) -> str:

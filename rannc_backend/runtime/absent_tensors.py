@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -146,7 +146,7 @@ class Absence:
     """
 
     name: str
-    kind: str
+    kind: Literal["parameter", "buffer"]
     owners: tuple[int, ...]
     original: type[torch.Tensor]
     strides: tuple[int, ...]

@@ -88,7 +88,7 @@ def share_failure(world: World, error: Exception) -> None:
     if world.counts.is_exchanging or isinstance(error, (CommunicationError, RankFailedError)):
         world.monitor.report_error(error)
     else:
-        world.control.tell_failure(error)
+        world.control.report_failure(error)
 
 
 def is_shared(error: BaseException) -> bool:

@@ -150,7 +150,7 @@ def take_share(masks: Sequence[int], own: int, environ: MutableMapping[str, str]
     share = share_of(masks, own, num_cores=num_cores_of(own), quota_cpus=quota_cores())
     if _COMPILERS not in environ:
         hooks.replace_item("threads", environ, _COMPILERS, str(share.num_compilers))
-        _tell_inductor(share.num_compilers)
+        _limit_inductor(share.num_compilers)
     number = torch.get_num_threads()
     if any(name in environ for name in _CHOSEN_BY) or number not in (*_defaults(own), share.num_threads):
         return ""
@@ -172,7 +172,7 @@ def _defaults(own: int) -> set[int]:
     return {num_cpus, own.bit_count(), num_cores_of(own), num_cores_of((1 << num_cpus) - 1)}
 
 
-def _tell_inductor(num_compilers: int) -> None:
+def _limit_inductor(num_compilers: int) -> None:
     """Inductor reads the variable when it is imported, which may have been before."""
     config = sys.modules.get("torch._inductor.config")
     if config is not None and config.compile_threads == min(_MAX_COMPILERS, os.cpu_count() or 1):

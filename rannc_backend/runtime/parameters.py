@@ -282,7 +282,7 @@ class ParameterTable:
         num_bytes = 0
         for name, tensor in self._all_tensors():
             owners, held, home = self.owners[name], holders[name], self._home(tensor)
-            promised = deferred_values.of(tensor) is not None
+            is_deferred = deferred_values.of(tensor) is not None
             source = held[0] if held else owners[0]
             takers = [
                 taker
@@ -291,9 +291,9 @@ class ParameterTable:
             ]
             room: torch.Tensor | None = None
             made: torch.Tensor | None = None
-            if rank in owners and (promised or rank not in held):
+            if rank in owners and (is_deferred or rank not in held):
                 room = torch.empty_strided(tensor.shape, strides_of(tensor), dtype=tensor.dtype, device=home)
-            if promised and (rank == source or (rank in owners and rank not in takers)):
+            if is_deferred and (rank == source or (rank in owners and rank not in takers)):
                 made = make(name, tensor)
             if room is not None:
                 make_present(tensor, room)

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from rannc_backend.ir.updates import Ranks as Ranks
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.runtime.step_counts import StepCounts
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Route:
         return frozenset((*receivers, *senders)) - {rank}
 
 
-class QueueTurn(NamedTuple):
+class QueuedMessage(NamedTuple):
     """One message of a step that is queued on a device: when (before which action of the rank's program), on
     which channel, with whom.
     """
@@ -126,7 +125,7 @@ class Control(Protocol):
         """From now on the limit of operations for which none is given."""
         ...
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """In place of an operation that this rank does not come to, because ``error`` happened: the others
         raise it in theirs.
         """
@@ -232,7 +231,7 @@ class Transport(Protocol):
         """
         ...
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         """A step begins; its messages are queued in this order, where `reach` comes to their places. None: as
         they are posted.
         """

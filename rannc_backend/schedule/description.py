@@ -70,13 +70,13 @@ class PlaceSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds(PlaceSeconds):
-    """Besides both messages into them, and `late`: how long after its gradients have reached the first stage the
+    """Besides both messages into them, and `reduction_tail`: how long after its gradients have reached the first stage the
     reductions of a stage end.
     """
 
     message: Floats
     gradient: Floats
-    late: Floats
+    reduction_tail: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,10 +221,10 @@ class Schedule(ABC):
         alone. `path`: P of the stages before it and its messages.
         """
         compute = stage.forward + stage.backward
-        excess = stage.late + self.excess(num_micro_batches, stage)
+        excess = stage.reduction_tail + self.excess(num_micro_batches, stage)
         if self.splits_backward:
             return excess, compute, num_micro_batches * compute
-        return excess, compute, path + num_micro_batches * compute + stage.late
+        return excess, compute, path + num_micro_batches * compute + stage.reduction_tail
 
     def _weighted(
         self,

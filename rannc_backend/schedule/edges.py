@@ -4,7 +4,7 @@ In: stage numbers and counts of values. Out: `EdgeSpec` and, for a phase, the ch
 what each compute action needs and makes.
 
 Terms. A *phase* is what one call of a program does: "train" (forwards and backwards, the loss is inside),
-"forward" (forwards only, saved values are kept), "backward" (the backwards of an earlier "forward", tangents
+"forward" (forwards only, saved values are kept), "backward" (the backwards of an earlier "forward", gradients
 come from outside) or "infer" (forwards only, nothing is kept). Lane, channel and endpoint are explained in
 `ir/action.py`.
 """
@@ -64,7 +64,7 @@ def chain_edges(num_stages: int) -> list[EdgeSpec]:
 def active_channels(edges: Iterable[EdgeSpec], phase: Phase) -> tuple[Channel, ...]:
     """The channels that carry one message per micro-batch in `phase`, sorted.
 
-    Tangents of row outputs exist only in "backward": in "train" the loss is inside and nothing comes from
+    Gradients of row outputs exist only in "backward": in "train" the loss is inside and nothing comes from
     outside.
     """
     channels: list[Channel] = []

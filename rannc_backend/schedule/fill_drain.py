@@ -95,8 +95,8 @@ class FillDrain(Schedule):
     ) -> tuple[Floats, Floats, Floats]:
         """Messages follow each other as computations do."""
         later = num_micro_batches - 1
-        excess = np.maximum(later * stage.backward + stage.late, later * stage.gradient)
-        own = path + (stage.forward + stage.backward) + stage.late
+        excess = np.maximum(later * stage.backward + stage.reduction_tail, later * stage.gradient)
+        own = path + (stage.forward + stage.backward) + stage.reduction_tail
         return excess, np.maximum(stage.forward, stage.message), own
 
 

@@ -134,16 +134,16 @@ def lower_bound_seconds(
     costs: Sequence[LaneCosts],
     num_micro_batches: int,
     lanes: Lanes | None = None,
-    late: Sequence[float] | None = None,
+    reductions: Sequence[float] | None = None,
 ) -> float:
     """Below which no order's step can fall, whether backwards have two parts or one: of each lane, when its first forward
     can begin, its work, and the shortest end after that; and the longest chain of what waits for each other.
 
     Args:
         lanes: the stages of each; None: each stage is a lane.
-        late: by stage, how long after its last computation its gradients are reduced; None: they are at once.
+        reductions: by stage, how long after its last computation its gradients are reduced; None: they are at once.
     """
-    lanes, late = lanes or one_stage_each(len(costs)), late or [0.0] * len(costs)
+    lanes, reductions = lanes or one_stage_each(len(costs)), reductions or [0.0] * len(costs)
     lane_of = {stage: number for number, lane in enumerate(lanes) for stage in lane}
     heads, tails = (
         [0.0],
@@ -154,7 +154,7 @@ def lower_bound_seconds(
         heads.append(heads[-1] + cost.forward + travels * following.message)
         tails.append(tails[-1] + cost.inputs + travels * following.gradient)
     ends = [
-        cost.weights + after for cost, after in zip(costs, late, strict=True)
+        cost.weights + after for cost, after in zip(costs, reductions, strict=True)
     ]  # after an I of the same stage
     down = heads[-1] + costs[-1].forward + costs[-1].inputs + tails[-1]
     bounds = [down - tail + end for tail, end in zip(tails, ends, strict=True)]
@@ -163,7 +163,7 @@ def lower_bound_seconds(
         weights = num_micro_batches * sum(costs[stage].weights for stage in lane)
         first = min(lane)  # it has the first F and the last I
         after_inputs = max(tails[first] + ends[0], ends[first])
-        after_all = min(late[stage] for stage in lane)
+        after_all = min(reductions[stage] for stage in lane)
         bounds.append(heads[first] + work + max(after_inputs, weights + after_all))
     return max(bounds)
 

@@ -47,7 +47,7 @@ _LANE_RULES = tuple(
     )
     for gap in (0.0, 1.0)
 )
-_MOST_TRIES = 3  # with less and less memory, where messages that come early take some
+_MAX_TRIES = 3  # with less and less memory, where messages that come early take some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def _best_order(costs: tuple[LaneCosts, ...], lanes: Lanes, num_micro_batches: i
     if len(lanes) == len(costs):
         return _fastest_within(costs, lanes, num_micro_batches)
     limits = [cost.limit_bytes for cost in costs]
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         limited = tuple(replace(cost, limit_bytes=limit) for cost, limit in zip(costs, limits, strict=True))
         order = _fastest_within(limited, lanes, num_micro_batches)
         waiting = waiting_in(

@@ -19,11 +19,11 @@ is posted (rendezvous); a channel matches its messages in order. Hence:
 - A gradient that skips stages is needed `span` backwards after it was made. What credit does not cover is
   covered by posting its receive earlier: credit + window > span.
 - Input rows belong to the user for the whole call: all are sent at the start and done at the end. So are
-  tangents of outputs. Receives of output rows are posted when the lane reaches the same micro-batch, and
+  gradients of outputs. Receives of output rows are posted when the lane reaches the same micro-batch, and
   waited for at the end.
 - Between stages of one lane nothing travels, and nobody waits: the receive is posted before the compute action that makes
   the value, the send is done before the next one.
-- Reductions are armed before a stage's last backward (gradients are then complete as they are written) and
+- Reductions are allowed right before a stage's last backward (gradients are then complete as they are written) and
   waited for at the end.
 
 Why this cannot hang: let the level of B(k) be k and that of F(k) on stage s be k minus its micro-batches in
@@ -71,7 +71,7 @@ class _Lane:
     receives: defaultdict[int, list[_Placed]] = field(default_factory=lambda: defaultdict(list))
     dones: defaultdict[int, list[_Placed]] = field(default_factory=lambda: defaultdict(list))
     waits: defaultdict[int, list[_Placed]] = field(default_factory=lambda: defaultdict(list))
-    arms: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
+    allows: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
     sends: defaultdict[int, list[Action]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -94,12 +94,12 @@ class _Lane:
             # Receives first: posting never blocks and lets peers go on.
             for group in (self.receives, self.dones, self.waits):
                 actions.extend(_in_sequence(group[slot]))
-            actions.extend(self.arms[slot])
+            actions.extend(self.allows[slot])
             if slot < self.end:
                 actions.append(self.compute[slot])
                 actions.extend(sorted(self.sends[slot], key=_nearest_first))
         stages = sorted(
-            {action.stage for actions_of_slot in self.arms.values() for action in actions_of_slot}
+            {action.stage for actions_of_slot in self.allows.values() for action in actions_of_slot}
         )
         # Last: sums in shared memory go on only while all their ranks wait for them, so no rank may need
         # another thing of one that waits.
@@ -372,7 +372,7 @@ def _add_reductions(lane_of_stage: dict[int, _Lane]) -> None:
             if action.stage == stage and action.kind in _PARAMETER_GRADIENT_KINDS
         ]
         assert slots, f"stage {stage} trains but the order gives it no backward"
-        lane.arms[slots[-1]].append(Action(stage, ActionKind.ARM_REDUCTIONS))
+        lane.allows[slots[-1]].append(Action(stage, ActionKind.ALLOW_REDUCTIONS))
 
 
 def _nearest_first(action: Action) -> tuple[bool, int]:

@@ -104,8 +104,8 @@ class OneFOneB(Schedule):
     ) -> tuple[Floats, Floats, Floats]:
         """Where messages take longer than a micro-batch they set the pace."""
         number, compute = num_micro_batches, stage.forward + stage.backward
-        excess = stage.late + self.excess(number, stage)
-        steady = np.maximum(number * compute, (number - 1) * stage.message + compute) + stage.late
+        excess = stage.reduction_tail + self.excess(number, stage)
+        steady = np.maximum(number * compute, (number - 1) * stage.message + compute) + stage.reduction_tail
         return excess, compute, path + np.maximum(steady, (number - 1) * stage.gradient + compute)
 
 

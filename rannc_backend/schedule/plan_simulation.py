@@ -198,7 +198,7 @@ def _described(plan: Plan, name: ScheduleName) -> Schedule:
         return described
     _check_size(plan.num_stages, plan.num_micro_batches)
     limits = _limits(plan)
-    costs = tuple(_lane_costs(plan, stage, limits[stage.index]) for stage in plan.stages)
+    costs = tuple(replace(lane_costs(plan, stage), limit_bytes=limits[stage.index]) for stage in plan.stages)
     return replace(described, costs=costs, lanes_of_plan=plan.lanes)
 
 
@@ -213,7 +213,8 @@ def _limits(plan: Plan) -> dict[int, float]:
     return limits
 
 
-def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
+def lane_costs(plan: Plan, stage: StagePlan) -> LaneCosts:
+    """What a run of an order needs of a stage, on one of its ranks; without a limit of memory."""
     cost = stage_cost(plan, stage, plan.num_micro_batches)
     return LaneCosts(
         forward=cost.seconds.forward,
@@ -223,7 +224,6 @@ def _lane_costs(plan: Plan, stage: StagePlan, limit_bytes: float) -> LaneCosts:
         gradient=cost.gradient_seconds,
         flight_bytes=cost.seconds.activation_bytes,
         kept_bytes=cost.seconds.kept_bytes,
-        limit_bytes=limit_bytes,
         message_bytes=cost.at_rows.rows * stage.received_bytes_per_row,
         gradient_bytes=cost.at_rows.rows * stage.gradient_bytes_per_row,
     )

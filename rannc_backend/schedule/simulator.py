@@ -11,7 +11,7 @@ distances, so the reductions of all but the last bucket can end before the backw
 `run_to_end` runs programs without work, to see whether they come to their end. Semantics (rendezvous): posts never block; a
 message travels once its send and its receive are posted and the message before it on the channel has arrived; W and D end
 when it has. An endpoint is all lanes: a message from INPUT has arrived when those of all lanes have. Reductions end only
-after every lane has armed its own and finished its computes, because a parameter may be tied between any stages. All waits
+after every lane has allowed its own and finished its computes, because a parameter may be tied between any stages. All waits
 are on posts that are never taken back, so whether programs get stuck does not depend on timing, and one run with any
 durations decides it.
 """
@@ -25,10 +25,6 @@ from typing import Protocol
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import (
-    MESSAGE_KINDS,
-    RECEIVE_KINDS,
-    SEND_KINDS,
-    WAIT_KINDS,
     Action,
     ActionKind,
     Channel,
@@ -292,15 +288,15 @@ def _collect_messages(programs: Mapping[int, Program]) -> dict[int, list[_Messag
     for lane, program in programs.items():
         by_lane[lane] = []
         for action in program:
-            if action.kind not in MESSAGE_KINDS:
+            if not action.is_message:
                 by_lane[lane].append(None)
                 continue
             key = (action.channel, action.micro_batch)
             if key not in messages:
                 messages[key] = _Message(*key)
-            if action.kind in SEND_KINDS:
+            if action.is_send:
                 messages[key].senders.append(lane)
-            elif action.kind in RECEIVE_KINDS:
+            elif action.is_receive:
                 messages[key].receivers.append(lane)
             by_lane[lane].append(messages[key])
     return by_lane
@@ -310,10 +306,10 @@ def _step(run: _Run, lane: int, action: Action, message: _Message | None) -> boo
     """Do one action if it can end; False when it must wait for another lane."""
     start = end = run.clock[lane]
     if message is not None:
-        if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-            _post(run, lane, message, is_send=action.kind in SEND_KINDS)
+        if action.is_send or action.is_receive:
+            _post(run, lane, message, is_send=action.is_send)
         else:
-            arrival = message.end_for(lane, is_wait=action.kind in WAIT_KINDS)
+            arrival = message.end_for(lane, is_wait=action.is_wait)
             if arrival is None:
                 return False
             end = max(start, arrival)
@@ -373,7 +369,7 @@ def _missing(run: _Run, lane: int, action: Action, message: _Message | None) -> 
     if message is None:
         holder = next(other for other, left in run.num_computes_left.items() if left)
         return f"the last backward of lane {holder}", holder
-    is_wait = action.kind in WAIT_KINDS
+    is_wait = action.is_wait
     own, others = (message.received, message.sent) if is_wait else (message.sent, message.received)
     if lane not in own:
         return f"{action.counterpart.counterpart} of lane {lane}", lane

@@ -7,7 +7,7 @@ fault.
 What is checked:
 - completeness: every action that the edges and the phase call for is there exactly once, nothing else is;
 - order inside a lane: forward before backward, values waited for before use, sent after they are made,
-  reductions armed right before the last backward (earlier would reduce unfinished gradients) and waited for
+  reductions allowed right before the last backward (earlier would reduce unfinished gradients) and waited for
   after it;
 - channels: both ends name the micro-batches in one order, for every pair of lanes;
 - progress: all lanes reach their ends when messages travel only once both ends have posted them (rendezvous);
@@ -27,11 +27,8 @@ from dataclasses import dataclass
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import (
-    DONE_KINDS,
     FORWARD_VALUES,
     GRADIENTS,
-    RECEIVE_KINDS,
-    SEND_KINDS,
     Action,
     ActionKind,
     Channel,
@@ -192,7 +189,7 @@ def _expected_actions(
                 if stage in split:
                     actions[Action(stage, ActionKind.BACKWARD_WEIGHT, m)] = (backward,)
         if is_training(phase):
-            begin_last_micro_batch = Action(stage, ActionKind.ARM_REDUCTIONS)
+            begin_last_micro_batch = Action(stage, ActionKind.ALLOW_REDUCTIONS)
             actions[begin_last_micro_batch] = ()
             actions[Action(stage, ActionKind.WAIT_REDUCTIONS)] = (begin_last_micro_batch,)
     return expected
@@ -215,7 +212,7 @@ def _check_lane(lane: int, program: Program, rules: _Rules) -> dict[int, StagePe
         if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             backwards[action.stage] += 1
         elif (
-            action.kind is ActionKind.ARM_REDUCTIONS
+            action.kind is ActionKind.ALLOW_REDUCTIONS
             and backwards[action.stage] != rules.num_micro_batches - 1
         ):
             problem = f"must stand before the last backward, not after {backwards[action.stage]} of them"
@@ -248,7 +245,7 @@ class _Buffers:
         self.arrivals = {
             action.channel
             for action in rules.expected[lane]
-            if action.kind in RECEIVE_KINDS and action.stage == stage and action.peer not in self.own
+            if action.is_receive and action.stage == stage and action.peer not in self.own
         }
 
     def follow(self, action: Action) -> str:
@@ -257,11 +254,11 @@ class _Buffers:
             return self._compute(action)
         if action.peer in self.own:
             return ""  # nothing is copied between stages of the same ranks
-        if action.kind in RECEIVE_KINDS:
+        if action.is_receive:
             return self._take("receive", self.receiving, action.channel, self.rules.max_receive_buffers)
-        if action.kind in SEND_KINDS:
+        if action.is_send:
             return self._take("send", self.sending, action.channel, self.max_sends)
-        if action.kind in DONE_KINDS:
+        if action.is_done:
             self.sending[action.channel] -= 1
         return ""
 
@@ -332,8 +329,8 @@ def _check_channels(programs: Mapping[int, Program]) -> None:
     posts: defaultdict[tuple[Channel, bool], dict[int, list[tuple[int, Action]]]] = defaultdict(dict)
     for lane, program in programs.items():
         for index, action in enumerate(program):
-            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-                key = (action.channel, action.kind in SEND_KINDS)
+            if action.is_send or action.is_receive:
+                key = (action.channel, action.is_send)
                 posts[key].setdefault(lane, []).append((index, action))
     for (channel, is_send), senders in posts.items():
         if not is_send:

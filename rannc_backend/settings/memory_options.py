@@ -62,7 +62,7 @@ class MemoryOptions(Options):
     )
     ignore_memory: bool = Field(
         False,
-        description="True: plans may use any memory, whatever mem_limit_gb says and devices have; what they need is told.",
+        description="True: plans may use any memory, whatever mem_limit_gb says and devices have; what they need is reported.",
     )
     mem_margin: float = Field(
         0.1, ge=0, lt=1, description="Fraction of the memory limit that plans leave free."

@@ -32,7 +32,7 @@ ITEMS_DISAGREE = "items_disagree"
 _PROFILED_STEPS = 5
 # Three years: what clocks and sockets can be told to wait.
 _LONGEST_SECONDS = 1e8
-_MOST_COMMUNICATORS = 64  # each takes memory of the device, and threads of the host
+_MAX_COMMUNICATORS = 64  # each takes memory of the device, and threads of the host
 _LARGEST_SCALE = 1e9
 _PADDING = rf"{NAME_PATTERN}=(-?[0-9]+(\.[0-9]+)?|True|False|-?inf)"
 
@@ -161,7 +161,7 @@ class Config(MemoryOptions, PlanningOptions):
     num_communicators: int = Field(
         1,
         ge=1,
-        le=_MOST_COMMUNICATORS,
+        le=_MAX_COMMUNICATORS,
         description="Process groups for the gradients of the same ranks, which buckets go to in turn, so that sums go on "
         "side by side; what is summed in shared memory needs none.",
     )

@@ -35,7 +35,7 @@ class PlanningOptions(Options):
         max_length=200,
         pattern=r"^[^\x00-\x1f\x7f]*$",
         json_schema_extra={"accepts": "a line of at most 200 characters"},
-        description="Name of the job, which its plan has and what is said of the plan begins with.",
+        description="Name of the job: kept in its plan, and at the start of every message about the plan.",
     )
     training: bool = Field(
         True,
@@ -170,7 +170,7 @@ class PlanningOptions(Options):
         60.0,
         gt=0,
         allow_inf_nan=False,
-        description="Most seconds of a search with solver ilp; what is not proven by then is told as a gap.",
+        description="Most seconds of a search with solver ilp; what is not proven by then is reported as a gap.",
     )
     search_processes: int = Field(
         1,

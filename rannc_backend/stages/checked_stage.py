@@ -53,7 +53,7 @@ class DisplayedStage:
     ) -> tuple[list[Tensor], Saved]:
         """As `CompiledStage.forward`."""
         outputs, saved = self._stage.forward(args, destinations)
-        self._tell(outputs)
+        self._log(outputs)
         return outputs, saved
 
     def backward(
@@ -79,10 +79,10 @@ class DisplayedStage:
     def infer(self, args: Sequence[Tensor], destinations: Mapping[int, Tensor] = NOTHING) -> list[Tensor]:
         """As `CompiledStage.infer`."""
         outputs = self._stage.infer(args, destinations)
-        self._tell(outputs)
+        self._log(outputs)
         return outputs
 
-    def _tell(self, outputs: Sequence[Tensor]) -> None:
+    def _log(self, outputs: Sequence[Tensor]) -> None:
         for slot, tensor in zip(self.outputs, outputs, strict=True):
             logger.info("stage %d makes %s %s: %s", self._index, slot.kind, slot.name, self._describe(tensor))
 

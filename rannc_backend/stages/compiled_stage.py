@@ -218,7 +218,7 @@ class CompiledStage:
         by_input: dict[int, Tensor] = {}
         with _RunMode():
             if functions.backward is not None:
-                values.extend(self._tangents(functions, sizes, grads))
+                values.extend(self._grad_outputs(functions, sizes, grads))
                 if functions.delivered and functions.backward_weights is None:
                     assert sink is not None, "the stage was compiled for a backward in one part"
                     accumulate, views = open_targets(sink, functions.delivered)
@@ -294,7 +294,7 @@ class CompiledStage:
             _move(outputs, position, destinations)
         return list(outputs.values())
 
-    def _tangents(
+    def _grad_outputs(
         self, functions: StageFunctions, sizes: Sizes, grads: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """The gradient of each distinct output that takes one: the sum over the positions where it is
@@ -308,13 +308,13 @@ class CompiledStage:
             if grad is not None:
                 index = functions.output_index[position]
                 sums[index] = sums[index] + grad if index in sums else grad
-        tangents = []
+        grad_outputs = []
         for index in functions.tangent_of:
-            tangent = sums.get(index)
-            if tangent is None:
-                tangent = self._signature.zeros_of_output(functions.output_index.index(index), sizes)
-            tangents.append(plain_memory(tangent.to(functions.tangent_dtypes[index])))
-        return tangents
+            grad_output = sums.get(index)
+            if grad_output is None:
+                grad_output = self._signature.zeros_of_output(functions.output_index.index(index), sizes)
+            grad_outputs.append(plain_memory(grad_output.to(functions.tangent_dtypes[index])))
+        return grad_outputs
 
 
 def _gradient_copies(functions: StageFunctions, signature: StageSignature) -> CopyReport:

@@ -12,9 +12,10 @@ from rannc_backend.capture.analysis import GraphAnalysis, mixed_batch_error
 from rannc_backend.ir.action import INPUT, OUTPUT
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.ir.graph_input import BufferInput, GraphInput
+from rannc_backend.passes.batch.batch_split import RowsOutput
 from rannc_backend.passes.pipeline import PassError
 from rannc_backend.passes.stage.recompute import Recomputed, mark_segments
-from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
+from rannc_backend.passes.stage.split_stages import BoundaryOutput, StageGraph, split_stages
 from rannc_backend.schedule.edges import EdgeSpec
 
 
@@ -42,9 +43,7 @@ class StageCut:
     @property
     def buffer_makers(self) -> dict[str, int]:
         """The stage that makes the new value of each buffer that the graph changes."""
-        return {
-            slot.fqn: graph.index for graph in self.graphs for slot in graph.outputs if slot.fqn is not None
-        }
+        return {fqn: graph.index for graph in self.graphs for fqn in graph.updated_buffers}
 
     def buffer_readers(self, inputs: Sequence[GraphInput]) -> dict[str, frozenset[int]]:
         """The stages that read each buffer of the model; ``inputs``: those of the graph that was cut."""
@@ -94,7 +93,10 @@ def edges_of(
 ) -> dict[tuple[int, int], Edge]:
     """The edges between endpoints, at these lengths (those of the capture if not given)."""
     producer = {
-        slot.name: graph.index for graph in graphs for slot in graph.outputs if slot.kind == "boundary"
+        slot.name: graph.index
+        for graph in graphs
+        for slot in graph.outputs
+        if isinstance(slot, BoundaryOutput)
     }
     carried: dict[tuple[int, int], list[str]] = {}
     for graph in graphs:
@@ -104,7 +106,7 @@ def edges_of(
             elif slot.kind == "boundary":
                 carried.setdefault((producer[slot.name], graph.index), []).append(slot.name)
         for output in graph.outputs:
-            if output.kind == "rows" and all_outputs:
+            if isinstance(output, RowsOutput) and all_outputs:
                 names = carried.setdefault((graph.index, OUTPUT), [])
                 if output.name not in names:
                     names.append(output.name)

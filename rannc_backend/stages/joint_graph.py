@@ -262,12 +262,12 @@ class _JointTracer:
         gradients: Sequence[torch.Tensor | None] = ()
         if self.tangent_of and leaves:
             wanted = [index for index, needs in enumerate(self._needs_grad) if needs]
-            seeds = [tangents[wanted.index(index)] for index in self.tangent_of]
+            gradients_of_outputs = [tangents[wanted.index(index)] for index in self.tangent_of]
             with set_partitioner_tag_is_backward():
                 gradients = torch.autograd.grad(
                     [outputs[index] for index in self.tangent_of],
                     list(leaves.values()),
-                    seeds,
+                    gradients_of_outputs,
                     allow_unused=True,
                 )
         made = {index: gradient for index, gradient in zip(leaves, gradients) if gradient is not None}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from rannc_backend.kernels.gradient_writes import sum_dtype
+from rannc_backend.passes.batch.batch_split import BufferOutput
 from rannc_backend.passes.graph_queries import size_expression
 from rannc_backend.passes.pipeline import run_passes
 from rannc_backend.passes.stage.any_layout import TakeAnyLayout
@@ -178,7 +179,7 @@ def signature_of(
             position
             for position, target in enumerate(stage.outputs)
             if target.name in needs_grad
-            and target.kind != "buffer"
+            and not isinstance(target, BufferOutput)
             and _differentiable(output_values[position])
         ),
         grad_inputs=tuple(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from rannc_backend.errors.base import user_location
 from rannc_backend.verify.leaves import tensors_of
-from rannc_backend.verify.settings import Difference, Largest, StepResult
+from rannc_backend.verify.settings import Difference, Largest, StepResult, ValueKind
 
 _FLOOR_FRACTION = 1e-3
 _MAX_KEPT = 20
@@ -97,7 +97,7 @@ class Comparison:
     num_differences: int = 0
 
     def value(
-        self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, *, floor: float = 0.0
+        self, kind: ValueKind, name: str, rank: int, here: Tensor, there: Tensor, *, floor: float = 0.0
     ) -> bool:
         """Compare a value of a rank with the reference's; whether it agrees."""
         if here.shape != there.shape:
@@ -110,7 +110,9 @@ class Comparison:
         scale = max(_finite_largest(there), floor)
         return self._judge(kind, name, rank, here, there, scale=scale, allowed=self.tolerance * scale)
 
-    def update(self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, before: Tensor) -> bool:
+    def update(
+        self, kind: ValueKind, name: str, rank: int, here: Tensor, there: Tensor, before: Tensor
+    ) -> bool:
         """Compare a parameter or buffer after a step, of which the same was there ``before``; whether it
         agrees.
         """
@@ -125,7 +127,7 @@ class Comparison:
             )
         return self._judge(kind, name, rank, here, there, scale=scale, allowed=allowed)
 
-    def missing(self, kind: str, name: str, what: str) -> None:
+    def missing(self, kind: ValueKind, name: str, what: str) -> None:
         """No rank has the value at all."""
         self._note(
             Difference(**self._where(kind, name, -1), largest=math.inf, scale=1.0, allowed=0.0, problem=what)
@@ -140,11 +142,19 @@ class Comparison:
         """What the table shows of a step."""
         self.step = self.step.model_copy(update={"loss": (here, there)})
 
-    def _where(self, kind: str, name: str, rank: int) -> dict[str, Any]:
+    def _where(self, kind: ValueKind, name: str, rank: int) -> dict[str, Any]:
         return {"step": self.step.number, "call": self.call, "kind": kind, "name": name, "rank": rank}
 
     def _judge(
-        self, kind: str, name: str, rank: int, here: Tensor, there: Tensor, *, scale: float, allowed: float
+        self,
+        kind: ValueKind,
+        name: str,
+        rank: int,
+        here: Tensor,
+        there: Tensor,
+        *,
+        scale: float,
+        allowed: float,
     ) -> bool:
         mine, theirs = _exact(here).flatten(), _exact(there).flatten()
         counts = dict(self.step.num_compared)

@@ -33,8 +33,10 @@ from rannc_backend.verify.records import Records
 from rannc_backend.verify.replay import Reference
 from rannc_backend.verify.settings import (
     MODES,
+    Failed,
     Failure,
     Mode,
+    OtherSettingsNeeded,
     VerifySettings,
     failure_file,
     settings_file,
@@ -96,26 +98,31 @@ def run(settings: VerifySettings, records: Records, mode: Mode, rank: int) -> No
     except EnoughError:
         raise
     except BaseException as error:
-        _tell(error, records.directory, mode, rank)
+        _leave_failure(error, records.directory, mode, rank)
         raise
 
 
-def _tell(error: BaseException, folder: Path, mode: Mode, rank: int) -> None:
+def _leave_failure(error: BaseException, folder: Path, mode: Mode, rank: int) -> None:
     if isinstance(error, SystemExit) and not error.code:
         return
     place = user_location("".join(traceback.format_list(_below_runner(error))))
     if isinstance(error, OtherSettingsNeededError):
-        failure = Failure(kind=error.kind, text="")
+        failure: Failure = OtherSettingsNeeded(needs=error.needs)
     elif isinstance(error, CommunicationError | RankFailedError):
-        failure = Failure(kind="other rank", text=str(error))
+        failure = Failed(what=str(error), by_other=True)
     elif isinstance(error, RanncError):
-        failure = Failure(
-            kind=type(error).__name__, text=error.problem, place=error.location or place, cure=error.cure
+        failure = Failed(
+            what=_described(error, error.problem), place=error.location or place, cure=error.cure
         )
     else:
         text = f"exit code {error.code}" if isinstance(error, SystemExit) else str(error)
-        failure = Failure(kind=type(error).__name__, text=text, place=place)
+        failure = Failed(what=_described(error, text), place=place)
     write_whole(failure_file(folder, mode, rank), failure.model_dump_json())
+
+
+def _described(error: BaseException, text: str) -> str:
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
 
 
 def _below_runner(error: BaseException) -> list[traceback.FrameSummary]:

@@ -22,8 +22,12 @@ from pathlib import Path
 
 from rannc_backend.errors import VerificationError, user_location
 from rannc_backend.verify.settings import (
+    FAILURE,
+    Failed,
     Failure,
     Mode,
+    Needs,
+    OtherSettingsNeeded,
     Result,
     VerifySettings,
     failure_file,
@@ -42,7 +46,7 @@ _ENDING_SECONDS = 5.0  # of a job of which a rank has failed
 _MAX_OUTPUT_BYTES = 2**20
 _KILLED = 128 + signal.SIGKILL
 _STACK_LINE = re.compile(r'^  (File "[^"]+", line \d+ in .+)$', re.MULTILINE)
-_NEEDS_EVALUATION = {
+_NEEDS_EVALUATION: Mapping[Needs, str] = {
     "random numbers": "the model draws random numbers outside of its Dropout modules, and plain torch draws "
     "others",
     "batch statistics": "batch normalisation in training mode uses the statistics of a micro-batch on one "
@@ -163,7 +167,7 @@ class _Watch:
     num_ranks: int
     listener: Listener
 
-    def tell_steps(self) -> None:
+    def report_steps(self) -> None:
         file = progress_file(self.directory, self.mode)
         self.listener.step(
             self.mode, len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
@@ -183,17 +187,17 @@ def _check_end(settings: VerifySettings, directory: Path, mode: Mode, ended: _En
         _check_recorded(settings, directory, mode, what)
         return
     _raise_if_others_needed(settings, failures)
-    own = {rank: failure for rank, failure in failures.items() if failure.kind != "other rank"} or failures
+    failed = {rank: failure for rank, failure in failures.items() if isinstance(failure, Failed)}
+    own = {rank: failure for rank, failure in failed.items() if not failure.by_other} or failed
     if not own:
         raise _ended_by_itself(f"{what} {run}", mode, ended)
     rank, failure = next(iter(own.items()))
-    says = f"{failure.kind}: {failure.text}" if failure.text else failure.kind
     cure = failure.cure or (
         f"start it by hand: `mpirun -np {settings.num_ranks} python {what}` should do its first steps."
         if mode == "ranks"
         else "the second run gives the script rank 0's rows of every output: what it does with them must fit."
     )
-    text = f"{what} {run} failed on rank {rank}: {says}"
+    text = f"{what} {run} failed on rank {rank}: {failure.what}"
     has_called = (directory / "rank-0").is_dir()
     raise VerificationError(text, cure=cure, place=failure.place) from (
         _FailedInCall() if has_called else None
@@ -204,11 +208,11 @@ def _failures(directory: Path, mode: Mode, num_ranks: int) -> dict[int, Failure]
     """Of the ranks that left one, the first to fail first."""
     files = [(rank, failure_file(directory, mode, rank)) for rank in range(num_ranks)]
     there = sorted((file.stat().st_mtime_ns, rank, file) for rank, file in files if file.exists())
-    return {rank: Failure.model_validate_json(file.read_text(encoding="utf-8")) for _, rank, file in there}
+    return {rank: FAILURE.validate_json(file.read_text(encoding="utf-8")) for _, rank, file in there}
 
 
 def _raise_if_others_needed(settings: VerifySettings, failures: Mapping[int, Failure]) -> None:
-    needs = next((failure.kind for failure in failures.values() if failure.kind in _NEEDS_EVALUATION), None)
+    needs = next((each.needs for each in failures.values() if isinstance(each, OtherSettingsNeeded)), None)
     if needs is None:
         return
     reason = _NEEDS_EVALUATION[needs]
@@ -298,7 +302,7 @@ def _run_job(
         )
         try:
             while process.poll() is None and time.monotonic() < until:
-                watch.tell_steps()
+                watch.report_steps()
                 if not watch.has_failed():
                     failed_at = time.monotonic()
                 else:  # others may wait for that rank for long
@@ -307,7 +311,7 @@ def _run_job(
             code = process.poll()
         finally:
             _end_group(process)
-        watch.tell_steps()
+        watch.report_steps()
         output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
         text = output.read().decode("utf-8", errors="replace")
     return _Ended(code=code, seconds=time.monotonic() - begin, output=text)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rannc_backend.errors import UserInputError
 from rannc_backend.errors.base import did_you_mean, nearest
 from rannc_backend.runtime.absent_tensors import is_absent
-from rannc_backend.verify.settings import VerifySettings
+from rannc_backend.runtime.torch_internals import root_of
+from rannc_backend.verify.settings import ValueKind, VerifySettings
 
 # Of nn.Dropout, nn.Dropout2d, nn.AlphaDropout and those that users derive from them.
 _AnyDropout = nn.Dropout.__mro__[1]
@@ -49,9 +50,8 @@ def modules_behind(function: Callable[..., Any]) -> list[nn.Module]:
 def _modules_in(values: Any) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
     for value in values:
-        inner = getattr(value, "_orig_mod", value)
-        if isinstance(inner, nn.Module):
-            found.setdefault(id(inner), inner)
+        if isinstance(value, nn.Module):
+            found.setdefault(id(root_of(value)), root_of(value))
     return list(found.values())
 
 
@@ -117,12 +117,16 @@ class Models:
         if self.settings.evaluation:
             self.notes.add("the models are in evaluation mode on both sides")
 
-    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[ValueKind, str, Tensor]]:
         """("parameter" or "buffer", name, tensor) of all that have values here; tied ones once."""
         seen: set[int] = set()
         for number, module in enumerate(self.modules):
             prefix = f"{type(module).__name__} {number + 1}: " if len(self.modules) > 1 else ""
-            for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+            groups: tuple[tuple[ValueKind, Iterator[tuple[str, Tensor]]], ...] = (
+                ("parameter", module.named_parameters()),
+                ("buffer", module.named_buffers()),
+            )
+            for kind, named in groups:
                 for name, tensor in named:
                     if id(tensor) not in seen and not is_absent(tensor):
                         seen.add(id(tensor))

@@ -32,6 +32,7 @@ from rannc_backend.verify.models import Models
 from rannc_backend.verify.records import Records, backward_event, call_event, start_event, step_event
 from rannc_backend.verify.settings import (
     MAX_CALLS_PER_STEP,
+    Needs,
     VerifySettings,
     plan_file,
     progress_file,
@@ -48,12 +49,10 @@ class EnoughError(SystemExit):
 
 
 class OtherSettingsNeededError(SystemExit):
-    """Ends the script: it can be compared in another way only. ``kind``: "random numbers" or "batch
-    statistics".
-    """
+    """Ends the script: it can be compared in another way only. ``needs``: why."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, needs: Needs) -> None:
+        self.needs = needs
         super().__init__(1)
 
 
@@ -183,7 +182,7 @@ class Recorder:
         for call, gradients in self.arrived.items():
             number = self.num_backwards.get(call, 0)
             self.num_backwards[call] = number + 1
-            tensors = {f"tangent.{index}": gradient for index, gradient in gradients.items()}
+            tensors = {f"grad_output.{index}": gradient for index, gradient in gradients.items()}
             delayed = runtime.switches.delay_reductions
             if not delayed:
                 held = self.models.parameters().items()

@@ -256,7 +256,7 @@ class Reference:
         averages = bool(call.events[0].facts["averages"])
         outputs, gradients, only_rows = [], [], True
         for index, whole in enumerate(call.outputs):
-            parts = [event.tensors.get(f"tangent.{index}") for event in events]
+            parts = [event.tensors.get(f"grad_output.{index}") for event in events]
             if not whole.requires_grad or all(part is None for part in parts) or index not in call.layouts:
                 continue
             layout = call.layouts[index]

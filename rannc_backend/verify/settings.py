@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 Mode = Literal["ranks", "reference"]
 Dtype = Literal["float64", "own"]
@@ -48,18 +48,36 @@ class VerifySettings(_Frozen):
     limit_seconds: float = Field(gt=0)
 
 
-class Failure(_Frozen):
-    """Why a rank could not go on.
+class Failed(_Frozen):
+    """A rank could not go on.
 
     Attributes:
-        kind: class of the error; "random numbers" or "batch statistics" where another setting is needed.
+        what: class of the error, and its text.
         place: in the user's source, as "train.py:12, in main"; "" where there is none.
+        by_other: because another rank could not.
     """
 
-    kind: str
-    text: str
+    what: str
     place: str = ""
     cure: str = ""
+    by_other: bool = False
+
+
+Needs = Literal["random numbers", "batch statistics"]
+
+
+class OtherSettingsNeeded(_Frozen):
+    """The models can be compared in evaluation mode only, because of what they need."""
+
+    needs: Needs
+
+
+Failure = Failed | OtherSettingsNeeded
+FAILURE: TypeAdapter[Failure] = TypeAdapter(Failure)
+"""Reads and writes a rank's `Failure`, as JSON."""
+
+
+ValueKind = Literal["output", "gradient", "parameter", "buffer"]
 
 
 class Difference(_Frozen):
@@ -67,7 +85,6 @@ class Difference(_Frozen):
 
     Attributes:
         step: the first is 1. ``call``: of all calls, the first is 1.
-        kind: "output", "gradient", "parameter" or "buffer".
         largest: of the differences of two elements; ``scale``: what it is compared with, the largest element
         of the value or a fraction
             of the largest of its kind.
@@ -76,7 +93,7 @@ class Difference(_Frozen):
 
     step: int
     call: int
-    kind: str
+    kind: ValueKind
     name: str
     rank: int
     largest: float

@@ -81,7 +81,7 @@ def plan_first(case: Case, blocks: Path) -> dict[str, object]:
     from rannc_backend.planner.cluster.cluster_file import load_cluster
     from rannc_backend.settings.sources import resolve_config
 
-    step_timer = StepTimer(tell=lambda step: recorder.take(step.name, step.detail))
+    step_timer = StepTimer(log=lambda step: recorder.take(step.name, step.detail))
     config, cluster = resolve_config({}, {}), load_cluster(case.cluster, case.num_devices, 8)
     model, args, kwargs = call_factory(f"{ROOT / 'examples' / 'planning_models.py'}:{case.factory}")
     recorder.take("start", "imports and model")
@@ -114,7 +114,7 @@ def plan_again(case: Case, blocks: Path) -> dict[str, object]:
         config=resolve_config({}, {}),
         cluster=load_cluster(case.cluster, case.other_num_devices, 8),
         batch_rows=case.batch_rows,
-        step_timer=StepTimer(tell=lambda step: recorder.take(step.name, step.detail)),
+        step_timer=StepTimer(log=lambda step: recorder.take(step.name, step.detail)),
     )
     plan = planning_search.plan_prepared(prepared, question)
     return {"parts": recorder.parts, "plan": plan.summary(), "proven_gap": plan.proven_gap}

@@ -266,7 +266,7 @@ CHOSEN: tuple[Fault, ...] = (
             (
                 "messages-queued-as-posted",
                 "runtime/comm/nccl.py",
-                "self._turns, self._next_turn = turns, 0",
+                "self._queue_order, self._next_queued = queued, 0",
                 "pass",
                 unit("runtime/step/hangs"),
             ),
@@ -363,18 +363,18 @@ CHOSEN: tuple[Fault, ...] = (
                 unit("runtime/step/hangs"),
             ),
             (
-                "turn-before-the-post",
-                "schedule/turns.py",
+                "queued-before-the-post",
+                "schedule/message_order.py",
                 "run.place[sender], run.place[receiver]",
                 "0, 0",
-                unit("schedule/turns"),
+                unit("schedule/message_order"),
             ),
             (
                 "pieces-in-no-order",
-                "runtime/step/queue_turns.py",
+                "runtime/step/queue_order.py",
                 "in sorted(set(found)):",
                 "in found:",
-                unit("schedule/turns"),
+                unit("schedule/message_order"),
             ),
             (
                 "communicators-of-one-device",

@@ -312,10 +312,10 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         # schedules
         (
-            "armed-one-backward-early",
+            "allowed-one-backward-early",
             "schedule/lowering.py",
-            "lane.arms[slots[-1]]",
-            "lane.arms[slots[0]]",
+            "lane.allows[slots[-1]]",
+            "lane.allows[slots[0]]",
             unit("schedule/lowering", "schedule/verify"),
         ),
         (

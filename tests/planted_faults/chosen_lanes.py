@@ -54,8 +54,8 @@ CHOSEN_LANES: tuple[Fault, ...] = tuple(
         (
             "memory-is-never-saved",
             "planner/search/several_stages.py",
-            "for saves, most in ((False, _MOST_TRIED), (True, _MOST_SAVING)):",
-            "for saves, most in ((False, _MOST_TRIED),):",
+            "for saves, most in ((False, _MAX_TRIED), (True, _MAX_TRIED_TO_SAVE)):",
+            "for saves, most in ((False, _MAX_TRIED),):",
             unit("planner/search/several_stages"),
         ),
         (

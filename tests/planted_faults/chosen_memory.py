@@ -186,7 +186,7 @@ CHOSEN_MEMORY: tuple[Fault, ...] = tuple(
         (
             "program-with-outputs-that-are-left-out",
             "deployment.py",
-            'specs = edge_specs(cut.edges_in(training=kind != "infer"))',
+            "specs = edge_specs(cut.edges_in(training=use.is_trained))",
             "specs = edge_specs(cut.edges)",
             point("outputs_by_room"),
         ),

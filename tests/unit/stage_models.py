@@ -19,7 +19,13 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from rannc_backend.passes.batch.batch_split import RowwiseOutput
+from rannc_backend.passes.batch.batch_split import (
+    BufferOutput,
+    PartialOutput,
+    ReplicatedOutput,
+    RowsOutput,
+    RowwiseOutput,
+)
 from rannc_backend.passes.batch.layouts import Constant, Layout, PartialSum, Rows, Several
 from rannc_backend.passes.pipeline import with_facts
 from rannc_backend.passes.stage.split_stages import SplitStages, StageGraph, split_stages
@@ -27,6 +33,7 @@ from rannc_backend.stages.compiled_stage import CompiledStage, compile_stage
 from rannc_backend.stages.gradient_sink import ScratchGradients
 
 HINT = 6
+_OUTPUTS = {each.kind: each for each in (RowsOutput, PartialOutput, ReplicatedOutput)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,11 +149,11 @@ def capture(
         for n in results
         if n.name in signature.user_inputs_to_mutate
     ]
-    described = [
-        RowwiseOutput(kind="buffer", name=n.name, fqn=f) for n, f in zip(results, mutated, strict=False)
+    described: list[RowwiseOutput] = [
+        BufferOutput(name=n.name, fqn=f) for n, f in zip(results, mutated, strict=False)
     ]
     described += [
-        RowwiseOutput(kind=k, name=n.name) for n, k in zip(results[len(mutated) :], output_kinds, strict=True)
+        _OUTPUTS[k](name=n.name) for n, k in zip(results[len(mutated) :], output_kinds, strict=True)
     ]
     kinds = {
         name: "batch" if not fqn_of[name] else "parameter" if isinstance(value, nn.Parameter) else "buffer"

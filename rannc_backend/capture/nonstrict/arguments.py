@@ -10,14 +10,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.capture.inputs import (
+    BufferTensor,
+    ConstantTensor,
+    ParameterTensor,
+    TensorInput,
+    UserTensor,
+)
 from rannc_backend.errors import UnsupportedModelError
 
 
@@ -25,7 +31,7 @@ from rannc_backend.errors import UnsupportedModelError
 class Place:
     """Where a module keeps a tensor: an entry of one of its dictionaries, under all its dotted names."""
 
-    kind: str  # "parameter" | "buffer" | "constant"
+    dictionary: ClassVar[str]  # of the module
     holder: dict[str, Any]
     key: str
     names: tuple[str, ...]
@@ -35,6 +41,47 @@ class Place:
         value = self.holder[self.key]
         assert isinstance(value, torch.Tensor), f"{self.names[0]} is no tensor any more"
         return value
+
+    def as_input(self, position: int) -> TensorInput:
+        """The tensor that is there now as an input of a graph."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlace(Place):
+    """Of a parameter."""
+
+    dictionary: ClassVar[str] = "_parameters"
+
+    def as_input(self, position: int) -> TensorInput:
+        """See `Place`."""
+        return ParameterTensor(
+            node=None, position=position, tensor=self.tensor(), aliases=self.names, source=self.names[0]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace(Place):
+    """Of a buffer."""
+
+    dictionary: ClassVar[str] = "_buffers"
+
+    def as_input(self, position: int) -> TensorInput:
+        """See `Place`."""
+        return BufferTensor(
+            node=None, position=position, tensor=self.tensor(), aliases=self.names, source=self.names[0]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttributePlace(Place):
+    """Of a tensor that is a plain attribute."""
+
+    dictionary: ClassVar[str] = "__dict__"
+
+    def as_input(self, position: int) -> TensorInput:
+        """See `Place`."""
+        return ConstantTensor(node=None, position=position, tensor=self.tensor(), source=self.names[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,33 +146,23 @@ def call_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def places_of(module: nn.Module) -> tuple[Place, ...]:
     """Every tensor that the module and those in it hold under a name: once, however many names it has."""
-    found: dict[int, tuple[str, dict[str, Any], str, list[str]]] = {}
+    found: dict[int, tuple[type[Place], dict[str, Any], str, list[str]]] = {}
     # A parameter that is a plain attribute too is a parameter.
-    for kind, of in (("parameter", "_parameters"), ("buffer", "_buffers"), ("constant", "")):
+    for kind in (ParameterPlace, BufferPlace, AttributePlace):
         for path, part in module.named_modules(remove_duplicate=False):
-            holder = vars(part)[of] if of else vars(part)
+            holder = getattr(part, kind.dictionary)
             for key, value in holder.items():
                 if isinstance(value, torch.Tensor):
                     name = f"{path}.{key}" if path else key
                     entry = found.setdefault(id(value), (kind, holder, key, []))
                     if name not in entry[3] and kind == entry[0]:
                         entry[3].append(name)
-    return tuple(Place(kind, holder, key, tuple(names)) for kind, holder, key, names in found.values())
+    return tuple(kind(holder, key, tuple(names)) for kind, holder, key, names in found.values())
 
 
 def inputs_of(places: Sequence[Place], call: Call) -> tuple[TensorInput, ...]:
     """All tensors of a call as inputs of a graph: those that the module holds, then the user's."""
-    own = [
-        TensorInput(
-            node=None,
-            position=position,
-            tensor=place.tensor(),
-            kind=place.kind,
-            aliases=place.names if place.kind != "constant" else (),
-            source=place.names[0],
-        )
-        for position, place in enumerate(places)
-    ]
+    own = [place.as_input(position) for position, place in enumerate(places)]
     known = {id(item.tensor) for item in own}
     for tensor, label in zip(call.tensors, call.labels, strict=True):
         if id(tensor) in known:
@@ -139,9 +176,7 @@ def inputs_of(places: Sequence[Place], call: Call) -> tuple[TensorInput, ...]:
                 cure="register it in the nn.Module that is compiled (self.name = nn.Parameter(...)).",
             )
     users = [
-        TensorInput(
-            node=None, position=len(own) + index, tensor=tensor, kind="user", aliases=(), source=label
-        )
+        UserTensor(node=None, position=len(own) + index, tensor=tensor, source=label)
         for index, (tensor, label) in enumerate(zip(call.tensors, call.labels, strict=True))
     ]
     return (*own, *users)

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rannc_backend.capture.aten_trace import traced_node
-from rannc_backend.capture.inputs import TensorInput
+from rannc_backend.capture.inputs import StateTensor, TensorInput
 from rannc_backend.capture.nonstrict.ranks import Exchange
 from rannc_backend.errors import RanksDifferError, UnsupportedModelError
 from rannc_backend.ir.length import LengthDims
@@ -242,7 +242,7 @@ def read_value(
     batch = [known[num_lengths + index].name for index in own if inputs[index].position in batch_positions]
     if any(is_random(node) for node in copy.graph.nodes):
         raise _refused("random numbers are part of", location)
-    if batch and any(inputs[index].kind in ("parameter", "buffer") for index in own):
+    if batch and any(isinstance(inputs[index], StateTensor) for index in own):
         raise _refused("parameters or buffers are part of beside the batch", location)
     meeting = Meeting()
     # The trace that runs must not see what the passes compute.

@@ -36,7 +36,7 @@ from rannc_backend.capture.aten_trace import (
 )
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
 from rannc_backend.capture.graph import CapturedGraph, captured_of, lengths_hold
-from rannc_backend.capture.inputs import TensorInput, check_devices
+from rannc_backend.capture.inputs import TensorInput, UserTensor, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.outputs import Structure, taken_apart
@@ -389,7 +389,7 @@ def _batch_guess(inputs: Sequence[TensorInput]) -> frozenset[int]:
 
 def _no_batch(inputs: Sequence[TensorInput]) -> NoBatchDimensionError:
     return NoBatchDimensionError(
-        {item.label: tuple(item.tensor.shape) for item in inputs if item.kind == "user"}
+        {item.label: tuple(item.tensor.shape) for item in inputs if isinstance(item, UserTensor)}
     )
 
 

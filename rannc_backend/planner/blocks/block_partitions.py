@@ -23,6 +23,7 @@ from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.ir.block_graph import Block, BlockGraph, OperatorCost
 from rannc_backend.log.progress import Progress
+from rannc_backend.passes.batch.batch_split import RowsOutput
 from rannc_backend.passes.stage.liveness import live_bytes, storage_bytes, storages, virtual_values
 from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed, mark_segments
 from rannc_backend.passes.stage.split_stages import StageGraph, split_stages
@@ -267,7 +268,7 @@ def needs_grad_in_training(analysis: GraphAnalysis) -> frozenset[str]:
     if not _trains_a_loss(analysis):
         return needs_grad
     (output,) = split.rowwise.graph.find_nodes(op="output")
-    rows = {item.name for item in split.outputs if item.kind == "rows"}
+    rows = {item.name for item in split.outputs if isinstance(item, RowsOutput)}
     ends = {node.name for node in output.args[0] if isinstance(node, fx.Node) and set(node.users) == {output}}
     return needs_grad - (rows & ends)
 
@@ -283,9 +284,7 @@ def stage_needs_grad(analysis: GraphAnalysis, stage: StageGraph) -> frozenset[st
 
 def _trains_a_loss(analysis: GraphAnalysis) -> bool:
     """Whether a training step differentiates a loss of the model's own, and that alone."""
-    return analysis.split.linear and any(
-        item.kind == "partial" and item.name in analysis.needs_grad for item in analysis.split.outputs
-    )
+    return analysis.split.linear and analysis.split.has_loss(analysis.needs_grad)
 
 
 def graph_costs(

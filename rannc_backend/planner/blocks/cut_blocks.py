@@ -32,9 +32,13 @@ from rannc_backend.ir.block_graph import (
 )
 from rannc_backend.ir.graph_input import BatchInput, GraphInput, ParameterInput, StateInput
 from rannc_backend.kernels.gradient_writes import sum_dtype
-from rannc_backend.passes.batch.batch_split import BatchSplit
+from rannc_backend.passes.batch.batch_split import (
+    BatchSplit,
+    BufferOutput,
+    RowsOutput,
+    RowwiseOutput,
+)
 from rannc_backend.passes.stage.recompute import NOTHING_RECOMPUTED, Recomputed
-from rannc_backend.passes.stage.split_stages import OutputOfRowwise
 from rannc_backend.planner.blocks.atom_graph import AtomGraph, AtomValue, contract, reorder
 from rannc_backend.planner.blocks.coarsening import line_order
 from rannc_backend.planner.blocks.formats import in_formats
@@ -120,7 +124,7 @@ def block_graph(
     } | nodes
     dtypes = {name: value.dtype for name, value in values.items() if isinstance(value, torch.Tensor)}
     graph = in_formats(graph, dtypes, config)
-    return replace(graph, whole_batch=whole_batch, has_loss=has_loss(split, needs_grad))
+    return replace(graph, whole_batch=whole_batch, has_loss=split.has_loss(needs_grad))
 
 
 def parameter_use(
@@ -137,15 +141,10 @@ def parameter_use(
     )
 
 
-def has_loss(split: BatchSplit, needs_grad: Collection[str]) -> bool:
-    """Whether the model gives a scalar, of sums over rows, that needs a gradient."""
-    return any(output.kind == "partial" and output.name in needs_grad for output in split.outputs)
-
-
 def build_block_graph(
     staged: StagedGraph,
     inputs: Sequence[GraphInput],
-    outputs: Sequence[OutputOfRowwise],
+    outputs: Sequence[RowwiseOutput],
     needs_grad: Collection[str],
     *,
     device: Device,
@@ -330,7 +329,7 @@ class _Builder:
 
     staged: StagedGraph
     inputs: Sequence[GraphInput]
-    outputs: Sequence[OutputOfRowwise]
+    outputs: Sequence[RowwiseOutput]
     needs_grad: Collection[str]
     kinds: Kinds
     recomputed: Recomputed
@@ -459,9 +458,9 @@ class _Builder:
         rows: dict[str, Output] = {}
         buffers: list[set[str]] = [set() for _ in range(num_blocks)]
         for item in self.outputs:
-            if item.kind == "buffer" and item.fqn is not None:
+            if isinstance(item, BufferOutput):
                 buffers[self._home(nodes[item.name], block_of)].add(item.fqn)
-            elif item.kind == "rows":
+            elif isinstance(item, RowsOutput):
                 node = nodes[item.name]
                 rows[item.name] = Output(
                     name=item.name,

@@ -48,7 +48,7 @@ POINT_SECONDS = (
 )
 _MEMORY_SHARE = 0.8  # of a device's memory that a measurement may take
 # For which a device is kept busy while the host queues a run.
-_FIRST_HOST_SECONDS, _MOST_HOST_SECONDS = 2e-3, 50e-3
+_FIRST_HOST_SECONDS, _MAX_HOST_SECONDS = 2e-3, 50e-3
 _MAX_CACHE_BYTES = 40 * 2**20  # a little more than the caches of most CPUs
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory")
 
@@ -190,7 +190,7 @@ class Bench:
         """
         if self.device.type == "cuda":
             busy = on_busy_device(run, self.device, self._host_seconds)
-            self._host_seconds = min(max(self._host_seconds, 1.5 * busy.host_seconds), _MOST_HOST_SECONDS)
+            self._host_seconds = min(max(self._host_seconds, 1.5 * busy.host_seconds), _MAX_HOST_SECONDS)
             return busy.result, busy.device_seconds
         now = self.core_clock if torch.get_num_threads() == 1 else self.clock
         start = now()

@@ -95,7 +95,7 @@ def device_memory_bytes(world: World) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seat:
+class _Device:
     """A rank's device, as far as it is known without measuring. `name`: for people."""
 
     name: str
@@ -104,15 +104,15 @@ class _Seat:
     num_threads: int
 
 
-def _own_rank_record(world: World) -> _Seat:
+def _own_rank_record(world: World) -> _Device:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
-        return _Seat(
+        return _Device(
             name=str(properties.name), kind="cuda", memory_bytes=int(properties.total_memory), num_threads=0
         )
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory_bytes = physical // world.hosts.count(world.hosts[world.rank])
-    return _Seat(
+    return _Device(
         name=_cpu_model(), kind="cpu", memory_bytes=memory_bytes, num_threads=torch.get_num_threads()
     )
 
@@ -151,7 +151,7 @@ def _local_cluster(config: Config, world: World) -> Cluster:
     per_node = ranks_per_node(world.hosts)
     limit = config.compile_timeout_seconds
     rank_records = [
-        _Seat(**each)
+        _Device(**each)
         for each in world.control.allgather(
             _as_dict(_own_rank_record(world)), what="devices", limit_seconds=limit
         )
@@ -170,7 +170,7 @@ def _local_cluster(config: Config, world: World) -> Cluster:
     return cluster
 
 
-def _as_dict(rank_record: _Seat) -> dict[str, Any]:
+def _as_dict(rank_record: _Device) -> dict[str, Any]:
     return {
         "name": rank_record.name,
         "kind": rank_record.kind,
@@ -179,7 +179,7 @@ def _as_dict(rank_record: _Seat) -> dict[str, Any]:
     }
 
 
-def _identity(rank_records: Sequence[_Seat], world: World, per_node: int, config: Config) -> str:
+def _identity(rank_records: Sequence[_Device], world: World, per_node: int, config: Config) -> str:
     """A name for what the rates depend on: devices, threads, torch, how many ranks share a node, how many
     nodes there are.
     """
@@ -289,7 +289,7 @@ def _own_transfers(world: World, per_node: int, *, shared_memory: bool) -> dict[
 
 
 def _assembled(
-    rank_records: Sequence[_Seat],
+    rank_records: Sequence[_Device],
     rates: Sequence[DeviceRates],
     transfers: Sequence[dict[str, TransferSeconds]],
     world: World,

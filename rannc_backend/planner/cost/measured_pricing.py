@@ -23,7 +23,7 @@ from rannc_backend.ir.block_graph import Block
 from rannc_backend.planner.cost.pricing import BlockPricer, BlockPrices, Floats
 from rannc_backend.planner.cost.profile import BlockProfile, StageProfile
 
-_FEWEST, _MOST = 0.2, 5.0  # a correction beyond these says that something else was measured
+_MIN_CORRECTION, _MAX_CORRECTION = 0.2, 5.0  # a correction beyond these says that something else was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class MeasuredPricer:
 def _factor(measured: float | None, predicted: float) -> float:
     if not measured or not np.isfinite(predicted) or predicted <= 0:
         return 1.0
-    return float(np.clip(measured / predicted, _FEWEST, _MOST))
+    return float(np.clip(measured / predicted, _MIN_CORRECTION, _MAX_CORRECTION))
 
 
 def _between(

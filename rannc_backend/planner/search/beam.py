@@ -186,7 +186,9 @@ class Beam:
         later = terms.weight if cell.described.splits_backward and stage else np.zeros_like(backward)
         path = level.path[states] + message + gradient
         drain = level.drain[states] + gradient
-        late = np.maximum(reduction_seconds(backward, terms.allreduce, terms.num_buckets) - drain, 0.0)
+        reduction_tail = np.maximum(
+            reduction_seconds(backward, terms.allreduce, terms.num_buckets) - drain, 0.0
+        )
         seconds = StageSeconds(
             num_before=stage,
             num_after=left,
@@ -195,7 +197,7 @@ class Beam:
             weight=later,
             message=message,
             gradient=gradient,
-            late=late,
+            reduction_tail=reduction_tail,
         )
         excess, longest, own = cell.described.exact_peaks(cell.num_micro_batches, path, seconds)
         replicas = choices.replicas[chosen]

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 _PROVEN_TO = 1e-7  # relative: the solver's own tolerance
 _SCALE = 1e3  # seconds are scaled to this at the best plan: tolerances of the solver are absolute
-_MOST_CHOICES = 300_000  # of a cell: memory and time of a programme
-_MOST_RELAXED = 60  # rounds in which paths are added to the programme without integers
+_MAX_CHOICES = 300_000  # of a cell: memory and time of a programme
+_MAX_RELAXED_ROUNDS = 60  # rounds in which paths are added to the programme without integers
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -444,11 +444,11 @@ class IlpSearch(StageSearch):
         bounds.narrow(self.limit)
         if bounds.lower_bound >= self.limit:
             return bounds.lower_bound
-        if sum(map(len, bounds.choices)) > _MOST_CHOICES:
+        if sum(map(len, bounds.choices)) > _MAX_CHOICES:
             return bounds.lower_bound
         programme = CellProgramme(bounds, self.limit)
-        if programme.num_choices > _MOST_CHOICES or not all(len(stage.begins) for stage in programme.stages):
-            return np.inf if programme.num_choices <= _MOST_CHOICES else bounds.lower_bound
+        if programme.num_choices > _MAX_CHOICES or not all(len(stage.begins) for stage in programme.stages):
+            return np.inf if programme.num_choices <= _MAX_CHOICES else bounds.lower_bound
         lower = max(bounds.lower_bound, self._relaxed(programme))
         while lower < self.limit and self.clock() < self._until:
             found = programme.solve(self._until - self.clock(), whole=True)
@@ -475,7 +475,7 @@ class IlpSearch(StageSearch):
     def _relaxed(self, programme: CellProgramme) -> float:
         """A lower bound, from the programme without integers; paths that count there are added."""
         lower = programme.bounds.lower_bound
-        for _ in range(_MOST_RELAXED):
+        for _ in range(_MAX_RELAXED_ROUNDS):
             found = programme.solve(self._until - self.clock(), whole=False)
             if found.status == 2:
                 return self.seconds

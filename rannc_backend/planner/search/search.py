@@ -62,7 +62,7 @@ _SIMULATED_AT_ONCE = 2_000_000  # chains x stages x micro-batches: bounds memory
 _MAX_IMPROVEMENTS = 30
 _PRICERS_KEPT = 48  # they and choices of stages take memory, some gigabytes on a thousand devices
 _SHAPES_KEPT = 3
-_MOST_EVEN = 4  # numbers of micro-batches of each schedule, and of stages, whose even shares are tried
+_MAX_EVEN_SHARES = 4  # numbers of micro-batches of each schedule, and of stages, whose even shares are tried
 _SLOWER_AT_MOST = 3.0  # plans of other shapes that are slower than so many times the best are of no interest
 
 # lower bound, number, cell, its round trip at least, bounds if known
@@ -152,7 +152,7 @@ class StageSearch:
         if self.best is not None:
             self._improve()
         ended = self._walk(heap) and not self.interrupted
-        self.log.tell((entry[0], entry[2]) for entry in self.entries)
+        self.log.report((entry[0], entry[2]) for entry in self.entries)
         lower = min(self.left_out, self.seconds, heap[0][0] if heap else self.seconds)
         return SearchResult(
             solution=self.best, lower_bound=lower, num_candidates=self.num_candidates, ended=ended
@@ -206,12 +206,12 @@ class StageSearch:
             return
         by_bound = sorted(candidates, key=lambda item: item.lower_bound)
         by_number = sorted(candidates, key=lambda item: -item.num_micro_batches)
-        most = _MOST_EVEN * len(self.problem.schedules)
+        most = _MAX_EVEN_SHARES * len(self.problem.schedules)
         for candidate in {id(item): item for item in [*by_bound[:most], *by_number[:most]]}.values():
             if candidate.lower_bound >= self.limit:
                 continue
             shapes = Shapes(self._pricer(candidate.schedule, candidate.num_micro_batches))
-            found = best_even_shares(shapes, sorted(candidate.bounds)[:_MOST_EVEN])
+            found = best_even_shares(shapes, sorted(candidate.bounds)[:_MAX_EVEN_SHARES])
             if found is not None and found.step_seconds < self.limit:
                 self._keep(found)
 

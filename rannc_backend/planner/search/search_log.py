@@ -61,7 +61,7 @@ class SearchLog:
             tally = self._tallies.setdefault(num_stages, _Tally())
             tally.best_seconds = min(tally.best_seconds, seconds)
 
-    def tell(self, cells_of: Iterable[tuple[float, Cell]]) -> None:
+    def report(self, cells_of: Iterable[tuple[float, Cell]]) -> None:
         """One line per number of stages. `cells_of`: the cells that could hold a plan, with their bounds."""
         if not self.listens:
             return

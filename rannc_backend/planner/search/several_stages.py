@@ -33,12 +33,12 @@ from rannc_backend.schedule.lowering import lower_lanes, waiting_bytes
 from rannc_backend.schedule.orders import held_by, order_on, schedule_named
 from rannc_backend.schedule.simulator import StageSeconds, simulate
 
-_MOST_TRIED = 12  # plans
-_MOST_SAVING = 4  # besides, under schedules that save memory
-_MOST_NUMBERS = 2  # of micro-batches
-_MOST_CHANGES = 40  # of cuts, to make lanes even
+_MAX_TRIED = 12  # plans
+_MAX_TRIED_TO_SAVE = 4  # besides, under schedules that save memory
+_MAX_MICRO_BATCH_NUMBERS = 2  # of micro-batches
+_MAX_CHANGES = 40  # of cuts, to make lanes even
 _SAME = 1e-6  # relative difference of seconds
-_MOST_COMBINATIONS = 700  # of budgets of a lane's stages that are all tried
+_MAX_COMBINATIONS = 700  # of budgets of a lane's stages that are all tried
 
 
 def lane_plans(problem: SearchProblem, best: Solution) -> list[Solution]:
@@ -59,7 +59,7 @@ def lane_plans(problem: SearchProblem, best: Solution) -> list[Solution]:
     tried.sort(key=lambda each: each[:2])
     limit = INFINITY if problem.only_lane_schedules else best.step_seconds
     made: list[Solution] = []
-    for saves, most in ((False, _MOST_TRIED), (True, _MOST_SAVING)):
+    for saves, most in ((False, _MAX_TRIED), (True, _MAX_TRIED_TO_SAVE)):
         if saves and any(min(each.budgets) == 1 for each in made):
             break  # memory is no matter
         chosen = [each[2:] for each in tried if each[-1].saves_memory == saves]
@@ -79,7 +79,7 @@ def _bases(problem: SearchProblem, best: Solution) -> Iterator[Solution]:
         if not 1 < count <= problem.num_blocks or replicas < 1 or count * replicas > problem.num_devices:
             continue
         numbers = [m for m in problem.micro_batches if replicas in problem.tables(m, 1).replicas]
-        for number in numbers[: -_MOST_NUMBERS - 1 : -1]:
+        for number in numbers[: -_MAX_MICRO_BATCH_NUMBERS - 1 : -1]:
             if (count, number) != (best.num_stages, best.num_micro_batches):
                 yield replace(
                     best,
@@ -300,7 +300,7 @@ def _with_even_lanes(
         return num_micro_batches * lane_work.max(axis=1) + filling, lane_work.argmax(axis=1)
 
     (longest,), (fullest,) = seconds_of(bounds[None])
-    for _ in range(_MOST_CHANGES):
+    for _ in range(_MAX_CHANGES):
         tried = []
         for stage in lanes[fullest]:
             for other in range(len(replicas)):
@@ -455,7 +455,7 @@ class LaneMemory:
         combinations, what `step_by_step` finds.
         """
         num_stages, num_budgets = self.seconds.shape
-        if num_budgets**num_stages > _MOST_COMBINATIONS:
+        if num_budgets**num_stages > _MAX_COMBINATIONS:
             return self.step_by_step(memory_bytes)
         fitting = [
             (self.num_seconds(each), each)

@@ -19,7 +19,7 @@ import torch
 from rannc_backend.errors import CommunicationError
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.plain_memory import plain_memory
-from rannc_backend.runtime.world import BucketSums, QueueTurn, Ranks, Route, Transport, Work, World
+from rannc_backend.runtime.world import BucketSums, QueuedMessage, Ranks, Route, Transport, Work, World
 from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,8 @@ class WatchedTransport:
     def connect(self, pairs: Iterable[tuple[str, int, int]]) -> None:
         self.inner.connect(pairs)
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
-        self.inner.begin_step([turn for turn in turns for _ in range(1 + self.checks)])
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
+        self.inner.begin_step([message for message in queued for _ in range(1 + self.checks)])
 
     def reach(self, place: int) -> None:
         self.inner.reach(place)

@@ -5,7 +5,7 @@ collectives (`control_mpi.MpiWire`, `transport.GroupWire`); a *slot* is the fixe
 operation gathers first: a header (what is called, how long the value is) and the value itself when it is
 short. Longer values follow in a second collective. So every operation is one all-gather, and ranks that call
 different operations find out instead of hanging. A rank whose call has failed takes part in whatever
-operation the others are at by `tell_failure`, and the others raise its error.
+operation the others are at by `report_failure`, and the others raise its error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SingleControl:
     def limit_waits(self, seconds: float) -> None:
         return
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         return
 
 
@@ -127,7 +127,7 @@ class WireControl:
     def barrier(self, *, what: str = "barrier", limit_seconds: float | None = None) -> None:
         self._gather_slots(b"", what, self._limit(limit_seconds))
 
-    def tell_failure(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Take part in the operation that the others are at, or come to, with ``error``, which they raise as
         theirs.
         """

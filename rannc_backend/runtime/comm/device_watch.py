@@ -103,7 +103,7 @@ class DeviceWatch:
             if done:
                 self._last_move = self._clock()
             stuck = oldest is not None and self._clock() - self._last_move > self._limit_seconds
-        self._tell_for_whom(oldest)
+        self._log_for_whom(oldest)
         if stuck and oldest is not None:
             self._fail(self._error(oldest, "did not complete in time", self._limit_seconds))
 
@@ -123,7 +123,7 @@ class DeviceWatch:
             self._thread.join(2 * POLL_SECONDS)
         with self._lock:
             self._queued.clear()
-        self._tell_for_whom(None)
+        self._log_for_whom(None)
 
     def _fail(self, error: CommunicationError) -> None:
         self._failure = error
@@ -142,7 +142,7 @@ class DeviceWatch:
                     )
                 )
 
-    def _tell_for_whom(self, oldest: _Queued | None) -> None:
+    def _log_for_whom(self, oldest: _Queued | None) -> None:
         if oldest is self._waiting_for:
             return
         if oldest is None:

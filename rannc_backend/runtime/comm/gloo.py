@@ -24,7 +24,7 @@ from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.kernels.plain_memory import has_plain_memory
 from rannc_backend.runtime.comm.shared_memory_allreduce import SharedSums
 from rannc_backend.runtime.comm.streams import byte_view
-from rannc_backend.runtime.world import QueueTurn, Ranks, Route
+from rannc_backend.runtime.world import QueuedMessage, Ranks, Route
 
 UNLIMITED = datetime.timedelta(days=7)
 # Tags 0 to 15 are left to others on the same group.
@@ -119,7 +119,7 @@ class DistWork:
 
 class Memory:
     """What transports have in common whose host waits for every message: received tensors lie in fresh
-    memory, and nothing has a turn.
+    memory, and the order of messages does not matter.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class Memory:
     def after_compute(self) -> None:
         return
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         return
 
     def reach(self, place: int) -> None:

@@ -7,8 +7,8 @@ that its operations are queued on.
 - Links are shared, since each costs memory of the device: one for all messages between the same ranks (of two
   stages, or of all ranks: input rows, output rows, parameters), one per group of ranks that reduces. NCCL
   runs the operations of one group one after the other (a group that reduces may have several links, which buckets
-  go to in turn). So within a step a message is not queued when it is
-  posted but at its turn (`schedule/turns.py`), where `reach` says so: both ends queue the same messages in
+  go to one after the other). So within a step a message is not queued when it is
+  posted but at its place in an order (`schedule/message_order.py`), where `reach` says so: both ends queue the same messages in
   the same order, and nothing is queued that needs what its own rank does later. Outside of steps messages are
   queued as they are posted: there all ranks go through the same list. All ranks make the same links in the
   same order.
@@ -52,7 +52,7 @@ from rannc_backend.runtime.comm.gloo import DoneWork, OwnedGroups, reductions_na
 from rannc_backend.runtime.comm.receive_buffers import ReceiveBuffers
 from rannc_backend.runtime.comm.streams import DeviceLayer, Event, Stream, byte_view, unrecorded_alias
 from rannc_backend.runtime.torch_internals import is_finished
-from rannc_backend.runtime.world import QueueTurn, Ranks, Route
+from rannc_backend.runtime.world import QueuedMessage, Ranks, Route
 
 # The watch speaks first; the time-out of NCCL's own watchdog ends a process without a word on stage or
 # micro-batch.
@@ -154,7 +154,7 @@ class MessageWork:
 
     def wait(self, limit_seconds: float | None = None) -> None:
         if self.tensor is not None:
-            assert self.posted is not None, f"{self.what} is waited for before its turn"
+            assert self.posted is not None, f"{self.what} is waited for before it is queued"
             self.posted.wait()
         self.posted = self.tensor = None
 
@@ -209,8 +209,8 @@ class NcclTransport:
         self._ranks_of: dict[tuple[str, int], Ranks] = {}
         self._messages: dict[Ranks, _Link] = {}
         self._reductions: dict[tuple[Ranks, int], _Link] = {}  # by communicator
-        self._turns: Sequence[QueueTurn] = ()
-        self._next_turn = 0
+        self._queue_order: Sequence[QueuedMessage] = ()
+        self._next_queued = 0
         self._held: dict[
             tuple[str, int, bool], deque[MessageWork | None]
         ] = {}  # posted, not queued; None: nothing to send
@@ -307,17 +307,19 @@ class NcclTransport:
     def after_compute(self) -> None:
         self.buffers.after_compute()
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         self.buffers.begin_step()
         self._held.clear()
-        self._turns, self._next_turn = turns, 0
+        self._queue_order, self._next_queued = queued, 0
 
     def reach(self, place: int) -> None:
-        while self._next_turn < len(self._turns) and self._turns[self._next_turn].place <= place:
-            turn = self._turns[self._next_turn]
-            self._next_turn += 1
-            held = self._held.get((turn.channel, turn.peer, turn.is_send))
-            assert held, f"rank {self.rank} has not posted {turn} before its turn"
+        while (
+            self._next_queued < len(self._queue_order) and self._queue_order[self._next_queued].place <= place
+        ):
+            message = self._queue_order[self._next_queued]
+            self._next_queued += 1
+            held = self._held.get((message.channel, message.peer, message.is_send))
+            assert held, f"rank {self.rank} has not posted {message} before it is to be queued"
             work = held.popleft()
             if work is not None:
                 self._queue(work)
@@ -350,12 +352,12 @@ class NcclTransport:
         self._groups.close()
 
     def _nothing(self, channel: str, peer: int, *, is_send: bool) -> DoneWork:
-        if self._next_turn < len(self._turns):
+        if self._next_queued < len(self._queue_order):
             self._held.setdefault((channel, peer, is_send), deque()).append(None)
         return DoneWork()
 
     def _post(self, work: MessageWork, channel: str) -> MessageWork:
-        if self._next_turn < len(self._turns):
+        if self._next_queued < len(self._queue_order):
             self._held.setdefault((channel, work.peer, work.is_send), deque()).append(work)
         else:
             self._queue(work)

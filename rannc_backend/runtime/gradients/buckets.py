@@ -220,7 +220,7 @@ class PendingGradients:
         """The last micro-batch's backward begins: from now on each gradient that comes is final, but those that other
         stages of this rank make too: ``others_to_come``, how many more.
         """
-        assert not self.in_last_micro_batch, "gradients armed twice"
+        assert not self.in_last_micro_batch, "the last micro-batch begins twice"
         self.in_last_micro_batch = True
         self.others_to_come = dict(others_to_come or {})
         self._missing = [set(bucket.names) for bucket in self.layout.buckets]

@@ -24,11 +24,11 @@ from rannc_backend.runtime.parameters import ParameterTable
 from rannc_backend.runtime.world import Ranks, Work
 
 # Below it a message of its own costs more than a copy.
-_MOST_PACKED_BYTES = 2**20
-_MOST_UNDER_WAY = 64 * 2**20
+_MAX_PACKED_BYTES = 2**20
+_MAX_BYTES_UNDER_WAY = 64 * 2**20
 # Values are compared in the first steps, when a loop shows what it does, and now and then.
 _FIRST_COMPARED, _COMPARED_EVERY = 4, 64
-_MOST_COMPARED, _MOST_OF_EACH = 4096, 256
+_MAX_COMPARED, _MAX_COMPARED_OF_EACH = 4096, 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def send_new_values(table: ParameterTable, names: Sequence[str]) -> None:
         for (group, updater, _), entries in groupby(mine, key=lambda entry: entry[:3]):
             for batch in _batches([tensors[entry[3]].detach() for entry in entries]):
                 under_way.append(_start(table, batch, updater, group))
-                if sum(message.packed.nbytes for message in under_way) > _MOST_UNDER_WAY:
+                if sum(message.packed.nbytes for message in under_way) > _MAX_BYTES_UNDER_WAY:
                     _finish(under_way)
         _finish(under_way)
     note_values(table, names)
@@ -78,10 +78,10 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     small: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:
-        if tensor.nbytes > _MOST_PACKED_BYTES and has_plain_memory(tensor):
+        if tensor.nbytes > _MAX_PACKED_BYTES and has_plain_memory(tensor):
             yield [tensor]
             continue
-        if small and num_bytes + tensor.nbytes > _MOST_UNDER_WAY // 4:
+        if small and num_bytes + tensor.nbytes > _MAX_BYTES_UNDER_WAY // 4:
             yield small
             small, num_bytes = [], 0
         small.append(tensor)
@@ -189,7 +189,7 @@ def _shared_here(table: ParameterTable) -> list[str]:
 
 def _sample(tensor: torch.Tensor) -> int:
     """A checksum of some elements' bits."""
-    return zlib.crc32(_some(tensor, _MOST_COMPARED).cpu().view(torch.uint8).numpy().data)
+    return zlib.crc32(_some(tensor, _MAX_COMPARED).cpu().view(torch.uint8).numpy().data)
 
 
 def _looked_at(tensors: Sequence[torch.Tensor]) -> list[float] | None:
@@ -198,7 +198,7 @@ def _looked_at(tensors: Sequence[torch.Tensor]) -> list[float] | None:
     """
     found = []
     for tensor in tensors:
-        some = _some(tensor, _MOST_OF_EACH)
+        some = _some(tensor, _MAX_COMPARED_OF_EACH)
         values = (torch.view_as_real(some) if some.is_complex() else some).reshape(-1).double()
         weights = torch.linspace(1.0, 2.0, len(values), dtype=torch.float64, device=values.device)
         precision = min(torch.finfo(tensor.dtype).eps ** 0.75, 0.01) if _has_fractions(tensor) else 0.0

@@ -277,12 +277,12 @@ def _torchrun_world(options: StartOptions, launch: Launch) -> World:
             f"rank {launch.rank} cannot meet the others at {place}: {clip(str(error))}",
             cure="see whether all ranks were started and whether MASTER_ADDR and MASTER_PORT are rank 0's.",
         ) from error
-    told = _gather_told(store, launch, "seat", own_rank_record(), options.start_limit_seconds)
-    rank_records = [checked_rank_record(rank_record) for rank_record in told]
+    records = _gather_json(store, launch, "rank record", own_rank_record(), options.start_limit_seconds)
+    rank_records = [checked_rank_record(rank_record) for rank_record in records]
     device = _choose_device(options, rank_records, rank=launch.rank)
 
     def gather(names: list[str], **_: Any) -> list[Any]:
-        return _gather_told(store, launch, "names", names, options.start_limit_seconds)
+        return _gather_json(store, launch, "names", names, options.start_limit_seconds)
 
     meeting = _find_meeting(launch, rank_records, gather)
     _init_default_group(options, launch, device, store)
@@ -421,8 +421,8 @@ def _group_control(options: StartOptions, launch: Launch) -> WireControl:
     return WireControl(wire, rank=launch.rank, size=launch.size, limit_seconds=options.limit_seconds)
 
 
-def _gather_told(store: Any, launch: Launch, what: str, value: Any, limit_seconds: float) -> list[Any]:
-    """What all ranks tell through a store, which can tell who has not come. To be checked: anybody may write
+def _gather_json(store: Any, launch: Launch, what: str, value: Any, limit_seconds: float) -> list[Any]:
+    """The values of all ranks, by way of a store, which knows who has not come. To be checked: anybody may write
     into a store.
 
     Raises:

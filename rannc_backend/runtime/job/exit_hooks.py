@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from rannc_backend.errors import CommunicationError, RankFailedError
 from rannc_backend.runtime.job.interpreter_exit import InterpreterExit, exit_code
-from rannc_backend.runtime.job.last_words import tell_torchrun, trace_text
+from rannc_backend.runtime.job.last_words import trace_text, write_torchrun_error
 from rannc_backend.runtime.job.monitor import REAL_EXIT, LinkMonitor, call_in_thread
 from rannc_backend.settings import hooks
 
@@ -100,7 +100,7 @@ class ExitHooks:
         # broke, and Ctrl-C, have none.
         is_told = not isinstance(error, (KeyboardInterrupt, CommunicationError, RankFailedError))
         if is_told:
-            tell_torchrun(error, os.environ)
+            write_torchrun_error(error, os.environ)
         self._monitor.report_error(error, trace_text(self._before_excepthook, error) if is_told else "")
         # The process ends in here, so what the user wants run at exit runs here. The name is private but as
         # old as atexit.

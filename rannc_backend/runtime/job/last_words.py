@@ -2,7 +2,7 @@
 of a host that have the same.
 
 In: an exception that nobody catches. Out: its parts, its traceback as text, and a hook for the time before
-the job stands, when no rank can hear of another. A *word* is what a rank tells; ranks of a host see in the
+the job stands, when no rank can hear of another. A *word* is what a rank says of itself; ranks of a host see in the
 names of each other's processes who has the word.
 
 An error of this package has its place in the user's source: of its traceback only the user's lines are shown,
@@ -105,7 +105,7 @@ def trace_text(before: Hook, error: BaseException) -> str:
     )
 
 
-def tell_torchrun(error: BaseException, environ: Mapping[str, str]) -> None:
+def write_torchrun_error(error: BaseException, environ: Mapping[str, str]) -> None:
     """Write the cause where torchrun looks for it, so that its own account of the end has it. Nothing
     elsewhere.
     """
@@ -174,7 +174,7 @@ class EarlyWords:
             return
         error = error.with_traceback(trace)
         self._on_word()
-        tell_torchrun(error, os.environ)
+        write_torchrun_error(error, os.environ)
         parts = parts_of(error)
         word = Word(f"{parts.cause}\n{parts.place}", os.environ)
         if not word.is_ours:

@@ -102,7 +102,7 @@ def checked_rank_record(rank_record: Any) -> RankRecord:
         or any(type(part) is not kind for part, kind in zip(rank_record, _RECORD_TYPES))
     ):
         raise LaunchError(
-            f"what a rank tells of itself is {str(rank_record)[:100]!r}", cure=meetings.STRANGER_CURE
+            f"what a rank says of itself is {str(rank_record)[:100]!r}", cure=meetings.STRANGER_CURE
         )
     return [*rank_record[:5], meetings.checked_addresses(rank_record[5]), rank_record[6]]
 

@@ -171,7 +171,7 @@ def checked_addresses(value: Any) -> list[Address]:
                 raise ValueError(name)
     except (TypeError, ValueError) as error:
         raise LaunchError(
-            f"what a rank tells of its addresses is none: {str(error)[:100]}", cure=STRANGER_CURE
+            f"a rank has sent addresses that are none: {str(error)[:100]}", cure=STRANGER_CURE
         ) from None
     return [list(address) for address in value]
 
@@ -203,7 +203,9 @@ def checked_texts(value: Any) -> list[str]:
         LaunchError: it is none.
     """
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise LaunchError(f"what a rank tells is no list of texts: {str(value)[:100]}", cure=STRANGER_CURE)
+        raise LaunchError(
+            f"a rank has sent something other than a list of texts: {str(value)[:100]}", cure=STRANGER_CURE
+        )
     return value
 
 

@@ -34,7 +34,7 @@ from rannc_backend.runtime.world import RankState
 _LOG = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-_VERDICT_SECONDS = 4.0
+_DIAGNOSIS_SECONDS = 4.0
 _LAST_WORDS_SECONDS = 1.5
 _FLUSH_SECONDS = 0.5
 _SURVEY_SECONDS = 2.0
@@ -96,7 +96,7 @@ class LinkMonitor:
         self._num_waits = 0
         self._waiting_for: tuple[int, ...] = ()
         self._reported = False
-        self._untold = ""  # the traceback, if the supervisor does not come to tell it
+        self._unreported_trace = ""  # the traceback, if the supervisor does not come to tell it
         self._ended = threading.Event()
         self._bye = threading.Event()
         self._states = threading.Event()
@@ -235,7 +235,7 @@ class LinkMonitor:
             return
         self._reported = True
         self.exit_code = code
-        self._untold = trace
+        self._unreported_trace = trace
         message = {
             "type": "fail",
             "kind": kind,
@@ -249,8 +249,8 @@ class LinkMonitor:
 
     def await_end(self) -> NoReturn:
         """Wait until the supervisor has spoken, then end the process."""
-        if not self._ended.wait(_VERDICT_SECONDS):
-            sys.stderr.write(self._untold)
+        if not self._ended.wait(_DIAGNOSIS_SECONDS):
+            sys.stderr.write(self._unreported_trace)
         end_process(self.exit_code or 1)
 
     @property
@@ -350,7 +350,7 @@ class LinkMonitor:
         # The supervisor outlives every rank, so its host, or rank 0's whole job step, has been killed.
         sys.stderr.write(
             f"[rannc] rank {self.rank}: the job's monitor has gone, and with it the host of rank 0\n"
-            f"{self._untold}"
+            f"{self._unreported_trace}"
         )
         self.exit_code = self.exit_code or 1
         self._ended.set()

@@ -22,7 +22,8 @@ import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 MAGIC = b"rannc 1\n"
 _NONCE_BYTES = 32
@@ -219,6 +220,95 @@ def required(message: Mapping[str, Any], *names: str) -> list[Any]:
     if missing:
         raise WireError(f"a message {message.get('type', '')!r} without {', '.join(missing)}")
     return [message[name] for name in names]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's account of a failure; a type for each way to fail.
+
+    Attributes:
+        weight: lower explains higher: a rank that died or raised explains one that missed it, and both explain a broken
+            connection.
+        phase: what the failed rank was doing.
+        location: place in the user's source; "" if unknown.
+        cure: what to change; "" if unknown.
+        trace: the traceback, or what is to be seen of it.
+        code: exit code of the job.
+    """
+
+    weight: ClassVar[int] = 0
+    rank: int
+    cause: str
+    phase: str = ""
+    location: str = ""
+    code: int = 1
+    cure: str = ""
+    trace: str = ""
+
+    def full_cause(self, host: str, note: str, oom_kills: int) -> str:
+        """The cause, with what the supervisor itself knows of it. ``oom_kills``: processes that the out-of-memory killer
+        ended on the host; ``note``: what the rank has said of itself.
+        """
+        return self.cause
+
+
+@dataclass(frozen=True)
+class Died(Report):
+    """A rank whose connection has ended without a word."""
+
+    cure: str = (
+        "see the kernel's log there (dmesg) and the scheduler's: who ended it, and whether for its memory."
+    )
+
+    def full_cause(self, host: str, note: str, oom_kills: int) -> str:
+        """With the number of processes that were out of memory."""
+        if not oom_kills:
+            return self.cause
+        return f"{self.cause}\nThe kernel's out-of-memory killer ended {oom_kills} process(es) on {host} in this time."
+
+
+@dataclass(frozen=True)
+class Raised(Report):
+    """An exception that nobody caught."""
+
+
+@dataclass(frozen=True)
+class Ended(Report):
+    """The process has called for its own end, or was asked to end: SIGTERM, Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Left(Report):
+    """A rank has ended in good order while another one needs it, which reports this."""
+
+    weight: ClassVar[int] = 1
+
+    def full_cause(self, host: str, note: str, oom_kills: int) -> str:
+        """With what went wrong there before."""
+        return f"{self.cause}\nBefore, it had: {note}" if note else self.cause
+
+
+@dataclass(frozen=True)
+class WaitFailed(Report):
+    """A rank has waited for others in vain, or has lost its connection to them."""
+
+    weight: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Silent(Report):
+    """No sign of life of a rank that another has waited for; the supervisor alone reports this."""
+
+
+REPORTS: Mapping[str, type[Report]] = {
+    "exception": Raised,
+    "exit": Ended,
+    "interrupt": Ended,
+    "signal": Ended,
+    "left": Left,
+    "communication": WaitFailed,
+}
+"""What a rank may report, by the word that its message has."""
 
 
 def read_phase(memory: mmap.mmap) -> str:

@@ -108,11 +108,11 @@ class StartWatch:
         return self
 
     def __enter__(self) -> StartWatch:
-        self._tell(_WAITS + f" {self._limit_seconds}".encode())
+        self._send(_WAITS + f" {self._limit_seconds}".encode())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell(_MISSES_SOME if self._is_missing_some else _STANDS)
+        self._send(_MISSES_SOME if self._is_missing_some else _STANDS)
         if self._own is not None and not self._is_missing_some:
             self._own.wait()
             self._watch = None
@@ -132,20 +132,20 @@ class StartWatch:
     def stop(self) -> None:
         """This rank has failed and tells it itself: what becomes of the others does not matter to it."""
         if not self._is_missing_some:
-            self._tell(_STANDS)
+            self._send(_STANDS)
 
     def _at_exit(self) -> None:
         if self._is_missing_some:
-            self._tell(_ENDS_BADLY)
+            self._send(_ENDS_BADLY)
         elif getattr(sys, "last_type", None) is None and not self._exit_code():
-            self._tell(_ENDS)
+            self._send(_ENDS)
 
     @property
     def _own(self) -> subprocess.Popen[bytes] | None:
         """None also in a forked child, whose parent's watch it is."""
         return self._watch if self._pid == os.getpid() else None
 
-    def _tell(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         if self._own is not None:
             assert self._own.stdin is not None
             with contextlib.suppress(BrokenPipeError):

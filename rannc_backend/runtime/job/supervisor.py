@@ -29,7 +29,13 @@ from typing import Any
 
 from rannc_backend.runtime.job.monitor_door import Door, Stranger
 from rannc_backend.runtime.job.monitor_wire import (
+    REPORTS,
+    Died,
     Lines,
+    Raised,
+    Report,
+    Silent,
+    WaitFailed,
     WireError,
     cookie_of,
     open_memory,
@@ -52,39 +58,7 @@ _NUM_TRACES_SHOWN = 2
 _MAX_UNSENT_BYTES = 2**24
 # A rank that has closed its connection still uses the folder while it takes its groups down.
 _FOLDER_SECONDS = 10.0
-# Lower explains higher: a rank that died or raised explains one that missed it, and both explain a broken
-# connection.
-_WEIGHTS = {"left": 1, "communication": 2}
 SIGNS_OF_KILL = "ended without a word: killed (SIGKILL, or out of memory), crashed, or its host is gone"
-
-_CURE_OF_KILL = (
-    "see the kernel's log there (dmesg) and the scheduler's: who ended it, and whether for its memory."
-)
-
-
-@dataclass(frozen=True)
-class Report:
-    """One rank's account of a failure.
-
-    Attributes:
-        kind: "died", "exception", "exit", "interrupt", "signal", "left" (a rank left while this one needs it)
-        or
-            "communication".
-        phase: what the failed rank was doing.
-        location: place in the user's source; "" if unknown.
-        cure: what to change; "" if unknown.
-        trace: the traceback, or what is to be seen of it.
-        code: exit code of the job.
-    """
-
-    rank: int
-    kind: str
-    cause: str
-    phase: str = ""
-    location: str = ""
-    code: int = 1
-    cure: str = ""
-    trace: str = ""
 
 
 @dataclass
@@ -120,21 +94,19 @@ def choose_root(reports: list[Report], silent: dict[int, float]) -> Report:
         reports: in order of arrival, at least one.
         silent: seconds of silence of the ranks that are silent.
     """
-    first = min(reports, key=lambda report: _WEIGHTS.get(report.kind, 0))
+    first = min(reports, key=lambda report: report.weight)
     same = [
         report
         for report in reports
-        if report.kind == "exception" and (report.kind, report.cause) == (first.kind, first.cause)
+        if isinstance(report, Raised) and isinstance(first, Raised) and report.cause == first.cause
     ]
     root = min(same, key=lambda report: report.rank, default=first)
-    if root.kind == "communication" and silent:
+    if isinstance(root, WaitFailed) and silent:
         rank = min(silent)
         cause = (
             f"no sign of life for {silent[rank]:.0f} s: stopped, swapped out, or its host cannot be reached"
         )
-        return Report(
-            rank=rank, kind="silent", cause=f"{cause}\n(rank {root.rank} waited for it: {root.cause})"
-        )
+        return Silent(rank=rank, cause=f"{cause}\n(rank {root.rank} waited for it: {root.cause})")
     return root
 
 
@@ -150,21 +122,15 @@ def diagnosis_text(
         reports: of all ranks. Those that failed in another way say so, with their own tracebacks.
     """
     rank_record = rank_records[root.rank]
-    cause = root.cause
-    if root.kind == "died" and oom_kills:
-        cause += f"\nThe kernel's out-of-memory killer ended {oom_kills} process(es) on {rank_record.host} in this time."
-    if root.kind == "left" and rank_record.note:
-        cause += f"\nBefore, it had: {rank_record.note}"
     place = f"rank {root.rank} of {len(rank_records)} (host {rank_record.host}, pid {rank_record.pid})"
-    rows = [("cause", cause)]
+    rows = [("cause", root.full_cause(rank_record.host, rank_record.note, oom_kills))]
     rows += [("at", root.location)] if root.location else []
-    cure = root.cure or (_CURE_OF_KILL if root.kind == "died" else "")
-    rows += [("cure", cure)] if cure else []
+    rows += [("cure", root.cure)] if root.cure else []
     rows += [("in", root.phase or rank_record.current_phase())]
     failed = {
         report.rank: report
         for report in reversed(reports)
-        if report.kind == "exception" and report.rank != root.rank
+        if isinstance(report, Raised) and report.rank != root.rank
     }
     others = [other for other in rank_records if other.rank != root.rank]
     for other in others[:_NUM_OTHERS_SHOWN]:
@@ -313,9 +279,7 @@ class Supervisor:
         rank_record.connection = None
         reported = any(report.rank == rank_record.rank for report in self._reports)
         if not (self._said_bye and rank_record.left) and not reported:
-            self._add(
-                Report(rank=rank_record.rank, kind="died", cause=cause, phase=rank_record.current_phase())
-            )
+            self._add(Died(rank=rank_record.rank, cause=cause, phase=rank_record.current_phase()))
 
     def _take_all(self, rank_record: RankRecord, messages: list[dict[str, Any]]) -> None:
         for message in messages:
@@ -332,11 +296,11 @@ class Supervisor:
         if kind == "fail":
             rank = message.get("rank", rank_record.rank)
             what, cause, phase = required(message, "kind", "cause", "phase")
-            if not 0 <= rank < len(self._rank_records):
-                raise WireError(f"rank {rank}")
+            if not 0 <= rank < len(self._rank_records) or what not in REPORTS:
+                raise WireError(f"rank {rank}, {what[:40]!r}")
             phase = phase if rank == rank_record.rank else self._rank_records[rank].current_phase()
             more = {name: message[name] for name in ("location", "code", "cure", "trace") if name in message}
-            self._add(Report(rank=rank, kind=what, cause=cause, phase=phase, **more))
+            self._add(REPORTS[what](rank=rank, cause=cause, phase=phase, **more))
         elif kind == "leave":
             rank_record.left, rank_record.note = True, message.get("note", "")
             self._send_all({"type": "left", "rank": rank_record.rank, "num_calls": rank_record.num_calls})
@@ -363,7 +327,7 @@ class Supervisor:
 
     def _add(self, report: Report) -> None:
         self._reports.append(report)
-        window = _SECONDARY_WINDOW_SECONDS if report.kind in _WEIGHTS else _ROOT_WINDOW_SECONDS
+        window = _SECONDARY_WINDOW_SECONDS if report.weight else _ROOT_WINDOW_SECONDS
         at = time.monotonic() + window
         self._decide_at = at if self._decide_at is None else min(at, self._decide_at)
 

@@ -30,7 +30,7 @@ class CompileWatch:
 
     Args:
         what: what this rank compiles, as "stage 1 of graph 0 (loss)".
-        tell: where lines go.
+        log: where lines go.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class CompileWatch:
         world: World,
         what: str,
         *,
-        tell: Callable[[str], None] = logger.info,
+        log: Callable[[str], None] = logger.info,
         first_seconds: float = FIRST_SECONDS,
         period_seconds: float = PERIOD_SECONDS,
     ) -> None:
         self._world = world
         self._what = what
-        self._tell = tell
+        self._log = log
         self._first_seconds = first_seconds
         self._period_seconds = period_seconds
         self._ended = threading.Event()
@@ -74,7 +74,7 @@ class CompileWatch:
             if self._ended.is_set():
                 return
             for line in lines:
-                self._tell(line)
+                self._log(line)
             wait_seconds, say = self._period_seconds, self._who_is_left
 
     def _who_does_what(self, states: Sequence[RankState], seconds: float) -> list[str]:

@@ -37,7 +37,7 @@ from rannc_backend.runtime.step.step_state import OLD_VALUE, Destinations, Stage
 from rannc_backend.runtime.torch_internals import storage_key
 from rannc_backend.runtime.trace.copy_report import BUCKETS, MESSAGES
 from rannc_backend.runtime.trace.meter import StepRecord
-from rannc_backend.runtime.world import QueueTurn, World
+from rannc_backend.runtime.world import QueuedMessage, World
 
 _Key = TypeVar("_Key")
 _MAX_LAYOUTS = 1024  # of messages: channels, times numbers of rows
@@ -95,7 +95,7 @@ class Executor:
             kind.WAIT_GRADIENT: self._wait_gradient,
             kind.DONE_FORWARD: self._send_done,
             kind.DONE_GRADIENT: self._send_done,
-            kind.ARM_REDUCTIONS: self._begin_last_micro_batch,
+            kind.ALLOW_REDUCTIONS: self._begin_last_micro_batch,
             kind.WAIT_REDUCTIONS: self._finish_reductions,
         }
         if self.host_link is not None:
@@ -114,15 +114,15 @@ class Executor:
                     self._num_readers[value.name] = self._num_readers.get(value.name, 0) + 1
 
     def run(
-        self, program: Program, phases: Sequence[str], state: StepState, turns: Sequence[QueueTurn] = ()
+        self, program: Program, phases: Sequence[str], state: StepState, queued: Sequence[QueuedMessage] = ()
     ) -> None:
         """Run every action of ``program``; ``phases[i]`` says in words what action i does, for the monitor.
 
-        ``turns``: of this rank's messages, where the device runs behind the host.
+        ``queued``: when this rank's messages are queued, where the device runs behind the host.
         """
         prefix = f"step {state.number}, {self._label}, "
         transport = self.world.transport
-        transport.begin_step(turns)
+        transport.begin_step(queued)
         self.send_buffers.begin()
         with torch.no_grad():
             self._note_old_values(state)

@@ -6,7 +6,7 @@ global batch; gradients published in ``p.grad``.
 
 Terms. *Eager backward* (1F1B): one program runs forwards and backwards during the forward call, with the
 gradient of the first differentiable scalar (the *loss*) as given; backward only scales what is there. The
-seed is the gradient that came last time, since nobody knows this step's yet. *Deferred backward*
+loss gradient is the one that came last time, since nobody knows this step's yet. *Deferred backward*
 (fill-drain): forwards run in the forward call, backwards in the backward call. A graph is switched to
 deferred backward for good the first time that something other than the loss receives a gradient; that step is
 run again. A graph of *narrow range* computes in float16 somewhere: what overflows and what vanishes there
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rannc_backend.ir.action import Program, Turn, describe
+from rannc_backend.ir.action import GraphUse, OrderedMessage, Program, describe
 from rannc_backend.ir.graph_input import ReplicatedInput, UserInput
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.kernels.kept_rows import with_real_rows
@@ -49,7 +49,7 @@ from rannc_backend.runtime.step.graph_settings import (
     refuse_hooks_of_delayed,
     row_table_of,
 )
-from rannc_backend.runtime.step.queue_turns import queue_turns
+from rannc_backend.runtime.step.queue_order import queued_messages
 from rannc_backend.runtime.step.rehearsal import Rehearsal, same_random_numbers
 from rannc_backend.runtime.step.scalars import ScalarGraphs, total_over_ranks
 from rannc_backend.runtime.step.step_state import RuntimeOutput, Scalar, StepShapes, StepState
@@ -65,20 +65,19 @@ from rannc_backend.runtime.torch_internals import without_anomaly_detection, wit
 from rannc_backend.runtime.trace.copy_report import CopyLog
 from rannc_backend.runtime.trace.event_trace import EventTrace
 from rannc_backend.runtime.trace.meter import StepMeter
-from rannc_backend.runtime.world import QueueTurn, World
+from rannc_backend.runtime.world import QueuedMessage, World
 
 logger = logging.getLogger(__name__)
 
 # A loss gradient within these bounds costs no digits in float32 or bfloat16.
 _MIN_LOSS_GRADIENT, _MAX_LOSS_GRADIENT = 2.0**-24, 2.0**24
-_MAX_TURNS = 32  # of steps with other rows; those of a training are few
+_MAX_QUEUES = 32  # of steps with other rows; those of a training are few
 
 
 @dataclass(slots=True, kw_only=True)
 class GraphRuntime:
-    """See the module docstring. ``make_executor(kind, rows, lengths)`` compiles for "loss" (only scalars are
-    differentiated), "all" or "infer"; ``shapes_at(lengths, training)`` gives what depends on lengths.
-    """
+    """See the module docstring. ``make_executor(use, rows, lengths)`` compiles for one use;
+    ``shapes_at(lengths, training)`` gives what depends on lengths."""
 
     label: str
     world: World
@@ -89,9 +88,9 @@ class GraphRuntime:
     scalars: ScalarGraphs
     buckets: GradientBuckets
     shared_buffers: SharedBuffers
-    make_executor: Callable[[str, RowTable, tuple[int, ...]], Executor]
+    make_executor: Callable[[GraphUse, RowTable, tuple[int, ...]], Executor]
     shapes_at: Callable[[tuple[int, ...], bool], StepShapes]
-    make_program: Callable[[str, str, int], tuple[Program, tuple[Turn, ...]]]
+    make_program: Callable[[GraphUse, str, int], tuple[Program, tuple[OrderedMessage, ...]]]
     loss_index: int | None
     is_random: bool
     switches: Switches = field(default_factory=Switches)
@@ -99,11 +98,11 @@ class GraphRuntime:
     meter: StepMeter | None = None
     trace: EventTrace | None = None
     rehearsal: Rehearsal | None = None
-    _executors: dict[str, Executor] = field(default_factory=dict)
-    _programs: dict[tuple[str, str, int], tuple[Program, tuple[str, ...], tuple[Turn, ...]]] = field(
-        default_factory=dict
-    )
-    _turns: dict[tuple[str, str, RowTable], tuple[QueueTurn, ...]] = field(default_factory=dict)
+    _executors: dict[GraphUse, Executor] = field(default_factory=dict)
+    _programs: dict[
+        tuple[GraphUse, str, int], tuple[Program, tuple[str, ...], tuple[OrderedMessage, ...]]
+    ] = field(default_factory=dict)
+    _queues: dict[tuple[GraphUse, str, RowTable], tuple[QueuedMessage, ...]] = field(default_factory=dict)
     _deferred: bool = False
     _rows: RowTable | None = None
     _digests: Digests = field(default_factory=Digests)
@@ -128,14 +127,14 @@ class GraphRuntime:
         ]
         # Drawn on every rank, so that the generators of all ranks stay alike; rank 0's counts.
         rng_seed = int(torch.empty((), dtype=torch.int64).random_().item()) if self.is_random else 0
-        kind = "training step" if training else "inference step"
+        name = "training step" if training else "inference step"
         delayed = training and self.switches.delay_reductions
         refuse_hooks_of_delayed(delayed and self.buckets.has_hooks())
-        kind += " with delay_grad_allreduce" * delayed
+        name += " with delay_grad_allreduce" * delayed
         lengths = [tensors[length.carrier].shape[length.dim] for length in self.settings.lengths]
         outside = self.buckets.outside_changes(self.counter.number + 1)
         answers = self._agree_with_measured(
-            f"{kind} of {self.label}", [local_rows, rng_seed, digests, lengths, outside]
+            f"{name} of {self.label}", [local_rows, rng_seed, digests, lengths, outside]
         )
         check_replicated(self.inputs, [answer[2] for answer in answers])
         self.buckets.check_outside_changes(self.settings.stage_ranks, [answer[4] for answer in answers])
@@ -164,7 +163,7 @@ class GraphRuntime:
         if self.counter.number == 1 and self.world.rank == 0 and self.world.device_problem:
             logger.warning("%s", self.world.device_problem)
         if self.trace is not None:
-            record = self.trace.begin(record, self.counter.number, kind, rows)
+            record = self.trace.begin(record, self.counter.number, name, rows)
         state = StepState(
             number=self.counter.number,
             rows=rows,
@@ -199,22 +198,22 @@ class GraphRuntime:
         limit = self.settings.step_limit_seconds
         return lambda tensor: self.world.transport.allreduce(tensor, everyone).wait(limit)
 
-    def executor(self, kind: str, state: StepState) -> Executor:
+    def executor(self, use: GraphUse, state: StepState) -> Executor:
         """The compiled part of this rank, made at first use with the sizes of the step that begins as examples;
         all ranks wait for the slowest. The step is rehearsed first where that is needed.
         """
         rehearsal, rows, lengths = None, state.rows, state.shapes.lengths
-        if self.rehearsal is not None and self.rehearsal.is_needed(kind, rows, lengths):
+        if self.rehearsal is not None and self.rehearsal.is_needed(use, rows, lengths):
             rehearsal = self.rehearsal
-        if kind not in self._executors or rehearsal is not None:
+        if use not in self._executors or rehearsal is not None:
             own = [i for i, ranks in enumerate(self.settings.stage_ranks) if self.world.rank in ranks]
             part = lane_text(own) if own else "nothing"
-            with CompileWatch(self.world, f"{part} of {self.label} ({kind})") as watch:
-                if kind not in self._executors:
+            with CompileWatch(self.world, f"{part} of {self.label} ({use})") as watch:
+                if use not in self._executors:
                     make = without_anomaly_detection(self.make_executor)
-                    self._executors[kind] = make(kind, rows, lengths)
+                    self._executors[use] = make(use, rows, lengths)
                 if rehearsal is not None:
-                    without_anomaly_detection(self._rehearse)(rehearsal, kind, state)
+                    without_anomaly_detection(self._rehearse)(rehearsal, use, state)
                 watch.done()
                 agree(
                     self.world,
@@ -222,21 +221,20 @@ class GraphRuntime:
                     limit_seconds=self.settings.compile_limit_seconds,
                 )
             if rehearsal is not None:
-                rehearsal.done(kind, rows, lengths)
+                rehearsal.done(use, rows, lengths)
             if self.world.device.type == "cpu":
                 give_back_memory()  # of compilers, and of parameters that have moved
                 keep_freed_memory()
-        return self._executors[kind]
+        return self._executors[use]
 
-    def _rehearse(self, rehearsal: Rehearsal, kind: str, state: StepState) -> None:
-        phases = {"loss": ("train",), "all": ("forward", "backward"), "infer": ("infer",)}[kind]
+    def _rehearse(self, rehearsal: Rehearsal, use: GraphUse, state: StepState) -> None:
         programs = [
-            (phase, *self._program(kind, phase, state.rows.num_micro_batches)[:2]) for phase in phases
+            (phase, *self._program(use, phase, state.rows.num_micro_batches)[:2]) for phase in use.phases
         ]
         ones = [1.0] * self._num_scalars
         rehearsal.run(
-            kind,
-            self._executors[kind],
+            use,
+            self._executors[use],
             programs,
             state,
             self.buckets.pending,
@@ -246,31 +244,31 @@ class GraphRuntime:
             state.record.spoiled = True
 
     def _program(
-        self, kind: str, phase: str, num_micro_batches: int
-    ) -> tuple[Program, tuple[str, ...], tuple[Turn, ...]]:
-        key = (kind, phase, num_micro_batches)
+        self, use: GraphUse, phase: str, num_micro_batches: int
+    ) -> tuple[Program, tuple[str, ...], tuple[OrderedMessage, ...]]:
+        key = (use, phase, num_micro_batches)
         if key not in self._programs:
-            program, turns = self.make_program(*key)
-            self._programs[key] = (program, describe(program), turns)
+            program, ordered = self.make_program(*key)
+            self._programs[key] = (program, describe(program), ordered)
         return self._programs[key]
 
-    def _run(self, kind: str, phase: str, state: StepState) -> None:
-        executor = self.executor(kind, state)
-        program, phases, turns = self._program(kind, phase, state.rows.num_micro_batches)
-        key = (kind, phase, state.rows)
-        if key not in self._turns:
-            if len(self._turns) >= _MAX_TURNS:
-                self._turns.clear()
-            self._turns[key] = queue_turns(turns, self.world.rank, state.rows)
+    def _run(self, use: GraphUse, phase: str, state: StepState) -> None:
+        executor = self.executor(use, state)
+        program, phases, ordered = self._program(use, phase, state.rows.num_micro_batches)
+        key = (use, phase, state.rows)
+        if key not in self._queues:
+            if len(self._queues) >= _MAX_QUEUES:
+                self._queues.clear()
+            self._queues[key] = queued_messages(ordered, self.world.rank, state.rows)
         self.world.monitor.phase(f"step {state.number}, {phase}")
         with exchanging(self.world), with_real_rows():
-            executor.run(program, phases, state, self._turns[key])
+            executor.run(program, phases, state, self._queues[key])
 
     @without_autocast
     def infer(self, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Outputs of the global batch's forward, this rank's rows of it."""
         state = self.begin(user_tensors, training=False)
-        self._run("infer", "infer", state)
+        self._run(GraphUse.INFER, "infer", state)
         return self._outputs(state)
 
     @without_autocast
@@ -280,7 +278,7 @@ class GraphRuntime:
         if eager:
             self._run_eager(state, self.counter.loss_gradient)
         else:
-            self._run("all", "forward", state)
+            self._run(GraphUse.ALL, "forward", state)
         outputs = self._outputs(state)
         if state.record is not None:
             state.record.stop(complete=eager)
@@ -298,7 +296,7 @@ class GraphRuntime:
         )
 
     def _run_eager(self, state: StepState, loss_gradient: Number) -> None:
-        self.executor("loss", state)  # a rehearsal uses the buffers that this step takes then
+        self.executor(GraphUse.LOSS, state)  # a rehearsal uses the buffers that this step takes then
         state.pending = self.buckets.pending()
         state.loss_gradient = loss_gradient
         loss: list[Number] = [0.0] * self._num_scalars
@@ -306,7 +304,7 @@ class GraphRuntime:
         state.partial_gradients = state.shapes.scalars.partial_gradients(
             state.scalars, loss, self.world.device
         )
-        self._run("loss", "train", state)
+        self._run(GraphUse.LOSS, "train", state)
 
     @property
     def uses_eager_backward(self) -> bool:
@@ -378,7 +376,7 @@ class GraphRuntime:
             if step.eager:
                 self._deferred = True
                 step.state, step.eager = self._again(step), False
-                self._run("all", "forward", step.state)
+                self._run(GraphUse.ALL, "forward", step.state)
             gradients = self._run_deferred(step.state, grads, flagged, means, keep=keep)
         if self.copies is not None and step.state.copies is not None:
             self.copies.take(step.state.copies, step.state.rows.num_micro_batches)
@@ -475,7 +473,7 @@ class GraphRuntime:
             state.scalars, scalar_grad_outputs, self.world.device
         )
         state.grad_outputs = row_gradients(state, grads, self.world, self.settings.share(self.world.size))
-        self._run("all", "backward", state)
+        self._run(GraphUse.ALL, "backward", state)
 
     @without_autocast
     @torch.no_grad()
@@ -487,9 +485,9 @@ class GraphRuntime:
         with same_random_numbers(self.world.device):
             state = self.begin(user_tensors, training=True)
             self.counter.number, state.apply_buffer_updates = before, False
-            self.executor("loss" if eager else "all", state)  # compiles
+            self.executor(GraphUse.LOSS if eager else GraphUse.ALL, state)  # compiles
             begun = time.perf_counter()
-            self._run_eager(state, 1.0) if eager else self._run("all", "forward", state)
+            self._run_eager(state, 1.0) if eager else self._run(GraphUse.ALL, "forward", state)
             self._outputs(state)
             if not eager:
                 means = [float(index == self.loss_index) for index in range(len(self.outputs))]

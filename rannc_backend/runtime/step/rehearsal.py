@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, GraphUse, Program
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.kernels.message_layout import MessageLayout
 from rannc_backend.runtime.comm.gloo import DoneWork, Memory
@@ -30,9 +30,9 @@ from rannc_backend.runtime.gradients.buckets import PendingGradients
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.executor import Executor
 from rannc_backend.runtime.step.step_state import StepState
-from rannc_backend.runtime.world import BucketSums, QueueTurn, Ranks, Route, Transport, World
+from rannc_backend.runtime.world import BucketSums, QueuedMessage, Ranks, Route, Transport, World
 
-_MAX_REMEMBERED = 1024  # kinds and rows of steps that need nothing
+_MAX_REMEMBERED = 1024  # uses and rows of steps that need nothing
 
 PhaseProgram = tuple[str, Program, Sequence[str]]
 """A phase, its program, and what each action does in words."""
@@ -84,7 +84,7 @@ class NobodyThere(Memory):
     def after_compute(self) -> None:
         self._inner.after_compute()
 
-    def begin_step(self, turns: Sequence[QueueTurn] = ()) -> None:
+    def begin_step(self, queued: Sequence[QueuedMessage] = ()) -> None:
         return
 
     def recreate(self) -> None:
@@ -101,10 +101,10 @@ class Rehearsal:
     world: World
     edges: Mapping[tuple[int, int], Edge]
     num_runs: int = 0
-    # (kind, stage, rows of a micro-batch on one rank, lengths)
-    _sizes: set[tuple[str, int, int, tuple[int, ...]]] = field(default_factory=set)
+    # (use, stage, rows of a micro-batch on one rank, lengths)
+    _sizes: set[tuple[GraphUse, int, int, tuple[int, ...]]] = field(default_factory=set)
     _pairs: set[tuple[str, int, int]] = field(default_factory=set)  # (channel, sender, receiver)
-    _known: set[tuple[str, RowTable, tuple[int, ...]]] = field(default_factory=set)
+    _known: set[tuple[GraphUse, RowTable, tuple[int, ...]]] = field(default_factory=set)
 
     @classmethod
     def of(cls, world: World, edges: Mapping[tuple[int, int], Edge]) -> Rehearsal | None:
@@ -113,16 +113,16 @@ class Rehearsal:
         """
         return cls(world=world, edges=edges) if world.runs_behind and world.size > 1 else None
 
-    def is_needed(self, kind: str, rows: RowTable, lengths: tuple[int, ...]) -> bool:
+    def is_needed(self, use: GraphUse, rows: RowTable, lengths: tuple[int, ...]) -> bool:
         """Whether a step has something new for some rank."""
-        if (kind, rows, lengths) in self._known:
+        if (use, rows, lengths) in self._known:
             return False
-        sizes = self._sizes_of(kind, rows, lengths)
+        sizes = self._sizes_of(use, rows, lengths)
         return not (sizes <= self._sizes and self._pairs_of(rows) <= self._pairs)
 
     def run(
         self,
-        kind: str,
+        use: GraphUse,
         executor: Executor,
         programs: Iterable[PhaseProgram],
         state: StepState,
@@ -132,12 +132,12 @@ class Rehearsal:
         """Run the programs of a step, one after the other, with nobody there.
 
         Args:
-            kind: of the executor.
+            use: of the executor.
             state: the step as it begins; it is not changed.
             pending: makes gradient buckets for a step.
             partial_gradients: makes the gradients from which backward starts.
         """
-        if self._sizes_of(kind, state.rows, state.shapes.lengths) <= self._sizes:
+        if self._sizes_of(use, state.rows, state.shapes.lengths) <= self._sizes:
             return  # connections alone are new
         self.num_runs += 1
         played = StepState(
@@ -165,24 +165,24 @@ class Rehearsal:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)  # what fails, fails here
 
-    def done(self, kind: str, rows: RowTable, lengths: tuple[int, ...]) -> None:
+    def done(self, use: GraphUse, rows: RowTable, lengths: tuple[int, ...]) -> None:
         """All ranks have rehearsed: make the connections that the step needs, and remember. Collective."""
         pairs = self._pairs_of(rows)
         self.world.transport.connect(sorted(pairs - self._pairs))
         self._pairs |= pairs
-        self._sizes |= self._sizes_of(kind, rows, lengths)
+        self._sizes |= self._sizes_of(use, rows, lengths)
         if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
-        self._known.add((kind, rows, lengths))
+        self._known.add((use, rows, lengths))
 
     def _sizes_of(
-        self, kind: str, rows: RowTable, lengths: tuple[int, ...]
-    ) -> set[tuple[str, int, int, tuple[int, ...]]]:
+        self, use: GraphUse, rows: RowTable, lengths: tuple[int, ...]
+    ) -> set[tuple[GraphUse, int, int, tuple[int, ...]]]:
         sizes = set()
         for num_rows in {stop - start for start, stop in rows.micro_batches}:
             for stage, ranks in enumerate(rows.stage_ranks):
                 least, rest = divmod(num_rows, len(ranks))
-                sizes |= {(kind, stage, least, lengths), (kind, stage, least + (rest > 0), lengths)}
+                sizes |= {(use, stage, least, lengths), (use, stage, least + (rest > 0), lengths)}
         return sizes
 
     def _pairs_of(self, rows: RowTable) -> set[tuple[str, int, int]]:

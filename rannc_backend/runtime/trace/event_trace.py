@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rannc_backend.ir.action import SEND_KINDS, WAIT_KINDS, Action, ActionKind, Program
+from rannc_backend.ir.action import Action, ActionKind, Program
 from rannc_backend.ir.plan_checks import lane_text
 from rannc_backend.runtime.gradients.buckets import GradientBuckets, Ranks, StartReduce, Waitable
 from rannc_backend.runtime.rows import RowTable
@@ -45,7 +45,7 @@ _TRACK_OF = {
     ActionKind.RECEIVE_GRADIENT: "receive",
     ActionKind.WAIT_FORWARD: "receive",
     ActionKind.WAIT_GRADIENT: "receive",
-    ActionKind.ARM_REDUCTIONS: "reduction",
+    ActionKind.ALLOW_REDUCTIONS: "reduction",
     ActionKind.WAIT_REDUCTIONS: "reduction",
 }
 # A flight begins with the end of the first kind and ends with the end of the second.
@@ -88,7 +88,7 @@ class Slice:
 @dataclass(slots=True)
 class _TracedStep:
     number: int
-    kind: str
+    name: str
     record: StepRecord
     rows: RowTable
     place: int  # among the steps of all models, the same on all ranks
@@ -127,7 +127,7 @@ class EventTrace:
     def __post_init__(self) -> None:
         self._clock = DeviceClock() if self.world.device.type == "cuda" else HostClock()
 
-    def begin(self, record: StepRecord | None, number: int, kind: str, rows: RowTable) -> StepRecord:
+    def begin(self, record: StepRecord | None, number: int, name: str, rows: RowTable) -> StepRecord:
         """A step begins, on all ranks: its record, a new one where the meter has none. Collective."""
         self._forget()
         self._num_steps += 1
@@ -144,7 +144,7 @@ class EventTrace:
         if self._anchor is None:
             self._anchor = self._clock.anchor()
             self.watch_optimizers()
-        self._steps.append(_TracedStep(number, kind, record, rows, self._num_steps))
+        self._steps.append(_TracedStep(number, name, record, rows, self._num_steps))
         return record
 
     def _forget(self) -> None:
@@ -269,7 +269,7 @@ def _step_slices(step: _TracedStep, seconds: _Seconds, rank: int) -> Iterator[Sl
         begin = seconds.of(span[0])
         # A step that failed, or that has no backward, has no end of its own.
         end = seconds.of(span[1]) if len(span) > 1 else max(begin, last)
-        yield Slice(name=f"{step.kind} {step.number}", track="step", begin=begin, end=end, step=step.number)
+        yield Slice(name=f"{step.name} {step.number}", track="step", begin=begin, end=end, step=step.number)
     arrows = _Arrows(step, rank)
     for program, times in programs:
         yield from _program_slices(program, times, step.number, arrows)
@@ -284,8 +284,8 @@ class _Arrows:
 
     def of(self, action: Action) -> tuple[Arrow, ...]:
         """One for each rank that the action sends to, or has received from: none where it has no rows."""
-        begins = action.kind in SEND_KINDS
-        if not begins and action.kind not in WAIT_KINDS:
+        begins = action.is_send
+        if not begins and not action.is_wait:
             return ()
         found = []
         for piece in self._step.rows.pieces(action.stage, action.peer, self._rank, action.micro_batch):

@@ -2,7 +2,7 @@
 
 The rule. transformers: every pair of a task and a model type in its tables of automatic classes
 (`text_models.TASKS`), of which the seed draws `NUM_DRAWN`. timm: of every module the registered model with the
-fewest parameters, up to `MOST_PARAMETERS`. torchvision: the same for classifiers, segmenters and video models.
+fewest parameters, up to `MAX_PARAMETERS`. torchvision: the same for classifiers, segmenters and video models.
 diffusers: the classes that `diffusion_models.MODELS` configures. Plain PyTorch: the models of
 `plain_models.MODELS`, written after PyTorch's tutorials and examples. The seed then mixes them, so that any
 part of the list is a sample of all.
@@ -20,7 +20,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SEED, NUM_DRAWN, MOST_PARAMETERS = 2026, 200, 60_000_000
+SEED, NUM_DRAWN, MAX_PARAMETERS = 2026, 200, 60_000_000
 LIST = Path(__file__).with_name("list.json")
 
 
@@ -49,8 +49,8 @@ def _drawn() -> list[Entry]:
     heads = [Entry("transformers", *head) for head in text_models.heads()]
     chance.shuffle(heads)
     found = heads[:NUM_DRAWN]
-    found += [Entry("timm", name) for name in image_models.smallest_of_timm(MOST_PARAMETERS)]
-    found += [Entry("torchvision", name) for name in image_models.smallest_of_torchvision(MOST_PARAMETERS)]
+    found += [Entry("timm", name) for name in image_models.smallest_of_timm(MAX_PARAMETERS)]
+    found += [Entry("torchvision", name) for name in image_models.smallest_of_torchvision(MAX_PARAMETERS)]
     found += [Entry("diffusers", name) for name in diffusion_models.MODELS]
     found += [Entry("plain", name) for name in plain_models.MODELS]
     chance.shuffle(found)

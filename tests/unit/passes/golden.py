@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rannc_backend.kernels.gradient_writes import FIRST
 from rannc_backend.passes import canonicalize
@@ -28,6 +30,8 @@ from rannc_backend.passes.batch.randomness import PureRandomness
 from rannc_backend.passes.batch.split_reductions import SplitReductions, split_batch
 from rannc_backend.passes.graph_text import graph_text
 from rannc_backend.passes.pipeline import Pass, run_pass, with_facts
+from rannc_backend.passes.plain_numbers import new_number
+from rannc_backend.passes.size_nodes import FloatsAsTensors
 from rannc_backend.passes.stage.any_layout import TakeAnyLayout
 from rannc_backend.passes.stage.equal_values import ShareEqualValues
 from rannc_backend.passes.stage.gradient_buckets import WriteIntoBuckets
@@ -80,6 +84,7 @@ def _plain(text: str, graphs: Iterable[fx.GraphModule]) -> str:
                 names[node.name] = f"{base}_{counts[base]}" if counts[base] else base
                 counts[base] += 1
     text = re.sub(r"\bs\d+\b", "rows", text)
+    text = re.sub(r"\bzf\d+\b", "number", text)
     return re.sub(r"(?<![.\w])\w+(?!\()\b", lambda found: names.get(found[0], found[0]), text)
 
 
@@ -107,7 +112,23 @@ def _slice_of_pairs(x: Tensor, y: Tensor) -> Tensor:
     return aten.slice_scatter(torch.complex(x, x), torch.complex(y, y), 0, 1, 2)
 
 
+def _with_a_float(function: Callable[[Tensor, Any], Tensor]) -> Case:
+    """A graph of a tensor and of the float 0.3, which comes as a tensor too."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    number = new_number(mode.shape_env, "number", 0.3)
+    x, tensor = (mode.from_tensor(each, static_shapes=True) for each in (X, torch.tensor(0.3).double()))
+    with mode:
+        made = make_fx(lambda number, x, tensor: function(x, number))(number, x, tensor)
+    first, _, last = made.graph.find_nodes(op="placeholder")
+    graph_pass = FloatsAsTensors({first.name: last.name})
+    return Case(
+        with_facts(made, graph_pass.requires), graph_pass, lambda result: [f"needed: {len(result.needed)}"]
+    )
+
+
 CANONICAL_CASES: dict[str, Callable[[], Case]] = {
+    "floats_as_tensors/arithmetic": lambda: _with_a_float(lambda x, b: x * (2 * (1 - b)) + b),
+    "floats_as_tensors/needed": lambda: _with_a_float(lambda x, b: torch.nn.functional.leaky_relu(x, b)),
     "erase_assertions/a_check": lambda: _traced(canonicalize.EraseAssertions(), _checked, X),
     "erase_restriding/same_elements": lambda: _traced(
         canonicalize.EraseRestriding(),

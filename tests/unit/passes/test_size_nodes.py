@@ -17,8 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from rannc_backend.passes.pipeline import run_pass, with_facts
 from rannc_backend.passes.plain_numbers import new_number, new_size, plain_mode
-from rannc_backend.passes.size_nodes import exact_quotient, floats_as_tensors, number_of, plain_at, size_node
+from rannc_backend.passes.size_nodes import FloatsAsTensors, exact_quotient, number_of, plain_at, size_node
 
 ROWS, LENGTH = sympy.symbols("rows length", integer=True, positive=True)
 
@@ -71,10 +72,9 @@ def _traced(function: Callable[..., Any], *tensors: torch.Tensor) -> tuple[fx.Gr
     with mode:
         made = make_fx(lambda number, *tensors: function(*tensors[:-1], number))(number, *fakes)
     first, *_, last = made.graph.find_nodes(op="placeholder")
-    needed = floats_as_tensors(made.graph, {first: last})
-    assert needed in (frozenset(), {first})
-    made.recompile()
-    return made, bool(needed)
+    result = run_pass(FloatsAsTensors({first.name: last.name}), with_facts(made, FloatsAsTensors.requires))
+    assert result.graph_module is made and result.needed in (frozenset(), {first.name})
+    return made, bool(result.needed)
 
 
 #: In arithmetic and operators, with tensors and scalars of several types.

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from rannc_backend.passes.batch.batch_split import RowsOutput
 from rannc_backend.passes.batch.layouts import PartialSum, RowIndex, Rows
 from rannc_backend.passes.pipeline import PassError, count_ops, with_facts
 from rannc_backend.passes.stage.split_stages import (
+    BoundaryOutput,
     SplitStages,
     StageGraph,
     StageInput,
-    StageOutput,
     free_nodes,
     rows_dimension,
 )
@@ -72,7 +73,7 @@ def test_names_and_kinds_of_what_crosses() -> None:
     places = [i + 1 for i, name in enumerate(names) if name.startswith("tanh")]
     stages = rowwise.cut(5, places)
     first = names[places[0] - 1]
-    assert stages[0].outputs == (StageOutput(name=first, kind="boundary"),)
+    assert stages[0].outputs == (BoundaryOutput(name=first),)
     readers = [stage.index for stage in stages if StageInput(name=first, kind="boundary") in stage.inputs]
     assert readers == [1, 4], "a skip goes straight to its reader"
     readers = [stage.index for stage in stages if any(source.kind == "batch" for source in stage.inputs)]
@@ -221,5 +222,5 @@ def test_an_input_may_be_an_output() -> None:
 def test_kinds_are_checked() -> None:
     with pytest.raises(AssertionError, match="unknown kind 'weight'"):
         StageInput(name="x", kind="weight")
-    with pytest.raises(AssertionError, match="fqn is for buffers only"):
-        StageOutput(name="x", kind="rows", fqn="y")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fqn'"):
+        RowsOutput(name="x", fqn="y")  # type: ignore[call-arg]

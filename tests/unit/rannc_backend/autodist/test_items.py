@@ -311,5 +311,5 @@ def test_plans_for_inference_have_no_backward(costs: str) -> None:
 def test_planning_tells_its_steps() -> None:
     assert resolve_config(AutoDistConfig(verbose=True), {}).verbose
     told: list[str] = []
-    _plan(verbose=True, timer=StepTimer(tell=lambda step: told.append(str(step))))
+    _plan(verbose=True, timer=StepTimer(log=lambda step: told.append(str(step))))
     assert any(line.startswith("search") for line in told)

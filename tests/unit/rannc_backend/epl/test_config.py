@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rannc_backend.epl.config import Config, environment_name
-from rannc_backend.epl.items import ITEMS
+from rannc_backend.epl.items import ITEMS, Integer, Item, Scale, Text, Truth
 from rannc_backend.errors import OptionValueError, UnknownOptionError, UserInputError
 from rannc_backend.settings.options import Config as Options
 from rannc_backend.settings.sources import resolve
@@ -70,11 +70,11 @@ BECOMES: dict[str, list[tuple[Any, dict[str, object]]]] = {
     "io.drop_last_files": [(True, {})],
     "auto.auto_parallel": [(True, {}), (False, {"partition_num": 1, "pipeline_num": 1})],
 }
-WRONG: dict[str, tuple[Any, ...]] = {
-    "integer": ("4", 4.0, True, 2**40, -5, "many"),
-    "text": (1, True, "v9", None),
-    "truth": (1, "true", None),
-    "integer or text": (True, 0, -1, "static", None),
+WRONG: dict[type[Item], tuple[Any, ...]] = {
+    Integer: ("4", 4.0, True, 2**40, -5, "many"),
+    Text: (1, True, "v9", None),
+    Truth: (1, "true", None),
+    Scale: (True, 0, -1, "static", None),
 }
 
 
@@ -100,14 +100,14 @@ def test_an_item_becomes_options(name: str, value: Any, options: dict[str, objec
     assert all(resolved.is_told(item) == (item in options) for item in Options.model_fields)
 
 
-@pytest.mark.parametrize("name", [name for name, item in ITEMS.items() if item.kind != "text"])
+@pytest.mark.parametrize("name", [name for name, item in ITEMS.items() if not isinstance(item, Text)])
 def test_defaults_are_values(name: str) -> None:
     assert ITEMS[name].has(ITEMS[name].default)
     assert Config()[name] == ITEMS[name].default and Config().options() == {}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, item in ITEMS.items() for value in WRONG[item.kind]]
+    ("name", "value"), [(name, value) for name, item in ITEMS.items() for value in WRONG[type(item)]]
 )
 def test_wrong_values_are_refused(name: str, value: Any) -> None:
     may_be = {

@@ -48,7 +48,7 @@ def test_examples_parse_and_print(text):
 def test_parse_gives_the_fields():
     assert Action.parse("3RF12<I") == Action(3, ActionKind.RECEIVE_FORWARD, 12, INPUT)
     assert Action.parse("OSB0>2") == Action(OUTPUT, ActionKind.SEND_GRADIENT, 0, 2)
-    assert Action.parse("2A") == Action(2, ActionKind.ARM_REDUCTIONS)
+    assert Action.parse("2A") == Action(2, ActionKind.ALLOW_REDUCTIONS)
 
 
 @given(actions())

@@ -21,7 +21,7 @@ class _Scene:
     lines: list[str] = field(default_factory=list)
 
     def call(self) -> FirstCall:
-        return FirstCall(tell=self.lines.append, clock=lambda: self.now, ticks=False)
+        return FirstCall(log=self.lines.append, clock=lambda: self.now, ticks=False)
 
     def until(self, call: FirstCall, seconds: float, phase: str | None = None) -> None:
         """Look every tenth of a second, up to so many seconds after the beginning."""

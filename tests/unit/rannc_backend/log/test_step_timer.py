@@ -19,7 +19,7 @@ def test_a_step_is_shown_while_it_runs_and_told_when_it_is_done():
         yield
         events.append(f"end {name}")
 
-    with StepTimer(tell=events.append, show=show).step("capture") as details:
+    with StepTimer(log=events.append, show=show).step("capture") as details:
         details += ["7 nodes", "symbolic batch"]
     assert events[:2] == ["begin capture", "end capture"]
     (step,) = events[2:]
@@ -28,7 +28,7 @@ def test_a_step_is_shown_while_it_runs_and_told_when_it_is_done():
 
 def test_a_step_that_fails_is_not_told():
     told = []
-    with pytest.raises(KeyError), StepTimer(tell=told.append).step("capture"):
+    with pytest.raises(KeyError), StepTimer(log=told.append).step("capture"):
         raise KeyError("x")
     assert told == []
 

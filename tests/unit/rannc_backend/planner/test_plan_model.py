@@ -176,7 +176,7 @@ def test_conversion_keeps_ties_and_what_needs_none():
 
 def test_each_step_is_told_once_and_in_order():
     steps = []
-    _plan(_layers(), step_timer=StepTimer(tell=steps.append))
+    _plan(_layers(), step_timer=StepTimer(log=steps.append))
     assert [step.name for step in steps] == ["capture", "analysis", "blocks", "prices", "search"]
     assert "distinct" in steps[2].detail and "stages" in steps[4].detail
 

@@ -126,7 +126,7 @@ def test_the_bound_by_hand(number: int) -> None:
     both = number * (3.5 + 8)
     assert lower_bound_seconds(costs, number, ((0, 1),)) == pytest.approx(both)
     assert lower_bound_seconds(costs, number, ((0, 1),), [0.0, 7.0]) >= both
-    reduced = lower_bound_seconds(costs, number, late=[0.0, 7.0])
+    reduced = lower_bound_seconds(costs, number, reductions=[0.0, 7.0])
     assert reduced == pytest.approx(max(1.25 + 7 + 1 + 7, 1.25 + number * 8 + 7, chain, last, first))
 
 

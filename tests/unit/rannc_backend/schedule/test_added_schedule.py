@@ -16,9 +16,9 @@ from rannc_backend.report.page import plan_page
 from rannc_backend.schedule.description import Count, Order, Schedule
 from rannc_backend.schedule.edges import PHASES
 from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.message_order import message_order
 from rannc_backend.schedule.orders import build_order, schedule_named, schedule_names
 from rannc_backend.schedule.plan_simulation import simulate_plan
-from rannc_backend.schedule.turns import turns_of
 from rannc_backend.schedule.verify import verify
 from rannc_backend.settings.options import Config
 from rannc_backend.settings.sources import choices_of
@@ -74,7 +74,7 @@ def test_its_programs_are_valid_and_run() -> None:
             bounds = schedule_named(ADDED).in_flight_bounds(NUM_STAGES, number)
             verify(programs, EDGES, number, phase, max_in_flight=bounds)
             run_program(programs, EDGES, number, phase, number)
-            turns_of(programs)
+            message_order(programs)
 
 
 @pytest.mark.parametrize(("name", "twin"), [(ADDED, "fill_drain"), (PLAIN, "1f1b")])

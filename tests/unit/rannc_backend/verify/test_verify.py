@@ -234,17 +234,17 @@ if case == "hangs":
     (folder / f"stacks-{mode}-1.txt").write_text(stack)
     time.sleep(100)
 if case == "waits":
-    fail(1, kind="KeyError", text="'lr'", place="train.py:3, in main")
+    fail(1, what="KeyError: 'lr'", place="train.py:3, in main")
     time.sleep(100)
 if case == "early":
-    fail(0, kind="ImportError" if settings["dtype"] == "float64" else "tried again", text=""); sys.exit(1)
+    fail(0, what="ImportError" if settings["dtype"] == "float64" else "tried again"); sys.exit(1)
 if case == "dies":
     print("the last words"); sys.exit(3)
 if case == "noise" and not settings["evaluation"]:
-    fail(0, kind="random numbers", text=""); fail(1, kind="other rank", text="rank 0 has gone"); sys.exit(1)
+    fail(0, needs="random numbers"); fail(1, what="rank 0 has gone", by_other=True); sys.exit(1)
 if case == "dtypes" and settings["dtype"] == "float64":
     (folder / "rank-0").mkdir()
-    fail(0, kind="RuntimeError", text="Double and Float\nmore"); sys.exit(1)
+    fail(0, what="RuntimeError: Double and Float\nmore"); sys.exit(1)
 if case in ("one", "noise", "dtypes", "two"):
     for rank in range(1 if case == "one" else 2):
         (folder / f"rank-{rank}").mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from rannc_backend.runtime.comm.receive_buffers import PinnedBuffers, ReceiveBuf
 from rannc_backend.runtime.comm.staged import StagedTransport
 from rannc_backend.runtime.comm.streams import unrecorded_alias
 from rannc_backend.runtime.torch_internals import is_finished
-from rannc_backend.runtime.world import QueueTurn, Route
+from rannc_backend.runtime.world import QueuedMessage, Route
 from tests.fake_device import FakeDevice, FakeEvent, MailLinks, OnDevice, Reporter
 
 
@@ -255,13 +255,13 @@ def test_messages_are_queued_at_their_turn() -> None:
     first, _ = make_ranks(2, [ROUTE, Route("1B0", (1,), (0,))])
     transport, exchanges = first.transport, first.links.exchanges
     exchanges.clear()
-    turns = [
-        QueueTurn(1, "0F1", 1, True),
-        QueueTurn(2, "0F1", 1, True),
-        QueueTurn(2, "1B0", 1, False),
-        QueueTurn(3, "0F1", 1, True),
+    queued = [
+        QueuedMessage(1, "0F1", 1, True),
+        QueuedMessage(2, "0F1", 1, True),
+        QueuedMessage(2, "1B0", 1, False),
+        QueuedMessage(3, "0F1", 1, True),
     ]
-    transport.begin_step(turns)
+    transport.begin_step(queued)
     receive = transport.irecv(transport.acquire(16), 1, "1B0")
     works = [
         transport.isend(torch.ones(4), 1, "0F1"),
@@ -269,20 +269,20 @@ def test_messages_are_queued_at_their_turn() -> None:
         transport.isend(torch.ones(0), 1, "0F1"),
     ]
     transport.reach(0)
-    assert not exchanges, "posted, and kept until its turn"
-    with pytest.raises(AssertionError, match="before its turn"):
+    assert not exchanges, "posted, and kept until its place"
+    with pytest.raises(AssertionError, match="before it is queued"):
         receive.wait()
     transport.reach(1)
     assert exchanges == [(1, (1,), ())]
     transport.reach(2)
     assert exchanges == [(1, (1,), ()), (1, (1,), ()), (1, (), (1,))]
     transport.reach(3)
-    assert len(exchanges) == 3, "an empty tensor has a turn and no message"
+    assert len(exchanges) == 3, "an empty tensor has a place and no message"
     for work in [receive, *works]:
         work.wait()
     transport.isend(torch.ones(4), 1, "0F1").wait()
     assert len(exchanges) == 4, "outside of steps at once"
-    transport.begin_step([QueueTurn(1, "0F1", 1, True)])
+    transport.begin_step([QueuedMessage(1, "0F1", 1, True)])
     with pytest.raises(AssertionError, match="has not posted"):
         transport.reach(1)
 

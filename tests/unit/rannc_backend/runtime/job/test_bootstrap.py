@@ -96,17 +96,17 @@ class Store:
 
 def test_ranks_that_do_not_start_are_named() -> None:
     with pytest.raises(CommunicationError, match=r"rank\(s\) 1, 2 have not started .*limit 0.1 s") as caught:
-        bootstrap._gather_told(
+        bootstrap._gather_json(
             Store(),
             Launch(launcher="torchrun", rank=0, size=3),
-            "seat",
+            "rank record",
             make_transport.own_rank_record(),
             0.1,
         )
     assert caught.value.peer == 1
 
 
-SEAT = ["host", "", 0, "place", "network", [["eth0", "10.0.0.1", "255.255.255.0"]], "ff"]
+RECORD = ["host", "", 0, "place", "network", [["eth0", "10.0.0.1", "255.255.255.0"]], "ff"]
 
 
 @pytest.mark.parametrize(
@@ -116,27 +116,27 @@ SEAT = ["host", "", 0, "place", "network", [["eth0", "10.0.0.1", "255.255.255.0"
         "1",
         "\udcff",
         "[" + "1," * 100_000 + "1]",
-        json.dumps(SEAT[:-1]),
-        json.dumps([*SEAT[:2], True, *SEAT[3:]]),
-        json.dumps([*SEAT[:-1], [["eth0", "10.0.0.1; rm -rf", "255.255.255.0"]]]),
-        json.dumps([*SEAT[:-1], [["eth0", 1, 1]]]),
-        json.dumps([*SEAT[:-1], [[]]]),
-        json.dumps([*SEAT[:-1], {"a": 1}]),
+        json.dumps(RECORD[:-1]),
+        json.dumps([*RECORD[:2], True, *RECORD[3:]]),
+        json.dumps([*RECORD[:-1], [["eth0", "10.0.0.1; rm -rf", "255.255.255.0"]]]),
+        json.dumps([*RECORD[:-1], [["eth0", 1, 1]]]),
+        json.dumps([*RECORD[:-1], [[]]]),
+        json.dumps([*RECORD[:-1], {"a": 1}]),
     ],
 )
 def test_what_the_store_holds_is_checked(written: str) -> None:
     """Anybody who reaches a store may write into it."""
     store, launch = HashStore(), Launch(launcher="torchrun", rank=0, size=2)
-    store.set("rannc/seat/1", written.encode(errors="surrogateescape"))
+    store.set("rannc/rank record/1", written.encode(errors="surrogateescape"))
     with pytest.raises(LaunchError, match="what a rank") as caught:
-        for rank_record in bootstrap._gather_told(store, launch, "seat", SEAT, 1.0):
+        for rank_record in bootstrap._gather_json(store, launch, "rank record", RECORD, 1.0):
             make_transport.checked_rank_record(rank_record)
     assert "store" in str(caught.value)
-    store.set("rannc/seat/1", json.dumps(SEAT))
+    store.set("rannc/rank record/1", json.dumps(RECORD))
     assert [
         make_transport.checked_rank_record(rank_record)
-        for rank_record in bootstrap._gather_told(store, launch, "seat", SEAT, 1.0)
-    ] == [SEAT, SEAT]
+        for rank_record in bootstrap._gather_json(store, launch, "rank record", RECORD, 1.0)
+    ] == [RECORD, RECORD]
 
 
 def test_importing_the_runtime_starts_nothing() -> None:

@@ -73,7 +73,7 @@ def test_the_end_of_a_long_traceback_goes_into_a_message() -> None:
 
 def test_torchrun_gets_the_cause_in_its_file(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    last_words.tell_torchrun(
+    last_words.write_torchrun_error(
         raised(OptionValueError("x", value=1, source="RANNC_X", expected="2")),
         {"TORCHELASTIC_ERROR_FILE": str(path)},
     )
@@ -82,8 +82,10 @@ def test_torchrun_gets_the_cause_in_its_file(tmp_path: Path) -> None:
         message["message"].startswith("OptionValueError: option 'x'")
         and message["extraInfo"]["timestamp"].isdigit()
     )
-    last_words.tell_torchrun(RanncError("x"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "missing" / "x")})
-    last_words.tell_torchrun(RanncError("x"), {})
+    last_words.write_torchrun_error(
+        RanncError("x"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "missing" / "x")}
+    )
+    last_words.write_torchrun_error(RanncError("x"), {})
 
 
 RANK = """

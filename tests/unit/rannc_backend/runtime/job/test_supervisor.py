@@ -1,4 +1,4 @@
-"""The hub's judgement and its conversation with the ranks, over real sockets, in this process."""
+"""The supervisor's judgement and its conversation with the ranks, over real sockets, in this process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ import pytest
 from rannc_backend.runtime.job import monitor_wire
 from rannc_backend.runtime.job import supervisor as supervisor_module
 from rannc_backend.runtime.job.monitor import LinkMonitor
-from rannc_backend.runtime.job.monitor_wire import read_phase
-from rannc_backend.runtime.job.supervisor import RankRecord, Report, Supervisor, choose_root, diagnosis_text
+from rannc_backend.runtime.job.monitor_wire import REPORTS, Died, Raised, Report, Silent, read_phase
+from rannc_backend.runtime.job.supervisor import RankRecord, Supervisor, choose_root, diagnosis_text
 from rannc_backend.runtime.processes import ProcessMark, mark_of
 
 TOKEN = monitor_wire.new_token()
+TYPES = {**REPORTS, "died": Died, "silent": Silent}
 
 
 def report(rank: int, kind: str) -> Report:
-    return Report(rank=rank, kind=kind, cause=f"cause of {rank}", phase=f"phase {rank}")
+    return TYPES[kind](rank=rank, cause=f"cause of {rank}", phase=f"phase {rank}")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def report(rank: int, kind: str) -> Report:
 )
 def test_root(reports: list[Report], silent: dict[int, float], expected: tuple[int, str]) -> None:
     root = choose_root(reports, silent)
-    assert (root.rank, root.kind) == expected
+    assert (root.rank, type(root)) == (expected[0], TYPES[expected[1]])
 
 
 def test_a_silent_root_says_who_waited() -> None:
@@ -60,9 +61,8 @@ def test_verdict() -> None:
         for rank in range(3)
     ]
     rank_records[2].left = True
-    root = Report(
+    root = Raised(
         rank=1,
-        kind="exception",
         cause="ValueError: a\nb",
         phase="step 3, stage 1, micro-batch 2",
         location="t.py:3, in f",
@@ -79,9 +79,8 @@ def test_verdict() -> None:
 
 
 def failed(rank: int, cause: str) -> Report:
-    return Report(
+    return Raised(
         rank=rank,
-        kind="exception",
         cause=cause,
         phase="capture",
         cure=f"mend {cause}",
@@ -276,7 +275,7 @@ def test_survey(job: Job) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 9])
-def test_a_seat_that_is_taken_or_not_there_is_given_to_nobody(job: Job, rank: int) -> None:
+def test_a_rank_that_is_taken_or_not_there_is_given_to_nobody(job: Job, rank: int) -> None:
     second = Rank(job.supervisor.port, rank)
     assert second.socket.recv(1) == b""
     second.close()
@@ -299,7 +298,8 @@ def test_who_does_not_have_the_token_is_turned_away(job: Job) -> None:
         b'{"type": "beat", "phase": 1}',
         b'{"type": "beat", "num_calls": 1e999}',
         b'{"type": "beat", "num_calls": true}',
-        b'{"type": "fail", "rank": 7, "kind": "x", "cause": "c", "phase": "p"}',
+        b'{"type": "fail", "rank": 7, "kind": "exit", "cause": "c", "phase": "p"}',
+        b'{"type": "fail", "kind": "x", "cause": "c", "phase": "p"}',
         b'{"type": "fail"}',
         b'{"type": "unknown"}',
         b'{"phase": "p"}',

@@ -40,14 +40,14 @@ class World:
 def run(answers: list[list[RankState]], num_lines: int, rank: int = 0) -> tuple[list[str], Monitor]:
     monitor, lines, enough = Monitor(answers), [], threading.Event()
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         lines.append(line)
         if len(lines) >= num_lines:
             enough.set()
 
     world: Any = World(rank, monitor)
     with CompileWatch(
-        world, "stage 0 of graph 0 (loss)", tell=tell, first_seconds=0.01, period_seconds=0.01
+        world, "stage 0 of graph 0 (loss)", log=log, first_seconds=0.01, period_seconds=0.01
     ) as watch:
         if rank == 0:
             assert enough.wait(10), lines
@@ -92,7 +92,7 @@ def test_other_ranks_are_silent_and_a_short_compilation_is() -> None:
     assert run([[]], 1, rank=1)[0] == []
     lines: list[str] = []
     world: Any = World(0, Monitor([[]]))
-    with CompileWatch(world, "stage 0", tell=lines.append, first_seconds=0.2):
+    with CompileWatch(world, "stage 0", log=lines.append, first_seconds=0.2):
         pass
     time.sleep(0.3)
     assert lines == []
@@ -106,7 +106,7 @@ def test_nothing_is_said_after_the_end() -> None:
 
     lines: list[str] = []
     world: Any = World(0, Slow([[]]))
-    with CompileWatch(world, "stage 0", tell=lines.append, first_seconds=0.01):
+    with CompileWatch(world, "stage 0", log=lines.append, first_seconds=0.01):
         time.sleep(0.1)
     time.sleep(0.3)
     assert lines == []

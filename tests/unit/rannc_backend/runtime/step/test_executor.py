@@ -70,11 +70,11 @@ def test_gradients_are_final_when_the_stages_that_make_them_have_begun_their_las
     pending: Any = Pending()
     state.pending = pending
     assert not executor._sink(0, state).is_last and not executor._sink(3, state).is_last
-    arm = [Action(stage, ActionKind.ARM_REDUCTIONS) for stage in (3, 0)]
-    executor.run((arm[0],), [""], state)
+    allow = [Action(stage, ActionKind.ALLOW_REDUCTIONS) for stage in (3, 0)]
+    executor.run((allow[0],), [""], state)
     assert pending.begun == [{"model.tied": 1}]
     assert executor._sink(3, state).is_last and not executor._sink(0, state).is_last
-    executor.run((arm[1],), [""], state)
+    executor.run((allow[1],), [""], state)
     assert len(pending.begun) == 1 and executor._sink(0, state).is_last
     assert executor._sink(0, state).names == {0: "model.a", 1: "model.tied"}
     assert executor._sink(3, state).names == {0: "model.tied", 1: "model.b"}

@@ -51,7 +51,7 @@ def test_first_runs_are_over_before_messages(setting: Setting) -> None:
     """Messages queued as they are posted: a first run that meets them hangs; with a rehearsal none does, of
     new numbers of rows neither.
     """
-    as_it_was = replace(setting, in_turn=False, synchronises="first runs")
+    as_it_was = replace(setting, in_order=False, synchronises="first runs")
     run_steps(as_it_was)
     for rows in (setting.steps[:1], setting.steps[1:3]):
         with pytest.raises(Hang, match="forward|backward"):

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rannc_backend.ir.action import SEND_KINDS, WAIT_KINDS, Action, Program
+from rannc_backend.ir.action import Action, Program
 from rannc_backend.runtime.job import bootstrap
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.trace.event_trace import EventTrace
@@ -62,7 +62,7 @@ class Job:
         found = []
         for peer in self.table.ranks(action.peer):
             if set(own) & set(range(*self.table.interval(action.peer, peer, action.micro_batch))):
-                sends = action.kind in SEND_KINDS
+                sends = action.is_send
                 name = str(action if sends else action.counterpart)
                 found.append((name, step, run, *((rank, peer) if sends else (peer, rank))))
         return found
@@ -89,16 +89,16 @@ class Job:
             action = self.programs[rank][len(marks[rank]) - 1]
             self.clock.now += self.chosen.choice([1e-6, 1e-5, 0.25])
             marks[rank].append(self.clock.mark())
-            if action.kind in SEND_KINDS:
+            if action.is_send:
                 self.sent |= dict.fromkeys(self.messages(action, rank, step, run), self.clock.now)
-            elif action.kind in WAIT_KINDS:
+            elif action.is_wait:
                 self.received.update(self.messages(action, rank, step, run))
 
     def _can_go_on(self, rank: int, marks: list[float], step: int, run: int) -> bool:
         if len(marks) > len(self.programs[rank]):
             return False
         action = self.programs[rank][len(marks) - 1]
-        return action.kind not in WAIT_KINDS or all(
+        return not action.is_wait or all(
             message in self.sent for message in self.messages(action, rank, step, run)
         )
 

@@ -1,13 +1,13 @@
 """When the operations of messages are queued on devices, where several channels share a queue and anything
 may wait for a device.
 
-In: the programs of all lanes. Out: the *turns*: one for each message between two lanes, with its *place* in
-the program of either.
+In: the programs of all lanes. Out: the messages between two lanes in the order in which they are queued, each
+with its *place* in the program of either lane.
 
 Facts. A communicator runs its operations one after the other, each when both ends have come to it. Whatever
 waits for the device on the host (autotuning, a module that is loaded, an allocator that tries again) waits
 for all operations that are queued, messages included. So an operation is not queued where its program posts
-it, but at its turn: at the moment of one run of all programs at which both of its ends had been posted. That
+it, but at its moment: that of one run of all programs at which both of its ends had been posted. That
 run, in which a forward takes one unit of time and a backward two, came to its end.
 
 Why nothing can hang. The moments of the run are in one order, the same for all ranks, and those that concern
@@ -33,14 +33,11 @@ from dataclasses import dataclass, field
 
 from rannc_backend.errors import ScheduleError
 from rannc_backend.ir.action import (
-    RECEIVE_KINDS,
-    SEND_KINDS,
-    WAIT_KINDS,
     Action,
     ActionKind,
     Channel,
+    OrderedMessage,
     Program,
-    Turn,
 )
 
 _FORWARD_UNITS, _BACKWARD_UNITS = 1.0, 2.0
@@ -56,14 +53,14 @@ class _Run:
     num_ends: dict[tuple[_Key, bool], int]  # lanes that send, that receive
     place: dict[int, int]  # by lane: the next action
     ready: list[tuple[float, int]]  # (time, lane)
-    turns: list[Turn] = field(default_factory=list)
+    ordered: list[OrderedMessage] = field(default_factory=list)
     posted: dict[tuple[_Key, bool], list[int]] = field(default_factory=lambda: defaultdict(list))  # lanes
     num_missing: dict[_End, int] = field(default_factory=dict)  # partners that have not posted
     sleeping: set[_End] = field(default_factory=set)
 
 
-def turns_of(programs: Mapping[int, Program]) -> tuple[Turn, ...]:
-    """The turns of one call in the order of their moments.
+def message_order(programs: Mapping[int, Program]) -> tuple[OrderedMessage, ...]:
+    """The messages of one call in the order of their moments.
 
     Args:
         programs: by lane; ranks that have the roles of endpoints alone are one more lane.
@@ -74,8 +71,8 @@ def turns_of(programs: Mapping[int, Program]) -> tuple[Turn, ...]:
     num_ends: dict[tuple[_Key, bool], int] = defaultdict(int)
     for program in programs.values():
         for action in program:
-            if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
-                num_ends[(action.channel, action.micro_batch), action.kind in SEND_KINDS] += 1
+            if action.is_send or action.is_receive:
+                num_ends[(action.channel, action.micro_batch), action.is_send] += 1
     run = _Run(programs, num_ends, dict.fromkeys(programs, 0), [(0.0, lane) for lane in sorted(programs)])
     while run.ready:
         time, lane = heapq.heappop(run.ready)
@@ -87,7 +84,7 @@ def turns_of(programs: Mapping[int, Program]) -> tuple[Turn, ...]:
         if run.place[lane] < len(program):
             text = f"(stage {lane}, action number {run.place[lane]}) never ends"
             raise ScheduleError(text, action=str(program[run.place[lane]]))
-    return tuple(run.turns)
+    return tuple(run.ordered)
 
 
 def _units(action: Action) -> float:
@@ -98,15 +95,15 @@ def _units(action: Action) -> float:
 
 def _step(run: _Run, lane: int, action: Action, time: float) -> bool:
     """Do the lane's next action; False, and noted, where it must wait."""
-    if action.is_compute or action.kind in (ActionKind.ARM_REDUCTIONS, ActionKind.WAIT_REDUCTIONS):
+    if action.is_compute or action.kind in (ActionKind.ALLOW_REDUCTIONS, ActionKind.WAIT_REDUCTIONS):
         run.place[lane] += 1
         return True
     key = (action.channel, action.micro_batch)
-    if action.kind in SEND_KINDS or action.kind in RECEIVE_KINDS:
+    if action.is_send or action.is_receive:
         run.place[lane] += 1
-        _post(run, key, lane, time, sends=action.kind in SEND_KINDS)
+        _post(run, key, lane, time, sends=action.is_send)
         return True
-    end = (key, lane, action.kind not in WAIT_KINDS)
+    end = (key, lane, not action.is_wait)
     if run.num_missing.get(end) == 0:
         run.place[lane] += 1
         return True
@@ -120,7 +117,7 @@ def _post(run: _Run, key: _Key, lane: int, time: float, *, sends: bool) -> None:
     run.num_missing[key, lane, sends] = run.num_ends[key, not sends] - len(partners)
     for partner in partners:
         sender, receiver = (lane, partner) if sends else (partner, lane)
-        run.turns.append(Turn(*key, sender, receiver, run.place[sender], run.place[receiver]))
+        run.ordered.append(OrderedMessage(*key, sender, receiver, run.place[sender], run.place[receiver]))
         end = (key, partner, not sends)
         run.num_missing[end] -= 1
         if run.num_missing[end] == 0 and end in run.sleeping:

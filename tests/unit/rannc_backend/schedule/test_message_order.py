@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rannc_backend.errors import ScheduleError
-from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Program, Turn, parse_programs
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, OrderedMessage, Program, parse_programs
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.step.queue_turns import queue_turns, routes_of
+from rannc_backend.runtime.step.queue_order import queued_messages, routes_of
 from rannc_backend.schedule.edges import PHASES, EdgeSpec, Phase
 from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.message_order import message_order
 from rannc_backend.schedule.orders import ScheduleName, build_order
-from rannc_backend.schedule.turns import turns_of
 from tests.played_ranks import Fabric
 from tests.played_steps import transport_of
 from tests.schedule_lists import FIXED, ONE_STAGE, num_stages_for
@@ -31,30 +31,30 @@ def link_of(channel: Channel) -> tuple[int, ...]:
 
 
 def never_ends(
-    programs: Mapping[int, Program], turns: tuple[Turn, ...], *, synchronise: bool
+    programs: Mapping[int, Program], ordered: tuple[OrderedMessage, ...], *, synchronise: bool
 ) -> dict[int, str]:
     """Where lanes stand for ever: queues run their operations in order, and with ``synchronise`` each
     computation waits for all queued.
     """
-    operations: dict[int, list[tuple[int, Turn]]] = defaultdict(list)
-    for turn in turns:
-        if turn.sender != turn.receiver:
-            operations[turn.sender].append((turn.sender_place, turn))
-            operations[turn.receiver].append((turn.receiver_place, turn))
+    operations: dict[int, list[tuple[int, OrderedMessage]]] = defaultdict(list)
+    for message in ordered:
+        if message.sender != message.receiver:
+            operations[message.sender].append((message.sender_place, message))
+            operations[message.receiver].append((message.receiver_place, message))
     for waiting in operations.values():
         waiting.sort(key=lambda operation: operation[0])
     place = dict.fromkeys(programs, 0)
-    queues: dict[tuple[int, tuple[int, ...]], list[Turn]] = defaultdict(list)
-    unfinished: dict[int, set[Turn]] = defaultdict(set)
+    queues: dict[tuple[int, tuple[int, ...]], list[OrderedMessage]] = defaultdict(list)
+    unfinished: dict[int, set[OrderedMessage]] = defaultdict(set)
     moved = True
     while moved:
         moved = False
         for lane, program in programs.items():
             while True:
                 while operations[lane] and operations[lane][0][0] <= place[lane]:
-                    turn = operations[lane].pop(0)[1]
-                    queues[lane, link_of(turn.channel)].append(turn)
-                    unfinished[lane].add(turn)
+                    message = operations[lane].pop(0)[1]
+                    queues[lane, link_of(message.channel)].append(message)
+                    unfinished[lane].add(message)
                 if place[lane] == len(program) or (
                     synchronise and program[place[lane]].is_compute and unfinished[lane]
                 ):
@@ -66,10 +66,10 @@ def never_ends(
                 queue
                 and queues[queue[0].sender, link][:1] == queue[:1] == queues[queue[0].receiver, link][:1]
             ):
-                turn = queue[0]
-                for end in (turn.sender, turn.receiver):
+                message = queue[0]
+                for end in (message.sender, message.receiver):
                     queues[end, link].pop(0)
-                    unfinished[end].discard(turn)
+                    unfinished[end].discard(message)
                 moved = True
     stuck = {
         lane: str(program[place[lane]]) for lane, program in programs.items() if place[lane] < len(program)
@@ -116,39 +116,39 @@ def test_programs_end_whatever_waits_for_its_device(
     programs = made_programs(schedule, phase, num_stages, number, tuple(sorted(skips)))
     if idle:
         programs[len(programs)] = tuple(action for action in programs[0] if action.stage < 0)
-    turns = turns_of(programs)
+    ordered = message_order(programs)
     for synchronise in (False, True):
-        assert not never_ends(programs, turns, synchronise=synchronise)
-    # Posted before its turn, and queued before it is waited for.
+        assert not never_ends(programs, ordered, synchronise=synchronise)
+    # Posted before its place, and queued before it is waited for.
     numbers = {
         lane: {str(action): index for index, action in enumerate(program)}
         for lane, program in programs.items()
     }
-    for turn in turns:
-        letter = turn.channel.direction
-        names = {place: "IO"[-1 - place] if place < 0 else str(place) for place in turn.channel[:2]}
-        source, destination = names[turn.channel.source], names[turn.channel.destination]
-        send, done = (f"{source}{kind}{letter}{turn.micro_batch}>{destination}" for kind in "SD")
-        receive, wait = (f"{destination}{kind}{letter}{turn.micro_batch}<{source}" for kind in "RW")
-        assert numbers[turn.sender][send] < turn.sender_place <= numbers[turn.sender][done]
-        assert numbers[turn.receiver][receive] < turn.receiver_place <= numbers[turn.receiver][wait]
+    for message in ordered:
+        letter = message.channel.direction
+        names = {place: "IO"[-1 - place] if place < 0 else str(place) for place in message.channel[:2]}
+        source, destination = names[message.channel.source], names[message.channel.destination]
+        send, done = (f"{source}{kind}{letter}{message.micro_batch}>{destination}" for kind in "SD")
+        receive, wait = (f"{destination}{kind}{letter}{message.micro_batch}<{source}" for kind in "RW")
+        assert numbers[message.sender][send] < message.sender_place <= numbers[message.sender][done]
+        assert numbers[message.receiver][receive] < message.receiver_place <= numbers[message.receiver][wait]
 
 
 def test_the_model_sees_a_hang() -> None:
     """As programs post them, the ends of a shared communicator have their operations in different orders."""
     programs = made_programs("fill_drain", "train", 2, 4, ())
-    turns = turns_of(programs)
+    ordered = message_order(programs)
     posted = []
-    for turn in turns:
+    for message in ordered:
         places = []
-        for lane, kind in ((turn.sender, "S"), (turn.receiver, "R")):
+        for lane, kind in ((message.sender, "S"), (message.receiver, "R")):
             found = [
                 i
                 for i, a in enumerate(programs[lane])
-                if a.kind.value[0] == kind and a.kind.value[1:] and a.channel == turn.channel
+                if a.kind.value[0] == kind and a.kind.value[1:] and a.channel == message.channel
             ]
-            places.append(next(i for i in found if programs[lane][i].micro_batch == turn.micro_batch) + 1)
-        posted.append(turn._replace(sender_place=places[0], receiver_place=places[1]))
+            places.append(next(i for i in found if programs[lane][i].micro_batch == message.micro_batch) + 1)
+        posted.append(message._replace(sender_place=places[0], receiver_place=places[1]))
     assert never_ends(programs, tuple(posted), synchronise=False)
 
 
@@ -156,20 +156,20 @@ def test_with_one_micro_batch_no_gradient_is_received_before_the_forward() -> No
     for schedule in ONE_STAGE:
         for num_stages in range(2, 9):
             programs = made_programs(schedule, "train", num_stages, 1, ())
-            for turn in turns_of(programs):
-                if turn.channel.direction == "B" and turn.receiver != turn.sender:
+            for message in message_order(programs):
+                if message.channel.direction == "B" and message.receiver != message.sender:
                     forward = next(
                         i
-                        for i, action in enumerate(programs[turn.receiver])
-                        if str(action) == f"{turn.receiver}F0"
+                        for i, action in enumerate(programs[message.receiver])
+                        if str(action) == f"{message.receiver}F0"
                     )
-                    assert turn.receiver_place > forward
+                    assert message.receiver_place > forward
 
 
 def test_programs_that_get_stuck_have_no_turns() -> None:
     programs = parse_programs("lane 0: 0WF0<1 0RF0<1 0SF0>1\nlane 1: 1RF0<0 1WF0<0 1SF0>0\n")
     with pytest.raises(ScheduleError, match="never ends"):
-        turns_of(programs)
+        message_order(programs)
 
 
 @st.composite
@@ -263,24 +263,26 @@ def test_ranks_have_the_same_order_and_every_message_once(
     rows = RowTable(
         local_rows=tuple(local), num_micro_batches=number, stage_ranks=ranks, gather_inputs=gather
     )
-    turns = turns_of(made_programs("1f1b", "forward", len(ranks), number, ()))
-    mine = [queue_turns(turns, rank, rows) for rank in range(size)]
+    ordered = message_order(made_programs("1f1b", "forward", len(ranks), number, ()))
+    mine = [queued_messages(ordered, rank, rows) for rank in range(size)]
     for rank, own in enumerate(mine):
-        places = [turn.place for turn in own]
+        places = [message.place for message in own]
         assert places == sorted(places)
         for other in range(rank + 1, size):
-            here = [(turn.channel, turn.is_send) for turn in own if turn.peer == other]
-            there = [(turn.channel, not turn.is_send) for turn in mine[other] if turn.peer == rank]
+            here = [(message.channel, message.is_send) for message in own if message.peer == other]
+            there = [
+                (message.channel, not message.is_send) for message in mine[other] if message.peer == rank
+            ]
             assert here == there
     wanted = sum(
         piece.peer != rank
         for rank in range(size)
-        for channel, micro_batch in {(turn.channel, turn.micro_batch) for turn in turns}
+        for channel, micro_batch in {(message.channel, message.micro_batch) for message in ordered}
         if rank in rows.ranks(channel.source)
         for piece in rows.pieces(channel.source, channel.destination, rank, micro_batch)
     )
-    assert sum(turn.is_send for own in mine for turn in own) == wanted
-    for source, destination in {turn.channel[:2] for turn in turns}:
+    assert sum(message.is_send for own in mine for message in own) == wanted
+    for source, destination in {message.channel[:2] for message in ordered}:
         named = {
             (rank, piece.peer)
             for m in range(number)

@@ -1,7 +1,7 @@
-"""The turns of one rank: which of its messages is queued when, in a step with certain rows; and the routes that
+"""The order of one rank: which of its messages is queued when, in a step with certain rows; and the routes that
 messages can take.
 
-In: the turns of all lanes (`schedule/turns.py`), the step's rows. Out: this rank's `QueueTurn`s. Of a message
+In: the order of the messages of all lanes (`schedule/message_order.py`), the step's rows. Out: this rank's `QueuedMessage`s. Of a message
 between two lanes, the pieces between their ranks have one order on all ranks: by row, then by sender and
 receiver.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rannc_backend.ir.action import INPUT, OUTPUT, Channel, Turn
+from rannc_backend.ir.action import INPUT, OUTPUT, Channel, OrderedMessage
 from rannc_backend.ir.exchange import Edge
 from rannc_backend.runtime.rows import RowTable
-from rannc_backend.runtime.world import QueueTurn, Ranks, Route
+from rannc_backend.runtime.world import QueuedMessage, Ranks, Route
 
 
 def lane_of_rank(rank: int, stage_ranks: Sequence[Sequence[int]]) -> int:
@@ -24,29 +24,33 @@ def lane_of_rank(rank: int, stage_ranks: Sequence[Sequence[int]]) -> int:
     return next((lane for lane, ranks in enumerate(lanes) if rank in ranks), len(lanes))
 
 
-def queue_turns(turns: Sequence[Turn], rank: int, rows: RowTable) -> tuple[QueueTurn, ...]:
+def queued_messages(
+    ordered: Sequence[OrderedMessage], rank: int, rows: RowTable
+) -> tuple[QueuedMessage, ...]:
     """The messages of ``rank`` in the order in which it queues them."""
     lane = lane_of_rank(rank, rows.stage_ranks)
     lanes = [lane_of_rank(other, rows.stage_ranks) for other in range(len(rows.local_rows))]
     result = []
-    for turn in turns:
-        if lane not in (turn.sender, turn.receiver):
+    for message in ordered:
+        if lane not in (message.sender, message.receiver):
             continue
-        source, destination, name = turn.channel.source, turn.channel.destination, str(turn.channel)
+        source, destination, name = message.channel.source, message.channel.destination, str(message.channel)
         found = []  # (first row, sender, receiver)
-        if lane == turn.sender:
-            pieces = rows.pieces(source, destination, rank, turn.micro_batch)
+        if lane == message.sender:
+            pieces = rows.pieces(source, destination, rank, message.micro_batch)
             found += [
-                (piece.start, rank, piece.peer) for piece in pieces if lanes[piece.peer] == turn.receiver
+                (piece.start, rank, piece.peer) for piece in pieces if lanes[piece.peer] == message.receiver
             ]
-        if lane == turn.receiver:
-            pieces = rows.pieces(destination, source, rank, turn.micro_batch)
-            found += [(piece.start, piece.peer, rank) for piece in pieces if lanes[piece.peer] == turn.sender]
+        if lane == message.receiver:
+            pieces = rows.pieces(destination, source, rank, message.micro_batch)
+            found += [
+                (piece.start, piece.peer, rank) for piece in pieces if lanes[piece.peer] == message.sender
+            ]
         for _, sender, receiver in sorted(set(found)):
             if sender != receiver:
                 is_send = sender == rank
-                place = turn.sender_place if is_send else turn.receiver_place
-                result.append(QueueTurn(place, name, receiver if is_send else sender, is_send))
+                place = message.sender_place if is_send else message.receiver_place
+                result.append(QueuedMessage(place, name, receiver if is_send else sender, is_send))
     return tuple(result)
 
 
