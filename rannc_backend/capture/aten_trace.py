@@ -428,11 +428,13 @@ class _AtenInterpreter(fx.Interpreter):
 
 def fixed_rows(what: str, location: str) -> UnsupportedModelError:
     """The model has used its batch size as a number."""
-    return UnsupportedModelError(
+    error = UnsupportedModelError(
         f"{what} works for one batch size only",
         location=location,
         cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
     )
+    error.needs_batch_size = True
+    return error
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

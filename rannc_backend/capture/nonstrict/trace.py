@@ -243,7 +243,9 @@ def _traced(
         hint = prime_apart_from(numbers, suits)
         if not hint:
             raise _no_hint(run.size_tests, num_rows)
-    raise UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
+    error = UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
+    error.needs_batch_size = True
+    raise error
 
 
 def _takes_the_path(tests: Sequence[SizeTest], num_rows: int, hint: int) -> bool:
@@ -293,7 +295,7 @@ class _Run:
         self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
         with swapped(self._module, others) as swap:
             with watch.watching():
-                result = _rannc_forward(self._module, args, kwargs)
+                result = _rannc_forward(self._kept, args, kwargs)
             write_back(swap.replaced())
         self.size_tests = watch.size_tests()
         leaves, self.structure = taken_apart(result)
@@ -351,10 +353,10 @@ class _Run:
             )
 
 
-def _rannc_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Traces of the user's lines begin below this function. Not the module's call, which may be compiled.
+def _rannc_forward(kept: KeptModules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Traces of the user's lines begin below this function.
     try:
-        return module._call_impl(*args, **kwargs)
+        return kept.forward(args, kwargs)
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
         raise DataDependentControlFlowError(
             "the forward decides by a value that is known only when it runs",
@@ -484,4 +486,4 @@ def _run_on_fakes(
             fx.traceback.preserve_node_meta(),
             watch.watching(),
         ):
-            _rannc_forward(module, args, kwargs)
+            _rannc_forward(kept, args, kwargs)
