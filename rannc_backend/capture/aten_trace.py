@@ -431,7 +431,8 @@ def fixed_rows(what: str, location: str) -> UnsupportedModelError:
     error = UnsupportedModelError(
         f"{what} works for one batch size only",
         location=location,
-        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
+        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with "
+        "all rows at once instead of in a loop over them.",
     )
     error.needs_batch_size = True
     return error

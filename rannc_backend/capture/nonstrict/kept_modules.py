@@ -63,10 +63,11 @@ class KeptModules:
 
     Attributes:
         names: of those that were called as operators, with their classes.
+        all_rows: whether all arguments as long as the batch have its rows, also where the code makes a number of that.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, *, all_rows: bool = False) -> None:
+        self._root, self.all_rows = root, all_rows
         self._paths = {id(part): name for name, part in root.named_modules()}
         self._kept: set[object] = set()
         self._refused: set[object] = set()
@@ -151,6 +152,12 @@ class KeptModules:
         """What to tell the user: what failed before anything was kept."""
         return self._first or error
 
+    def why(self) -> str:
+        """What failed before anything was kept, and where."""
+        if self._first is None:
+            return ""
+        return self._first.problem + (f" at {self._first.location}" if self._first.location else "")
+
     def _modules_of(self, error: BaseException) -> Sequence[nn.Module]:
         cause: BaseException | None = error
         while cause is not None:
@@ -226,7 +233,7 @@ class _Whole:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         before = [tensor._version for tensor in tensors]
         draws = UnsupportedModelError(
-            f"{self.path} decides by values, so it runs as written, and draws random numbers",
+            f"{self.path} decides by values or by its batch size, so it runs as written, and draws random numbers",
             cure="draw them outside of this module and pass them to it, or switch its dropout off.",
         )
         own = named_tensors(module)
@@ -235,7 +242,7 @@ class _Whole:
             result = module._call_impl(*args, **kwargs)  # not its call, which may be compiled
         if [tensor._version for tensor in tensors] != before:
             raise UnsupportedModelError(
-                f"{self.path} decides by values, so it runs as written, and changes its inputs or buffers in place",
+                f"{self.path} decides by values or by its batch size, so it runs as written, and changes its inputs or buffers in place",
                 cure="write it without the in-place operation.",
             )
         found, spec = pytree.tree_flatten(result)
@@ -250,7 +257,7 @@ class _Whole:
         expected = [(result.shape(tensors), result.dtype) for result in self.results]
         if shapes != expected or given != self.given:
             raise UnsupportedModelError(
-                f"{self.path} decides by values, and gives results of other sizes {shapes} or kinds than it did "
+                f"{self.path} decides by values or by its batch size, and gives results of other sizes {shapes} or kinds than it did "
                 f"when it was captured {expected}",
                 cure="let its results have sizes that depend on the sizes of its arguments alone.",
             )
@@ -291,7 +298,7 @@ class _Whole:
         ):
             return
         raise UnsupportedModelError(
-            f"{self.path} decides by values, so it runs as written, forward and again for its gradient, and gave "
+            f"{self.path} decides by values or by its batch size, so it runs as written, forward and again for its gradient, and gave "
             "other results the second time",
             cure="let it depend on its arguments, parameters and buffers alone.",
         )
@@ -350,7 +357,7 @@ def _called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
 
 def _cannot(path: str, why: str) -> UnsupportedModelError:
     return needing_value(
-        f"{path} decides by values that are known only when it runs, and cannot run as written, since it {why}",
+        f"{path} decides by values or by its batch size, and cannot run as written, since it {why}",
         "",
     )
 

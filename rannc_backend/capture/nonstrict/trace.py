@@ -81,6 +81,7 @@ class Recorded:
     unchecked: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()  # values that chose the path
     kept_modules: Mapping[str, str] = field(default_factory=dict)  # that run as written, with their classes
+    why_kept: str = ""
     lengths: LengthDims = NO_LENGTHS
 
     def takes(self, num_rows: int) -> bool:
@@ -103,11 +104,13 @@ class Recorded:
         return self.structure.rebuilt(map(leaf, range(self.structure.num_leaves)))
 
 
-def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset()) -> Recorded:
+def record(
+    module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset(), all_rows: bool = False
+) -> Recorded:
     """Capture one call of the module. Collective where its code tests its batch size or values.
 
     ``changing``: (tensor of the call, dimension) of sizes that other calls have had otherwise: these are lengths
-    where the forward can be traced so.
+    where the forward can be traced so. ``all_rows``: see `KeptModules`.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
@@ -118,7 +121,7 @@ def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = fro
     tensors = [
         None if ranks.is_absent(item.tensor) else item.tensor for item in inputs_of(places_of(module), call)
     ]
-    kept = KeptModules(module)
+    kept = KeptModules(module, all_rows=all_rows)
     while True:
         try:
             recorded, unchecked, decisions = checked_both_ways(
@@ -131,7 +134,13 @@ def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = fro
                 raise kept.refusal(error) from error
             logger.debug("the forward is run again with more modules kept whole: %s", error)
             continue
-        return replace(recorded, unchecked=unchecked, decisions=decisions, kept_modules=dict(kept.names))
+        return replace(
+            recorded,
+            unchecked=unchecked,
+            decisions=decisions,
+            kept_modules=dict(kept.names),
+            why_kept=kept.why(),
+        )
 
 
 def _recorded(
@@ -185,6 +194,8 @@ def _recorded_at(
     try:
         run, trace, batch = traced(guess)
     except (UnsupportedModelError, NoBatchDimensionError) as error:
+        if kept.all_rows:
+            raise
         try:
             batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers), kept)
         except NoBatchDimensionError:
