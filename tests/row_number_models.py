@@ -1,4 +1,5 @@
-"""Models whose code uses the batch size as a number: loops over rows, halves of a batch, shares of it.
+"""Models whose code uses the batch size as a number: loops over rows, halves of a batch, shares of it;
+and one that keeps a value of the batch.
 
 In: nothing. Out: `MODELS` by way, `KEPT`: the classes of each that run as written. Each takes rows `x` and labels `y`
 as `data_size_models.batch` makes them, and gives its loss.
@@ -91,6 +92,19 @@ class FirstHalf(Layered):
         return z[:half].mean() + z[half:].square().mean() / (x.shape[0] - half)
 
 
+class Running(Layered):
+    """An average of the loss that is kept as a plain attribute, and comes back in the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = torch.zeros((), dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.last(torch.tanh(self.first(x))).square().mean() + y.sum() * 0
+        self.running = 0.9 * self.running + 0.1 * loss.detach()
+        return loss + self.running
+
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "numbered": Numbered,
     "iterated": Iterated,
@@ -99,6 +113,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "halves": Halves,
     "share": Share,
     "first half": FirstHalf,
+    "running": Running,
 }
 KEPT: Mapping[str, str] = {
     "numbered": "Numbered",
