@@ -95,6 +95,7 @@ def size_node(
         return float(value)
     if value in known:
         return known[value]
+    function: Callable[..., Any]
     if value.is_Pow and value.exp.is_Integer and value.exp > 0:
         parts, function = [value.base] * int(value.exp), operator.mul
     elif type(value).__name__ in _OF_ONE:

@@ -109,7 +109,7 @@ def _read_sizes_from_inputs(graph: fx.Graph, symbol: sympy.Symbol) -> None:
         with graph.inserting_before(begin):
             known[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (sources[0], 0))
         known[symbol].meta["val"] = sources[0].meta["val"].shape[0]
-    sizes: dict[sympy.Expr, fx.Node | int | None] = {}
+    sizes: dict[sympy.Expr, fx.Node | int | float | None] = {}
     replaced = []  # erased last: `begin` may be one of them
     for node in list(graph.nodes):
         value = node.meta.get("val")
