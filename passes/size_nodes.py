@@ -38,6 +38,14 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "PythonMod": operator.mod,
     "Max": torch.sym_max,
     "Min": torch.sym_min,
+    "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": operator.truediv,
+}
+_OF_ONE: dict[str, Callable[[Any], Any]] = {
+    "ToFloat": torch.sym_float,
+    "TruncToInt": math.trunc,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
 }
 
 
@@ -68,7 +76,7 @@ def plain(expression: Any) -> Size:
 
 def number_of(expression: sympy.Expr, symbols: Sequence[sympy.Symbol], numbers: Sequence[Any]) -> Any:
     """The expression with these numbers, plain or symbolic, in place of its symbols."""
-    return sympy.lambdify(symbols, expression, modules=[_OPERATORS])(*numbers)
+    return sympy.lambdify(symbols, expression, modules=[_OPERATORS, _OF_ONE])(*numbers)
 
 
 def plain_at(size: Size, known: Mapping[sympy.Symbol, sympy.Expr]) -> Size:
@@ -78,17 +86,22 @@ def plain_at(size: Size, known: Mapping[sympy.Symbol, sympy.Expr]) -> Size:
 
 def size_node(
     graph: fx.Graph, expression: Any, known: Mapping[sympy.Symbol, fx.Node]
-) -> fx.Node | int | None:
+) -> fx.Node | int | float | None:
     """The expression's value from the nodes of its symbols, made where the graph inserts; None where an operator
     of it is not known, or a symbol.
     """
     value = size_expression(expression)
     if value.is_Integer:
         return int(value)
+    if value.is_Float:
+        return float(value)
     if value in known:
         return known[value]
+    function: Callable[..., Any]
     if value.is_Pow and value.exp.is_Integer and value.exp > 0:
         parts, function = [value.base] * int(value.exp), operator.mul
+    elif type(value).__name__ in _OF_ONE:
+        parts, function = list(value.args), _OF_ONE[type(value).__name__]
     elif type(value).__name__ in _OPERATORS:
         parts, function = list(value.args), _OPERATORS[type(value).__name__]
     else:
@@ -96,13 +109,15 @@ def size_node(
     operands = [size_node(graph, part, known) for part in parts]
     if any(operand is None for operand in operands):
         return None
+    if type(value).__name__ in _OF_ONE:
+        return _applied(graph, function, *operands)
     return functools.reduce(functools.partial(_applied, graph, function), operands)
 
 
-def _applied(graph: fx.Graph, function: Callable[[Any, Any], Any], left: Any, right: Any) -> fx.Node:
-    made = graph.call_function(function, (left, right))
+def _applied(graph: fx.Graph, function: Callable[..., Any], *operands: Any) -> fx.Node:
+    made = graph.call_function(function, operands)
     made.meta["val"] = function(
-        *(item.meta["val"] if isinstance(item, fx.Node) else item for item in (left, right))
+        *(item.meta["val"] if isinstance(item, fx.Node) else item for item in operands)
     )
     return made
 

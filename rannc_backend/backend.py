@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rannc_backend.ir.graph_input import BatchInput, StateInput
+from rannc_backend.ir.graph_input import StateInput
 from rannc_backend.runtime.job.disabled_compile import (
     say_if_unused,
     warn_if_disabled,
@@ -44,9 +44,9 @@ from rannc_backend.capture.inputs import plain_numbers  # noqa: E402
 from rannc_backend.capture.module_compile import trace_modules_of_torch  # noqa: E402
 from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E402
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
-from rannc_backend.capture.nonstrict.ranks import Ranks  # noqa: E402
 from rannc_backend.capture.nonstrict.trace import Changing  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
+from rannc_backend.capture.sizes_of_call import sizes_of_call, with_fixed_inputs  # noqa: E402
 from rannc_backend.capture.written_out import trace_margin_loss, trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import (  # noqa: E402
     Prepare,
@@ -64,14 +64,15 @@ from rannc_backend.log.first_call import FirstCall, memory_of  # noqa: E402
 from rannc_backend.log.logger import setup_logging  # noqa: E402
 from rannc_backend.log.startup import say_options  # noqa: E402
 from rannc_backend.log.step_timer import log_step_timer  # noqa: E402
-from rannc_backend.nonstrict_call import NonstrictCalls, Way  # noqa: E402
+from rannc_backend.nonstrict_call import NonstrictCalls, Way, ranks_of_job  # noqa: E402
 from rannc_backend.padded_call import padded_arguments  # noqa: E402
 from rannc_backend.passes.pipeline import dumping  # noqa: E402
 from rannc_backend.planner.cluster.this_machine import cache_directory  # noqa: E402
-from rannc_backend.runtime.absent_tensors import is_absent, refuse_again, restore_classes, strides_of  # noqa: E402
+from rannc_backend.runtime.absent_tensors import refuse_again, restore_classes, strides_of  # noqa: E402
 from rannc_backend.runtime.agreement import agree  # noqa: E402
 from rannc_backend.runtime.job import bootstrap  # noqa: E402
 from rannc_backend.runtime.step.autograd import call_training  # noqa: E402
+from rannc_backend.runtime.step.digests import digest  # noqa: E402
 from rannc_backend.runtime.step.graph_runtime import GraphRuntime  # noqa: E402
 from rannc_backend.runtime.world import World  # noqa: E402
 from rannc_backend.session import Session  # noqa: E402
@@ -171,20 +172,21 @@ def _deployed(
         with _capturing(resolution.config, world) as details:
             captured, values = captured_as(with_lengths)
             details.append(f"{len(captured.graph_module.graph.nodes)} nodes")
-        return captured.with_gradients(resolution.config.sparse_gradients, world.device), values
+        captured = captured.with_gradients(resolution.config.sparse_gradients, world.device)
+        return with_fixed_inputs(captured, values, digest), values
 
     captured, values = captured_now(True)
     session = _session_for(captured.root_module, resolution, capture.fixed_shapes(captured))
     runtime = None
     try:
-        runtime = session.best_runtime(captured, values, *_sizes_of_call(captured, values))
+        runtime = session.best_runtime(captured, values, *sizes_of_call(captured, values))
     except ModelError as error:
         if not captured.lengths and not captured.number_symbols:
             raise
         logger.debug("the model is captured for the sizes and numbers of this call alone: %s", error)
     if runtime is None:
         captured, values = captured_now(False)
-        runtime = session.best_runtime(captured, values, *_sizes_of_call(captured, values))
+        runtime = session.best_runtime(captured, values, *sizes_of_call(captured, values))
     return session, captured, runtime, session.take_moved()
 
 
@@ -236,7 +238,7 @@ def _second_way(module: nn.Module | None, told: Mapping[str, Any]) -> NonstrictC
         way=lambda: _way(config()),
         dynamic=told.get("dynamic") is not False,
         prepare=functools.partial(_prepare_without_dynamo, told.get("options")),
-        ranks=functools.cache(lambda: _ranks(config())),
+        ranks=functools.cache(lambda: ranks_of_job(config())),
         leads=bootstrap.leads,
     )
 
@@ -301,41 +303,26 @@ def _prepare_without_dynamo(
             # What is the model's goes to its place when that is deployed.
             own = [] if on_host else [place.tensor() for place in places_of(module)]
             _check_device([*own, *call.tensors], world)
-            ranks = _ranks(config, world.device if on_host else None)
+            ranks = ranks_of_job(config, world.device if on_host else None)
             found: list[Capture] = []
 
-            def captured_as(with_lengths: bool) -> tuple[capture.CapturedGraph, Sequence[Any]]:
-                found.append(capture_call(module, call, ranks, changing if with_lengths else set()))
+            def captured_as(
+                with_lengths: bool, all_rows: bool = False
+            ) -> tuple[capture.CapturedGraph, Sequence[Any]]:
+                dims = changing if with_lengths else set()
+                found.append(capture_call(module, call, ranks, dims, all_rows=all_rows))
                 return found[-1].recorded.captured, found[-1].tensors(call)
 
-            session, captured, runtime, _ = _deployed(resolution, world, captured_as)
+            try:
+                session, captured, runtime, _ = _deployed(resolution, world, captured_as)
+            except ModelError as error:
+                if not error.needs_batch_size:
+                    raise
+                again = functools.partial(captured_as, all_rows=True)
+                session, captured, runtime, _ = _deployed(resolution, world, again)
             return found[-1].renewed(module), _bind(session, runtime, captured)
     finally:
         refuse_again(REGISTRY.absent_tensors())
-
-
-def _ranks(config: Config, device: torch.device | None = None) -> Ranks:
-    """What a capture without Dynamo asks of the job. ``device``: as of `Ranks`."""
-
-    def exchange(payload: Any) -> list[Any]:
-        world = bootstrap.start(bootstrap.options_of(config))
-        answers = agree(
-            world,
-            "a value that the model's code reads",
-            payload,
-            limit_seconds=config.compile_timeout_seconds,
-        )
-        if config.gather_inputs:
-            return answers
-        return [next((answer for answer in answers if answer is not None), None)]
-
-    return Ranks(
-        strides_of=strides_of,
-        global_rows=lambda local_rows: sum(exchange(local_rows)),
-        exchange=exchange,
-        is_absent=is_absent,
-        device=device,
-    )
 
 
 def _is_rannc(backend: object) -> bool:
@@ -407,7 +394,8 @@ def _check_number(session: Session, module: nn.Module, shapes: tuple[str, ...]) 
             f"the model has been compiled {number} times, as often as torch._dynamo.config.recompile_limit allows, "
             f"and now again for inputs of shapes that it was compiled for before{told and ': '}{told}",
             cure="give a number that changes as a tensor, torch.tensor(value, dtype=torch.float64), an attribute as a buffer "
-            "that is changed in place; look for what else changes between calls (a global, an argument that is no tensor); "
+            "that is changed in place (where an operator takes Python's numbers alone, eps, write it out with operators that "
+            "take tensors); look for what else changes between calls (a global, an argument that is no tensor); "
             "or set the limit higher at the start.",
         )
     if number == limit and session.world.rank == 0:
@@ -443,7 +431,7 @@ def _bind(
         current = session.runtimes.get(key)
         if current is None:
             again = replace(session.captured[key], root_module=model)
-            current = session.runtime_for(again, *_sizes_of_call(again, flat_args))
+            current = session.runtime_for(again, *sizes_of_call(again, flat_args))
         tensors = [flat_args[position] for position in order]
         if torch.is_grad_enabled() and any(output.differentiable for output in current.outputs):
             results = call_training(current, tensors)
@@ -456,14 +444,6 @@ def _bind(
 
     session.compiled.add(call)
     return call
-
-
-def _sizes_of_call(captured: capture.CapturedGraph, flat_args: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
-    """Rows and lengths of a call with these arguments."""
-    batch = next(spec.position for spec in captured.inputs if isinstance(spec, BatchInput))
-    position_of = {spec.name: spec.position for spec in captured.inputs}
-    lengths = (flat_args[position_of[length.carrier]].shape[length.dim] for length in captured.lengths)
-    return int(flat_args[batch].shape[0]), tuple(map(int, lengths))
 
 
 def _raising(error: RanncError) -> Callable[..., Sequence[Any]]:

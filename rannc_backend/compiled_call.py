@@ -207,7 +207,8 @@ def _served_either_way(
             return _served(call, compiled, args, kwargs), call
         except ModelError as error:
             # What fails in a step, here or on another rank, is not the capture.
-            if call.arrived or call.captured or second is None or not second.choose(error):
+            deployed = call.arrived or (call.captured and not error.needs_batch_size)
+            if deployed or second is None or not second.choose(error):
                 raise
     call = _Call(args=args, kwargs=kwargs)
     return _served(call, lambda *args, **kwargs: second(args, kwargs), args, kwargs), call

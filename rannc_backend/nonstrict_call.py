@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from rannc_backend.capture.dynamo import marked_sizes
@@ -28,6 +29,10 @@ from rannc_backend.errors import (
     RanncError,
     extended,
 )
+from rannc_backend.runtime.absent_tensors import is_absent, strides_of
+from rannc_backend.runtime.agreement import agree
+from rannc_backend.runtime.job import bootstrap
+from rannc_backend.settings.options import Config
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +146,16 @@ class NonstrictCalls:
             )
         if recorded.kept_modules:
             logger.info(
-                "%s run as written, and once more for their gradients, since their code decides by values; steps "
-                "have one micro-batch, unless rannc_backend.row_wise declares that their class computes each row "
-                "by itself",
+                "%s run as written, and once more for their gradients, since their code decides by values or by the "
+                "batch size; steps have one micro-batch, unless rannc_backend.row_wise declares that their class "
+                "computes each row by itself",
                 ", ".join(f"{path} ({name})" for path, name in recorded.kept_modules.items()),
+            )
+        if "the model" in recorded.kept_modules:
+            logger.warning(
+                "its own forward uses its batch size as a number (%s), so all of it is one operator, which one rank "
+                "computes: move these lines into a submodule, or compute with all rows at once, to have stages",
+                recorded.why_kept,
             )
         if recorded.decisions:
             logger.info(
@@ -152,3 +163,27 @@ class NonstrictCalls:
                 "another answer captures another path",
                 "; ".join(dict.fromkeys(decision.location for decision in recorded.decisions)),
             )
+
+
+def ranks_of_job(config: Config, device: torch.device | None = None) -> Ranks:
+    """What a capture without Dynamo asks of the job. ``device``: as of `Ranks`."""
+
+    def exchange(payload: Any) -> list[Any]:
+        world = bootstrap.start(bootstrap.options_of(config))
+        answers = agree(
+            world,
+            "a value that the model's code reads",
+            payload,
+            limit_seconds=config.compile_timeout_seconds,
+        )
+        if config.gather_inputs:
+            return answers
+        return [next((answer for answer in answers if answer is not None), None)]
+
+    return Ranks(
+        strides_of=strides_of,
+        global_rows=lambda local_rows: sum(exchange(local_rows)),
+        exchange=exchange,
+        is_absent=is_absent,
+        device=device,
+    )

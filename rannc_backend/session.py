@@ -145,6 +145,7 @@ class Session:
                 "lengths": lengths,
                 "planned": [each.planned(size) for each, size in zip(captured.lengths, lengths)],
                 "shapes": fixed_shapes(captured),
+                "fixed": dict(captured.fixed_inputs),
                 "options": self.config.model_dump(),
                 "torch": torch.__version__,
                 "device": str(self.world.device),

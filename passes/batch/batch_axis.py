@@ -355,7 +355,7 @@ class _Analysis:
         if (code := operator_code(node.target)) is not None and not is_row_wise(node.target):
             raise PassError(
                 node,
-                f"{code.runs_whole} runs as written, since its code decides by values, and its class is not "
+                f"{code.runs_whole} runs as written, since its code decides by values or by its batch size, and its class is not "
                 "declared with rannc_backend.row_wise",
             )
         rule = self._rule(node, name)

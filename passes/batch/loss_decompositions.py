@@ -63,18 +63,23 @@ ASSERTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class DecomposeReductions(GraphPass):
-    """See the module docstring. Refuses graphs that use the batch size in a way that cannot be rewritten."""
+    """See the module docstring. Refuses graphs that use the batch size in a way that cannot be rewritten, but where
+    rows are `together`: the size of the one slice is that of the whole batch.
+    """
 
     name: ClassVar[str] = "decompose_reductions"
     requires: ClassVar[frozenset[str]] = CANONICAL
     provides: ClassVar[frozenset[str]] = frozenset({"sums_only"})
     rows_symbol: sympy.Symbol
+    together: bool = False
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        return decompose_batch_reductions(graph_module, self.rows_symbol)
+        return decompose_batch_reductions(graph_module, self.rows_symbol, together=self.together)
 
 
-def decompose_batch_reductions(graph_module: fx.GraphModule, rows_symbol: sympy.Symbol) -> fx.GraphModule:
+def decompose_batch_reductions(
+    graph_module: fx.GraphModule, rows_symbol: sympy.Symbol, *, together: bool = False
+) -> fx.GraphModule:
     """Rewrite as the module says; the caller recompiles. Raises PassError where the batch size is used in a
     way that cannot be rewritten.
     """
@@ -89,7 +94,7 @@ def decompose_batch_reductions(graph_module: fx.GraphModule, rows_symbol: sympy.
         if function is not None:
             new_nodes = inline(node, trace_function(function, node.args, node.kwargs))
             pending.extend(reversed(new_nodes))
-    _RowNumbers(graph_module, rows_symbol).replace()
+    _RowNumbers(graph_module, rows_symbol, together=together).replace()
     _read_sizes_from_inputs(graph, rows_symbol)
     graph.eliminate_dead_code()
     return graph_module
@@ -104,7 +109,7 @@ def _read_sizes_from_inputs(graph: fx.Graph, symbol: sympy.Symbol) -> None:
         with graph.inserting_before(begin):
             known[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (sources[0], 0))
         known[symbol].meta["val"] = sources[0].meta["val"].shape[0]
-    sizes: dict[sympy.Expr, fx.Node | int | None] = {}
+    sizes: dict[sympy.Expr, fx.Node | int | float | None] = {}
     replaced = []  # erased last: `begin` may be one of them
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -315,9 +320,10 @@ _ARITHMETIC: dict[str, Callable[..., Tensor]] = {
 class _RowNumbers:
     """Replaces symbolic numbers that are no shapes by tensors computed from "global_rows"."""
 
-    def __init__(self, graph_module: fx.GraphModule, symbol: sympy.Symbol) -> None:
+    def __init__(self, graph_module: fx.GraphModule, symbol: sympy.Symbol, *, together: bool) -> None:
         self.graph = graph_module.graph
         self.symbol = symbol
+        self.together = together
         self.tensors: dict[fx.Node, fx.Node] = {}
 
     def replace(self) -> None:
@@ -403,6 +409,9 @@ class _RowNumbers:
             if times is not None:
                 return self._call(number, operator.mul, (self._global_rows(value), times))
         function = _ARITHMETIC.get(operator_name(number.target))
+        if function is None and self.together:
+            # The number itself, of the one slice: in float64 it is a sum of that slice, which may be asked for.
+            return self._call(number, lambda size: torch.full((), size, dtype=torch.float64), (number,))
         if function is None:
             raise PassError(
                 number,

@@ -97,7 +97,7 @@ def split_batch(
     free = (set(batch_inputs) | set(replicated_inputs)) - set(gradient_inputs)
 
     def split() -> BatchSplit:
-        sums = run_pass(DecomposeReductions(rows_symbol), copy)
+        sums = run_pass(DecomposeReductions(rows_symbol, together), copy)
         found = run_pass(FindRows(batch_inputs, rows_symbol, free, together), sums)
         pure = run_pass(PureRandomness(found.layouts, rows_symbol, found.meeting), found.graph_module)
         parts = SplitReductions(

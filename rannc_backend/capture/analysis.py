@@ -78,7 +78,9 @@ class GraphAnalysis:
             if node.op == "placeholder":
                 if node.name in self.needs_grad or node.target in self.needs_grad:
                     tainted.add(node)
-            elif any(argument in tainted for argument in node.all_input_nodes):
+            elif node.target is not torch.ops.aten.detach.default and any(
+                argument in tainted for argument in node.all_input_nodes
+            ):
                 fake = node.meta.get("val")
                 if (
                     node.op == "output"

@@ -433,11 +433,14 @@ class _AtenInterpreter(fx.Interpreter):
 
 def fixed_rows(what: str, location: str) -> UnsupportedModelError:
     """The model has used its batch size as a number."""
-    return UnsupportedModelError(
+    error = UnsupportedModelError(
         f"{what} works for one batch size only",
         location=location,
-        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number.",
+        cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with "
+        "all rows at once instead of in a loop over them.",
     )
+    error.needs_batch_size = True
+    return error
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

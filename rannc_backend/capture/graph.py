@@ -125,6 +125,7 @@ class CapturedGraph:
     # of those inputs that are Python's floats, by position; and what was assumed of them
     number_symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)
     number_conditions: tuple[sympy.Basic, ...] = ()
+    fixed_inputs: Mapping[str, list[float]] = field(default_factory=dict)  # see `with_fixed_inputs`
 
     def with_gradients(self, of_tables: str, device: torch.device) -> CapturedGraph:
         """Itself, with the option sparse_gradients. Raises UnsupportedModelError where that cannot be on the device."""

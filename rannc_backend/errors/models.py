@@ -15,6 +15,7 @@ class ModelError(UserInputError):
     """
 
     needs_value = False  # whether the reason is a value that is known only when the model runs
+    needs_batch_size = False  # or that its code uses the batch size as a number
     default_cure = "write the line in another way, or take it out of the compiled model."
 
 

@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rannc_backend.capture.analysis import GraphAnalysis
-from rannc_backend.errors import PlanError, RanksDifferError
+from rannc_backend.errors import PlanError, RanksDifferError, UnsupportedModelError
 from rannc_backend.ir.plan import Alternative, Plan
 from rannc_backend.ir.plan_file import read_plan_text, write_text
 from rannc_backend.log.progress import Progress
@@ -252,9 +253,27 @@ def print_plan(plan: Plan, file: str) -> None:
     sys.stdout.flush()
 
 
+def rows_as_number(name: str) -> UnsupportedModelError:
+    """The model's code has made a number of the size of an input, whose rows are those of a batch."""
+    error = UnsupportedModelError(
+        f"the model works for one batch size only: its code turned the size of input {name} into a number",
+        cure="take the batch size from the inputs (x.size(0)), and compute with all rows at once instead of in a loop "
+        "over them.",
+    )
+    error.needs_batch_size = True
+    return error
+
+
 def check_same(answers: list[dict[str, object]]) -> None:
-    """Raise RanksDifferError where what ranks say at a graph's first call is not the same."""
+    """Raise RanksDifferError where what ranks say at a graph's first call is not the same.
+
+    Raises UnsupportedModelError for an input that was captured for its size, and is a batch of its own on each rank.
+    """
     check_same_options([answer["options"] for answer in answers])  # type: ignore[misc]
+    fixed: list[Any] = [answer["fixed"] for answer in answers]
+    for name in fixed[0] if answers[0]["options"]["gather_inputs"] else ():  # type: ignore[index]
+        if all(name in each for each in fixed) and any(each[name] != fixed[0][name] for each in fixed):
+            raise rows_as_number(name)
     shapes = [str(answer["shapes"]) for answer in answers]
     for what, values, cure in (
         ("versions of torch", [str(answer["torch"]) for answer in answers], ""),

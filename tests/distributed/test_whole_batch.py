@@ -16,6 +16,8 @@ CASES = on_plans(
         ("models", "2,1"),
         ("limits", "2"),
         ("data_sizes", "1,1"),
+        ("numbers", "1,1"),
+        ("numbers", "2"),
         ("experts", "1,1"),
         ("experts", "2"),
         ("experts", "2,1"),
@@ -28,7 +30,10 @@ CASES = on_plans(
 
 
 @pytest.mark.parametrize(
-    "case", cases(CASES, "whole-batch", ("models-2", "models-2,1", "experts-2,1", "chosen-2", "chosen-2,1"))
+    "case",
+    cases(
+        CASES, "whole-batch", ("models-2", "models-2,1", "numbers-2", "experts-2,1", "chosen-2", "chosen-2,1")
+    ),
 )
 def test_whole_batch(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rannc_backend.errors import BatchMixedError, OutputNotAvailableError, RanncError
-from tests import choice_models, data_size_models, expert_models
+from tests import choice_models, data_size_models, expert_models, row_number_models
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.odd_models import worst_error
@@ -82,6 +82,13 @@ def whole_batch_data_sizes(context: Context) -> dict[str, Any]:
     """Values whose sizes depend on data, in batches of several sizes."""
     for name, make in data_size_models.MODELS.items():
         _follow(context, name, make, data_size_models.batch)
+    return {}
+
+
+def whole_batch_numbers(context: Context) -> dict[str, Any]:
+    """Code that uses the batch size as a number, in batches of several sizes."""
+    for name, make in row_number_models.MODELS.items():
+        _follow(context, name, make, row_number_models.batch)
     return {}
 
 

@@ -144,7 +144,7 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
         ),
         (
             "values-of-this-ranks-rows",
-            "backend.py",
+            "nonstrict_call.py",
             "        if config.gather_inputs:\n            return answers\n        return [next",
             "        if world.rank >= 0:\n            return [payload]\n        return [next",
             ("tests/distributed/test_nonstrict.py::test_nonstrict[changes-1,1]",),

@@ -7,6 +7,7 @@ from tests.planted_faults.fault import Fault
 
 _CAPTURE = unit("capture/numbers")
 _GATE = ("tests/distributed/test_gate.py::test_the_gate[numbers_that_change]",)
+_ROW_NUMBERS = ("tests/distributed/test_whole_batch.py::test_whole_batch[numbers-1,1]",)
 
 CHOSEN_NUMBERS: tuple[Fault, ...] = tuple(
     Fault(*row)
@@ -73,6 +74,48 @@ CHOSEN_NUMBERS: tuple[Fault, ...] = tuple(
             'raise RanksDifferError(\n                f"values of the input',
             'RanksDifferError(\n                f"values of the input',
             _GATE,
+        ),
+        (
+            "batch-size-as-a-number-is-no-reason-to-run-as-written",
+            "capture/nonstrict/kept_modules.py",
+            "error.needs_value or error.needs_batch_size",
+            "error.needs_value",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "the-model-itself-is-never-kept-whole",
+            "capture/nonstrict/kept_modules.py",
+            "if self._first.needs_batch_size and root not in",
+            "if False and root not in",
+            unit("capture/nonstrict/kept_modules"),
+        ),
+        (
+            "batches-that-became-numbers-are-not-compared",
+            "planner/plan_on_ranks.py",
+            "if all(name in each for each in fixed) and any(",
+            "if False and any(",
+            _ROW_NUMBERS,
+        ),
+        (
+            "sizes-of-the-whole-batch-are-no-numbers",
+            "passes/batch/loss_decompositions.py",
+            "if function is None and self.together:",
+            "if False:",
+            _ROW_NUMBERS,
+        ),
+        (
+            "shares-of-the-batch-are-rounded-up",
+            "passes/size_nodes.py",
+            '"TruncToInt": math.trunc,',
+            '"TruncToInt": math.ceil,',
+            _ROW_NUMBERS,
+        ),
+        (
+            "detached-scalars-have-gradients",
+            "capture/analysis.py",
+            "elif node.target is not torch.ops.aten.detach.default and any(",
+            "elif any(",
+            _ROW_NUMBERS,
         ),
     )
 )

@@ -108,8 +108,10 @@ def capture_call(
     call: Call,
     ranks: Ranks = ALONE,
     changing: Changing = frozenset(),
+    *,
+    all_rows: bool = False,
 ) -> Capture:
-    """Capture a call. Collective as `record` is; ``changing`` as there.
+    """Capture a call. Collective as `record` is; ``changing`` and ``all_rows`` as there.
 
     Raises:
         UnsupportedModelError: the forward changes something beside its tensors; or, as the errors of
@@ -119,7 +121,7 @@ def capture_call(
     for _ in range(2):
         guards = Guards.of(module)
         try:
-            recorded = record(module, call, ranks, changing)
+            recorded = record(module, call, ranks, changing, all_rows=all_rows)
         except BaseException:
             _undo([*undone, *guards.changes()])
             raise

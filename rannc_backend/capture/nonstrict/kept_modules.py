@@ -52,6 +52,7 @@ from rannc_backend.passes.plain_numbers import RefusingDraws, hints_in, recordin
 
 NAMESPACE = "rannc_module"
 _MAX_KEPT = 8
+_DIVISIBLE = 24
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Sums in another order differ by rounding; what is drawn anew differs by its size.
 _TOLERANCE = 1e-2
@@ -62,14 +63,15 @@ class KeptModules:
 
     Attributes:
         names: of those that were called as operators, with their classes.
+        all_rows: whether all arguments as long as the batch have its rows, also where the code makes a number of that.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, *, all_rows: bool = False) -> None:
+        self._root, self.all_rows = root, all_rows
         self._paths = {id(part): name for name, part in root.named_modules()}
         self._kept: set[object] = set()
         self._refused: set[object] = set()
-        self._raised: tuple[BaseException | None, list[nn.Module]] = (None, [])
+        self._raised: dict[int, tuple[BaseException, list[nn.Module]]] = {}  # by id of the error
         self._asked: dict[str, tuple[nn.Module, ...]] = {}
         self._first: ModelError | None = None
         self._is_inside = False
@@ -90,13 +92,19 @@ class KeptModules:
 
         return call
 
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the model itself. Not its call, which may be compiled."""
+        if _key(self._root) in self._kept:
+            return self._called(nn.Module._call_impl, self._root, args, kwargs)
+        return self._root._call_impl(*args, **kwargs)
+
     def _called(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._is_inside:
             return original(module, *args, **kwargs)
         if _key(module) in self._kept:
-            path = self._paths.get(id(module), "")
+            path = self._paths.get(id(module)) or "the model"
             self._is_inside = True
             try:
                 result = _called_whole(module, path, args, kwargs)
@@ -111,9 +119,7 @@ class KeptModules:
         try:
             return original(module, *args, **kwargs)
         except Exception as error:
-            if self._raised[0] is not error:
-                self._raised = (error, [])
-            self._raised[1].append(module)
+            self._raised.setdefault(id(error), (error, []))[1].append(module)
             raise
 
     def extended(self, error: ModelError) -> bool:
@@ -121,10 +127,12 @@ class KeptModules:
         self._first = self._first or error
         self.names.clear()
         if len(self._kept) + len(self._refused) >= _MAX_KEPT or not (
-            error.needs_value or isinstance(error, DataDependentControlFlowError)
+            error.needs_value or error.needs_batch_size or isinstance(error, DataDependentControlFlowError)
         ):
             return False
-        for module in self._modules_of(error):
+        modules = self._modules_of(error)
+        self._raised.clear()
+        for module in modules:
             key = _key(module)
             if (
                 module is not self._root
@@ -133,17 +141,28 @@ class KeptModules:
             ):
                 self._kept.add(key)
                 return True
+        # Last of all the model itself: its code, and all that it calls, is one operator then.
+        root = _key(self._root)
+        if self._first.needs_batch_size and root not in self._refused | self._kept:
+            self._kept = {root}
+            return True
         return False
 
     def refusal(self, error: ModelError) -> ModelError:
         """What to tell the user: what failed before anything was kept."""
         return self._first or error
 
+    def why(self) -> str:
+        """What failed before anything was kept, and where."""
+        if self._first is None:
+            return ""
+        return self._first.problem + (f" at {self._first.location}" if self._first.location else "")
+
     def _modules_of(self, error: BaseException) -> Sequence[nn.Module]:
         cause: BaseException | None = error
         while cause is not None:
-            if cause is self._raised[0]:
-                return self._raised[1]
+            if id(cause) in self._raised:
+                return self._raised[id(cause)][1]
             cause = cause.__cause__
         return self._asked.get(getattr(error, "location", ""), ())
 
@@ -214,16 +233,16 @@ class _Whole:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         before = [tensor._version for tensor in tensors]
         draws = UnsupportedModelError(
-            f"{self.path} decides by values, so it runs as written, and draws random numbers",
+            f"{self.path} decides by values or by its batch size, so it runs as written, and draws random numbers",
             cure="draw them outside of this module and pass them to it, or switch its dropout off.",
         )
         own = named_tensors(module)
         others = {id(own[name]): tensor for name, tensor in zip(self.names, tensors)}
         with RefusingDraws(draws), self.autocast.again(), swapped(module, others):
-            result = module(*args, **kwargs)
+            result = module._call_impl(*args, **kwargs)  # not its call, which may be compiled
         if [tensor._version for tensor in tensors] != before:
             raise UnsupportedModelError(
-                f"{self.path} decides by values, so it runs as written, and changes its inputs or buffers in place",
+                f"{self.path} decides by values or by its batch size, so it runs as written, and changes its inputs or buffers in place",
                 cure="write it without the in-place operation.",
             )
         found, spec = pytree.tree_flatten(result)
@@ -238,7 +257,7 @@ class _Whole:
         expected = [(result.shape(tensors), result.dtype) for result in self.results]
         if shapes != expected or given != self.given:
             raise UnsupportedModelError(
-                f"{self.path} decides by values, and gives results of other sizes {shapes} or kinds than it did "
+                f"{self.path} decides by values or by its batch size, and gives results of other sizes {shapes} or kinds than it did "
                 f"when it was captured {expected}",
                 cure="let its results have sizes that depend on the sizes of its arguments alone.",
             )
@@ -279,7 +298,7 @@ class _Whole:
         ):
             return
         raise UnsupportedModelError(
-            f"{self.path} decides by values, so it runs as written, forward and again for its gradient, and gave "
+            f"{self.path} decides by values or by its batch size, so it runs as written, forward and again for its gradient, and gave "
             "other results the second time",
             cure="let it depend on its arguments, parameters and buffers alone.",
         )
@@ -338,16 +357,23 @@ def _called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: d
 
 def _cannot(path: str, why: str) -> UnsupportedModelError:
     return needing_value(
-        f"{path} decides by values that are known only when it runs, and cannot run as written, since it {why}",
+        f"{path} decides by values or by its batch size, and cannot run as written, since it {why}",
         "",
     )
 
 
 def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]) -> _Whole:
-    """With what two runs on made-up numbers have shown."""
+    """With what two runs on made-up numbers have shown: of sizes that nothing divides, or else that much does."""
+    try:
+        return _observed_at(whole, values, sizes, unit=1)
+    except UnsupportedModelError:
+        return _observed_at(whole, values, sizes, unit=_DIVISIBLE)
+
+
+def _observed_at(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], unit: int) -> _Whole:
     seen = []
     for more in (0, 1):
-        numbers = _numbers([*(size for value in values for size in value.shape), *sizes], more)
+        numbers = _numbers([*(size for value in values for size in value.shape), *sizes], more, unit)
         with without_modes(), torch._C.DisableTorchFunction():
             made = [
                 _made_up(value, numbers, place < whole.num_parameters) for place, value in enumerate(values)
@@ -387,13 +413,13 @@ def _counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
         yield found
 
 
-def _numbers(sizes: Sequence[Any], more: int) -> dict[Any, int]:
-    """A number for each symbol: its example, and with `more` another one."""
+def _numbers(sizes: Sequence[Any], more: int, unit: int = 1) -> dict[Any, int]:
+    """A number for each symbol: its example, rounded up to a multiple of `unit`, and with `more` another one."""
     environments = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
     hints = {symbol: hint for environment in environments for symbol, hint in hints_in(environment).items()}
     ordered = sorted(symbols_in(sizes) & hints.keys(), key=str)
     return {
-        symbol: int(hints[symbol]) * (1 + more) + more * (1 + 2 * place)
+        symbol: (-(-int(hints[symbol]) // unit) * (1 + more) + more * (1 + 2 * place)) * unit
         for place, symbol in enumerate(ordered)
     }
 

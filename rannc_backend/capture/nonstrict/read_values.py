@@ -310,7 +310,10 @@ def _refused(what: str, location: str) -> UnsupportedModelError:
 def needing_value(what: str, location: str) -> UnsupportedModelError:
     """A refusal whose reason is a value that is known only when the model runs."""
     error = UnsupportedModelError(
-        what, location=location, cure="write it with torch.where, or decide it outside of the compiled model."
+        what,
+        location=location,
+        cure="write it with torch.where, or decide it outside of the compiled model; where an operator takes Python's "
+        "numbers alone (eps), give it one, or write it out with operators that take tensors.",
     )
     error.needs_value = True
     return error

@@ -81,6 +81,7 @@ class Recorded:
     unchecked: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()  # values that chose the path
     kept_modules: Mapping[str, str] = field(default_factory=dict)  # that run as written, with their classes
+    why_kept: str = ""
     lengths: LengthDims = NO_LENGTHS
 
     def takes(self, num_rows: int) -> bool:
@@ -103,11 +104,13 @@ class Recorded:
         return self.structure.rebuilt(map(leaf, range(self.structure.num_leaves)))
 
 
-def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset()) -> Recorded:
+def record(
+    module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset(), all_rows: bool = False
+) -> Recorded:
     """Capture one call of the module. Collective where its code tests its batch size or values.
 
     ``changing``: (tensor of the call, dimension) of sizes that other calls have had otherwise: these are lengths
-    where the forward can be traced so.
+    where the forward can be traced so. ``all_rows``: see `KeptModules`.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
@@ -118,7 +121,7 @@ def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = fro
     tensors = [
         None if ranks.is_absent(item.tensor) else item.tensor for item in inputs_of(places_of(module), call)
     ]
-    kept = KeptModules(module)
+    kept = KeptModules(module, all_rows=all_rows)
     while True:
         try:
             recorded, unchecked, decisions = checked_both_ways(
@@ -131,7 +134,13 @@ def record(module: nn.Module, call: Call, ranks: Ranks, changing: Changing = fro
                 raise kept.refusal(error) from error
             logger.debug("the forward is run again with more modules kept whole: %s", error)
             continue
-        return replace(recorded, unchecked=unchecked, decisions=decisions, kept_modules=dict(kept.names))
+        return replace(
+            recorded,
+            unchecked=unchecked,
+            decisions=decisions,
+            kept_modules=dict(kept.names),
+            why_kept=kept.why(),
+        )
 
 
 def _recorded(
@@ -185,6 +194,8 @@ def _recorded_at(
     try:
         run, trace, batch = traced(guess)
     except (UnsupportedModelError, NoBatchDimensionError) as error:
+        if kept.all_rows:
+            raise
         try:
             batch = _batch_positions(module, inputs, call, ranks, Reads(reads.answers), kept)
         except NoBatchDimensionError:
@@ -243,7 +254,9 @@ def _traced(
         hint = prime_apart_from(numbers, suits)
         if not hint:
             raise _no_hint(run.size_tests, num_rows)
-    raise UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
+    error = UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
+    error.needs_batch_size = True
+    raise error
 
 
 def _takes_the_path(tests: Sequence[SizeTest], num_rows: int, hint: int) -> bool:
@@ -293,7 +306,7 @@ class _Run:
         self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
         with swapped(self._module, others) as swap:
             with watch.watching():
-                result = _rannc_forward(self._module, args, kwargs)
+                result = _rannc_forward(self._kept, args, kwargs)
             write_back(swap.replaced())
         self.size_tests = watch.size_tests()
         leaves, self.structure = taken_apart(result)
@@ -351,10 +364,10 @@ class _Run:
             )
 
 
-def _rannc_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Traces of the user's lines begin below this function. Not the module's call, which may be compiled.
+def _rannc_forward(kept: KeptModules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Traces of the user's lines begin below this function.
     try:
-        return module._call_impl(*args, **kwargs)
+        return kept.forward(args, kwargs)
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
         raise DataDependentControlFlowError(
             "the forward decides by a value that is known only when it runs",
@@ -484,4 +497,4 @@ def _run_on_fakes(
             fx.traceback.preserve_node_meta(),
             watch.watching(),
         ):
-            _rannc_forward(module, args, kwargs)
+            _rannc_forward(kept, args, kwargs)

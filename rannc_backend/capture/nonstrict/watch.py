@@ -394,10 +394,12 @@ def _failed(what: str, error: Exception, trace: str) -> UnsupportedModelError:
         return needing_value(
             f"{what} needs a value that is known only when the model runs", user_location(trace)
         )
-    return UnsupportedModelError(
+    failed = UnsupportedModelError(
         f"{what} cannot be captured with a symbolic batch size: {name}: {text}",
         location=user_location(trace),
     )
+    failed.needs_batch_size = True
+    return failed
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

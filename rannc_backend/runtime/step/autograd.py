@@ -52,12 +52,7 @@ class _Step(torch.autograd.Function):
         if torch.is_grad_enabled():
             # torch's `once_differentiable` would say nothing, and the second derivative would be missing in
             # the result.
-            raise UnsupportedModelError(
-                "a backward with create_graph=True reached the compiled model, whose gradients have no "
-                "derivatives",
-                cure="compute what is differentiated twice (a gradient penalty, a Hessian) with a model that "
-                "is not compiled.",
-            )
+            raise _twice_differentiated()
         runtime: GraphRuntime = ctx.runtime
         step: TrainingStep | None = ctx.step
         if step is None:
@@ -71,6 +66,14 @@ class _Step(torch.autograd.Function):
         if not keep:
             ctx.step = None
         return (None, None, None, None, *input_gradients)
+
+
+def _twice_differentiated() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "a backward with create_graph=True reached the compiled model, whose gradients have no derivatives",
+        cure="compute what is differentiated twice (a gradient penalty, a Hessian) within the forward that is "
+        "compiled: a module that calls the model and torch.autograd.grad(..., create_graph=True), and gives the loss.",
+    )
 
 
 def call_training(runtime: GraphRuntime, user_tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -92,8 +95,9 @@ def call_training(runtime: GraphRuntime, user_tensors: Sequence[torch.Tensor]) -
 
 
 def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> Callable[[], None]:
-    """From now on `torch.autograd.grad` of a compiled model by a parameter of the ``tables`` is an error; returns a function
-    that ends this. torch would not find the parameter behind the loss, and give None for it.
+    """From now on `torch.autograd.grad` of a compiled model by a parameter of the ``tables`` is an error, as is one that is to
+    be differentiated again; returns a function that ends this. torch would not find the parameter behind the loss, and
+    give None for it; and the backward that refuses a second derivative may run in a thread without the user's lines.
     """
     original = torch.autograd.grad
 
@@ -105,6 +109,10 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
         tensors = [each for each in (given if isinstance(given, list) else [given]) if torch.is_tensor(each)]
         names = (table.name_of(tensor) for table in tables() for tensor in tensors)
         name = next((found for found in names if found is not None), None)
+        if kwargs.get("create_graph") and _leads_to_step(
+            [outputs] if torch.is_tensor(outputs) else list(outputs)
+        ):
+            raise _twice_differentiated()
         if name is not None and _leads_to_step([outputs] if torch.is_tensor(outputs) else list(outputs)):
             raise UserInputError(
                 f"torch.autograd.grad was asked for the gradient of {name!r}, a parameter of a compiled model, which is "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.benchmarks.zoo.row_models import ROW_MODELS
 from tests.benchmarks.zoo.sequence_models import (
     CharRnn,
     MaskedTokens,
@@ -355,6 +356,7 @@ MODELS: dict[str, tuple[type[nn.Module], Callable[[], dict[str, Any]]]] = {
         Detached,
         lambda: {"x": torch.randn(ROWS, 12), "mask": torch.ones(ROWS, 12), "y": _labels(4)},
     ),
+    **ROW_MODELS,
 }
 
 

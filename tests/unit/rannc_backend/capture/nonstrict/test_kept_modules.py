@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rannc_backend.capture.analysis import analyze
-from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call
 from rannc_backend.capture.nonstrict.kept_modules import NAMESPACE
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError
@@ -23,7 +23,7 @@ from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.stage.liveness import live_bytes
 from rannc_backend.planner.cost.compute import operator_cost
 from rannc_backend.planner.cost.tensor_sizes import numel
-from tests import kept_models
+from tests import kept_models, row_number_models
 from tests.default_dtype import float64
 from tests.kept_models import DECLARED, MODELS, REFUSED, CenteredExperts, HitExperts, Mixture, recounting
 from tests.nonstrict_models import WIDTH, Ends, batch, graph_arguments
@@ -69,6 +69,25 @@ def test_the_graph_is_the_forward_for_every_batch(name: str) -> None:
                 rtol=1e-12,
                 atol=1e-13,
             )
+
+
+@pytest.mark.parametrize("name", row_number_models.KEPT)
+def test_code_that_uses_the_batch_size_as_a_number_runs_as_written(name: str) -> None:
+    """The innermost module of that code, or all of the model where it is its own."""
+    model = row_number_models.MODELS[name]()
+
+    def call(rows: int) -> Call:
+        return call_of(model, row_number_models.batch(rows, rows), {})
+
+    capture = capture_call(model, call(4), all_rows=True)
+    assert set(capture.recorded.kept_modules.values()) == {row_number_models.KEPT[name]}
+    assert "one batch size only" in capture.recorded.why_kept
+    for rows in (2, 4, 7):
+        graph = capture.recorded.captured
+        outputs = graph.graph_module(*graph_arguments(capture, call(rows)))
+        result = capture.recorded.result(outputs[: graph.num_user_outputs], call(rows))
+        expected = model(*row_number_models.batch(rows, rows))
+        torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_a_module_is_an_operator_and_the_rest_of_the_graph_is_not() -> None:
