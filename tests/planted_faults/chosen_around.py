@@ -216,6 +216,20 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("errors/errors"),
         ),
         (
+            "errors-of-other-ranks-in-one-piece",
+            "errors/base.py",
+            "restore(class_named(class_name) or RanncError, text, parts_in(text))",
+            'restore(class_named(class_name) or RanncError, text, {**parts_in(""), "problem": text})',
+            unit("errors/errors"),
+        ),
+        (
+            "a-file-of-options-passed-over-in-silence",
+            "settings/sources.py",
+            "        unread=unread_file(environ),\n",
+            "",
+            unit("settings/sources"),
+        ),
+        (
             "same-failure-told-twice",
             "runtime/job/last_words.py",
             "if lower or _HAS_SAID + self._digest in names.values():",

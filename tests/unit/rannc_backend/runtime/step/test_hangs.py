@@ -4,6 +4,7 @@ rehearsal on played devices.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -60,12 +61,15 @@ def test_every_action_may_wait_for_its_device(setting: Setting, phases: tuple[st
     ],
 )
 def test_all_numbers_of_stages_and_micro_batches(schedule: Any, num_lanes: int) -> None:
-    """Of several stages each, two to four lanes have four to eight stages."""
+    """Of several stages each, two to four lanes have four to eight stages. Without the rehearsal they hang, but for two
+    micro-batches of one stage each, where the other end of all that is posted comes without a first run.
+    """
     for number in NUMBERS:
         setting = _chain(schedule, num_lanes, number)
         run_steps(setting)
         as_it_was = replace(setting, in_turn=False, synchronises="first runs", rehearses=False)
-        with pytest.raises(Hang, match="forward|backward"):
+        hangs = pytest.raises(Hang, match="forward|backward")
+        with hangs if number != 2 or setting.stages_per_lane > 1 else nullcontext():
             run_steps(replace(as_it_was, rows=setting.steps[:1]))
 
 
