@@ -53,7 +53,7 @@ def _text(problem: str, cure: str, location: str) -> str:
     return problem + (f"{_AT}{location}" if location else "") + (f"{_CURE}{cure}" if cure else "")
 
 
-def parts_in(text: str) -> dict[str, str]:
+def parts_in(text: str) -> dict[str, object]:
     """The members of an error that has this text."""
     rest, _, cure = text.partition(_CURE)
     problem, at, location = rest.rpartition(_AT)

@@ -230,6 +230,13 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("settings/sources"),
         ),
         (
+            "an-interrupt-with-all-of-torch",
+            "runtime/job/last_words.py",
+            "        if isinstance(error, KeyboardInterrupt):\n",
+            "        if False:\n",
+            unit("runtime/job/last_words"),
+        ),
+        (
             "same-failure-told-twice",
             "runtime/job/last_words.py",
             "if lower or _HAS_SAID + self._digest in names.values():",
