@@ -300,7 +300,7 @@ AREAS = (
     Area(name="absent tensors", files={"runtime/absent_tensors.py": 2}, tests=unit("runtime/absent_tensors")),
     Area(
         name="devices behind the host",
-        files={"schedule/turns.py": 4, "runtime/step/queue_turns.py": 2, "runtime/step/rehearsal.py": 3},
+        files={"schedule/turns.py": 6, "runtime/step/queue_turns.py": 4, "runtime/step/rehearsal.py": 3},
         tests=unit("schedule/turns", "runtime/step/rehearsal", "runtime/step/hangs"),
     ),
     Area(
