@@ -237,6 +237,13 @@ CHOSEN_AROUND: tuple[Fault, ...] = tuple(
             unit("runtime/job/last_words"),
         ),
         (
+            "seconds-of-another-model-as-they-are",
+            "log/first_call.py",
+            "scale = self._spent[0] / self._of_another[0]",
+            "scale = 1.0",
+            unit("log/first_call"),
+        ),
+        (
             "same-failure-told-twice",
             "runtime/job/last_words.py",
             "if lower or _HAS_SAID + self._digest in names.values():",
