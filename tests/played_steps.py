@@ -30,9 +30,10 @@ from rannc_backend.runtime.step.scalars import ScalarGraphs
 from rannc_backend.runtime.step.send_buffers import SendBuffers
 from rannc_backend.runtime.step.step_state import StepShapes, StepState
 from rannc_backend.runtime.world import World
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.description import Lanes
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.message_order import message_order
-from rannc_backend.schedule.orders import ScheduleName, build_order
+from rannc_backend.schedule.orders import ScheduleName, order_on, schedule_named
 from rannc_backend.stages.cut_stages import edge_specs
 from tests.played_ranks import Fabric, PlayedDevice, PlayedLinks
 
@@ -45,8 +46,8 @@ class Setting:
 
     ``synchronises``: "first runs" of each stage for a number of rows, "always", or "never". ``rehearses``,
     ``in_order``: what is tested; without that order each channel has a link of its own, as messages are queued when
-    they are posted. ``outputs``: rows go back to the users. ``replicas`` by stage. ``skips``: edges beside
-    those between neighbours.
+    they are posted. ``outputs``: rows go back to the users. ``replicas`` by lane. ``stages_per_lane``: also for a
+    schedule of one stage each, whose stages' sequences are merged. ``skips``: edges beside those between neighbours.
     """
 
     replicas: tuple[int, ...]
@@ -59,14 +60,31 @@ class Setting:
     idle: int = 0
     skips: tuple[tuple[int, int], ...] = ()
     rows: tuple[int, ...] = ()
+    stages_per_lane: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Of all lanes together."""
+        return len(self.replicas) * self.stages_per_lane
+
+    @property
+    def lanes(self) -> Lanes:
+        """The stages of each lane: as the schedule has them, or else in turn."""
+        schedule = schedule_named(self.schedule)
+        if schedule.stages_per_lane > 1:
+            return schedule.lanes(self.num_stages)
+        num_lanes = len(self.replicas)
+        return tuple(tuple(range(lane, self.num_stages, num_lanes)) for lane in range(num_lanes))
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks in order of stages."""
-        starts = [sum(self.replicas[:stage]) for stage in range(len(self.replicas))]
-        return tuple(
+        starts = [sum(self.replicas[:lane]) for lane in range(len(self.replicas))]
+        ranks = [
             tuple(range(start, start + number)) for start, number in zip(starts, self.replicas, strict=True)
-        )
+        ]
+        lane_of = {stage: lane for lane, stages in enumerate(self.lanes) for stage in stages}
+        return tuple(ranks[lane_of[stage]] for stage in range(self.num_stages))
 
     @property
     def size(self) -> int:
@@ -81,7 +99,7 @@ class Setting:
 
     def edges(self) -> dict[tuple[int, int], Edge]:
         """Inputs to the first stage, labels to the last, everything between, gradients of all but labels."""
-        last = len(self.replicas) - 1
+        last = self.num_stages - 1
         pairs = [(stage, stage + 1) for stage in range(last)] + list(self.skips)
         edges = {}
         for source, destination in pairs:
@@ -112,7 +130,7 @@ class AddingStage:
             if destination == index:
                 kind = "batch" if source == INPUT else "boundary"
                 self.inputs += [SimpleNamespace(name=value.name, kind=kind) for value in edge.forward]
-        kind = "rows" if index == len(setting.replicas) - 1 else "boundary"
+        kind = "rows" if index == setting.num_stages - 1 else "boundary"
         self.outputs.append(SimpleNamespace(name=f"x{index}", kind=kind))
         has_readers = any(source == index for source, _ in edges)
         self.grad_outputs = (0,) if has_readers and kind == "boundary" else ()
@@ -138,6 +156,14 @@ class AddingStage:
         given = grads[0] if grads and grads[0] is not None else torch.zeros(saved[0], 2)
         return [given + 1 for _ in self.grad_inputs]
 
+    def backward_inputs(
+        self, saved: Any, grads: Sequence[torch.Tensor | None], destinations: Any
+    ) -> tuple[list[torch.Tensor], Any]:
+        return self.backward(saved, grads, None, destinations), (saved[0],)
+
+    def backward_weights(self, kept: Any, sink: Any) -> None:
+        self._wait("second part of the backward", kept[0])
+
     def infer(self, args: Sequence[torch.Tensor], destinations: Any) -> list[torch.Tensor]:
         return self.forward(args, destinations)[0]
 
@@ -156,7 +182,8 @@ class AsPosted(NcclTransport):
         for route in routes:
             super().prepare(routes=[route])
             self._own = getattr(self, "_own", {})
-            self._own[route.channel] = self._new_link(f"messages of {route.channel}", route.ranks)
+            if len(route.ranks) > 1:  # between stages of one rank nothing is sent
+                self._own[route.channel] = self._new_link(f"messages of {route.channel}", route.ranks)
 
     def connect(self, pairs: Any) -> None:
         return
@@ -256,11 +283,14 @@ class PlayedRank:
             monitor=quiet,
             runs_behind=True,
         )
-        self.index = next((stage for stage, ranks in enumerate(setting.stage_ranks) if rank in ranks), None)
-        self.stage = None if self.index is None else AddingStage(setting, self.index, self.device)
+        self.stages = {
+            stage: AddingStage(setting, stage, self.device)
+            for stage, ranks in enumerate(setting.stage_ranks)
+            if rank in ranks
+        }
         self.executor = Executor(
             world=self.world,
-            stages={} if self.index is None else {self.index: self.stage},  # type: ignore[dict-item]
+            stages=self.stages,  # type: ignore[arg-type]
             edges=self.edges,
             tensors={},
             buffers={},
@@ -294,8 +324,8 @@ class PlayedRank:
                     rehearsal.run(kind, self.executor, runs, state, self.pending, dict)
                 fabric.barrier(self.rank)
                 rehearsal.done(kind, rows, ())
-            if self.stage is not None:
-                self.stage.seen.clear()
+            for stage in self.stages.values():
+                stage.seen.clear()
             for phase in phases:
                 program, texts, ordered = programs[phase]
                 state.pending = self.pending()
@@ -312,7 +342,7 @@ class PlayedRank:
         """A step that begins; inputs hold the numbers of their rows."""
         start, stop = rows.owned_rows(INPUT, self.rank)
         numbers = torch.arange(start, stop, dtype=torch.float32).view(-1, 1).expand(-1, 2).contiguous()
-        grad_outputs = {f"x{len(self.setting.replicas) - 1}": torch.zeros(stop - start, 2)}
+        grad_outputs = {f"x{self.setting.num_stages - 1}": torch.zeros(stop - start, 2)}
         inputs = {"input": numbers, "labels": numbers.clone()}
         return StepState(
             number=step + 1,
@@ -327,20 +357,32 @@ class PlayedRank:
     def program(self, phase: Any) -> tuple[Any, Any, Any]:
         """A phase's program, what its actions do, and the order of all messages."""
         setting, specs = self.setting, edge_specs(self.edges)
-        order = build_order(setting.schedule, len(setting.replicas), setting.num_micro_batches)
-        programs = lower(order, specs, phase, setting.num_micro_batches)
+        schedule, lanes, number = (
+            schedule_named(setting.schedule),
+            setting.lanes,
+            setting.num_micro_batches,
+        )
+        programs = lower_lanes(order_on(schedule, lanes, number), specs, phase, number)
         without_stage = tuple(action for action in programs[0] if action.stage < 0)
         ordered = message_order({**programs, len(programs): without_stage} if setting.idle else programs)
-        program = without_stage if self.index is None else programs[self.index]
+        program = programs[lanes.index(tuple(self.stages))] if self.stages else without_stage
         return program, describe(program), ordered
 
     def _judge(self, state: StepState) -> None:
         """What came from one rank is there when the stage runs, as all before it has ended."""
-        if self.setting.synchronises != "always" or self.stage is None or max(self.setting.replicas) > 1:
+        if self.setting.synchronises != "always" or not self.stages or max(self.setting.replicas) > 1:
             return
-        self.fabric.seen[self.rank] = self.stage.seen.copy()
+        for index, stage in self.stages.items():
+            self.fabric.seen[index] = _in_sequence(stage.seen)
         self.fabric.barrier(self.rank)
-        if self.index:
-            for before, seen in zip(self.fabric.seen[self.rank - 1], self.stage.seen, strict=True):
+        for index in self.stages:
+            for before, seen in (
+                zip(self.fabric.seen[index - 1], self.fabric.seen[index], strict=True) if index else ()
+            ):
                 assert torch.equal(seen, before + 1), "a message came in the place of another"
         self.fabric.barrier(self.rank)
+
+
+def _in_sequence(seen: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """By their rows: a schedule may have the micro-batches of its stages in any sequence."""
+    return sorted(seen, key=lambda rows: float(rows[0, 0]))

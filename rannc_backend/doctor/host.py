@@ -191,7 +191,7 @@ def check_configuration(environ: Mapping[str, str]) -> Finding:
         return Finding(name="options", status="problem", text=error.problem, cure=error.cure)
     others = {item: source for item, source in resolution.sources.items() if source != "default"}
     text = f"file: {resolution.file or 'none'}; {len(others)} set: {', '.join(others) or 'none'}"
-    if resolution.retired:
+    if resolution.notices:
         return Finding(name="options", status="warning", text=text, cure="; ".join(resolution.notices) + ".")
     return Finding(name="options", status="ok", text=text)
 
@@ -267,11 +267,14 @@ def check_memory(limit_bytes: int | None, physical_bytes: int) -> Finding:
 
 
 def check_cores(allowed: int, quota: float | None, omp_threads: str | None) -> Finding:
-    """How many cores the ranks of this host share, and whether each would take all of them."""
+    """How many cores the ranks of this host share, and whether each takes more than all of them. Without the variable
+    ranks divide them (`runtime/host_resources.py`).
+    """
     cores = min(allowed, quota) if quota is not None else allowed
-    text = f"{cores:g} of {os.cpu_count() or allowed}; OMP_NUM_THREADS is {omp_threads or 'not set'}"
-    if omp_threads is None:
-        cure = f"set OMP_NUM_THREADS to the cores of one rank ({cores:g} divided by the ranks of this host), or each rank takes all."
+    said = f"OMP_NUM_THREADS is {omp_threads}" if omp_threads else "the ranks of this host divide them"
+    text = f"{cores:g} of {os.cpu_count() or allowed}; {said}"
+    if omp_threads and omp_threads.isdecimal() and int(omp_threads) > max(1, cores):
+        cure = "unset OMP_NUM_THREADS, and ranks divide the cores; or set it to the cores of one rank."
         return Finding(name="cores", status="warning", text=text, cure=cure)
     return Finding(name="cores", status="ok", text=text)
 

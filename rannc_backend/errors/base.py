@@ -46,13 +46,20 @@ class RanncError(RuntimeError):
         return restore, (type(self), str(self), dict(self.__dict__))
 
 
+_AT, _CURE = "\n  at ", "\n  What to change: "
+
+
 def _text(problem: str, cure: str, location: str) -> str:
-    lines = [problem]
-    if location:
-        lines.append(f"  at {location}")
-    if cure:
-        lines.append(f"  What to change: {cure}")
-    return "\n".join(lines)
+    return problem + (f"{_AT}{location}" if location else "") + (f"{_CURE}{cure}" if cure else "")
+
+
+def parts_in(text: str) -> dict[str, object]:
+    """The members of an error that has this text."""
+    rest, _, cure = text.partition(_CURE)
+    problem, at, location = rest.rpartition(_AT)
+    if not at:
+        problem, location = rest, ""
+    return {"problem": problem, "cure": cure, "location": location, "place": location}
 
 
 class UserInputError(RanncError, ValueError):
@@ -93,11 +100,7 @@ def located(error: RanncError, location: str) -> RanncError:
 
 def rebuild_error(class_name: str, text: str) -> RanncError:
     """The error of another rank, from its class name and text: same class, same words."""
-    return restore(
-        class_named(class_name) or RanncError,
-        text,
-        {"problem": text, "cure": "", "location": "", "place": ""},
-    )
+    return restore(class_named(class_name) or RanncError, text, parts_in(text))
 
 
 def class_named(name: str) -> type[RanncError] | None:

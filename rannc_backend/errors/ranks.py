@@ -5,7 +5,15 @@ from __future__ import annotations
 import builtins
 from collections.abc import Sequence
 
-from rannc_backend.errors.base import RanncError, UserInputError, class_named, clip, ranks_text, restore
+from rannc_backend.errors.base import (
+    RanncError,
+    UserInputError,
+    class_named,
+    clip,
+    parts_in,
+    ranks_text,
+    restore,
+)
 
 
 class RanksDifferError(UserInputError):
@@ -109,7 +117,8 @@ def failure_of_rank(rank: int, class_name: str, text: str) -> RanncError:
     named = (
         f"rank {rank} failed in this call: {text if text.startswith(class_name) else f'{class_name}: {text}'}"
     )
-    members = {"problem": named, "cure": "", "location": "", "place": f"rank {rank}", "failed_rank": rank}
+    parts = parts_in(named)
+    members = {**parts, "place": parts["place"] or f"rank {rank}", "failed_rank": rank}
     if (own := class_named(class_name)) is not None:
         return restore(own, named, members)
     cls = getattr(builtins, class_name, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from rannc_backend.errors import PlanError
+from rannc_backend.errors import PlanError, located
 from rannc_backend.ir.plan import Plan
 from rannc_backend.ir.plan_text import MAX_PLAN_CHARACTERS
 from rannc_backend.settings import user_files
@@ -18,7 +18,16 @@ from rannc_backend.settings.user_files import UserFile
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file, checked in itself; `ir.plan.check_against` checks it against a model."""
-    return Plan.from_json(read_plan_text(path))
+    return plan_in(read_plan_text(path), path)
+
+
+def plan_in(text: str, path: str | os.PathLike[str], *, named_by: str = "") -> Plan:
+    """The plan that a file's text is. Raises PlanError."""
+    try:
+        return Plan.from_json(text)
+    except PlanError as error:
+        place = f"{os.fspath(path)} (from {named_by})" if named_by else os.fspath(path)
+        raise located(error, place) from None
 
 
 def read_plan_text(path: str | os.PathLike[str], *, named_by: str = "") -> str:

@@ -2,8 +2,8 @@
 done, and how long it takes.
 
 In: the phases that the monitor is told anyway. Out: a line when a phase begins or goes on for long, with the
-time left where that is known from an earlier run of the same model, and a closing line with the seconds of
-each. A first call of less than a second says nothing.
+time left as an earlier run of the same model tells it, or else roughly as another model's did, and a closing line
+with the seconds of each. A first call of less than a second says nothing.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class FirstCall:
     _phase_text: Callable[[], str] = lambda: ""
     _memory: Path | None = None
     _expected: tuple[float, ...] = ()
+    _of_another: tuple[float, ...] = ()
     _began: float | None = None
     _last_line: float | None = None
     _said: int = -1
@@ -82,6 +83,7 @@ class FirstCall:
             if self._began is None or self._over.is_set() or self._memory is not None:
                 return
             self._phase_text, self._memory, self._expected = phase_text, memory, _remembered(memory)
+            self._of_another = () if self._expected else _newest_beside(memory)
 
     @property
     def is_attached(self) -> bool:
@@ -131,11 +133,16 @@ class FirstCall:
             )
 
     def _left(self, now: float) -> str:
-        """ ", about 4 s left" where an earlier run tells."""
-        if not self._expected:
+        """ ", about 4 s left" where an earlier run tells; of another model, as long as its capture was to this one's."""
+        expected, words = self._expected, "about {} left, as in an earlier run"
+        if not expected and self._at and self._of_another and self._of_another[0] > 0:
+            scale = self._spent[0] / self._of_another[0]
+            expected = tuple(scale * seconds for seconds in self._of_another)
+            words = "roughly {} left, judging by another model"
+        if not expected:
             return ""
-        left = sum(self._expected[self._at + 1 :]) + max(0.0, self._expected[self._at] - (now - self._since))
-        return f", about {duration_text(max(1.0, left))} left, as in an earlier run"
+        left = sum(expected[self._at + 1 :]) + max(0.0, expected[self._at] - (now - self._since))
+        return ", " + words.format(duration_text(max(1.0, left)))
 
     def _run(self) -> None:
         while not self._over.wait(_POLL_SECONDS):
@@ -144,10 +151,14 @@ class FirstCall:
 
 def memory_of(folder: Path, model: str, num_ranks: int, config: Config) -> Path:
     """The file of what the first call of such a model took: equal models (by this text), numbers of ranks and
-    options share it.
+    options share it. Those that are compiled alike begin alike.
     """
     text = f"{num_ranks} {sorted(config.model_dump().items())} {model}"
-    return folder / "first_calls" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return (
+        folder
+        / "first_calls"
+        / f"{config.stage_compiler}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    )
 
 
 def _doing(at: int, text: str) -> str:
@@ -162,6 +173,17 @@ def _remembered(path: Path) -> tuple[float, ...]:
     except (RanncError, OSError, ValueError, TypeError, RecursionError, OverflowError):
         return ()
     return found if len(found) == len(PHASES) and all(0 <= value < 1e6 for value in found) else ()
+
+
+def _newest_beside(path: Path) -> tuple[float, ...]:
+    """What the last first call took of those that were compiled as this one is; () where there is none."""
+    try:
+        others = sorted(
+            path.parent.glob(f"{path.stem.partition('-')[0]}-*.json"), key=lambda other: other.stat().st_mtime
+        )
+    except OSError:  # another job has taken one away
+        return ()
+    return _remembered(others[-1]) if others else ()
 
 
 def _remember(path: Path, spent: list[float]) -> None:

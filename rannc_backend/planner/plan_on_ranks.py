@@ -20,7 +20,7 @@ from typing import Any
 from rannc_backend.capture.analysis import GraphAnalysis
 from rannc_backend.errors import PlanError, RanksDifferError, UnsupportedModelError
 from rannc_backend.ir.plan import Alternative, Plan
-from rannc_backend.ir.plan_file import read_plan_text, write_text
+from rannc_backend.ir.plan_file import plan_in, read_plan_text, write_text
 from rannc_backend.log.progress import Progress
 from rannc_backend.log.step_timer import log_step_timer
 from rannc_backend.planner.blocks.measure import leading, make_bench
@@ -228,7 +228,7 @@ def loaded_text(config: Config, analysis: GraphAnalysis) -> str:
     """The plan in the file that the options name, if it is what they ask for."""
     text = read_plan_text(config.deployment_file, named_by=_DEPLOYMENT)
     check_options(
-        Plan.from_json(text),
+        plan_in(text, config.deployment_file, named_by=_DEPLOYMENT),
         config,
         exact_schedules(analysis.split, analysis.needs_grad),
         whole_batch=analysis.split.whole_batch is not None,

@@ -21,6 +21,13 @@ def choices(item: str) -> tuple[object, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
+def named_values(item: str) -> tuple[str, ...]:
+    """The names that an item accepts, alone or beside numbers."""
+    extra = Config.model_fields[item].json_schema_extra
+    names = extra.get("names") if isinstance(extra, dict) else None
+    return tuple(str(name) for name in (names if isinstance(names, list) else choices(item)))
+
+
 def accepted_values(item: str) -> str:
     """What an item accepts, in words: "an integer, at least 0"."""
     field = Config.model_fields[item]

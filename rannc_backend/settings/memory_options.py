@@ -27,7 +27,10 @@ class MemoryOptions(Options):
     recompute: str = Field(
         "auto",
         pattern=r"^(auto|segments|marked|0(\.[0-9]+)?|1(\.0+)?)$",
-        json_schema_extra={"accepts": '"auto", "segments", "marked", or a number from 0 to 1'},
+        json_schema_extra={
+            "accepts": '"auto", "segments", "marked", or a number from 0 to 1',
+            "names": ["auto", "segments", "marked"],
+        },
         description="Activation budget of every stage: 1 recomputes nothing, 0 all; segments: all, but a part of "
         "the stage (about a layer) at a time, whose input is kept; marked: all but the tensors that the model gives to "
         "rannc_backend.checkpoint_tensor; auto: as much as memory asks for, per stage.",
@@ -100,7 +103,7 @@ class MemoryOptions(Options):
     zero_stage: str = Field(
         "auto",
         pattern=r"^(auto|0|1|2)$",
-        json_schema_extra={"accepts": '"auto", 0, 1 or 2'},
+        json_schema_extra={"accepts": '"auto", 0, 1 or 2', "names": ["auto"]},
         description="1: each parameter has one replica of its stage that updates it and keeps its optimizer state; "
         "2: which also keeps its gradient alone; 0: every replica updates all; auto: 1 where memory makes that faster, "
         "else 0.",

@@ -3,11 +3,12 @@
 In: the environment and `options={...}` of torch.compile. Out: a `Resolution`. Order: default;
 `rannc_conf.toml` in RANNC_CONF_DIR, or in ~/.pyrannc; the variables RANNC_<ITEM>; options. A name that exists
 nowhere is an error, wherever it stands. Everything is read from the environment that is passed in, the home
-directory too: the same environment gives the same resolution.
+directory too: the same environment gives the same options.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rannc_backend.errors import ConfigurationFileError, OptionValueError, UnknownOptionError
 from rannc_backend.errors.base import error_about, shown
-from rannc_backend.settings.accepted import accepted_values, choices
+from rannc_backend.settings.accepted import accepted_values, named_values
 from rannc_backend.settings.options import ENVIRONMENT_PREFIX, ITEMS_DISAGREE, Config, environment_name
 from rannc_backend.settings.rannc_items import RETIRED, retired_notice
 from rannc_backend.settings.toml_lines import TomlFile, read_toml
@@ -62,7 +63,7 @@ class Resolution:
 
     `file`: the file that was read, if there is one. `retired`: the retired items that were given, with their
     sources. `remarks`: lines for the log of a configuration in the words of another system. `given`: the items that
-    torch.compile was given.
+    torch.compile was given. `unread`: `unread_file`.
     """
 
     config: Config
@@ -71,11 +72,13 @@ class Resolution:
     retired: Mapping[str, str]
     remarks: tuple[str, ...] = ()
     given: frozenset[str] = frozenset()
+    unread: str = ""
 
     @property
     def notices(self) -> list[str]:
-        """A line for each retired item that was given, and the remarks."""
-        return [*(retired_notice(item, source) for item, source in self.retired.items()), *self.remarks]
+        """A line for each retired item that was given, the remarks, and one for a file that is not read."""
+        retired = (retired_notice(item, source) for item, source in self.retired.items())
+        return [*retired, *self.remarks, *([self.unread] if self.unread else [])]
 
     def is_told(self, item: str) -> bool:
         """Whether torch.compile was given the item."""
@@ -169,6 +172,7 @@ def resolve(options: Given, environ: Mapping[str, str], read_file: ReadFile | No
         retired=retired,
         remarks=tuple(options.notices()) if isinstance(options, GivesOptions) else (),
         given=frozenset(map(str, given)),
+        unread=unread_file(environ),
     )
 
 
@@ -215,6 +219,19 @@ def configuration_file(environ: Mapping[str, str]) -> TomlFile | None:
     return None if directory is None else read_toml(directory / CONFIG_FILE)
 
 
+def unread_file(environ: Mapping[str, str]) -> str:
+    """A line on a file of options in the working directory, where nobody looks for it; "" for none. It would be thought
+    to hold.
+    """
+    here, directory = Path(CONFIG_FILE), configuration_directory(environ)
+    if not here.is_file() or (directory is not None and os.path.realpath(directory) == os.path.realpath(".")):
+        return ""
+    return (
+        f"{CONFIG_FILE} in the working directory is not read: {directory or 'no directory'} is looked into; set "
+        f"{CONFIG_DIRECTORY_VARIABLE} to the directory of the file that is to hold"
+    )
+
+
 @dataclass(slots=True)
 class FileOnce:
     """`configuration_file`, read at the first question: an edit while a job runs is for the next job."""
@@ -244,7 +261,7 @@ def choices_of(item: str) -> list[str]:
     annotation: Any = RETIRED[item].type if item in RETIRED else Config.model_fields[item].annotation
     if annotation is bool:
         return ["true", "false"]
-    names = get_args(annotation) if item in RETIRED else choices(item)
+    names = get_args(annotation) if item in RETIRED else named_values(item)
     return [str(choice) for choice in names if isinstance(choice, str)]
 
 

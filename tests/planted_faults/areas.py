@@ -301,8 +301,8 @@ AREAS = (
     Area(
         name="devices behind the host",
         files={
-            "schedule/message_order.py": 4,
-            "runtime/step/queue_order.py": 2,
+            "schedule/message_order.py": 6,
+            "runtime/step/queue_order.py": 4,
             "runtime/step/rehearsal.py": 3,
         },
         tests=unit("schedule/message_order", "runtime/step/rehearsal", "runtime/step/hangs"),

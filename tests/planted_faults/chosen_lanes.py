@@ -22,6 +22,14 @@ def several(*cases: str) -> tuple[str, ...]:
 CHOSEN_LANES: tuple[Fault, ...] = tuple(
     Fault(*row)
     for row in (
+        # devices behind the host
+        (
+            "a-lane-for-each-stage-of-a-rank",
+            "runtime/step/queue_order.py",
+            "lanes = list(dict.fromkeys(map(tuple, stage_ranks)))",
+            "lanes = list(map(tuple, stage_ranks))",
+            unit("runtime/step/hangs"),
+        ),
         # backwards in two parts
         (
             "second-parts-that-are-dropped",

@@ -159,7 +159,7 @@ def load_cluster(name_or_path: str, num_devices: int, devices_per_node: int | No
         raise ClusterFileError(
             LOCAL,
             problem="is measured by the ranks of a job and stands in no file",
-            cure=f"name one of {', '.join(shipped_clusters())}.",
+            cure=f"name one with --cluster (RANNC_CLUSTER): {', '.join(shipped_clusters())}, or the path of a TOML file.",
         )
     else:
         text, file = _read(name_or_path), name_or_path

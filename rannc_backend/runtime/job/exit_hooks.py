@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from rannc_backend.errors import CommunicationError, RankFailedError
 from rannc_backend.runtime.job.interpreter_exit import InterpreterExit, exit_code
-from rannc_backend.runtime.job.last_words import trace_text, write_torchrun_error
+from rannc_backend.runtime.job.last_words import INTERRUPTED, trace_text, write_torchrun_error
 from rannc_backend.runtime.job.monitor import REAL_EXIT, LinkMonitor, call_in_thread
 from rannc_backend.settings import hooks
 
@@ -156,7 +156,7 @@ class ExitHooks:
         time.sleep(_BLOCKED_SECONDS)
         # Half of it for the handler that ran before this thread did.
         if self._last_interrupt < begin - _BLOCKED_SECONDS / 2:
-            self._monitor.report("interrupt", "interrupted (Ctrl-C)", code=128 + signal.SIGINT)
+            self._monitor.report("interrupt", INTERRUPTED, code=128 + signal.SIGINT)
 
 
 def _forget_in_child(hooks_of_parent: weakref.ref[ExitHooks]) -> None:

@@ -38,6 +38,7 @@ from rannc_backend.settings.user_files import UserFile, write_text
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
+INTERRUPTED = "interrupted (Ctrl-C)"
 _OUT_OF_MEMORY_CURE = (
     "more micro-batches (RANNC_PIPELINE_NUM), more stages (RANNC_PARTITION_NUM), or a memory limit "
     "below the device's memory (RANNC_MEM_LIMIT_GB)."
@@ -169,11 +170,14 @@ class EarlyWords:
         hooks.replace("early words", sys, "excepthook", self._hook)
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._has_started() or isinstance(error, KeyboardInterrupt):
+        if self._has_started():
             self._before(kind, error, trace)
             return
         error = error.with_traceback(trace)
         self._on_word()
+        if isinstance(error, KeyboardInterrupt):
+            self._say_interrupted(error)
+            return
         write_torchrun_error(error, os.environ)
         parts = parts_of(error)
         word = Word(f"{parts.cause}\n{parts.place}", os.environ)
@@ -182,6 +186,15 @@ class EarlyWords:
         sys.stderr.write(early_text(parts, trace_text(self._before, error), os.environ))
         sys.stderr.flush()
         word.stay()
+
+    def _say_interrupted(self, error: KeyboardInterrupt) -> None:
+        """Where each rank was tells nothing: it was told to end."""
+        if logging.getLogger(ROOT_LOGGER).isEnabledFor(logging.DEBUG):
+            self._before(KeyboardInterrupt, error, error.__traceback__)
+        elif Word(INTERRUPTED, os.environ).is_ours:
+            place = user_frame(error.__traceback__)
+            sys.stderr.write(early_text(Parts(cause=INTERRUPTED, place=place, cure=""), "", os.environ))
+            sys.stderr.flush()
 
 
 def early_text(parts: Parts, trace: str, environ: Mapping[str, str]) -> str:

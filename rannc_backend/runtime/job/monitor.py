@@ -202,7 +202,7 @@ class LinkMonitor:
         traceback.
         """
         if isinstance(error, KeyboardInterrupt):
-            self.report("interrupt", "interrupted (Ctrl-C)", code=130)
+            self.report("interrupt", last_words.INTERRUPTED, code=130)
             return
         is_others = (
             isinstance(error, (CommunicationError, RankFailedError))

@@ -222,7 +222,7 @@ def test_options_come_from_the_environment_and_the_command_line(place, capsys, m
     ("more", "given", "texts"),
     [
         ([], {"cluster": "a100-80g"}, ["a100-80g", "did you mean 'a100-80gb'"]),
-        ([], {"cluster": None}, ["cluster local is measured", "name one of a100-40gb"]),
+        ([], {"cluster": None}, ["cluster local is measured", "name one with --cluster (RANNC_CLUSTER): a100-40gb"]),
         ([], {"factory": "factories.py:mak"}, ["has no function 'mak'", "make"]),
         ([], {"factory": "factories.py"}, ["does not name a factory"]),
         ([], {"factory": "other.py:make"}, ["there is no file 'other.py'"]),

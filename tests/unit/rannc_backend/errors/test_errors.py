@@ -68,6 +68,8 @@ from rannc_backend.errors import (
     VerificationError,
     WrappedModelError,
     failure_of_rank,
+    located,
+    rebuild_error,
     user_location,
 )
 from rannc_backend.settings.options import Config
@@ -341,6 +343,21 @@ def test_a_failure_of_another_rank_has_its_class(name: str, cls: type[Exception]
 def test_a_failure_of_a_class_that_cannot_be_made(name: str) -> None:
     error = failure_of_rank(0, name, "x")
     assert type(error) is RankFailedError and error.failed_rank == 0 and name in str(error)
+
+
+def test_errors_of_other_ranks_keep_cause_place_and_cure() -> None:
+    """So that a job's first lines have them in this order, and say once what all ranks have."""
+    error = located(PlanError("a plan\nof two lines", cure="plan\nagain."), "plan.json, line 3")
+    other = rebuild_error("PlanError", str(error))
+    assert type(other) is PlanError and str(other) == str(error)
+    for member in ("problem", "location", "place", "cure"):
+        assert getattr(other, member) == getattr(error, member)
+    bare = rebuild_error("PlanError", "it is set\n  attention")
+    assert (bare.problem, bare.place, bare.cure) == ("it is set\n  attention", "", "")
+    failed = failure_of_rank(2, "PlanError", str(error))
+    assert failed.problem.startswith("rank 2 failed in this call") and failed.place == "plan.json, line 3"
+    assert failed.cure == error.cure
+    assert failure_of_rank(2, "PlanError", "x").place == "rank 2"
 
 
 def test_user_input_errors_are_value_errors() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import rannc_backend
 from rannc_backend.errors import PlanError, UserInputError
-from rannc_backend.ir.plan_file import read_plan, write_text
+from rannc_backend.ir.plan_file import plan_in, read_plan, write_text
 from tests.unit.rannc_backend.ir.sample_plans import sample_plan
 
 
@@ -37,6 +37,17 @@ def test_what_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=message) as caught:
             read_plan(tmp_path / name)
         assert "path of a plan file" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["# Words", '{"stages": []}', "[]"])
+def test_what_is_no_plan_is_told_with_its_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        read_plan(path)
+    assert caught.value.place == str(path) and str(path) in str(caught.value)
+    with pytest.raises(PlanError, match=r"at .*plan\.json \(from option deployment_file\)"):
+        plan_in(text, path, named_by="option deployment_file")
 
 
 def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path) -> None:

@@ -68,6 +68,23 @@ def test_an_earlier_run_tells_the_time_left(tmp_path: Path) -> None:
     assert scene.lines[4].endswith("still compiling, about 3 s left, as in an earlier run")
 
 
+def test_of_a_new_model_another_one_tells_roughly(tmp_path: Path) -> None:
+    """Its capture took half of the 4.1 s of this one, so all else is expected to take half as long, too."""
+    (tmp_path / "inductor-old.json").write_text("[2.05, 1, 20, 1]")
+    (tmp_path / "eager-other.json").write_text("[2.05, 1, 90, 1]")
+    scene = _Scene()
+    _play(scene, tmp_path / "inductor-new.json")
+    assert scene.lines[0].endswith("as one graph")
+    assert scene.lines[1:4] == [
+        "first call, 2 of 4: planning, roughly 44 s left, judging by another model",
+        "first call, 3 of 4: compiling stage 0 of graph 0 (loss), roughly 42 s left, judging by another model",
+        "first call, 3 of 4: still compiling, roughly 32 s left, judging by another model",
+    ]
+    again = _Scene()
+    _play(again, tmp_path / "inductor-new.json")
+    assert "as in an earlier run" in again.lines[1]
+
+
 def test_the_first_line_comes_after_a_second() -> None:
     scene = _Scene()
     call = scene.call()

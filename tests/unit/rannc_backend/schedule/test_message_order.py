@@ -5,29 +5,33 @@ program end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rannc_backend.errors import ScheduleError
-from rannc_backend.ir.action import INPUT, OUTPUT, Channel, OrderedMessage, Program, parse_programs
+from rannc_backend.ir.action import INPUT, OUTPUT, OrderedMessage, Program, parse_programs
 from rannc_backend.ir.exchange import Edge
+from rannc_backend.ir.updates import Update, divide, ranks_of_updates
 from rannc_backend.runtime.rows import RowTable
 from rannc_backend.runtime.step.queue_order import queued_messages, routes_of
 from rannc_backend.schedule.edges import PHASES, EdgeSpec, Phase
-from rannc_backend.schedule.lowering import lower
+from rannc_backend.schedule.lowering import lower_lanes
 from rannc_backend.schedule.message_order import message_order
-from rannc_backend.schedule.orders import ScheduleName, build_order
+from rannc_backend.schedule.orders import ScheduleName, build_order, schedule_named, schedule_names
 from tests.played_ranks import Fabric
 from tests.played_steps import transport_of
-from tests.schedule_lists import FIXED, ONE_STAGE, num_stages_for
+from tests.schedule_lists import ONE_STAGE, num_stages_for
 
 
-def link_of(channel: Channel) -> tuple[int, ...]:
-    """Channels between the same two stages share a communicator, and all of the endpoints do."""
-    return (INPUT,) if min(channel[:2]) < 0 else tuple(sorted(channel[:2]))
+def link_of(message: OrderedMessage, num_lanes: int) -> tuple[int, ...]:
+    """Messages between the same two lanes share a communicator; those of the endpoints do, and where there are no other
+    lanes all.
+    """
+    is_of_all = min(message.channel[:2]) < 0 or num_lanes == 2
+    return (INPUT,) if is_of_all else tuple(sorted((message.sender, message.receiver)))
 
 
 def never_ends(
@@ -53,7 +57,7 @@ def never_ends(
             while True:
                 while operations[lane] and operations[lane][0][0] <= place[lane]:
                     message = operations[lane].pop(0)[1]
-                    queues[lane, link_of(message.channel)].append(message)
+                    queues[lane, link_of(message, len(programs))].append(message)
                     unfinished[lane].add(message)
                 if place[lane] == len(program) or (
                     synchronise and program[place[lane]].is_compute and unfinished[lane]
@@ -90,12 +94,12 @@ def made_programs(
     ]
     if num_stages > 1:
         edges.append(EdgeSpec(src=INPUT, dst=num_stages - 1, num_forward_values=1))
-    return lower(build_order(schedule, num_stages, number), edges, phase, number)
+    return lower_lanes(build_order(schedule, num_stages, number), edges, phase, number)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(FIXED),
+    st.sampled_from(schedule_names()),
     st.sampled_from(PHASES),
     st.integers(2, 8),
     st.integers(1, 16),
@@ -202,7 +206,11 @@ def plans(
 
 
 def communicators(
-    size: int, ranks: tuple[tuple[int, ...], ...], pairs: list[tuple[int, int]], tied: list[tuple[int, ...]]
+    size: int,
+    ranks: tuple[tuple[int, ...], ...],
+    pairs: list[tuple[int, int]],
+    tied: list[tuple[int, ...]],
+    updates: Iterable[Update] = (),
 ) -> list[int]:
     """By rank, as a deployment asks for them."""
     edges = {pair: Edge(src=pair[0], dst=pair[1], forward=(), gradient=(1,)) for pair in pairs}  # type: ignore[arg-type]
@@ -213,7 +221,7 @@ def communicators(
     transport.prepare(
         channels=["state"],
         routes=routes_of(edges, ranks, size),
-        groups=sorted({tuple(range(size)), *ranks, *owners}),
+        groups=sorted({tuple(range(size)), *ranks, *owners, *ranks_of_updates(updates)}),
     )
     transport.share(sorted({*ranks, *owners}))
     created: list[tuple[int, ...]] = transport._calls.created  # type: ignore[attr-defined]
@@ -247,6 +255,36 @@ def test_communicators_of_chains_and_of_data_parallelism(size: int) -> None:
     )
     assert max(chain) == (2 if size == 2 else 4)
     assert communicators(size, (tuple(range(size)),), [], []) == [2] * size
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("schedule", schedule_names())
+def test_communicators_of_chains_under_every_schedule(schedule: str, size: int) -> None:
+    """Lanes of several stages talk to no more others than those of one, whatever the number of stages."""
+    described = schedule_named(schedule)
+    several = [described.stages_per_lane] if described.stages_per_lane > 1 else [1, 2]
+    for per_lane in [*several, 4] if described.with_stages_per_lane(4) else several:
+        made = described.with_stages_per_lane(per_lane) or schedule_named("interleaved")
+        num_stages = size * per_lane
+        lanes = made.lanes(num_stages)
+        assert len(lanes) == size
+        rank_of = {stage: (rank,) for rank, lane in enumerate(lanes) for stage in lane}
+        ranks = tuple(rank_of[stage] for stage in range(num_stages))
+        pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
+        assert max(communicators(size, ranks, pairs, [])) <= 4
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_communicators_of_replicas_that_divide_updates(size: int) -> None:
+    """New values go over the group that sums the gradients; groups within it are one more."""
+    everyone = tuple(range(size))
+    owners = {name: everyone for name in "abc"}
+    for num_groups, most in ((1, 2), (2, 3), (4, 3)):
+        updates = divide({"a": 9, "b": 7, "c": 7}, owners, num_groups).values()
+        assert communicators(size, (everyone,), [], [], updates) == [most] * size
+    half = (everyone[: size // 2], everyone[size // 2 :])
+    updates = divide({"a": 9, "b": 7}, {"a": half[0], "b": half[1]}).values()
+    assert communicators(size, half, [(0, 1)], [], updates) == [3] * size
 
 
 @settings(max_examples=60, deadline=None)

@@ -203,4 +203,5 @@ def test_what_an_item_may_be_is_known_by_its_names() -> None:
         "zb_v",
         "v_half",
     ]
+    assert choices_of("recompute") == ["auto", "segments", "marked"] and choices_of("zero_stage") == ["auto"]
     assert choices_of("pipeline_num") == choices_of("cache_dir") == []

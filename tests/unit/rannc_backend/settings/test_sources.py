@@ -89,6 +89,22 @@ def test_the_home_directory_is_the_default_place(tmp_path: Path) -> None:
         resolve(None, {"RANNC_CONF_DIR": str(tmp_path / "missing")})
 
 
+def test_a_file_in_the_working_directory_is_not_passed_over_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve(None, {"HOME": "/nowhere"}).notices == []
+    (tmp_path / CONFIG_FILE).write_text("pipeline_num = 4\n")
+    resolution = resolve(None, {"HOME": "/nowhere"})
+    assert resolution.config.pipeline_num != 4
+    (notice,) = resolution.notices
+    assert CONFIG_FILE in notice and "/nowhere/.pyrannc" in notice and "RANNC_CONF_DIR" in notice
+    assert resolve(None, {}).unread
+    for directory in (".", str(tmp_path)):
+        read = resolve(None, {"RANNC_CONF_DIR": directory})
+        assert read.config.pipeline_num == 4 and read.notices == []
+
+
 def test_an_edit_while_a_job_runs_is_for_the_next_job(tmp_path: Path) -> None:
     once = FileOnce()
     environ = environ_with(tmp_path, "pipeline_num = 2\n")

@@ -327,6 +327,7 @@ OWN_FILES = {
     "doctor/job.py",  # a folder of its own
     "doctor/ranks.py",
     "errors/catalogue.py",  # the package's own source
+    "log/first_call.py",  # in its own directory
     "planner/plan_cache.py",  # in its own directory
     "planner/worker_processes.py",  # its own pipes
     "report/page.py",  # shipped templates

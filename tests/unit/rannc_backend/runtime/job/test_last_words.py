@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,25 @@ def test_torchrun_gets_the_cause_in_its_file(tmp_path: Path) -> None:
         RanncError("x"), {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "missing" / "x")}
     )
     last_words.write_torchrun_error(RanncError("x"), {})
+
+
+@pytest.mark.parametrize("is_debug", [False, True])
+def test_an_interrupt_before_the_start_is_a_line_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_debug: bool
+) -> None:
+    monkeypatch.setattr(last_words, "Word", lambda text, environ: SimpleNamespace(is_ours=True))
+    logger = logging.getLogger("rannc_backend")
+    monkeypatch.setattr(logger, "level", logging.DEBUG if is_debug else logging.INFO)
+    logger.manager._clear_cache()
+    called: list[int] = []
+    words = last_words.EarlyWords(lambda: False, lambda: called.append(1))
+    words._before = sys.__excepthook__
+    error = raised(KeyboardInterrupt())
+    words._hook(KeyboardInterrupt, error, error.__traceback__)
+    text = capsys.readouterr().err
+    logger.manager._clear_cache()
+    assert called and ("Traceback" in text) == is_debug
+    assert is_debug or ("interrupted (Ctrl-C)" in text and "test_last_words.py" in text)
 
 
 RANK = """

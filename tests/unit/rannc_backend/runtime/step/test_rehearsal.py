@@ -29,7 +29,7 @@ def rehearsal_of(rank: PlayedRank) -> Rehearsal:
 
 def test_nothing_is_left_behind() -> None:
     rank = PlayedRank(Setting(replicas=(1, 1), num_micro_batches=2), Fabric(2), 0)
-    stage: Any = rank.stage
+    stage: Any = rank.stages[0]
     counter = torch.zeros(1)
     rank.executor.buffers = {"counter": counter}
     stage.outputs.append(SimpleNamespace(name="counter", kind="buffer", fqn="counter", once=False))
