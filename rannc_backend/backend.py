@@ -38,6 +38,7 @@ warn_if_disabled(os.environ)
 warn_if_looked_up_in_vain(os.environ)
 
 from rannc_backend.capture import graph as capture  # noqa: E402
+from rannc_backend.capture.analysis import sizes_of_call, with_fixed_inputs  # noqa: E402
 from rannc_backend.capture.errors import own_errors_only  # noqa: E402
 from rannc_backend.capture.first_trace import begin_symbolically  # noqa: E402
 from rannc_backend.capture.inputs import plain_numbers  # noqa: E402
@@ -46,7 +47,6 @@ from rannc_backend.capture.nonstrict.arguments import Call, places_of  # noqa: E
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call  # noqa: E402
 from rannc_backend.capture.nonstrict.trace import Changing  # noqa: E402
 from rannc_backend.capture.refusals import GivenUpModels, recompile_limit, refuse_sharded  # noqa: E402
-from rannc_backend.capture.sizes_of_call import sizes_of_call, with_fixed_inputs  # noqa: E402
 from rannc_backend.capture.written_out import trace_margin_loss, trace_soft_labels  # noqa: E402
 from rannc_backend.compiled_call import (  # noqa: E402
     Prepare,

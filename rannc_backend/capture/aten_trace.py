@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, number_reads
 from rannc_backend.capture.written_out import BagsAsRows, PlainOperators
-from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
+from rannc_backend.errors import RanncError, UnsupportedModelError, needing_batch_size, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
 from rannc_backend.passes.canonicalize import IN_PARTS, TRACED
 from rannc_backend.passes.graph_queries import arguments_of
@@ -433,14 +433,12 @@ class _AtenInterpreter(fx.Interpreter):
 
 def fixed_rows(what: str, location: str) -> UnsupportedModelError:
     """The model has used its batch size as a number."""
-    error = UnsupportedModelError(
+    return needing_batch_size(
         f"{what} works for one batch size only",
         location=location,
         cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with "
         "all rows at once instead of in a loop over them.",
     )
-    error.needs_batch_size = True
-    return error
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:

@@ -45,6 +45,7 @@ from rannc_backend.errors.models import (
     UnsupportedModelError,
     ValueNotMadeError,
     WrappedModelError,
+    needing_batch_size,
 )
 from rannc_backend.errors.options import (
     ConfigurationFileError,
@@ -151,6 +152,7 @@ __all__ = [
     "failure_of_rank",
     "is_of_user",
     "located",
+    "needing_batch_size",
     "rebuild_error",
     "user_location",
 ]

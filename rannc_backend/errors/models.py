@@ -23,6 +23,13 @@ class UnsupportedModelError(ModelError):
     """The model does something for which the exactness of the results could not be kept."""
 
 
+def needing_batch_size(problem: str, *, cure: str = "", location: str = "") -> UnsupportedModelError:
+    """A refusal whose reason is that the model's code uses its batch size as a number."""
+    error = UnsupportedModelError(problem, cure=cure, location=location)
+    error.needs_batch_size = True
+    return error
+
+
 class ModelDevicesError(ModelError):
     """Parameters or buffers lie on more than one device."""
 

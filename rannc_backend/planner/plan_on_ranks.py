@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rannc_backend.capture.analysis import GraphAnalysis
-from rannc_backend.errors import PlanError, RanksDifferError, UnsupportedModelError
+from rannc_backend.errors import PlanError, RanksDifferError, UnsupportedModelError, needing_batch_size
 from rannc_backend.ir.plan import Alternative, Plan
 from rannc_backend.ir.plan_file import plan_in, read_plan_text, write_text
 from rannc_backend.log.progress import Progress
@@ -255,13 +255,11 @@ def print_plan(plan: Plan, file: str) -> None:
 
 def rows_as_number(name: str) -> UnsupportedModelError:
     """The model's code has made a number of the size of an input, whose rows are those of a batch."""
-    error = UnsupportedModelError(
+    return needing_batch_size(
         f"the model works for one batch size only: its code turned the size of input {name} into a number",
         cure="take the batch size from the inputs (x.size(0)), and compute with all rows at once instead of in a loop "
         "over them.",
     )
-    error.needs_batch_size = True
-    return error
 
 
 def check_same(answers: list[dict[str, object]]) -> None:

@@ -45,7 +45,7 @@ HOOKS = (
     Hook(
         name="SystemExit", what="`SystemExit.code`, `sys.exit`",
         by="runtime.job.interpreter_exit", when=AT_IMPORT_OF_RANK,
-        why="no other hook tells which SystemExit ends the interpreter",
+        why="no other hook shows which SystemExit ends the interpreter",
     ),
     Hook(
         name="early words",
@@ -296,7 +296,7 @@ HOOKS = (
         what="`atexit`",
         by="checkpoint.background",
         when="first checkpoint that is written in the background",
-        why="a save that fails after the last call is told",
+        why="a save that fails after the last call is reported",
     ),
     Hook(
         name="Ctrl-C of the search",

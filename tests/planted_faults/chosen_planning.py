@@ -20,6 +20,13 @@ CHOSEN_PLANNING: tuple[Fault, ...] = tuple(
             unit("planner/cost/cost"),
         ),
         (
+            "groups-that-divide-updates-need-no-communicator",
+            "planner/cost/transfer.py",
+            "num_of_replicas * has_group + in_groups",
+            "num_of_replicas * has_group + 0 * in_groups",
+            unit("planner/cost/update_shares"),
+        ),
+        (
             "recompute-never-pays",
             "schedule/fill_drain.py",
             "return 0 * num_stages_to_end + num_micro_batches",

@@ -50,6 +50,7 @@ from rannc_backend.errors import (
     ModelError,
     NoBatchDimensionError,
     UnsupportedModelError,
+    needing_batch_size,
     user_location,
 )
 from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
@@ -254,9 +255,7 @@ def _traced(
         hint = prime_apart_from(numbers, suits)
         if not hint:
             raise _no_hint(run.size_tests, num_rows)
-    error = UnsupportedModelError("the forward uses sizes that depend on its batch size as numbers")
-    error.needs_batch_size = True
-    raise error
+    raise needing_batch_size("the forward uses sizes that depend on its batch size as numbers")
 
 
 def _takes_the_path(tests: Sequence[SizeTest], num_rows: int, hint: int) -> bool:

@@ -46,6 +46,7 @@ from rannc_backend.errors import (
     RanncError,
     UnsupportedModelError,
     is_of_user,
+    needing_batch_size,
     user_location,
 )
 from rannc_backend.ir.size_test import SizeTest
@@ -394,12 +395,10 @@ def _failed(what: str, error: Exception, trace: str) -> UnsupportedModelError:
         return needing_value(
             f"{what} needs a value that is known only when the model runs", user_location(trace)
         )
-    failed = UnsupportedModelError(
+    return needing_batch_size(
         f"{what} cannot be captured with a symbolic batch size: {name}: {text}",
         location=user_location(trace),
     )
-    failed.needs_batch_size = True
-    return failed
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

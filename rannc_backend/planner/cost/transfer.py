@@ -142,15 +142,23 @@ def message_memory(
 
 
 def communicator_memory(
-    cluster: Cluster, num_blocks: int, begins: Ints, ends: Ints, replicas: Ints, num_of_replicas: int = 1
+    cluster: Cluster,
+    num_blocks: int,
+    begins: Ints,
+    ends: Ints,
+    replicas: Ints,
+    num_of_replicas: int = 1,
+    divisor: Ints | int = 1,
 ) -> Any:
     """Bytes of communicators: two of all ranks (rows and parameters, sums), one for the stage on each
-    side, `num_of_replicas` for replicas.
+    side, `num_of_replicas` for replicas, and one for those that divide updates, where `divisor` of them do and others
+    do it beside them.
 
     Stages that a value skips to are not known here; each would be one more.
     """
     has_group = (replicas > 1) & (replicas < cluster.num_devices)
-    number = 2.0 + (begins > 0) + (ends < num_blocks) + num_of_replicas * has_group
+    in_groups = (np.asarray(divisor) > 1) & (divisor < replicas)
+    number = 2.0 + (begins > 0) + (ends < num_blocks) + num_of_replicas * has_group + in_groups
     return cluster.device.communicator_bytes * number * (cluster.num_devices > 1)
 
 

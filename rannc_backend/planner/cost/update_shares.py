@@ -96,7 +96,10 @@ class SharedInLane:
     def communicators(self, begin: int, end: int, replicas: int) -> float:
         """Bytes of those of one stage alone on its ranks."""
         ends = np.array(begin), np.array(end), np.array(replicas)
-        return float(communicator_memory(self.cluster, len(self.blocks), *ends, self.num_communicators))
+        divisor = divided_among(self.num_groups, ends[2])
+        return float(
+            communicator_memory(self.cluster, len(self.blocks), *ends, self.num_communicators, divisor)
+        )
 
     def counted_twice(
         self, stages: Sequence[tuple[int, int]], replicas: int, num_neighbours: int

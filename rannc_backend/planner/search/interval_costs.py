@@ -418,7 +418,7 @@ class IntervalCosts:
             + self.outputs.of_any(num_micro_batches)
         )
         fixed += rounded(
-            messages.fixed_bytes(num_micro_batches, counts)
+            messages.fixed_bytes(num_micro_batches, counts, self._divisor(counts))
             + self.sums.rounded[:, :max_length, None] * (counts > 1)
         )
         whole = self._prices[self.pricer.budgets[0]]

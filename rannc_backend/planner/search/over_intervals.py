@@ -370,9 +370,9 @@ class Messages:
         """[L, N, R]: what is received, as it is there."""
         return self.whole[0]
 
-    def fixed_bytes(self, num_micro_batches: int, replicas: Ints) -> Floats:
-        """[L, N, R]: messages on their way and communicators. What travels in fewer bits is there as it is, too, when it is
-        packed or has been unpacked.
+    def fixed_bytes(self, num_micro_batches: int, replicas: Ints, divisor: Ints) -> Floats:
+        """[L, N, R]: messages on their way and communicators; ``divisor`` of the replicas divide updates. What travels in
+        fewer bits is there as it is, too, when it is packed or has been unpacked.
         """
         received, gradients, sent, awaited = self.travelling
         on_their_way = message_memory(self.cluster, num_micro_batches, sent, awaited, received, gradients)
@@ -388,6 +388,7 @@ class Messages:
                 ends_of(num_blocks, max_length)[:, :, None],
                 replicas,
                 self.graph.num_communicators,
+                divisor,
             )
         )
 

@@ -95,3 +95,7 @@ def test_communicators_take_memory() -> None:
     places = (np.array(0), np.array(1), np.array(2))
     one, three = (float(communicator_memory(cluster, 2, *places, number)) for number in (1, 3))
     assert three - one == 200
+    # Replicas that divide updates in several groups have one more; all of them together, or each alone, none.
+    replicas, divisors = np.array([4, 4, 4, 1]), np.array([1, 2, 4, 1])
+    counted = communicator_memory(cluster, 2, *places[:2], replicas, 1, divisors)
+    assert (counted - counted[0]).tolist()[:3] == [0, 100, 0]

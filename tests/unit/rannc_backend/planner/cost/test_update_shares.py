@@ -79,3 +79,10 @@ def test_ranks_of_a_lane_have_each_communicator_once(num_neighbours: int) -> Non
     # Two of all ranks, one of the replicas, and one for each neighbour.
     assert sum(own) - twice.sum() == (3 + num_neighbours) * lane.cluster.device.communicator_bytes
     assert (np.array(own)[1:] == twice[1:]).all()
+
+
+def test_groups_that_divide_updates_have_a_communicator_each() -> None:
+    cost = shared([{}]).cluster.device.communicator_bytes
+    whole = shared([{}], num_groups=1).communicators(0, 1, 8)
+    assert shared([{}], num_groups=2).communicators(0, 1, 8) == whole + cost
+    assert shared([{}], num_groups=8).communicators(0, 1, 8) == whole
