@@ -31,7 +31,7 @@ PACKAGE = "rannc_backend"
 BEFORE = ROOT / "docs/benchmarks/imports_e1ecec7.json"
 MARKERS = ("<!-- imports: written by scripts/draw_imports.py -->", "<!-- imports: end -->")
 LIMITS = {
-    "folders": "34",
+    "folders": "30 and 4",
     "upward dependencies": "0",
     "modules at the root": "8",
     "modules in the largest folder": "14",

@@ -49,7 +49,7 @@ def floor_of(largest: float) -> float:
 def _finite_largest(tensor: Tensor) -> float:
     if not tensor.numel():
         return 0.0
-    return float(_exact(tensor).abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max())
+    return float(_exact(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
 
 def _exact(tensor: Tensor) -> Tensor:

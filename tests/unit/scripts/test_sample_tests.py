@@ -84,7 +84,6 @@ def test_a_commit_collects_its_tenth_beside_the_default() -> None:
             "-m",
             "pytest",
             "--collect-only",
-            "-qq",
             "-p",
             "no:cacheprovider",
             *arguments,

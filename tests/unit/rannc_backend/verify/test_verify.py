@@ -20,7 +20,7 @@ from torch import nn
 
 from rannc_backend.cli.verify import _layers, described, diagnosis, launch_command, print_verified
 from rannc_backend.errors import OptionValueError, UserInputError, VerificationError
-from rannc_backend.verify.comparing import Comparison, NarrowestDtype, tolerance_of
+from rannc_backend.verify.comparing import Comparison, NarrowestDtype, largest_in, tolerance_of
 from rannc_backend.verify.launching import Listener, Verified, verify
 from rannc_backend.verify.leaves import replaced, tensors_of
 from rannc_backend.verify.models import Models, keep_layers, modules_behind
@@ -81,6 +81,12 @@ def test_parts_of_ranks_make_the_whole_and_gradients_go_back(
         assert torch.allclose(layout.gradient(list(parts), whole, averages=True), whole / len(parts))
 
 
+@pytest.mark.parametrize("whole", [(4, 5), (5, 3), (4, 3, 1)])
+def test_parts_of_another_shape_do_not_make_the_whole(whole: tuple[int, ...]) -> None:
+    """Their rows are as many, but longer; or as long, but not as many; or of other dimensions."""
+    assert layout_of([torch.ones(2, 3), torch.ones(2, 3)], torch.ones(whole)) == Layout(None)
+
+
 def test_a_value_that_every_rank_has_gets_the_mean_of_the_gradients() -> None:
     layout = layout_of([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(1.5))
     assert layout == Layout(None)
@@ -115,6 +121,14 @@ def test_rounding_is_no_difference_and_more_is_one_with_its_place() -> None:
 def test_values_that_are_not_finite_must_be_so_on_both_sides(here: float, there: float, equal: bool) -> None:
     mine, theirs = (torch.tensor([value, 1.0], dtype=torch.float64) for value in (here, there))
     assert Comparison().value("output", "loss", 0, mine, theirs) is equal
+
+
+def test_the_largest_value_is_a_finite_one() -> None:
+    inf, nan = float("inf"), float("nan")
+    assert largest_in([torch.tensor([nan, 0.25]), torch.tensor([-inf, inf, -0.5]), torch.ones(0)]) == 0.5
+    assert (
+        largest_in([torch.tensor([nan])]) == largest_in([torch.tensor([inf, -inf])]) == largest_in([]) == 0.0
+    )
 
 
 def test_another_shape_and_a_missing_value_are_differences() -> None:

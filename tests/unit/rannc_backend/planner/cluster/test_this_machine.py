@@ -118,7 +118,7 @@ def test_another_identity_is_measured_for_itself(
 
 
 def test_ranks_and_nodes_belong_to_the_identity() -> None:
-    rank_records = [calibration._Seat(name="x", kind="cpu", memory_bytes=2**30, num_threads=1)]
+    rank_records = [calibration._Device(name="x", kind="cpu", memory_bytes=2**30, num_threads=1)]
     placed = [("a",), ("a", "a"), ("a", "a", "a", "a"), ("a", "a", "b", "b"), ("a", "b", "a", "b")]
     names = [
         calibration._identity(rank_records, world(*hosts), ranks_per_node(hosts), Config())
@@ -278,7 +278,7 @@ def test_a_disturbed_measurement_promises_no_more_than_twice_what_was_seen(
 
 def test_ranks_agree_on_the_median_and_on_the_smallest_memory(caplog: pytest.LogCaptureFixture) -> None:
     rank_records = [
-        calibration._Seat(name=name, kind="cpu", memory_bytes=size, num_threads=2)
+        calibration._Device(name=name, kind="cpu", memory_bytes=size, num_threads=2)
         for name, size in (("x", 3), ("x", 2), ("y", 4))
     ]
     rates = [replace(RATES, launch_seconds=seconds) for seconds in (1.0, 5.0, 2.0)]
