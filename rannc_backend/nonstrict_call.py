@@ -19,6 +19,7 @@ from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
 from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
+from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
 from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.capture.nonstrict.trace import Changing, Recorded
 from rannc_backend.errors import (
@@ -151,7 +152,7 @@ class NonstrictCalls:
                 "computes each row by itself",
                 ", ".join(f"{path} ({name})" for path, name in recorded.kept_modules.items()),
             )
-        if "the model" in recorded.kept_modules:
+        if WHOLE_MODEL in recorded.kept_modules:
             logger.warning(
                 "its own forward uses its batch size as a number (%s), so all of it is one operator, which one rank "
                 "computes: move these lines into a submodule, or compute with all rows at once, to have stages",

@@ -6,6 +6,7 @@ function of this package. docs/epl_parity.md has the documented meaning of each 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,7 +32,7 @@ _REDUCE = MappingProxyType({"mean": "mean", "sum": "sum"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class Item(ABC):
     """An item; a type for each kind of value. `options`: names of what it becomes in this package. `becomes`: None where
     other items have a say too, see `Config.options`, or where a function reads it.
     """
@@ -42,18 +43,18 @@ class Item:
     becomes: Callable[[Value], object] | None = None
 
     @property
+    @abstractmethod
     def accepts(self) -> str:
         """In words."""
-        raise NotImplementedError
 
     @property
     def names(self) -> tuple[str, ...]:
         """The texts that it accepts, as EPL's documents spell them."""
         return ()
 
+    @abstractmethod
     def has(self, value: object) -> bool:
         """Whether a value has the type and range of the item."""
-        raise NotImplementedError
 
     def read(self, text: str) -> object:
         """The value that a text of the environment says; the text where it says none."""

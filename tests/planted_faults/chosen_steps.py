@@ -19,8 +19,8 @@ CHOSEN_STEPS: tuple[Fault, ...] = tuple(
         (
             "gradients-by-name-are-none",
             "runtime/step/autograd.py",
-            "if name is not None and _leads_to_step(",
-            "if False and _leads_to_step(",
+            "if (is_twice or name is not None) and _leads_to_step(",
+            "if is_twice and _leads_to_step(",
             loops("by_name-1,1"),
         ),
         (

@@ -8,6 +8,7 @@ what a capture holds for.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from rannc_backend.capture.inputs import (
     BufferTensor,
     ConstantTensor,
     ParameterTensor,
+    StateTensor,
     TensorInput,
     UserTensor,
 )
@@ -28,7 +30,7 @@ from rannc_backend.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(ABC):
     """Where a module keeps a tensor: an entry of one of its dictionaries, under all its dotted names."""
 
     dictionary: ClassVar[str]  # of the module
@@ -42,35 +44,38 @@ class Place:
         assert isinstance(value, torch.Tensor), f"{self.names[0]} is no tensor any more"
         return value
 
+    @abstractmethod
     def as_input(self, position: int) -> TensorInput:
         """The tensor that is there now as an input of a graph."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterPlace(Place):
+class StatePlace(Place):
+    """Of a tensor that is registered."""
+
+    made: ClassVar[type[StateTensor]]
+
+    def as_input(self, position: int) -> TensorInput:
+        """See `Place`."""
+        return self.made(
+            node=None, position=position, tensor=self.tensor(), aliases=self.names, source=self.names[0]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlace(StatePlace):
     """Of a parameter."""
 
     dictionary: ClassVar[str] = "_parameters"
-
-    def as_input(self, position: int) -> TensorInput:
-        """See `Place`."""
-        return ParameterTensor(
-            node=None, position=position, tensor=self.tensor(), aliases=self.names, source=self.names[0]
-        )
+    made: ClassVar[type[StateTensor]] = ParameterTensor
 
 
 @dataclass(frozen=True, slots=True)
-class BufferPlace(Place):
+class BufferPlace(StatePlace):
     """Of a buffer."""
 
     dictionary: ClassVar[str] = "_buffers"
-
-    def as_input(self, position: int) -> TensorInput:
-        """See `Place`."""
-        return BufferTensor(
-            node=None, position=position, tensor=self.tensor(), aliases=self.names, source=self.names[0]
-        )
+    made: ClassVar[type[StateTensor]] = BufferTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from rannc_backend.passes.kept_functions import (
 from rannc_backend.passes.plain_numbers import RefusingDraws, hints_in, recording_gradients, without_modes
 
 NAMESPACE = "rannc_module"
+WHOLE_MODEL = "the model"  # in place of a path
 _MAX_KEPT = 8
 _DIVISIBLE = 24
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -104,7 +105,7 @@ class KeptModules:
         if self._is_inside:
             return original(module, *args, **kwargs)
         if _key(module) in self._kept:
-            path = self._paths.get(id(module)) or "the model"
+            path = self._paths.get(id(module)) or WHOLE_MODEL
             self._is_inside = True
             try:
                 result = _called_whole(module, path, args, kwargs)

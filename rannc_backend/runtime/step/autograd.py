@@ -8,7 +8,7 @@ published in ``p.grad``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,29 +105,35 @@ def refuse_gradients_by_name(tables: Callable[[], Sequence[ParameterTable]]) -> 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(outputs, inputs, *args, **kwargs)
-        given = list(inputs) if isinstance(inputs, Iterable) and not torch.is_tensor(inputs) else inputs
-        tensors = [each for each in (given if isinstance(given, list) else [given]) if torch.is_tensor(each)]
-        names = (table.name_of(tensor) for table in tables() for tensor in tensors)
+        outputs, inputs = (
+            list(values) if isinstance(values, Iterator) else values for values in (outputs, inputs)
+        )
+        names = (table.name_of(tensor) for table in tables() for tensor in _tensors_in(inputs))
         name = next((found for found in names if found is not None), None)
-        if kwargs.get("create_graph") and _leads_to_step(
-            [outputs] if torch.is_tensor(outputs) else list(outputs)
-        ):
-            raise _twice_differentiated()
-        if name is not None and _leads_to_step([outputs] if torch.is_tensor(outputs) else list(outputs)):
+        is_twice = bool(kwargs.get("create_graph"))
+        if (is_twice or name is not None) and _leads_to_step(_tensors_in(outputs)):
+            if is_twice:
+                raise _twice_differentiated()
             raise UserInputError(
                 f"torch.autograd.grad was asked for the gradient of {name!r}, a parameter of a compiled model, which is "
                 "computed on the ranks of its stages and does not pass through autograd",
                 cure="call backward(); then p.grad is there for each parameter that this rank has "
                 "(rannc_backend.is_held(p)). Gradients of inputs are there for torch.autograd.grad, too.",
             )
-        return original(outputs, given, *args, **kwargs)
+        return original(outputs, inputs, *args, **kwargs)
 
     return hooks.replace("gradients by name", torch.autograd, "grad", grad)
 
 
-def _leads_to_step(outputs: Sequence[Any]) -> bool:
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    """Those of what torch.autograd.grad takes: a tensor, some of them, or torch's GradientEdge, which has none."""
+    every = [values] if torch.is_tensor(values) or not isinstance(values, Iterable) else values
+    return [each for each in every if torch.is_tensor(each)]
+
+
+def _leads_to_step(outputs: Sequence[torch.Tensor]) -> bool:
     """Whether a call of a compiled model is among what the outputs were computed from."""
-    left = [output.grad_fn for output in outputs if torch.is_tensor(output) and output.grad_fn is not None]
+    left = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(left)
     while left:
         node = left.pop()
