@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         "--baseline",
         choices=("all", "rest", "none"),
         default="all",
-        help="the tests that are run without any fault first: all, those that `make test` leaves out, none",
+        help="tests that noticed a fault, run again without it: all, those that `make test` leaves out, none",
     )
     parser.add_argument(
         "--budget-seconds",

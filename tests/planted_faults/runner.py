@@ -1,7 +1,7 @@
 """Runs faults in copies of the package, some at a time, and keeps what came of each.
 
 In: faults, the tests beside each. Out: a `Verdict` for each, also in a file, so that a run that was ended
-goes on where it was. The tests must pass where no fault is planted: they are run once without any.
+goes on where it was. A test that notices a fault must pass without it (`baseline`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from tests.planted_faults.baseline import Baseline
 from tests.planted_faults.fault import Fault, StaleFault
-from tests.planted_faults.tree import FAILED, INTERRUPTED, NONE_CHOSEN, TEST_LIMIT_SECONDS, Run, Tree, digest
+from tests.planted_faults.tree import FAILED, INTERRUPTED, TEST_LIMIT_SECONDS, Run, Tree, digest
 
 KINDS = ("caught", "uncaught", "equivalent", "stale", "error")
 # Each test has a limit of its own, so that this one is for many tests on a slow machine.
 RUN_LIMIT_SECONDS = 1200.0
 # A fault that is being judged when the budget ends may take so much longer.
 GRACE_SECONDS = 120.0
-BASELINE_LIMIT_SECONDS = 1800.0
 _DISTRIBUTED = "tests/distributed/"
-# What the marks of tests that `make test` leaves out are, for pytest's `-m`.
-NOT_BY_DEFAULT = "full or sampled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,53 +89,33 @@ def stages_of(tests: Sequence[str]) -> list[list[str]]:
     return [part for part in parts if part]
 
 
-def failing_tests(tree: Tree, stage: Sequence[str], marked: str | None = None) -> dict[str, str]:
-    """Those tests that do not pass as the source is, with why; `marked` chooses among them, as pytest's `-m`."""
-    if not stage:
-        return {}
-    run = tree.pytest(stage if marked is None else ["-m", marked, *stage], BASELINE_LIMIT_SECONDS)
-    if run.code == 0 or (run.code == NONE_CHOSEN and marked is not None):
-        return {}
-    # pytest runs nothing where it does not know one of them, and shortens their names.
-    if unknown := [test for test in stage if "not found: " in run.output and not _is_known(tree, test)]:
-        rest = failing_tests(tree, [test for test in stage if test not in unknown], marked)
-        return {test: "is no test" for test in unknown} | rest
-    named = re.findall(r"^(?:FAILED|ERROR:?) (?:not found: )?(\S+?\.py(?:::\S+)?)", run.output, re.MULTILINE)
-    named = [re.sub(r"^.*?(?=tests/)", "", name) for name in named]
-    found: dict[str, str] = {}
-    for test in stage:
-        if (
-            any(name == test or name.startswith((f"{test}::", f"{test}[")) for name in named)
-            or run.code != FAILED
-        ):
-            found[test] = f"does not pass without the fault (exit code {run.code}): {_tail(run.output)}"
-    return found
-
-
-def _is_known(tree: Tree, test: str) -> bool:
-    return tree.pytest(["--collect-only", test], BASELINE_LIMIT_SECONDS).code == 0
-
-
 def nearest_first(fault: Fault) -> list[str]:
     """Its tests; before the others those of the module that it is in, which are likely to notice."""
     module = fault.path.rpartition("/")[2].removesuffix(".py")
     return sorted(fault.tests, key=lambda test: module not in test.partition("::")[0].rpartition("/")[2])
 
 
-def judge(tree: Tree, *, fault: Fault, end: float = float("inf")) -> Diagnosis | None:
-    """Plant it, run its tests, take it out again; None if `end`, of `time.monotonic()`, came before an answer."""
+def judge(
+    tree: Tree, *, fault: Fault, baseline: Baseline | None = None, end: float = float("inf")
+) -> Diagnosis | None:
+    """Plant it, run its tests, take it out again, and run the test that noticed it once more without it.
+
+    None if `end`, of `time.monotonic()`, came before an answer.
+    """
     try:
         tree.plant(fault)
     except StaleFault as stale:
         return Diagnosis(fault.name, "stale", str(stale), 0.0)
     seconds = 0.0
+    noticed: Run | None = None
     try:
         for stage in stages_of(nearest_first(fault)):
             left = end - time.monotonic()
             run = tree.pytest(["-x", *stage], max(1.0, min(RUN_LIMIT_SECONDS, left)))
             seconds += run.seconds
             if run.code in (FAILED, INTERRUPTED):
-                return Diagnosis(fault.name, "caught", _what_failed(run), seconds)
+                noticed = run
+                break
             if run.code is None and left < RUN_LIMIT_SECONDS:
                 return None
             if run.code is None:
@@ -151,7 +129,12 @@ def judge(tree: Tree, *, fault: Fault, end: float = float("inf")) -> Diagnosis |
                 )
     finally:
         tree.restore(fault.path)
-    return Diagnosis(fault.name, "uncaught", fault.change, seconds)
+    if noticed is None:
+        return Diagnosis(fault.name, "uncaught", fault.change, seconds)
+    why = baseline.why_not(tree, noticed, max(1.0, end - time.monotonic())) if baseline else ""
+    if why is None:
+        return None
+    return Diagnosis(fault.name, "error" if why else "caught", why or _what_failed(noticed), seconds)
 
 
 def run_faults(
@@ -164,7 +147,7 @@ def run_faults(
 ) -> Iterator[Diagnosis]:
     """Verdicts as they come, those that are known already first; none of faults whose turn comes after the budget.
 
-    Without a fault, `baseline` runs all of their tests, those that `make test` leaves out, or none.
+    Those that noticed a fault are run without it too: all, those that `make test` leaves out, or none.
     """
     end = time.monotonic() + budget_seconds
     source = digest()
@@ -184,23 +167,13 @@ def run_faults(
         for number in range(workers):
             trees.put(Tree(Path(folder) / str(number)))
 
-        wrong: dict[str, str] = {}
-        if baseline != "none":
-            marked = NOT_BY_DEFAULT if baseline == "rest" else None
-            stages = stages_of(sorted({test for fault in open_faults for test in fault.tests}))
-            for found in pool.map(
-                lambda stage: _acquired(trees, lambda tree: failing_tests(tree, stage, marked)), stages
-            ):
-                wrong |= found
-        futures = []
-        for fault in open_faults:
-            bad = [f"{test} {wrong[test]}" for test in fault.tests if test in wrong]
-            if bad:
-                yield Diagnosis(fault.name, "error", bad[0], 0.0)
-            else:
-                futures.append(
-                    pool.submit(_acquired, trees, partial(judge, fault=fault, end=end + GRACE_SECONDS))
-                )
+        shared = Baseline(baseline)
+        futures = [
+            pool.submit(
+                _acquired, trees, partial(judge, fault=fault, baseline=shared, end=end + GRACE_SECONDS)
+            )
+            for fault in open_faults
+        ]
         try:
             for future in as_completed(futures):
                 if future.cancelled():

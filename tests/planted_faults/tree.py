@@ -32,7 +32,7 @@ _FIRST_SECOND = 1_000_000_000
 # Of one test without ranks, which have limits of their own: one that hangs has noticed something.
 TEST_LIMIT_SECONDS = 100
 # Exit codes of pytest: some tests failed; it could not go on, as with an import that fails; no test was chosen.
-FAILED, INTERRUPTED, NONE_CHOSEN = 1, 2, 5
+FAILED, INTERRUPTED, NOT_FOUND, NONE_CHOSEN = 1, 2, 4, 5
 
 
 def repository_file(path: str) -> Path:

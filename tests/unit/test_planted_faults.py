@@ -13,6 +13,7 @@ from tests.only_in_full import ONLY_IN_FULL
 from tests.planted_faults import runner, tenths
 from tests.planted_faults.__main__ import counts_line, with_equivalents
 from tests.planted_faults.areas import AREAS, SEED, drawn
+from tests.planted_faults.baseline import Baseline, failed_tests
 from tests.planted_faults.chosen import CHOSEN
 from tests.planted_faults.drawing import draw, sites
 from tests.planted_faults.equivalents import REASONS
@@ -27,7 +28,7 @@ from tests.planted_faults.runner import (
     stages_of,
 )
 from tests.planted_faults.tenths import NUM_PARTS, tenth_of
-from tests.planted_faults.tree import NONE_CHOSEN, ROOT, Run, Tree, repository_file
+from tests.planted_faults.tree import NONE_CHOSEN, NOT_FOUND, ROOT, Run, Tree, repository_file
 from tests.sampled import SAMPLED
 
 SOURCE = '''"""A module."""
@@ -295,11 +296,28 @@ def test_tests_that_passed_before_are_not_run_without_a_fault_again(
 
     monkeypatch.setattr(runner, "digest", lambda: "")
     monkeypatch.setattr(runner, "Tree", lambda folder: Recorded(folder, DOUBLE))
-    expected = {"all": [["tests/a.py"]], "rest": [["-m", "full or sampled", "tests/a.py"]], "none": []}
+    test = "tests/a.py::test_double"
+    expected = {"all": [[test]], "rest": [["-m", "full or sampled", test]], "none": []}
     for baseline, runs in expected.items():
         chosen.clear()
-        (diagnosis,) = run_faults([WRONG], workers=1, state=State(None), baseline=baseline)  # type: ignore[arg-type]
-        assert diagnosis.kind == "caught" and chosen == runs
+        twice = Fault("again", "a.py", "x * 2", "x * 4", ("tests/a.py",))
+        found = run_faults([WRONG, twice], workers=1, state=State(None), baseline=baseline)  # type: ignore[arg-type]
+        assert [diagnosis.kind for diagnosis in found] == ["caught", "caught"] and chosen == runs
+
+
+def test_names_of_tests_are_read_from_what_pytest_prints(tmp_path: Path) -> None:
+    said = "1 failed\nFAILED ../copy/tests/a.py::test_x[a - b] - AssertionError: c - d\nFAILED tests/b.py::y"
+    names = failed_tests(Run(1, said, 0.0))
+    assert names[:2] == ["tests/a.py::test_x[a", "tests/a.py::test_x[a - b]"]
+    assert failed_tests(Run(1, "Timeout", 0.0)) == []
+
+    class Known(Playing):
+        def pytest(self, arguments: object, limit_seconds: float) -> Run:
+            assert isinstance(arguments, list)
+            return Run(1 if arguments == ["tests/a.py::test_x[a - b]"] else NOT_FOUND, "no", 0.0)
+
+    tree = Known(tmp_path)
+    assert "does not pass without" in (Baseline("all").why_not(tree, Run(1, said, 0.0)) or "")
 
 
 def test_tests_of_the_module_with_the_fault_come_first() -> None:
