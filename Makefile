@@ -29,7 +29,7 @@ demo: $(READY) ## train a small GPT-2 on real text over RANKS=2 ranks; shows the
 	@$(RUN) mpirun -np $(RANKS) python examples/train_gpt2.py $(DEMO_ARGS) </dev/null
 
 # The tests for CPUs leave a GPU alone: their models would move to it, several ranks to one device.
-test: $(READY) ## the tests but those for GPUs, the full matrix, and further cases (TENTH=COMMIT: also a tenth of these)
+test: $(READY) ## the tests but those for GPUs, the full matrix, and those that take long (TENTH=COMMIT: also a tenth of these)
 	@$(RUN) CUDA_VISIBLE_DEVICES= python -m pytest tests/distributed tests/unit tests/test_architecture.py tests/test_hooks.py -n 2 --no-loadscope-reorder \
 	$(if $(TENTH),--tenth $(TENTH)) $(PYTEST_ARGS) </dev/null
 

@@ -1,4 +1,4 @@
-"""Tests of which each commit runs a tenth: further cases of a test, that take long and that no planted fault names.
+"""Tests of which each commit runs a tenth: those that take long and that no planted fault names.
 
 In: `sampled.json`, which `python -m scripts.sample_tests` writes from a measured run. Out: `SAMPLED`, the ids of
 these tests, and `left_out`, those that do not belong to a commit. `make test` runs none of them, `.ci/run` those of

@@ -34,23 +34,48 @@ def test_seconds_are_those_of_all_phases() -> None:
 
 @given(
     st.dictionaries(
-        st.tuples(st.sampled_from("abc"), st.integers(0, 5)).map(lambda pair: f"t.py::{pair[0]}[{pair[1]}]"),
+        st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 5)).map(
+            lambda parts: f"tests/unit/{parts[0]}.py::{parts[1]}[{parts[2]}]"
+        ),
         st.floats(0, 20),
     ),
+    st.floats(0.05, 1.0),
     st.data(),
 )
-def test_quick_tests_one_case_and_what_faults_name_stay(
-    seconds: dict[str, float], data: st.DataObject
+def test_quick_tests_the_first_of_each_file_and_what_faults_name_stay(
+    seconds: dict[str, float], share: float, data: st.DataObject
 ) -> None:
     needed = data.draw(st.sets(st.sampled_from(sorted(seconds)))) if seconds else set()
-    sampled = set(sampled_of(seconds, needed, quick_seconds=1.0))
+    sampled = set(sampled_of(seconds, needed, share=share, quick_seconds=1.0))
     stay = set(seconds) - sampled
     assert all(seconds[test] >= 1.0 for test in sampled) and not sampled & needed
-    assert {test.partition("[")[0] for test in stay} == {test.partition("[")[0] for test in seconds}
-    # Nothing slow stays but for these reasons.
-    for test in stay - needed:
-        cases = [seconds[other] for other in seconds if other.partition("[")[0] == test.partition("[")[0]]
-        assert seconds[test] < 1.0 or seconds[test] == min(cases)
+    assert {test.partition("::")[0] for test in stay} == {test.partition("::")[0] for test in seconds}
+    more = set(sampled_of(seconds, needed, share=min(1.0, 2 * share), quick_seconds=1.0))
+    assert more <= sampled, "a larger share leaves out no other test"
+    if not sampled:
+        return
+    # With no file's seconds spent, only those stay that always do; else the share is kept.
+    least = {test for test in seconds if seconds[test] < 1.0 or test in needed}
+    if sum(seconds[test] for test in stay) > share * sum(seconds.values()) + 1e-9:
+        for path in {test.partition("::")[0] for test in seconds}:
+            others = [test for test in stay - least if test.partition("::")[0] == path]
+            assert len(others) <= 1
+
+
+def test_each_test_has_a_case_before_any_has_a_second() -> None:
+    seconds = {f"tests/unit/a.py::{name}[{case}]": 2.0 + case for name in "xy" for case in range(3)}
+    sampled = sampled_of(seconds, set(), share=0.5, quick_seconds=1.0)
+    assert sorted(set(seconds) - set(sampled)) == [
+        "tests/unit/a.py::x[0]",
+        "tests/unit/a.py::x[1]",
+        "tests/unit/a.py::y[0]",
+    ]
+    layout = {
+        "tests/test_architecture.py::test_types": 60.0,
+        "tests/unit/a.py::x": 5.0,
+        "tests/unit/a.py::y": 6.0,
+    }
+    assert sampled_of(layout, set(), share=0.1) == ["tests/unit/a.py::y"]
 
 
 def test_names_stand_under_their_files() -> None:
