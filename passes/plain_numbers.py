@@ -80,18 +80,44 @@ def new_number(shape_env: ShapeEnv, name: str, hint: float) -> torch.SymFloat:
     return number
 
 
-class RefusingDraws(TorchDispatchMode):
+class NotingDraws(TorchDispatchMode):
+    """Notes whether an operator draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn = False
+
+    def noted(self) -> None:
+        """An operator is about to draw."""
+        self.has_drawn = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_chance(func, args, kwargs):
+            self.noted()
+        return func(*args, **kwargs)
+
+
+class RefusingDraws(NotingDraws):
     """Raises `error` where an operator draws random numbers."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self._error = error
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _has_no_chance(func, args, kwargs):
-            raise self._error
-        return func(*args, **kwargs)
+    def noted(self) -> None:
+        raise self._error
+
+
+@contextmanager
+def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of the CPU and of `device` come from this seed; the user's generators stay as they are."""
+    others = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        if others:
+            torch.get_device_module(device).manual_seed(seed)
+        yield
 
 
 def _has_no_chance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -17,10 +17,9 @@ from torch import nn
 
 from rannc_backend.capture.dynamo import marked_sizes
 from rannc_backend.capture.first_trace import SeenSizes
-from rannc_backend.capture.nonstrict.arguments import Call, call_of
+from rannc_backend.capture.nonstrict.arguments import Call, Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, find_capture
 from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
-from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.capture.nonstrict.trace import Changing, Recorded
 from rannc_backend.errors import (
     BatchSizeTestError,
@@ -154,8 +153,8 @@ class NonstrictCalls:
             )
         if WHOLE_MODEL in recorded.kept_modules:
             logger.warning(
-                "its own forward uses its batch size as a number (%s), so all of it is one operator, which one rank "
-                "computes: move these lines into a submodule, or compute with all rows at once, to have stages",
+                "all of the model is one operator, which one rank computes (%s): to have stages, move the lines that use "
+                "values or the batch size as numbers into a submodule, or compute with all rows at once",
                 recorded.why_kept,
             )
         if recorded.decisions:

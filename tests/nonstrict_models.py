@@ -444,6 +444,14 @@ def _write_without_gradient(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+#: All of the model runs as written.
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "value": _with(_read, "Reader"),
+    "decision": _with(_decide, "Decider"),
+    "divisor": _with(_divide, "Dividing"),
+    "a path, then a check": _with(_raise_later, "RaisingLater"),
+    "batch size": _with(_split, "Splitter"),
+}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "drawing backward": (_with(lambda self, x: _Drawing.apply(x), "Drawing"), "draws random numbers"),
     "backward of lists": (_with(lambda self, x: _Listed.apply(x, [nn.ReLU()]), "Listed"), "argument of list"),
@@ -455,7 +463,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "clock": (_with(lambda self, x: x * time.time(), "Clock"), "reads a clock"),
     "counter": (_with(_count, "Counter"), "changes the model.calls"),
     "kept tensor": (_with(_keep, "Keeper"), "changes the model.kept"),
-    "kept until it fails": (_with(_keep_and_read, "KeepingReader"), "known only when the model runs"),
+    "kept until it fails": (_with(_keep_and_read, "KeepingReader"), "changes the model.kept"),
     "global tensor": (
         _with(lambda self, x: x * OUTSIDE, "OutsideTensor"),
         "neither an argument nor registered",
@@ -464,12 +472,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _with(lambda self, x: OTHER_MODEL(x), "OtherModel"),
         "neither an argument nor registered",
     ),
-    "value": (_with(_read, "Reader"), "known only when the model runs"),
-    "decision": (_with(_decide, "Decider"), "known only when"),
     "in place": (_with(_write_without_gradient, "Writer"), "mul_ changes a value that has a gradient"),
-    "divisor": (_with(_divide, "Dividing"), "used as one"),
-    "a path, then a check": (_with(_raise_later, "RaisingLater"), "known only when the model runs"),
-    "batch size": (_with(_split, "Splitter"), "tests its batch size"),
     "backward": (_with(_backward, "Backward"), "calls backward"),
     "hook": (_with(_hook, "Hooking"), "calls register_hook"),
     # What fails for another reason than that it reads a value fails as it does in the model.

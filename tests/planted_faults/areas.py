@@ -175,6 +175,11 @@ AREAS = (
         tests=unit("capture/nonstrict/captures"),
     ),
     Area(
+        name="kept modules",
+        files={"capture/nonstrict/kept_modules.py": 2},
+        tests=unit("capture/nonstrict/kept_modules"),
+    ),
+    Area(
         name="messages",
         files={"runtime/step/messages.py": 2, "runtime/step/send_buffers.py": 2},
         tests=(

@@ -1,15 +1,15 @@
-"""The arguments of one call of a model, apart: tensors that are inputs of its graph, and everything else.
+"""What a capture without Dynamo is given: the arguments of one call, apart, and what it may ask of the job.
 
 In: a module, and the arguments of its call. Out: a `Call`, whose flat tensors are parameters, buffers, plain
 tensors that modules hold as attributes, and the user's tensors, in this order. What is no tensor is part of
-what a capture holds for.
+what a capture holds for. `Ranks` is the job; by default one rank, which has everything.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rannc_backend.capture.aten_trace import StridesOf
 from rannc_backend.capture.inputs import (
     BufferTensor,
     ConstantTensor,
@@ -230,3 +231,31 @@ def _inside(value: object) -> Iterator[object]:
     if isinstance(members, dict):
         for member in members.values():
             yield from pytree.tree_leaves(member)
+
+
+Exchange = Callable[[Any], list[Any]]
+"""Every rank's payload of plain numbers and lists, in rank order; of one rank, or where each has the whole
+batch, one payload.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Collective but for the first and the last two; every rank asks the same.
+
+    Members:
+        strides_of: strides by which to trace a parameter.
+        global_rows: the batch size of all ranks, from this one's.
+        exchange: see `Exchange`.
+        is_absent: whether a tensor of the module has no values on this rank.
+        device: trace as if the model and its inputs were there; None: where they are.
+    """
+
+    strides_of: StridesOf = torch.Tensor.stride
+    global_rows: Callable[[int], int] = int
+    exchange: Exchange = lambda payload: [payload]
+    is_absent: Callable[[torch.Tensor], bool] = lambda tensor: False
+    device: torch.device | None = None
+
+
+ALONE = Ranks()

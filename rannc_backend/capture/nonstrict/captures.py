@@ -7,6 +7,7 @@ changes something each time is refused, and what it has changed put back.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.graph import lengths_hold
-from rannc_backend.capture.nonstrict.arguments import Call, Place
+from rannc_backend.capture.nonstrict.arguments import ALONE, Call, Place, Ranks
 from rannc_backend.capture.nonstrict.guards import Change, Guards
-from rannc_backend.capture.nonstrict.ranks import ALONE, Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue
 from rannc_backend.capture.nonstrict.reads import Unknown
 from rannc_backend.capture.nonstrict.trace import Changing, Recorded, record
@@ -121,7 +121,8 @@ def capture_call(
     for _ in range(2):
         guards = Guards.of(module)
         try:
-            recorded = record(module, call, ranks, changing, all_rows=all_rows)
+            undo = functools.partial(_undo_all, guards)
+            recorded = record(module, call, ranks, undo, changing, all_rows=all_rows)
         except BaseException:
             _undo([*undone, *guards.changes()])
             raise
@@ -144,6 +145,10 @@ def capture_call(
         else "make it a buffer (self.register_buffer), give it as an output, or change it outside of the "
         "compiled model.",
     )
+
+
+def _undo_all(guards: Guards) -> None:
+    _undo(list(guards.changes()))
 
 
 def _undo(changes: Sequence[Change]) -> None:

@@ -23,9 +23,8 @@ from torch.utils import _pytree as pytree
 from rannc_backend.capture.errors import graph_break_error
 from rannc_backend.capture.first_trace import begin_symbolically
 from rannc_backend.capture.graph import CapturedGraph, capture_or_restart, skip_library_loggers
-from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.arguments import Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
-from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.errors import RanncError, UnsupportedModelError, user_location
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rannc_backend.capture.aten_trace import traced_node
 from rannc_backend.capture.inputs import StateTensor, TensorInput
-from rannc_backend.capture.nonstrict.ranks import Exchange
+from rannc_backend.capture.nonstrict.arguments import Exchange
 from rannc_backend.errors import RanksDifferError, UnsupportedModelError
 from rannc_backend.ir.length import LengthDims
 from rannc_backend.passes.batch.batch_axis import Meeting, analyze_batch_axis, is_random

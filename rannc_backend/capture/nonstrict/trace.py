@@ -37,10 +37,9 @@ from rannc_backend.capture.aten_trace import (
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
 from rannc_backend.capture.graph import CapturedGraph, captured_of, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, UserTensor, check_devices
-from rannc_backend.capture.nonstrict.arguments import Call, Place, inputs_of, places_of
+from rannc_backend.capture.nonstrict.arguments import Call, Place, Ranks, inputs_of, places_of
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.outputs import Structure, taken_apart
-from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
 from rannc_backend.capture.nonstrict.reads import Decision, Reads, Unknown, checked_both_ways, used_as_number
 from rannc_backend.capture.nonstrict.swapping import swapped, write_back
@@ -106,17 +105,21 @@ class Recorded:
 
 
 def record(
-    module: nn.Module, call: Call, ranks: Ranks, changing: Changing = frozenset(), all_rows: bool = False
+    module: nn.Module,
+    call: Call,
+    ranks: Ranks,
+    undo: Callable[[], None],
+    changing: Changing = frozenset(),
+    all_rows: bool = False,
 ) -> Recorded:
     """Capture one call of the module. Collective where its code tests its batch size or values.
 
     ``changing``: (tensor of the call, dimension) of sizes that other calls have had otherwise: these are lengths
-    where the forward can be traced so. ``all_rows``: see `KeptModules`.
+    where the forward can be traced so. ``all_rows``: see `KeptModules`. ``undo``: takes back what a failed run changed.
 
     Raises:
         UnsupportedModelError: for what a graph cannot hold exactly; with the user's line.
-        DataDependentControlFlowError: the model tests its batch size.
-        NoBatchDimensionError: no argument has rows.
+        DataDependentControlFlowError, NoBatchDimensionError: it tests its batch size; no argument has rows.
         ModelDevicesError: parameters on several devices.
     """
     tensors = [
@@ -133,15 +136,11 @@ def record(
         except ModelError as error:
             if not kept.extended(error):
                 raise kept.refusal(error) from error
+            undo()
             logger.debug("the forward is run again with more modules kept whole: %s", error)
             continue
-        return replace(
-            recorded,
-            unchecked=unchecked,
-            decisions=decisions,
-            kept_modules=dict(kept.names),
-            why_kept=kept.why(),
-        )
+        more: dict[str, Any] = {"kept_modules": dict(kept.names), "why_kept": kept.why()}
+        return replace(recorded, unchecked=unchecked, decisions=decisions, **more)
 
 
 def _recorded(

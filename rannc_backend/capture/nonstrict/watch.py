@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows, tensors_in
 from rannc_backend.capture.dynamo_sizes import holds_from_two
-from rannc_backend.capture.nonstrict import kept_modules, read_values, reads
+from rannc_backend.capture.nonstrict import kept_modules, kept_operators, read_values, reads
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.packed import PackedSequences, SelectedTargets
 from rannc_backend.capture.nonstrict.read_values import TracedValue, needing_value
@@ -61,7 +61,8 @@ from rannc_backend.settings import hooks
 _TORCH = torch.__path__[0]
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 _MAX_FRAMES = 40
-_OWN = (__file__, kept_functions.__file__, kept_modules.__file__, read_values.__file__, reads.__file__)
+_MODULES = (kept_functions, kept_modules, kept_operators, read_values, reads)
+_OWN = (__file__, *(module.__file__ for module in _MODULES))
 _CALLED = "rannc_called"
 _NUMBERS: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.__int__: lambda value: int(_first(value)),

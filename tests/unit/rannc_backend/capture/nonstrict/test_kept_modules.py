@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rannc_backend import row_wise
 from rannc_backend.capture.analysis import analyze
 from rannc_backend.capture.nonstrict.arguments import Call, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call
-from rannc_backend.capture.nonstrict.kept_modules import NAMESPACE
+from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
+from rannc_backend.capture.nonstrict.kept_operators import NAMESPACE
 from rannc_backend.errors import BatchMixedError, ModelError, UnsupportedModelError
 from rannc_backend.passes.kept_functions import operator_code
 from rannc_backend.passes.stage.liveness import live_bytes
@@ -25,8 +27,17 @@ from rannc_backend.planner.cost.compute import operator_cost
 from rannc_backend.planner.cost.tensor_sizes import numel
 from tests import kept_models, row_number_models
 from tests.default_dtype import float64
-from tests.kept_models import DECLARED, MODELS, REFUSED, CenteredExperts, HitExperts, Mixture, recounting
-from tests.nonstrict_models import WIDTH, Ends, batch, graph_arguments
+from tests.kept_models import (
+    DECLARED,
+    MODELS,
+    REFUSED,
+    CenteredExperts,
+    HitExperts,
+    Mixture,
+    drawing,
+    recounting,
+)
+from tests.nonstrict_models import WHOLE, WIDTH, Ends, batch, graph_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +99,22 @@ def test_code_that_uses_the_batch_size_as_a_number_runs_as_written(name: str) ->
         result = capture.recorded.result(outputs[: graph.num_user_outputs], call(rows))
         expected = model(*row_number_models.batch(rows, rows))
         torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_whose_own_forward_asks_for_values_runs_as_written(name: str) -> None:
+    model = WHOLE[name]()
+    capture = captured(model)
+    assert list(capture.recorded.kept_modules) == [WHOLE_MODEL]
+    for rows in (2, 4, 7):
+        model.zero_grad()
+        result, alone = results(capture, model, batch(rows, rows)), copy.deepcopy(model)
+        expected = alone(batch(rows, rows))
+        result.backward()
+        expected.backward()
+        torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-13)
 
 
 def test_a_module_is_an_operator_and_the_rest_of_the_graph_is_not() -> None:
@@ -185,6 +212,74 @@ def test_what_gives_other_results_the_second_time_ends_the_step() -> None:
     result = results(captured(model), model, batch(4))
     with pytest.raises(UnsupportedModelError, match="other results the second time"):
         result.backward()
+
+
+def test_both_runs_of_a_step_draw_the_same_and_each_step_anew() -> None:
+    model = drawing()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    capture = captured(model)
+    assert torch.equal(torch.get_rng_state(), state), "a capture draws no number of the user's generator"
+    code = str(capture.recorded.captured.graph_module.code)
+    assert code.count("torch.ops.aten.randint.") == 1
+    gradients = []
+    for _ in range(3):
+        model.zero_grad()
+        result = results(capture, model, batch(4))
+        result.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert not torch.equal(gradients[0], gradients[1]) and not torch.equal(gradients[1], gradients[2])
+    # Of a step: the loss changes as its gradient says.
+    torch.manual_seed(5)
+    model.zero_grad()
+    before = results(capture, model, batch(4))
+    before.backward()
+    steps = [1e-6 * torch.linspace(-1, 1, each.numel()).view_as(each) for each in model.parameters()]
+    expected = sum(
+        float((each.grad * step).sum()) for each, step in zip(model.parameters(), steps, strict=True)
+    )
+    with torch.no_grad():
+        for each, step in zip(model.parameters(), steps, strict=True):
+            each.add_(step)
+        torch.manual_seed(5)
+        change = float(results(capture, model, batch(4)) - before)
+    assert change == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("does", ["draws", "writes"])
+def test_a_row_wise_class_neither_draws_nor_writes_buffers(does: str) -> None:
+    model = drawing() if does == "draws" else kept_models.Normalized()
+    cls = type(model.part if does == "draws" else model.normalizing)
+    derived = row_wise(type("Derived", (cls,), {}))
+    (model.part if does == "draws" else model.normalizing).__class__ = derived
+    recorded = captured(model).recorded
+    assert list(recorded.kept_modules) == [WHOLE_MODEL], "which is not declared"
+    assert "draws random numbers or changes buffers, which a row-wise module may not" in recorded.why_kept
+
+
+class _WritesArgument(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach()
+        y += float(y.sum()) > 1e9
+        return x * 2
+
+
+class _HoldingWriter(Ends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _WritesArgument()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def test_where_a_part_writes_into_its_arguments_the_whole_model_runs_as_written() -> None:
+    """The argument is its own there."""
+    model = _HoldingWriter()
+    capture = captured(model)
+    assert list(capture.recorded.kept_modules) == [WHOLE_MODEL]
+    assert "changes its inputs or parameters in place" in capture.recorded.why_kept
+    torch.testing.assert_close(results(capture, model, batch(4)), model(batch(4)))
 
 
 class _Growing(nn.Module):

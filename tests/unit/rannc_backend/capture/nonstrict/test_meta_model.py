@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.arguments import Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import capture_call
 from rannc_backend.capture.nonstrict.meta_model import _by_dynamo, capture_model
-from rannc_backend.capture.nonstrict.ranks import Ranks
 from rannc_backend.errors import GraphBreakError, ModelDevicesError, UnsupportedModelError
 from tests.choice import mostly
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.arguments import Ranks, call_of
 from rannc_backend.capture.nonstrict.captures import Capture, capture_call, find_capture
-from rannc_backend.capture.nonstrict.ranks import Ranks
+from rannc_backend.capture.nonstrict.kept_modules import WHOLE_MODEL
 from rannc_backend.capture.nonstrict.read_values import ReadValue
 from rannc_backend.capture.nonstrict.reads import Decision
-from rannc_backend.errors import ModelError, UnsupportedModelError
+from rannc_backend.errors import UnsupportedModelError
 from tests.nonstrict_models import graph_arguments
 
 VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -224,36 +224,33 @@ def test_whole_numbers_are_part_of_what_a_capture_holds_for() -> None:
             )
 
 
+class OfBoth(Deciding):
+    """A value that both a parameter and the batch are part of."""
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden.sum() if hidden.max() > 0 else 2 * hidden.sum()
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (Numbers(of_floats=True), "used as one"),
         (Deciding(lambda x, m: torch.rand(()) > 0.5), "random numbers"),
         (Deciding(lambda x, m: (x + torch.rand(3)).sum() > 0), "random numbers"),
+        (OfBoth(VALUES["all"]), "parameters or buffers are part of beside the batch"),
+        (Deciding(lambda x, m: x[:, 0].argmax() > 2), "70000 numbers of this rank's rows"),
     ],
 )
-def test_what_differs_in_each_batch_or_on_each_rank_is_refused(model: nn.Module, reason: str) -> None:
+def test_what_ranks_cannot_agree_on_beforehand_runs_as_written(model: nn.Module, reason: str) -> None:
     x = torch.randn(3, 4, 3, dtype=torch.float64)
     values = (x, torch.tensor([2, 3, 2])) if isinstance(model, Numbers) else batch(4, 0)
-    with pytest.raises(ModelError, match=reason):
-        _capture(model, values)
-
-
-def test_a_parameter_and_the_batch_in_one_value_are_refused() -> None:
-    class OfBoth(Deciding):
-        def forward(self, x: Tensor, m: Tensor) -> Tensor:
-            hidden = self.layer(x)
-            return hidden.sum() if hidden.max() > 0 else 2 * hidden.sum()
-
-    with pytest.raises(ModelError, match="parameters or buffers are part of beside the batch"):
-        _capture(OfBoth(VALUES["all"]), batch(4, 0))
-
-
-def test_a_value_of_too_many_numbers_is_refused() -> None:
-    model = Deciding(lambda x, m: x[:, 0].argmax() > 2)
-    x = torch.zeros(70_000, 3, dtype=torch.float64)
-    with pytest.raises(ModelError, match="70000 numbers of this rank's rows"):
-        _capture(model, (x, x > 0))
+    if "70000" in reason:
+        x = torch.zeros(70_000, 3, dtype=torch.float64)
+        values = (x, x > 0)
+    recorded = _capture(model, values).recorded
+    assert list(recorded.kept_modules) == [WHOLE_MODEL] and reason in recorded.why_kept
+    assert not recorded.decisions
 
 
 class Refusing(Deciding):

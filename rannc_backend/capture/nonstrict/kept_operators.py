@@ -1,0 +1,422 @@
+"""A call of a module that runs as written, as an operator of `torch.library`.
+
+In: a module, the arguments of a call. Out: its results, by way of an operator of its arguments, parameters and buffers,
+which calls the module; its gradient calls it again and differentiates that.
+
+The sizes of its results are those of two runs on made-up numbers, of different sizes: each must be a constant, or
+in proportion to a size of an argument. Every run checks them; the second call of a step, that its results are
+those of the first: what counts its calls, or draws from Python's generators, would give other ones. Random numbers of
+torch come from a seed that the graph draws and gives to the operator, so that both runs draw the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from rannc_backend.capture.inputs import named_tensors
+from rannc_backend.capture.nonstrict.read_values import needing_value
+from rannc_backend.capture.nonstrict.swapping import swapped, write_back
+from rannc_backend.errors import UnsupportedModelError
+from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
+from rannc_backend.passes.data_sizes import has_data_sizes
+from rannc_backend.passes.graph_queries import size_expression, symbols_in
+from rannc_backend.passes.kept_functions import (
+    Arguments,
+    Autocast,
+    CannotKeep,
+    InnerWork,
+    define_operator,
+    is_plain,
+    operator_code,
+    owned_memory,
+)
+from rannc_backend.passes.plain_numbers import (
+    NotingDraws,
+    RefusingDraws,
+    drawing_from,
+    hints_in,
+    recording_gradients,
+    without_modes,
+)
+
+NAMESPACE = "rannc_module"
+_DIVISIBLE = 24
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+# Sums in another order differ by rounding; what is drawn anew differs by its size.
+_TOLERANCE = 1e-2
+_SO = "decides by values or by its batch size, so it runs as written, and"
+_MAX_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A size of a result: a constant, or so many times the size of a dimension of an argument."""
+
+    factor: Fraction
+    place: tuple[int, int] | None = None
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self.place is None:
+            return int(self.factor)
+        size = tensors[self.place[0]].shape[self.place[1]]
+        return size * self.factor.numerator // self.factor.denominator
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    sizes: tuple[_Size, ...]
+    dtype: torch.dtype
+
+    def shape(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        return [size.of(tensors) for size in self.sizes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """One call of a module as a function of tensors and sizes.
+
+    Attributes:
+        names: of the module's own tensors, which come first among the tensors.
+        spec: of the arguments, whose leaves are `arguments`.
+        has_gradient: of each tensor, whether it is trained.
+        results: of each tensor that it gives; work: of those runs; given: the structure and the other leaves, set by its first run.
+        buffers: places of the buffers that it changes, whose new values are its last results; None: not known yet.
+        draws: whether it draws random numbers: then the last tensor is their seed.
+    """
+
+    takes_outputs: ClassVar[bool] = True
+    module: weakref.ref[nn.Module]
+    path: str
+    names: tuple[str, ...]
+    spec: Any
+    arguments: Arguments
+    autocast: Autocast
+    num_parameters: int
+    has_gradient: tuple[bool, ...] = ()
+    results: tuple[_Result, ...] = ()
+    work: InnerWork = InnerWork()
+    given: Any = field(default=None, compare=False)
+    buffers: tuple[int, ...] | None = None
+    draws: bool = False
+
+    @property
+    def runs_whole(self) -> str:
+        """See `OperatorCode`."""
+        return self.path
+
+    def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[list[torch.Tensor], Any]:
+        """The tensors that it gives; the structure and the other leaves."""
+        if self.draws:
+            *tensors, seed = tensors
+            with drawing_from(int(seed), seed.device):
+                return self.run_alone(tensors, sizes)
+        draws = UnsupportedModelError(
+            f"{self.path} {_SO} draws random numbers, which it did not when it was captured",
+            cure="draw them outside of this module and pass them to it.",
+        )
+        with RefusingDraws(draws):
+            return self.run_alone(tensors, sizes)
+
+    def run_alone(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]
+    ) -> tuple[list[torch.Tensor], Any]:
+        """As `run`, with random numbers of torch's own generators."""
+        module = self.module()
+        if module is None:
+            raise UnsupportedModelError(f"{self.path} is gone, and a graph still calls it")
+        leaves = self.arguments.together(tensors[len(self.names) :], sizes)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        own = named_tensors(module)
+        buffers = range(self.num_parameters, len(self.names))
+        # What the module writes into its buffers is given as results, as the graph's own updates of them are.
+        used = [tensor.clone() if place in buffers else tensor for place, tensor in enumerate(tensors)]
+        before = [tensor._version for tensor in used]
+        others = {id(own[name]): tensor for name, tensor in zip(self.names, used)}
+        with self.autocast.again(), swapped(module, others) as swap:
+            result = module._call_impl(*args, **kwargs)  # not its call, which may be compiled
+            write_back(swap.replaced())
+        written = {place for place, tensor in enumerate(used) if tensor._version != before[place]}
+        # The kernels of BatchNorm do not count as writing.
+        written |= {place for place in buffers if not _is_same(used[place], tensors[place])}
+        if written - set(self.buffers if self.buffers is not None else buffers):
+            raise UnsupportedModelError(
+                f"{self.path} {_SO} changes its inputs or parameters in place, or buffers that it did not change when it was captured",
+                cure="write it without the in-place operation.",
+            )
+        changed = tuple(sorted(written)) if self.buffers is None else self.buffers
+        found, spec = pytree.tree_flatten(result)
+        given = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + [
+            used[place] for place in changed
+        ]
+        rest = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in found]
+        return given, (spec, rest, changed)
+
+    def forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found, given = self.run(tensors, sizes)
+        shapes = [(list(value.shape), value.dtype) for value in found]
+        expected = [(result.shape(tensors), result.dtype) for result in self.results]
+        if shapes != expected or given != self.given:
+            raise UnsupportedModelError(
+                f"{self.path} decides by values or by its batch size, and gives results of other sizes {shapes} or kinds than it did "
+                f"when it was captured {expected}",
+                cure="let its results have sizes that depend on the sizes of its arguments alone.",
+            )
+        return owned_memory([value.contiguous() for value in found], tensors)
+
+    def backward(
+        self,
+        grads: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Gradients of the tensors that are trained."""
+        with recording_gradients():
+            leaves = [
+                tensor.detach().requires_grad_(wanted)
+                for tensor, wanted in zip(tensors, self.has_gradient, strict=True)
+            ]
+            found, _ = self.run(leaves, sizes)
+            for value, first in zip(found, outputs, strict=True):
+                self._check(value, first)
+            # A path may give a result that depends on nothing: zeros, where no expert has tokens.
+            assert (torch.ones((), requires_grad=True) * 1).requires_grad, "operators record gradients here"
+            pairs = [(value, grad) for value, grad in zip(found, grads, strict=True) if value.requires_grad]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            gradients = torch.autograd.grad(
+                [pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs], allow_unused=True
+            )
+        full = [
+            torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
+            for leaf, gradient in zip(wanted, gradients, strict=True)
+        ]
+        return owned_memory(full, [*grads, *tensors])
+
+    def _check(self, value: torch.Tensor, first: torch.Tensor) -> None:
+        if value.shape == first.shape and torch.allclose(
+            value.detach(), first, rtol=_TOLERANCE, atol=_TOLERANCE * float(_largest(first)), equal_nan=True
+        ):
+            return
+        raise UnsupportedModelError(
+            f"{self.path} decides by values or by its batch size, so it runs as written, forward and again for its gradient, and gave "
+            "other results the second time",
+            cure="let it depend on its arguments, parameters and buffers alone.",
+        )
+
+    def fake_forward(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
+        return [tensors[0].new_empty(result.shape(tensors), dtype=result.dtype) for result in self.results]
+
+    def fake_backward(
+        self, grads: Any, tensors: Sequence[torch.Tensor], sizes: Any, outputs: Any
+    ) -> list[torch.Tensor]:
+        return [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for tensor, trained in zip(tensors, self.has_gradient, strict=True)
+            if trained
+        ]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _largest(value: torch.Tensor) -> float:
+    value = value.detach()
+    finite = value[value.isfinite()] if value.is_floating_point() else value
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's results by way of its operator, which is made if there is none.
+
+    Raises UnsupportedModelError where it cannot be one.
+    """
+    own = named_tensors(module)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    try:
+        arguments = Arguments.of(leaves)
+    except CannotKeep as error:
+        raise _cannot(path, str(error)) from error
+    values = [*own.values(), *(leaves[place] for place in arguments.tensors)]
+    sizes = [leaves[place] for place in arguments.sizes]
+    if has_data_sizes([*(size for value in values for size in value.shape), *sizes]):
+        raise _cannot(path, "gets arguments whose sizes depend on data")
+    whole = _Whole(
+        module=weakref.ref(module),
+        path=path,
+        names=tuple(own),
+        spec=spec,
+        arguments=arguments,
+        autocast=Autocast.now(values[0].device.type if values else "cpu"),
+        num_parameters=len(list(module.parameters())),
+        has_gradient=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
+    )
+    whole = _observed(whole, values, sizes)
+    if is_row_wise(type(module)) and (whole.draws or whole.buffers):
+        raise _cannot(path, "draws random numbers or changes buffers, which a row-wise module may not")
+    if whole.draws:
+        values.append(torch.randint(_MAX_SEED, (), device=values[0].device if values else None))
+        whole = replace(whole, has_gradient=(*whole.has_gradient, False))
+    operator = _operator(whole, type(module))
+    # Whether a result has a gradient may differ by path: the operator's backward finds out.
+    found = operator(values, sizes)
+    out_spec, rest, changed = whole.given
+    with torch.no_grad():
+        for place, new in zip(changed, found[len(found) - len(changed) :], strict=True):
+            values[place].copy_(new)
+    remaining = iter(found)
+    return pytree.tree_unflatten([next(remaining) if leaf is None else leaf[0] for leaf in rest], out_spec)
+
+
+def _cannot(path: str, why: str) -> UnsupportedModelError:
+    return needing_value(
+        f"{path} decides by values or by its batch size, and cannot run as written, since it {why}",
+        "",
+    )
+
+
+def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]) -> _Whole:
+    """With what two runs on made-up numbers have shown: of sizes that nothing divides, or else that much does."""
+    try:
+        return _observed_at(whole, values, sizes, unit=1)
+    except UnsupportedModelError:
+        return _observed_at(whole, values, sizes, unit=_DIVISIBLE)
+
+
+def _observed_at(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], unit: int) -> _Whole:
+    seen = []
+    for more in (0, 1):
+        numbers = _numbers([*(size for value in values for size in value.shape), *sizes], more, unit)
+        with without_modes(), torch._C.DisableTorchFunction():
+            made = [
+                _made_up(value, numbers, place < whole.num_parameters) for place, value in enumerate(values)
+            ]
+        result, kinds, work, draws = _tried(whole, made, [_number(size, numbers) for size in sizes])
+        whole = replace(whole, draws=whole.draws or draws)
+        seen.append((result, kinds, made))
+    (first, given, first_inputs), (other, other_given, other_inputs) = seen
+    if given != other_given or len(first) != len(other):
+        raise _cannot(whole.path, "gives other kinds of results for other batch sizes")
+    if not all(leaf is None or is_plain(leaf[0]) for leaf in given[1]):
+        raise _cannot(whole.path, "gives what is no tensor")
+    results = []
+    for one, two in zip(first, other, strict=True):
+        if one.dim() != two.dim():
+            raise _cannot(whole.path, "gives other kinds of results for other batch sizes")
+        dims = [
+            _size_of(pair, first_inputs, other_inputs, whole.path)
+            for pair in zip(one.shape, two.shape, strict=True)
+        ]
+        results.append(_Result(tuple(dims), one.dtype))
+    return replace(whole, results=tuple(results), given=given, work=work, buffers=given[2])
+
+
+@contextlib.contextmanager
+def _counting_saved(inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
+    """Bytes that are kept for a gradient, but for those of the inputs, by where they lie."""
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def _numbers(sizes: Sequence[Any], more: int, unit: int = 1) -> dict[Any, int]:
+    """A number for each symbol: its example, rounded up to a multiple of `unit`, and with `more` another one."""
+    environments = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}
+    hints = {symbol: hint for environment in environments for symbol, hint in hints_in(environment).items()}
+    ordered = sorted(symbols_in(sizes) & hints.keys(), key=str)
+    return {
+        symbol: (-(-int(hints[symbol]) // unit) * (1 + more) + more * (1 + 2 * place)) * unit
+        for place, symbol in enumerate(ordered)
+    }
+
+
+def _number(size: Any, numbers: dict[Any, int]) -> int:
+    return int(size_expression(size).xreplace(numbers))
+
+
+def _made_up(value: torch.Tensor, numbers: dict[Any, int], is_parameter: bool) -> torch.Tensor:
+    """A tensor of such sizes on the CPU; of a parameter one number alone, since it may be large."""
+    shape = [_number(size, numbers) for size in value.shape]
+    if is_parameter and value.is_floating_point():
+        made = torch.full((), 0.01, dtype=value.dtype).expand(shape)
+    elif value.is_floating_point() or value.is_complex():
+        made = torch.linspace(0.1, 1.0, math.prod(shape), dtype=torch.float64).to(value.dtype).view(shape)
+    else:
+        made = torch.full(shape, value.dtype is torch.bool, dtype=value.dtype)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _tried(
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]
+) -> tuple[list[torch.Tensor], Any, InnerWork, bool]:
+    try:
+        with (
+            without_modes(),
+            torch._C.DisableTorchFunction(),
+            drawing_from(0, torch.device("cpu")),
+            NotingDraws() as draws,
+            FlopCounterMode(display=False) as counter,
+            _counting_saved(values) as saved,
+        ):
+            found, given = whole.run_alone(values, sizes)
+            num_elements = max(1, sum(value.numel() for value in found))
+        work = InnerWork(counter.get_total_flops() / num_elements, sum(saved.values()) / num_elements)
+        return found, given, work, draws.has_drawn
+    except UnsupportedModelError as error:
+        raise _cannot(whole.path, f"cannot be tried alone: {error.args[0]}") from error
+    except Exception as error:  # whatever the user's code raises for numbers that are not the user's
+        raise _cannot(whole.path, f"fails on made-up numbers: {type(error).__name__}: {error}") from error
+
+
+def _size_of(
+    pair: tuple[int, int], first: Sequence[torch.Tensor], other: Sequence[torch.Tensor], path: str
+) -> _Size:
+    if pair[0] == pair[1]:
+        return _Size(Fraction(pair[0]))
+    for index, (one, two) in enumerate(zip(first, other, strict=True)):
+        for dim, sizes in enumerate(zip(one.shape, two.shape, strict=True)):
+            if sizes[0] != sizes[1] and pair[0] * sizes[1] == pair[1] * sizes[0]:
+                return _Size(Fraction(pair[0], sizes[0]), (index, dim))
+    raise _cannot(path, "gives results whose sizes depend on more than the sizes of its arguments")
+
+
+def _operator(whole: _Whole, cls: type) -> Any:
+    """The operator of a call: of this name, unless another living module has it."""
+    facts = (
+        *(cls.__module__, cls.__qualname__, whole.path, whole.names, str(whole.spec), whole.arguments),
+        *(whole.autocast, whole.has_gradient, whole.results, str(whole.given), whole.draws),
+    )
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    base = f"{re.sub('[^A-Za-z0-9]', '_', cls.__name__)}_{digest}"
+    operators = getattr(torch.ops, NAMESPACE)
+    for number in itertools.count():
+        name = f"{base}_{number}" if number else base
+        if not hasattr(operators, name):
+            define_operator(_LIBRARY, name, whole)
+        operator = getattr(operators, name).default
+        code = operator_code(operator)
+        if isinstance(code, _Whole) and code.module() is whole.module():
+            return row_wise(operator) if is_row_wise(cls) else operator
