@@ -38,7 +38,7 @@ class Baseline:
     _known: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def why_not(self, tree: Tree, failed: Run, limit_seconds: float = LIMIT_SECONDS) -> str | None:
+    def why_not(self, tree: Tree, failed: Run, limit_seconds: float = float("inf")) -> str | None:
         """Why what failed there does not notice a fault, "" if it does; None without an answer within the limit."""
         if self.which == "none":
             return ""
@@ -49,7 +49,8 @@ class Baseline:
                 return known
             marks = ["-m", NOT_BY_DEFAULT] if self.which == "rest" else []
             # A file whose import failed is a name without a test.
-            run = tree.pytest([*([] if "::" in test else ["--collect-only"]), *marks, test], limit_seconds)
+            whole = [] if "::" in test else ["--collect-only"]
+            run = tree.pytest([*whole, *marks, test], min(limit_seconds, LIMIT_SECONDS))
             if run.code is None:
                 return None
             if run.code == NOT_FOUND:

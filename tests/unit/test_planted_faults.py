@@ -288,7 +288,7 @@ def test_tests_that_passed_before_are_not_run_without_a_fault_again(
 
     class Recorded(Playing):
         def pytest(self, arguments: object, limit_seconds: float) -> Run:
-            assert isinstance(arguments, list)
+            assert isinstance(arguments, list) and limit_seconds < 1e6, "a number of seconds to wait for"
             if "-x" in arguments:
                 return super().pytest(arguments, limit_seconds)
             chosen.append(arguments)
