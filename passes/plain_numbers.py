@@ -113,7 +113,7 @@ class RefusingDraws(NotingDraws):
 def drawing_from(seed: int, device: torch.device) -> Iterator[None]:
     """Random numbers of the CPU and of `device` come from this seed; the user's generators stay as they are."""
     others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
+    with torch.random.fork_rng(others, device_type=device.type):
         torch.default_generator.manual_seed(seed)
         if others:
             torch.get_device_module(device).manual_seed(seed)

@@ -56,8 +56,9 @@ class Baseline:
             if run.code == NOT_FOUND:
                 continue
             passes = run.code == 0 or (run.code == NONE_CHOSEN and self.which == "rest")
-            tail = " / ".join(run.output.strip().splitlines()[-3:])[-400:]
-            why = "" if passes else f"{test} does not pass without the fault (exit code {run.code}): {tail}"
+            why = (
+                "" if passes else f"{test} does not pass without the fault (exit code {run.code}): {run.tail}"
+            )
             with self._lock:
                 self._known[test] = why
             return why

@@ -124,9 +124,7 @@ def judge(
                     fault.name, "error", f"its tests did not end within {RUN_LIMIT_SECONDS:.0f} s", seconds
                 )
             if run.code != 0:
-                return Diagnosis(
-                    fault.name, "error", f"pytest ended with {run.code}: {_tail(run.output)}", seconds
-                )
+                return Diagnosis(fault.name, "error", f"pytest ended with {run.code}: {run.tail}", seconds)
     finally:
         tree.restore(fault.path)
     if noticed is None:
@@ -210,8 +208,4 @@ def _what_failed(run: Run) -> str:
     )
     if found is None and "Timeout" in run.output:
         return f"by a test that did not end within {TEST_LIMIT_SECONDS} s"
-    return f"by {found[1] if found else _tail(run.output)}"
-
-
-def _tail(output: str) -> str:
-    return " / ".join(output.strip().splitlines()[-3:])[-400:]
+    return f"by {found[1] if found else run.tail}"

@@ -62,6 +62,11 @@ class Run:
     output: str
     seconds: float
 
+    @property
+    def tail(self) -> str:
+        """Its last lines, in one."""
+        return " / ".join(self.output.strip().splitlines()[-3:])[-400:]
+
 
 class Tree:
     """One copy."""

@@ -58,7 +58,7 @@ _DIVISIBLE = 24
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Sums in another order differ by rounding; what is drawn anew differs by its size.
 _TOLERANCE = 1e-2
-_SO = "decides by values or by its batch size, so it runs as written, and"
+_DECIDES = "decides by values or by its batch size"
 _MAX_SEED = 2**31 - 1
 
 
@@ -125,7 +125,7 @@ class _Whole:
             with drawing_from(int(seed), seed.device):
                 return self.run_alone(tensors, sizes)
         draws = UnsupportedModelError(
-            f"{self.path} {_SO} draws random numbers, which it did not when it was captured",
+            f"{self.path} {_DECIDES}, so it runs as written, and draws random numbers, which it did not when it was captured",
             cure="draw them outside of this module and pass them to it.",
         )
         with RefusingDraws(draws):
@@ -154,7 +154,8 @@ class _Whole:
         written |= {place for place in buffers if not _is_same(used[place], tensors[place])}
         if written - set(self.buffers if self.buffers is not None else buffers):
             raise UnsupportedModelError(
-                f"{self.path} {_SO} changes its inputs or parameters in place, or buffers that it did not change when it was captured",
+                f"{self.path} {_DECIDES}, so it runs as written, and changes its inputs or parameters in place, "
+                "or buffers that it did not change when it was captured",
                 cure="write it without the in-place operation.",
             )
         changed = tuple(sorted(written)) if self.buffers is None else self.buffers
@@ -172,7 +173,7 @@ class _Whole:
         expected = [(result.shape(tensors), result.dtype) for result in self.results]
         if shapes != expected or given != self.given:
             raise UnsupportedModelError(
-                f"{self.path} decides by values or by its batch size, and gives results of other sizes {shapes} or kinds than it did "
+                f"{self.path} {_DECIDES}, and gives results of other sizes {shapes} or kinds than it did "
                 f"when it was captured {expected}",
                 cure="let its results have sizes that depend on the sizes of its arguments alone.",
             )
@@ -213,7 +214,7 @@ class _Whole:
         ):
             return
         raise UnsupportedModelError(
-            f"{self.path} decides by values or by its batch size, so it runs as written, forward and again for its gradient, and gave "
+            f"{self.path} {_DECIDES}, so it runs as written, forward and again for its gradient, and gave "
             "other results the second time",
             cure="let it depend on its arguments, parameters and buffers alone.",
         )
@@ -285,7 +286,7 @@ def called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: di
 
 def _cannot(path: str, why: str) -> UnsupportedModelError:
     return needing_value(
-        f"{path} decides by values or by its batch size, and cannot run as written, since it {why}",
+        f"{path} {_DECIDES}, and cannot run as written, since it {why}",
         "",
     )
 

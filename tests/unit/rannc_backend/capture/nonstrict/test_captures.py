@@ -381,16 +381,6 @@ def test_without_rows_there_is_no_batch() -> None:
         captured(Numbers(), torch.tensor(1.0))
 
 
-def test_a_batch_size_as_a_number_that_cannot_run_as_written_is_told_with_its_line() -> None:
-    class Squares(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sum() * torch.ones(len(range(x.shape[0])) ** 2)
-
-    with pytest.raises(UnsupportedModelError, match="works for one batch size only") as found:
-        captured(Squares(), batch(4))
-    assert "in forward" in found.value.location
-
-
 def test_a_cache_that_is_filled_once_is_no_change() -> None:
     class Caching(Ends):
         cache: Any = None

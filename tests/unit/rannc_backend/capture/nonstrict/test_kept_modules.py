@@ -207,6 +207,16 @@ def test_what_cannot_run_as_written_is_refused(name: str) -> None:
         assert torch.equal(value, before[key])
 
 
+def test_a_batch_size_as_a_number_that_cannot_run_as_written_is_told_with_its_line() -> None:
+    class Squares(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * torch.ones(len(range(x.shape[0])) ** 2)
+
+    with pytest.raises(UnsupportedModelError, match="works for one batch size only") as found:
+        captured(Squares())
+    assert "in forward" in found.value.location
+
+
 def test_what_gives_other_results_the_second_time_ends_the_step() -> None:
     model = recounting()
     result = results(captured(model), model, batch(4))
