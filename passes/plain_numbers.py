@@ -1,5 +1,7 @@
 """Fake values whose sizes are plain numbers: for questions whose answer does not depend on the batch size.
 
+Also the hints themselves: numbers that no size of a graph equals by coincidence.
+
 In: values over a symbolic batch size. Out: the same at its hint, under a fake mode of their own. Operators on
 them take a third of the time that they take over symbols, and bind no symbol to anything. (Torch's own: fake
 modes, a symbol's hint and the keys of autograd, seen on 2.11.0 and 2.13.0.)
@@ -7,16 +9,21 @@ modes, a symbol's hint and the keys of autograd, seen on 2.11.0 and 2.13.0.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import sympy
 import torch
+from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+_MIN_SMALL_HINT, _MIN_HINT, _MAX_HINT = 5, 53, 100_000
 _AUTOGRAD_KEYS = ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
 
 
@@ -55,6 +62,53 @@ def hints_of(value: torch.Tensor) -> Any:
     on.
     """
     return hints_in(value.fake_mode.shape_env)  # type: ignore[attr-defined]
+
+
+def rows_hint(graph_module: fx.GraphModule) -> int:
+    """The smallest prime from 53 that divides no number of the graph: no size equals a multiple of it by
+    coincidence.
+    """
+    return prime_apart_from(numbers_of(graph_module))
+
+
+def numbers_of(graph_module: fx.GraphModule) -> set[int]:
+    """All sizes and other integers in a graph."""
+    numbers: set[int] = set()
+    for node in graph_module.graph.nodes:
+        pytree.tree_map_only(int, numbers.add, (node.args, node.kwargs))
+        for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
+            if isinstance(value, torch.Tensor):
+                numbers.update(size for size in value.shape if isinstance(size, int))
+    return numbers
+
+
+def is_apart_from(hint: int, numbers: Iterable[int]) -> bool:
+    """Whether a prime divides none of them."""
+    return not any(number % hint == 0 for number in numbers if number)
+
+
+def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool) -> int:
+    """The smallest prime from 53 that divides none of them and suits, else the largest such one below; 0 if
+    there is none.
+    """
+    known = set(numbers)
+    above = sympy.primerange(_MIN_HINT, _MAX_HINT)
+    below = reversed(list(sympy.primerange(_MIN_SMALL_HINT, _MIN_HINT)))
+    candidates = itertools.chain(above, below)
+    return next((int(p) for p in candidates if is_apart_from(p, known) and suits(p)), 0)
+
+
+def length_hints(sizes: tuple[int, ...], numbers: Collection[int]) -> Iterator[tuple[int, ...]]:
+    """What may stand for lengths of these sizes in a trace: numbers that no other size equals by coincidence,
+    then the sizes themselves.
+    """
+    known, apart = set(numbers), []
+    for _ in sizes:
+        apart.append(prime_apart_from(known))
+        known.add(apart[-1])
+    if sizes:
+        yield tuple(apart)
+        yield sizes
 
 
 def hints_in(shape_env: Any) -> Any:

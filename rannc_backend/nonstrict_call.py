@@ -92,7 +92,8 @@ class NonstrictCalls:
             if self._refused is None or not first:
                 raise
             refused, self._refused = self._refused, None
-            if str(error.__cause__ or "?") in refused.problem:
+            cause = str(error.__cause__ or "")
+            if cause and cause in refused.problem:
                 raise refused from error  # both ways meet the same, an argument that does not fit
             where = f" at {error.location}" if error.location else ""
             more = f"nor can it be captured by one run of its forward: {error.problem}{where}"

@@ -439,9 +439,10 @@ def _hook(self: Any, x: Tensor) -> Tensor:
 
 
 def _write_without_gradient(self: Any, x: Tensor) -> Tensor:
+    doubled = x + 1
     with torch.no_grad():
-        x.mul_(2.0)
-    return x
+        doubled.mul_(2.0)
+    return doubled
 
 
 #: All of the model runs as written.
@@ -451,6 +452,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "divisor": _with(_divide, "Dividing"),
     "a path, then a check": _with(_raise_later, "RaisingLater"),
     "batch size": _with(_split, "Splitter"),
+    "in place": _with(_write_without_gradient, "Writer"),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "drawing backward": (_with(lambda self, x: _Drawing.apply(x), "Drawing"), "draws random numbers"),
@@ -472,7 +474,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _with(lambda self, x: OTHER_MODEL(x), "OtherModel"),
         "neither an argument nor registered",
     ),
-    "in place": (_with(_write_without_gradient, "Writer"), "mul_ changes a value that has a gradient"),
     "backward": (_with(_backward, "Backward"), "calls backward"),
     "hook": (_with(_hook, "Hooking"), "calls register_hook"),
     # What fails for another reason than that it reads a value fails as it does in the model.

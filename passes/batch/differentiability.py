@@ -48,14 +48,12 @@ def values_needing_grad(
     return frozenset(interpreter.found)
 
 
-def values_reached_by_grad(
-    graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]
-) -> frozenset[str]:
+def values_reached_by_grad(graph: fx.Graph, requires_grad_inputs: Collection[str]) -> frozenset[str]:
     """A quick answer from the graph alone, never too few names: floating-point values that depend on those
     inputs.
     """
     found: set[str] = set()
-    for node in graph_module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             reached = node.name in requires_grad_inputs
         else:
@@ -79,7 +77,7 @@ class _GradInterpreter(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, requires_grad_inputs: Collection[str]) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
         self.requires_grad_inputs = requires_grad_inputs
-        self.reached = values_reached_by_grad(graph_module, requires_grad_inputs)
+        self.reached = values_reached_by_grad(graph_module.graph, requires_grad_inputs)
         self.found: set[str] = set()
         self.mode = plain_mode()
 

@@ -171,7 +171,7 @@ def split_reductions(
     meeting: Meeting | None = None,
 ) -> BatchSplit:
     """Split at the reductions. Raises PassError for outputs that no slice and no sum can give."""
-    needs_grad = values_reached_by_grad(graph_module, gradient_inputs)
+    needs_grad = values_reached_by_grad(graph_module.graph, gradient_inputs)
     splitter = _Splitter(graph_module, dict(layouts), rows_symbol, needs_grad, meeting)
     return splitter.split(num_user_outputs, buffer_updates)
 
@@ -250,7 +250,7 @@ class _Splitter:
         was.
         """
         inputs = [node.name for node in placeholders(rowwise.graph) if node.name in self.needs_grad]
-        found = values_reached_by_grad(rowwise, inputs)
+        found = values_reached_by_grad(rowwise.graph, inputs)
         return [name for name in partial_names if name in found]
 
     # --- outputs

@@ -12,8 +12,7 @@ becomes an `aten.detach`, so that the graph, run later under autograd, stops gra
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,19 +29,24 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.inputs import SparseTable, TensorInput, made_dense, number_reads
-from rannc_backend.capture.written_out import BagsAsRows, PlainOperators
-from rannc_backend.errors import RanncError, UnsupportedModelError, needing_batch_size, user_location
+from rannc_backend.capture.written_out import (
+    BagsAsRows,
+    DetachedWrites,
+    PlainOperators,
+    check_own_memory,
+    tensors_in,
+)
+from rannc_backend.errors import RanncError, UnsupportedModelError, located, needing_batch_size, user_location
 from rannc_backend.ir.length import NO_LENGTHS, LengthDims, length_name, length_symbol
 from rannc_backend.passes.canonicalize import IN_PARTS, TRACED
 from rannc_backend.passes.graph_queries import arguments_of
 from rannc_backend.passes.pipeline import run_pass, with_facts
-from rannc_backend.passes.plain_numbers import new_number, new_size
+from rannc_backend.passes.plain_numbers import new_number, new_size, rows_hint
 from rannc_backend.passes.size_nodes import FloatsAsTensors, number_of
 
 #: Higher-order operators that only wrap a part of the graph: `name -> number of leading arguments, the graph
 #: included`.
 _WRAPPERS = {"tag_activation_checkpoint": 1, "wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-_MIN_SMALL_HINT, _MIN_HINT, _MAX_HINT = 5, 53, 100_000
 
 StridesOf = Callable[[torch.Tensor], tuple[int, ...]]
 """Strides by which to trace a parameter: those it has on its owners, where this rank has given its memory
@@ -55,6 +59,7 @@ _IN_PLACE_OPERATORS = frozenset(
 _WRONG_GRADIENTS = frozenset({torch.ops.aten.rrelu_with_noise_functional.default})
 #: The derivative takes sizes as plain numbers.
 _WITH_PLAIN_SIZES = (torch.ops.aten.affine_grid_generator.default,)
+_GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 _CONSTANT = "rannc_constant"  # in the metadata of a node
 
 
@@ -247,53 +252,6 @@ def _check_gradients(graph: fx.Graph) -> None:
             )
 
 
-def rows_hint(graph_module: fx.GraphModule) -> int:
-    """The smallest prime from 53 that divides no number of the graph: no size equals a multiple of it by
-    coincidence.
-    """
-    return prime_apart_from(numbers_of(graph_module))
-
-
-def numbers_of(graph_module: fx.GraphModule) -> set[int]:
-    """All sizes and other integers in a graph."""
-    numbers: set[int] = set()
-    for node in graph_module.graph.nodes:
-        pytree.tree_map_only(int, numbers.add, (node.args, node.kwargs))
-        for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
-            if isinstance(value, torch.Tensor):
-                numbers.update(size for size in value.shape if isinstance(size, int))
-    return numbers
-
-
-def is_apart_from(hint: int, numbers: Iterable[int]) -> bool:
-    """Whether a prime divides none of them."""
-    return not any(number % hint == 0 for number in numbers if number)
-
-
-def prime_apart_from(numbers: Iterable[int], suits: Callable[[int], bool] = bool) -> int:
-    """The smallest prime from 53 that divides none of them and suits, else the largest such one below; 0 if
-    there is none.
-    """
-    known = set(numbers)
-    above = sympy.primerange(_MIN_HINT, _MAX_HINT)
-    below = reversed(list(sympy.primerange(_MIN_SMALL_HINT, _MIN_HINT)))
-    candidates = itertools.chain(above, below)
-    return next((int(p) for p in candidates if is_apart_from(p, known) and suits(p)), 0)
-
-
-def length_hints(sizes: tuple[int, ...], numbers: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """What may stand for lengths of these sizes in a trace: numbers that no other size equals by coincidence,
-    then the sizes themselves.
-    """
-    known, apart = set(numbers), []
-    for _ in sizes:
-        apart.append(prime_apart_from(known))
-        known.add(apart[-1])
-    if sizes:
-        yield tuple(apart)
-        yield sizes
-
-
 def _fake_input(
     item: TensorInput,
     is_batch: bool,
@@ -332,8 +290,9 @@ def _functionalized(
         exclude = torch._C._ExcludeDispatchKeyGuard(
             torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         )
-        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows():
+        with exclude, FunctionalTensorMode(), PlainOperators(), BagsAsRows(), DetachedWrites() as writes:
             wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
+            writes.begin(wrapped)
             outputs = forward(*wrapped)
             mutated.clear()
             updates = []
@@ -343,7 +302,10 @@ def _functionalized(
                     raise UnsupportedModelError(
                         "the model changes the shape or storage of one of its inputs in place"
                     )
-                if torch._functionalize_has_data_mutation(tensor.elem):  # type: ignore[attr-defined]
+                is_other = torch._functionalize_was_storage_changed(tensor.elem)
+                if is_other:
+                    check_own_memory(tensor, wrapped)
+                if is_other or torch._functionalize_has_data_mutation(tensor.elem):  # type: ignore[attr-defined]
                     mutated.append(index)
                     updates.append(tensor)
             return tuple(_unwrapped(value) for value in (*outputs, *updates))
@@ -381,7 +343,12 @@ class _AtenInterpreter(fx.Interpreter):
             operands = [
                 tensor for tensor in tensors_in(self.fetch_args_kwargs_from_env(n)) if tensor.requires_grad
             ]
-            if _is_in_place(n) and any(tensor is self.env[arguments_of(n)[0]] for tensor in operands):
+            written = [
+                self.env[node]
+                for node in pytree.tree_leaves(arguments_of(n)[:1])
+                if isinstance(node, fx.Node)
+            ]
+            if _is_in_place(n) and any(tensor is each for tensor in operands for each in tensors_in(written)):
                 raise UnsupportedModelError(
                     f"{n.target} changes a value that has a gradient in place while gradients are switched "
                     "off",
@@ -390,8 +357,10 @@ class _AtenInterpreter(fx.Interpreter):
                 )
         try:
             result = super().run_node(n)
-        except RanncError:
-            raise
+        except RanncError as error:
+            if getattr(error, "location", ""):
+                raise
+            raise located(error, self._location) from error.__cause__
         except Exception as error:
             raise UnsupportedModelError(
                 f"{n.target} cannot be captured with a symbolic batch size: {type(error).__name__}: {error}",
@@ -411,6 +380,8 @@ class _AtenInterpreter(fx.Interpreter):
         return pytree.tree_map_only(torch.device, self._moved, (args, kwargs))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _GET_DATA:
+            return args[0].data  # which modes see
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
         name = target.name()
@@ -439,11 +410,6 @@ def fixed_rows(what: str, location: str) -> UnsupportedModelError:
         cure="take the batch size from the inputs (x.size(0)) wherever the model uses it as a number, and compute with "
         "all rows at once instead of in a loop over them.",
     )
-
-
-def tensors_in(values: object) -> list[torch.Tensor]:
-    """The tensors in nested containers."""
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _any_requires_grad(values: object) -> bool:

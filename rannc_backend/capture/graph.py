@@ -23,9 +23,6 @@ from torch._subclasses import FakeTensorMode
 from rannc_backend.capture.aten_trace import (
     AtenTrace,
     StridesOf,
-    length_hints,
-    numbers_of,
-    rows_hint,
     trace_aten,
 )
 from rannc_backend.capture.batch_inputs import (
@@ -56,22 +53,20 @@ from rannc_backend.capture.fingerprint import (
 )
 from rannc_backend.capture.first_trace import begun_trace
 from rannc_backend.capture.inputs import (
-    ParameterTensor,
     SparseTable,
-    StateTensor,
     TensorInput,
     UserTensor,
+    buffer_updates,
     find_tensor_inputs,
-    placeholder_name,
+    named_inputs,
     trained_tables,
+    with_buffers,
 )
 from rannc_backend.errors import InternalError, UnsupportedModelError
 from rannc_backend.ir.graph_input import (
     BatchInput,
-    BufferInput,
     GraphInput,
     LengthInput,
-    ParameterInput,
     ReplicatedInput,
     StateInput,
 )
@@ -79,6 +74,7 @@ from rannc_backend.ir.length import NO_LENGTHS, Length, LengthDims, length_name,
 from rannc_backend.ir.size_test import SizeTest
 from rannc_backend.passes.canonicalize import CANONICALIZE, TRACED
 from rannc_backend.passes.pipeline import run_passes, with_facts
+from rannc_backend.passes.plain_numbers import length_hints, numbers_of, rows_hint
 from rannc_backend.passes.stage.recompute import KEPT, lift_marks
 
 __all__ = [
@@ -321,8 +317,10 @@ def captured_of(
 ) -> CapturedGraph:
     """What was traced, with names that are the same on all ranks, in canonical operators."""
     tensors = trace.inputs
-    inputs = _name_inputs(trace.graph_module, tensors, batch_positions, len(lengths.hints))
-    buffer_updates = _buffer_updates(trace, inputs)
+    graph = trace.graph_module.graph
+    inputs = named_inputs(graph, tensors, batch_positions, len(lengths.hints))
+    inputs = with_buffers(graph, inputs, trace.mutated, trace.num_user_outputs)
+    updates = buffer_updates(inputs, trace.mutated)
     names = {item.position: item.name for item in inputs}
     found = []
     for index, (symbol, hint) in enumerate(zip(trace.length_symbols, lengths.hints, strict=True)):
@@ -347,7 +345,7 @@ def captured_of(
         graph_module=canonical,
         inputs=in_order_of_use(canonical, inputs),
         num_user_outputs=trace.num_user_outputs,
-        buffer_updates=buffer_updates,
+        buffer_updates=updates,
         rows_symbol=trace.rows_symbol,
         rows_hint=trace.rows_hint,
         fake_mode=trace.fake_mode,
@@ -417,43 +415,6 @@ def _dynamo_key(graph_module: fx.GraphModule, tensors: Sequence[TensorInput], ba
             f"{item.tensor.requires_grad}"
         )
     return fingerprint("\n".join([*parts, str(sorted(batch))]))
-
-
-def _name_inputs(
-    graph_module: fx.GraphModule, tensors: Sequence[TensorInput], batch: frozenset[int], num_lengths: int
-) -> tuple[GraphInput, ...]:
-    """Rename the placeholders after what they hold, and describe those of tensors."""
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    for index, node in enumerate(placeholders[:num_lengths]):
-        node._rename(length_name(index))
-        node.target = node.name
-    placeholders = placeholders[num_lengths:]
-    inputs: list[GraphInput] = []
-    for node, item in zip(placeholders, tensors, strict=True):
-        node._rename(placeholder_name(item))
-        node.target = node.name
-        common: dict[str, Any] = {"position": item.position, "requires_grad": item.tensor.requires_grad}
-        if isinstance(item, StateTensor):
-            state = ParameterInput if isinstance(item, ParameterTensor) else BufferInput
-            inputs.append(state(name=node.name, fqn=item.aliases[0], aliases=item.aliases, **common))
-        else:
-            of_user = BatchInput if item.position in batch else ReplicatedInput
-            inputs.append(of_user(name=node.name, **common))
-    return tuple(inputs)
-
-
-def _buffer_updates(trace: AtenTrace, inputs: Sequence[GraphInput]) -> tuple[str, ...]:
-    names = []
-    for index in trace.mutated:
-        item = inputs[index]
-        if not isinstance(item, BufferInput):
-            name = item.fqn if isinstance(item, StateInput) else item.name
-            raise UnsupportedModelError(
-                f"the model changes {name} in place, which is no buffer",
-                cure="work on a copy (x = x.clone()), or register a tensor that must change as a buffer.",
-            )
-        names.append(item.fqn)
-    return tuple(names)
 
 
 def _tidy_metadata(graph_module: fx.GraphModule, root: nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -30,7 +30,17 @@ from rannc_backend.capture.dynamo import (
     source_value,
 )
 from rannc_backend.errors import ModelDevicesError, UnsupportedModelError, user_location
-from rannc_backend.ir.graph_input import GraphInput, StateInput
+from rannc_backend.ir.graph_input import (
+    BatchInput,
+    BufferInput,
+    GraphInput,
+    ParameterInput,
+    ReplicatedInput,
+    StateInput,
+)
+from rannc_backend.ir.length import length_name
+from rannc_backend.passes.batch.differentiability import values_reached_by_grad
+from rannc_backend.passes.graph_queries import output_values
 
 _SPARSE_CURE = "set the option sparse_gradients='dense', with which p.grad of its table is dense, or make it with sparse=False."
 
@@ -335,3 +345,60 @@ def plain_numbers(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, then buffers, each once, under their primary names."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def named_inputs(
+    graph: fx.Graph, tensors: Sequence[TensorInput], batch: frozenset[int], num_lengths: int
+) -> tuple[GraphInput, ...]:
+    """Rename the placeholders after what they hold, and describe those of tensors."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for index, node in enumerate(placeholders[:num_lengths]):
+        node._rename(length_name(index))
+        node.target = node.name
+    placeholders = placeholders[num_lengths:]
+    inputs: list[GraphInput] = []
+    for node, item in zip(placeholders, tensors, strict=True):
+        node._rename(placeholder_name(item))
+        node.target = node.name
+        common: dict[str, Any] = {"position": item.position, "requires_grad": item.tensor.requires_grad}
+        if isinstance(item, StateTensor):
+            state = ParameterInput if isinstance(item, ParameterTensor) else BufferInput
+            inputs.append(state(name=node.name, fqn=item.aliases[0], aliases=item.aliases, **common))
+        else:
+            of_user = BatchInput if item.position in batch else ReplicatedInput
+            inputs.append(of_user(name=node.name, **common))
+    return tuple(inputs)
+
+
+def with_buffers(
+    graph: fx.Graph, inputs: Sequence[GraphInput], mutated: Collection[int], num_user_outputs: int
+) -> tuple[GraphInput, ...]:
+    """Parameters that the forward changes and that get no gradient (momentum encoders, codebooks) are buffers: no
+    optimizer changes them.
+    """
+    outputs = {node.name for node in output_values(graph)[:num_user_outputs] if isinstance(node, fx.Node)}
+    found = list(inputs)
+    for index in mutated:
+        item = inputs[index]
+        if isinstance(item, ParameterInput) and not (
+            item.requires_grad and outputs & values_reached_by_grad(graph, {item.name})
+        ):
+            found[index] = BufferInput(
+                name=item.name, position=item.position, fqn=item.fqn, aliases=item.aliases
+            )
+    return tuple(found)
+
+
+def buffer_updates(inputs: Sequence[GraphInput], mutated: Collection[int]) -> tuple[str, ...]:
+    """The names of the buffers that the forward changes. Raises UnsupportedModelError if it changes anything else."""
+    names = []
+    for index in mutated:
+        item = inputs[index]
+        if not isinstance(item, BufferInput):
+            name = item.fqn if isinstance(item, StateInput) else item.name
+            raise UnsupportedModelError(
+                f"the model changes {name} in place, which is no buffer",
+                cure="work on a copy (x = x.clone()), or register a tensor that must change as a buffer.",
+            )
+        names.append(item.fqn)
+    return tuple(names)

@@ -10,24 +10,41 @@ In: calls of functions of torch. Out: the same values, of operators that treat e
   nothing can cut; here they are rows of an embedding, summed. Bags with offsets, of the largest of their rows, with
   ``max_norm`` or ``scale_grad_by_freq`` are left to torch.
 
+- What is written in place into a tensor without a gradient: its values without theirs, as autograd has it. A graph, which
+  has no places, would follow them.
+
 Private to torch here: the kernels that a trace asks before torch's (seen on torch 2.11.0, 2.12.1 and 2.13.0;
 see tests/unit/rannc_backend/capture/test_written_out.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.settings import hooks
 from rannc_backend.settings.torch_version import is_older
 
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "imatmul", "ipow", "iand", "ior",
+        "ixor", "ilshift", "irshift",
+    )
+)  # fmt: skip
+_WRITING_NOTHING = frozenset({"requires_grad_", "detach_", "share_memory_"})
+DETACHING = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPERATOR = torch.ops.aten.cross_entropy_loss.default
 _KEY = DispatchKey.CompositeImplicitAutograd
 _NONE, _MEAN, _SUM = range(3)
@@ -163,3 +180,100 @@ _UNMARKED = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
+
+
+class DetachedWrites(TorchFunctionMode):
+    """Writes into `x.data`, `x.detach()` and, where gradients are switched off, into tensors that have none: while it is
+    entered, what is written has none either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs: frozenset[int] = frozenset()  # their memory
+        self._detached: dict[int, Tensor] = {}  # by id, which is theirs as long as they are here
+        self._hiding: set[int] = set()  # memory of values that have a gradient
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """The inputs of the graph, whose changes it gives."""
+        self._inputs = frozenset(map(_memory, inputs))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _SET_DATA:
+            return self._set_data(*args)
+        if is_in_place(func):
+            written = tensors_in(args[:1])
+            if not any(tensor.requires_grad for tensor in written):
+                if any(
+                    id(tensor) in self._detached and _memory(tensor) in self._hiding for tensor in written
+                ):
+                    raise _hidden_write()
+                if not torch.is_grad_enabled() or all(id(tensor) in self._detached for tensor in written):
+                    args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
+        result = func(*args, **kwargs)
+        if func in DETACHING:
+            self._note(result)
+            if args[0].requires_grad and _memory(result) not in self._inputs:
+                self._hiding.add(_memory(result))
+        elif self._detached:
+            operands = {_memory(tensor) for tensor in tensors_in(args) if id(tensor) in self._detached}
+            for tensor in tensors_in(result) if operands else ():
+                if not tensor.requires_grad and _memory(tensor) in operands:
+                    self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        self._detached[id(tensor)] = tensor
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        if tensor.requires_grad and _memory(tensor) not in self._inputs:
+            raise _hidden_write()
+        with torch.no_grad():
+            tensor.set_(value.detach())  # type: ignore[call-overload]
+
+
+def _hidden_write() -> UnsupportedModelError:
+    error = UnsupportedModelError(
+        "the forward changes values that have a gradient by way of x.data or x.detach()",
+        cure="write x = x + (new - x).detach(), which has the new values and the gradient of the old.",
+    )
+    error.needs_value = True  # code that runs as written may
+    return error
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    """What is equal for views of the same memory, also in a functional trace."""
+    return int((tensor.elem if isinstance(tensor, FunctionalTensor) else tensor).untyped_storage()._cdata)
+
+
+def check_own_memory(tensor: Tensor, inputs: Sequence[Tensor]) -> None:
+    """After `x.data = value`: a value that is written into x does as much, unless x shares it with another input."""
+    if sum(_memory(item) == _memory(tensor) for item in inputs) > 1:
+        raise shared_memory()
+
+
+def shared_memory() -> UnsupportedModelError:
+    """For a forward after which two of the model's tensors are one."""
+    return UnsupportedModelError(
+        "the model lets one of its tensors share the memory of another one (x.data = y.data)",
+        cure="copy the values: x.data = y.data.clone(), or x.copy_(y) under torch.no_grad().",
+    )
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether a function of torch writes into its first argument."""
+    name = getattr(func, "__name__", None) or str(func)
+    if name in _WRITING_NOTHING:
+        return False
+    return name in _IN_PLACE or func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors in nested containers."""
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]

@@ -70,7 +70,7 @@ HOOKS = (
     ),
     Hook(
         name="forward on fakes",
-        what="calls and hooks of modules, `time`, `torch.autograd.Function.apply`, `is_compiling`, truth of tensors and sizes",
+        what="calls and hooks of modules, `time`, `torch.autograd.Function.apply`, `is_compiling`, `len`, truth of tensors and sizes",
         by="capture.nonstrict.watch", when=AT_NONSTRICT,
         why="what a graph does not hold is seen while the forward runs on fakes",
         until="that run ends",

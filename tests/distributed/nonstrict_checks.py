@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tests.changing_models as changing_models
 import tests.kept_models as kept_models
 import tests.nonstrict_models as nonstrict
-from rannc_backend import backend
+from rannc_backend import backend, is_held
 from rannc_backend.errors import ModelError, RanncError
+from tests.changing_models import WAYS, Momentum
 from tests.default_dtype import float64
 from tests.distributed.harness.context import Context
 from tests.nonstrict_models import MODELS, REFUSED, ChosenByCount, ChosenByValues, Paths, batch
@@ -107,6 +109,70 @@ def nonstrict_kept(context: Context) -> dict[str, Any]:
                 context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
             _evaluate(context, name, compiled, alone)
     return {}
+
+
+def _changing() -> Iterator[tuple[str, Callable[[], nn.Module], dict[str, Any]]]:
+    data, in_data, many = (WAYS[name] for name in ("average of data", "average in data", "many"))
+    yield "of data", lambda: Momentum(data), {"capture": "dynamo"}
+    yield "of data, by one run", lambda: Momentum(data, is_buffer=True), {"capture": "nonstrict"}
+    yield "of data, as written", lambda: Momentum(data, decides=True), {}
+    yield "in data, as written", lambda: Momentum(in_data, decides=True), {}
+    yield "many at once", lambda: Momentum(many), {"capture": "dynamo"}
+    for name, make in changing_models.MODELS.items():
+        yield name, make, {}
+
+
+def nonstrict_writing(context: Context) -> dict[str, Any]:
+    """Models that change parameters and buffers of theirs in the forward: three steps of six rows, of which ranks
+    have unequal numbers, and an evaluation. All that a rank holds is that of one process.
+    """
+    num_ranks = len(context.case.local_rows)
+    start, stop = (-(-6 * (context.rank + more) // num_ranks) for more in (0, 1))
+    with float64():
+        for name, make, options in _changing():
+            model, alone, compiled, optimizers = context.pair(make, **options)
+            for step in range(4):
+                rows = changing_models.batch(6, step)
+                if step == 3:
+                    model.eval()
+                    alone.eval()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                with torch.set_grad_enabled(step < 3):
+                    result, expected = compiled(rows[start:stop].clone()), alone(rows)
+                if step < 3:
+                    result.backward()
+                    expected.backward()
+                    error = worst_error(model, alone)
+                    context.findings.that(
+                        error <= EXACT, f"{name}, step {step}: a gradient is off by {error}"
+                    )
+                    for optimizer in optimizers:
+                        optimizer.step()
+                error = max(
+                    abs(float(result.detach()) - float(expected.detach())), _worst_state(model, alone)
+                )
+                context.findings.that(error <= EXACT, f"{name}, step {step}: off by {error}")
+            state, expected_state = model.state_dict(), alone.state_dict()
+            held = {key: value for key, value in state.items() if is_held(value)}
+            error = max((float((held[key] - expected_state[key]).abs().max()) for key in held), default=0.0)
+            whole = context.rank > 0 or held.keys() == expected_state.keys()
+            context.findings.that(
+                error <= EXACT and whole, f"{name}: its state is off by {error}, or not whole"
+            )
+    return {}
+
+
+def _worst_state(model: nn.Module, alone: nn.Module) -> float:
+    """Of the parameters and buffers that this rank holds."""
+    others = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
+    mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    errors = (
+        float((tensor.detach() - others[name].detach()).abs().max())
+        for name, tensor in mine.items()
+        if is_held(tensor)
+    )
+    return max(errors, default=0.0)
 
 
 def nonstrict_changes(context: Context) -> dict[str, Any]:

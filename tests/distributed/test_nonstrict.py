@@ -13,13 +13,15 @@ CASES = on_plans(
     [
         *(("models", "1,1"), ("models", "2"), ("models", "1,2,1"), ("changes", "1,1"), ("refusals", "1,1")),
         *(("kept", "1,1"), ("kept", "2"), ("kept", "1,1,1,1")),
+        *(("writing", "1,1"), ("writing", "2"), ("writing", "1,1,1,1")),
     ],
     limit_seconds=180.0,
 )
 
 
 @pytest.mark.parametrize(
-    "case", cases(CASES, "nonstrict", ("models-2", "models-1,2,1", "kept-2", "kept-1,1,1,1"))
+    "case",
+    cases(CASES, "nonstrict", ("models-2", "models-1,2,1", "kept-2", "kept-1,1,1,1", "writing-1,1,1,1")),
 )
 def test_nonstrict(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

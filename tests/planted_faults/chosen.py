@@ -9,6 +9,7 @@ from tests.planted_faults.areas import buffers, equal, noticed, point, trained, 
 from tests.planted_faults.chosen_around import CHOSEN_AROUND
 from tests.planted_faults.chosen_autodist import CHOSEN_AUTODIST
 from tests.planted_faults.chosen_capture import CHOSEN_CAPTURE
+from tests.planted_faults.chosen_changing import CHOSEN_CHANGING
 from tests.planted_faults.chosen_compilers import CHOSEN_COMPILERS
 from tests.planted_faults.chosen_ecosystem import CHOSEN_ECOSYSTEM
 from tests.planted_faults.chosen_epl import CHOSEN_EPL
@@ -45,6 +46,7 @@ CHOSEN: tuple[Fault, ...] = (
     + CHOSEN_PLANNING
     + CHOSEN_SCALING
     + CHOSEN_STEPS
+    + CHOSEN_CHANGING
     + CHOSEN_TRAINERS
     + tuple(
         Fault(*row)

@@ -45,8 +45,8 @@ CHOSEN_CAPTURE: tuple[Fault, ...] = tuple(
         (
             "batch-size-is-tested-once",
             "capture/nonstrict/trace.py",
-            "        self.size_tests = watch.size_tests()\n",
-            "",
+            "        self.size_tests = watch.size_tests()\n        found",
+            "        found",
             unit("capture/nonstrict/captures"),
         ),
         (

@@ -3,29 +3,35 @@
 In: a module, before its forward runs on fakes. Out: `Guards`: values of attributes of all modules (and of the
 objects, lists and dictionaries in them), of globals and of closure cells, and torch's own modes. After the
 run they show what the forward has changed; later, whether the capture still holds. Values deeper than
-`_MAX_DEPTH` objects, files, and what extensions in C read cannot be seen.
+`_MAX_DEPTH` objects, files, and what extensions in C read cannot be seen. Clocks and the generators of Python and
+NumPy give other values each time: reading them is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import random
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from rannc_backend.capture.nonstrict.reachable import Reachable, file_of
-from rannc_backend.errors import is_of_user
+from rannc_backend.errors import UnsupportedModelError, is_of_user, user_location
 
 _MAX_DEPTH = 4
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _MAX_GLOBAL_ITEMS = 256
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (
@@ -208,3 +214,50 @@ def _same(before: Any, now: Any) -> bool:
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | frozenset) and all(map(_is_plain, value)))
+
+
+def clock_outside(
+    clock: Callable[[], Any], name: str, user_trace: Callable[[FrameType], str]
+) -> Callable[[], Any]:
+    """In place of a clock of `time`: one that this thread may not read in the user's lines."""
+    thread = threading.get_ident()
+
+    def read() -> Any:
+        caller = sys._getframe(1)
+        if (
+            threading.get_ident() == thread
+            and is_of_user(caller.f_code.co_filename)
+            and not caller.f_globals.get("__name__", "").startswith(_PACKAGE)
+        ):
+            trace = user_trace(caller)
+            raise UnsupportedModelError(
+                f"the model reads a clock (time.{name})",
+                location=user_location(trace),
+                cure="measure time outside of the compiled model.",
+            )
+        return clock()
+
+    return read
+
+
+@contextlib.contextmanager
+def no_generators() -> Iterator[None]:
+    """Refuse draws from the generators of Python and NumPy: a graph would hold the numbers of one call."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state(legacy=False) if numpy else None
+    yield
+    used = "Python's" if random.getstate() != python_state else ""
+    random.setstate(python_state)
+    if numpy is not None and not _is_same(numpy.random.get_state(legacy=False), numpy_state):
+        used = "NumPy's"
+        numpy.random.set_state(numpy_state)
+    if used:
+        raise UnsupportedModelError(
+            f"the model draws from {used} random generator, and a graph would repeat the numbers of its first call",
+            cure="draw with torch (torch.rand, torch.randint), or outside of the compiled model.",
+        )
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    return repr(state) == repr(other) and state["state"]["key"].tolist() == other["state"]["key"].tolist()

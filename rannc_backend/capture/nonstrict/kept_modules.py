@@ -9,9 +9,10 @@ unless the class is declared row-wise: a step runs as one micro-batch on one rep
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch import nn
 
 from rannc_backend.capture.nonstrict.kept_operators import called_whole
@@ -26,6 +27,7 @@ class KeptModules:
 
     Attributes:
         names: of those that were called as operators, with their classes.
+        is_inside: whether one of them runs now.
         all_rows: whether all arguments as long as the batch have its rows, also where the code makes a number of that.
     """
 
@@ -38,8 +40,13 @@ class KeptModules:
         self._asked: dict[str, tuple[nn.Module, ...]] = {}
         self._first: ModelError | None = None
         self._refusal: ModelError | None = None  # of the last module that could not be kept
-        self._is_inside = False
+        self.is_inside = False
+        self._batch_size: Callable[[], Mapping[sympy.Symbol, int]] = dict
         self.names: dict[str, str] = {}
+
+    def begin(self, batch_size: Callable[[], Mapping[sympy.Symbol, int]]) -> None:
+        """Before a run. `batch_size`: that of all ranks, by its symbol of this run; collective."""
+        self._batch_size = batch_size
 
     def note(self, location: str, modules: Sequence[nn.Module]) -> None:
         """A value was asked for at this line, within these modules, the outermost first."""
@@ -65,20 +72,20 @@ class KeptModules:
     def _called(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._is_inside:
+        if self.is_inside:
             return original(module, *args, **kwargs)
         if _key(module) in self._kept:
             path = self._paths.get(id(module)) or WHOLE_MODEL
-            self._is_inside = True
+            self.is_inside = True
             try:
-                result = called_whole(module, path, args, kwargs)
+                result = called_whole(module, path, args, kwargs, self._batch_size)
             except UnsupportedModelError as error:
                 self._refusal = error
                 self._kept.discard(_key(module))
                 self._refused.add(_key(module))
                 raise
             finally:
-                self._is_inside = False
+                self.is_inside = False
             self.names[path] = type(module).__name__
             return result
         try:

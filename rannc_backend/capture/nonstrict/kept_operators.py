@@ -17,11 +17,13 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -30,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rannc_backend.capture.inputs import named_tensors
 from rannc_backend.capture.nonstrict.read_values import needing_value
 from rannc_backend.capture.nonstrict.swapping import swapped, write_back
+from rannc_backend.capture.written_out import shared_memory
 from rannc_backend.errors import UnsupportedModelError
 from rannc_backend.passes.batch.row_wise import is_row_wise, row_wise
 from rannc_backend.passes.data_sizes import has_data_sizes
@@ -94,7 +97,8 @@ class _Whole:
         spec: of the arguments, whose leaves are `arguments`.
         has_gradient: of each tensor, whether it is trained.
         results: of each tensor that it gives; work: of those runs; given: the structure and the other leaves, set by its first run.
-        buffers: places of the buffers that it changes, whose new values are its last results; None: not known yet.
+        buffers: places of the buffers and frozen parameters that it changes, whose new values are its last results;
+            None: not known yet.
         draws: whether it draws random numbers: then the last tensor is their seed.
     """
 
@@ -117,6 +121,21 @@ class _Whole:
     def runs_whole(self) -> str:
         """See `OperatorCode`."""
         return self.path
+
+    def constant_sizes(self) -> set[int]:
+        """Of its results."""
+        return {int(size.factor) for result in self.results for size in result.sizes if size.place is None}
+
+    @property
+    def own_buffers(self) -> range:
+        """Their places."""
+        return range(self.num_parameters, len(self.names))
+
+    @property
+    def may_be_written(self) -> frozenset[int]:
+        """The places of buffers, and of parameters that are not trained, which are as much."""
+        frozen = (place for place in range(self.num_parameters) if not self.has_gradient[place])
+        return frozenset((*frozen, *self.own_buffers))
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[list[torch.Tensor], Any]:
         """The tensors that it gives; the structure and the other leaves."""
@@ -141,25 +160,31 @@ class _Whole:
         leaves = self.arguments.together(tensors[len(self.names) :], sizes)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         own = named_tensors(module)
-        buffers = range(self.num_parameters, len(self.names))
         # What the module writes into its buffers is given as results, as the graph's own updates of them are.
-        used = [tensor.clone() if place in buffers else tensor for place, tensor in enumerate(tensors)]
-        before = [tensor._version for tensor in used]
+        copied = self.may_be_written if self.buffers is None else {*self.buffers, *self.own_buffers}
+        used = [tensor.clone() if place in copied else tensor for place, tensor in enumerate(tensors)]
+        before = [_identity(tensor) for tensor in used]
         others = {id(own[name]): tensor for name, tensor in zip(self.names, used)}
         with self.autocast.again(), swapped(module, others) as swap:
             result = module._call_impl(*args, **kwargs)  # not its call, which may be compiled
-            write_back(swap.replaced())
-        written = {place for place, tensor in enumerate(used) if tensor._version != before[place]}
-        # The kernels of BatchNorm do not count as writing.
-        written |= {place for place in buffers if not _is_same(used[place], tensors[place])}
-        if written - set(self.buffers if self.buffers is not None else buffers):
+            found, spec = pytree.tree_flatten(result)
+            write_back(swap.replaced(), found)
+        written = {place for place, tensor in enumerate(used) if _identity(tensor) != before[place]}
+        # The kernels of BatchNorm do not count as writing, nor does what is written into x.data.
+        seen = self.may_be_written if self.buffers is None else self.own_buffers
+        written |= {place for place in seen if not _is_same(used[place], tensors[place])}
+        if written - set(self.buffers if self.buffers is not None else self.may_be_written):
             raise UnsupportedModelError(
-                f"{self.path} {_DECIDES}, so it runs as written, and changes its inputs or parameters in place, "
+                f"{self.path} {_DECIDES}, so it runs as written, and changes its inputs or trained parameters in place, "
                 "or buffers that it did not change when it was captured",
                 cure="write it without the in-place operation.",
             )
+        places = Counter(tensor.untyped_storage().data_ptr() for tensor in used)
+        if any(
+            places[used[place].untyped_storage().data_ptr()] > 1 for place in written if used[place].numel()
+        ):
+            raise shared_memory()
         changed = tuple(sorted(written)) if self.buffers is None else self.buffers
-        found, spec = pytree.tree_flatten(result)
         given = [leaf for leaf in found if isinstance(leaf, torch.Tensor)] + [
             used[place] for place in changed
         ]
@@ -232,6 +257,11 @@ class _Whole:
         ]
 
 
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What changes where code writes into a tensor or gives it other memory."""
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
@@ -242,10 +272,17 @@ def _largest(value: torch.Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def called_whole(
+    module: nn.Module,
+    path: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_size: Callable[[], Mapping[sympy.Symbol, int]] = dict,
+) -> Any:
     """The module's results by way of its operator, which is made if there is none.
 
-    Raises UnsupportedModelError where it cannot be one.
+    `batch_size`: that of all ranks, by its symbol, for code that works with no other. Raises UnsupportedModelError
+    where it cannot be one.
     """
     own = named_tensors(module)
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -267,7 +304,7 @@ def called_whole(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: di
         num_parameters=len(list(module.parameters())),
         has_gradient=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
     )
-    whole = _observed(whole, values, sizes)
+    whole = _observed(whole, values, sizes, batch_size)
     if is_row_wise(type(module)) and (whole.draws or whole.buffers):
         raise _cannot(path, "draws random numbers or changes buffers, which a row-wise module may not")
     if whole.draws:
@@ -291,21 +328,45 @@ def _cannot(path: str, why: str) -> UnsupportedModelError:
     )
 
 
-def _observed(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any]) -> _Whole:
-    """With what two runs on made-up numbers have shown: of sizes that nothing divides, or else that much does."""
-    try:
-        return _observed_at(whole, values, sizes, unit=1)
-    except UnsupportedModelError:
-        return _observed_at(whole, values, sizes, unit=_DIVISIBLE)
+def _observed(
+    whole: _Whole,
+    values: Sequence[torch.Tensor],
+    sizes: Sequence[Any],
+    batch_size: Callable[[], Mapping[sympy.Symbol, int]],
+) -> _Whole:
+    """With what two runs on made-up numbers have shown: of sizes that nothing divides, or else that much does, or
+    else of the batch size and its double, or of it alone.
+    """
+    all_sizes = [*(size for value in values for size in value.shape), *sizes]
+    error: UnsupportedModelError | None = None
+    for unit in (1, _DIVISIBLE):
+        try:
+            return _observed_at(whole, values, sizes, [_numbers(all_sizes, more, unit) for more in (0, 1)])
+        except UnsupportedModelError as failed:
+            error = error or failed
+    with without_modes(), torch._C.DisableTorchFunction():
+        known = batch_size()
+    real = {**_numbers(all_sizes, more=0), **known}
+    for factor in (2, 1):
+        other = {**real, **{symbol: factor * size for symbol, size in known.items()}}
+        with contextlib.suppress(UnsupportedModelError):
+            observed = _observed_at(whole, values, sizes, [real, other])
+            # One run does not tell what has rows.
+            if factor > 1 or not set(known.values()) & observed.constant_sizes():
+                return observed
+    assert error is not None, "two observations have failed"
+    raise error
 
 
-def _observed_at(whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], unit: int) -> _Whole:
+def _observed_at(
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], tries: Sequence[dict[Any, int]]
+) -> _Whole:
     seen = []
-    for more in (0, 1):
-        numbers = _numbers([*(size for value in values for size in value.shape), *sizes], more, unit)
+    for numbers in tries:
         with without_modes(), torch._C.DisableTorchFunction():
             made = [
-                _made_up(value, numbers, place < whole.num_parameters) for place, value in enumerate(values)
+                _made_up(value, numbers, place, place < whole.num_parameters)
+                for place, value in enumerate(values)
             ]
         result, kinds, work, draws = _tried(whole, made, [_number(size, numbers) for size in sizes])
         whole = replace(whole, draws=whole.draws or draws)
@@ -358,11 +419,13 @@ def _number(size: Any, numbers: dict[Any, int]) -> int:
     return int(size_expression(size).xreplace(numbers))
 
 
-def _made_up(value: torch.Tensor, numbers: dict[Any, int], is_parameter: bool) -> torch.Tensor:
-    """A tensor of such sizes on the CPU; of a parameter one number alone, since it may be large."""
+def _made_up(value: torch.Tensor, numbers: dict[Any, int], place: int, is_parameter: bool) -> torch.Tensor:
+    """A tensor of such sizes on the CPU; of a parameter one number alone, since it may be large, and to each its own,
+    since an average of equal ones changes nothing.
+    """
     shape = [_number(size, numbers) for size in value.shape]
     if is_parameter and value.is_floating_point():
-        made = torch.full((), 0.01, dtype=value.dtype).expand(shape)
+        made = torch.full((), 0.01 + 0.001 * (place % 64), dtype=value.dtype).expand(shape)
     elif value.is_floating_point() or value.is_complex():
         made = torch.linspace(0.1, 1.0, math.prod(shape), dtype=torch.float64).to(value.dtype).view(shape)
     else:

@@ -7,8 +7,8 @@ its constructor: its class and its attributes are what it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 
 from rannc_backend.capture.nonstrict.reachable import file_of
 from rannc_backend.capture.nonstrict.reads import Unknown
-from rannc_backend.errors import is_of_user
+from rannc_backend.errors import UnsupportedModelError, is_of_user
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,54 @@ class Structure:
             vars(made).update(attributes.rebuilt([next(remaining) for _ in range(attributes.num_leaves)]))
             items.append(made)
         return pytree.tree_unflatten(items, self.containers)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Of a result, by position: plain values, arguments that are given again (by index), numbers that are read of
+    tensors (how many, and how to make the number of their values); and the outputs that a graph makes.
+    """
+
+    outputs: tuple[Any, ...]
+    constants: dict[int, Any]
+    passed: dict[int, int]
+    numbers: dict[int, tuple[int, Callable[..., Any]]]
+
+
+def sorted_leaves(
+    leaves: Sequence[Any], arguments: Sequence[torch.Tensor], is_packed: Callable[[Any], bool]
+) -> Leaves:
+    """Raises UnsupportedModelError for a leaf that a graph cannot give."""
+    index_of = {id(tensor): index for index, tensor in enumerate(arguments)}
+    outputs: list[Any] = []
+    found = Leaves((), {}, {}, {})
+    for position, leaf in enumerate(leaves):
+        if id(leaf) in index_of:
+            found.passed[position] = index_of[id(leaf)]
+        elif is_packed(leaf):
+            raise UnsupportedModelError(
+                "the forward gives a packed sequence, whose tokens have an order of the whole batch",
+                cure="give the result of torch.nn.utils.rnn.pad_packed_sequence.",
+            )
+        elif isinstance(leaf, (torch.Tensor, torch.SymInt)):
+            outputs.append(leaf)
+        elif isinstance(leaf, Unknown) and (asked := leaf.given()):
+            outputs += asked.tensors
+            found.numbers[position] = len(asked.tensors), asked.form
+        elif isinstance(leaf, _PLAIN):
+            found.constants[position] = leaf
+        else:
+            what = (
+                "number made of sizes"
+                if isinstance(leaf, Unknown)
+                else f"value of type {type(leaf).__name__}"
+            )
+            raise UnsupportedModelError(
+                f"the forward gives a {what}, which is no tensor",
+                cure="give tensors, and containers of tensors; register a class of your own with "
+                "torch.utils._pytree.register_pytree_node.",
+            )
+    return replace(found, outputs=tuple(outputs))
 
 
 def taken_apart(result: Any) -> tuple[list[Any], Structure]:

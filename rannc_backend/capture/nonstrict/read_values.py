@@ -50,6 +50,11 @@ _OVER_ALL = frozenset(
 )
 _OF_NOTHING = frozenset({aten.any.default, aten.all.default, aten.sum.default})
 
+_WRITE_OTHERWISE = (
+    "write it with torch.where, or decide it outside of the compiled model; where an operator takes Python's numbers "
+    "alone (eps), give it one, or write it out with operators that take tensors."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadValue:
@@ -307,13 +312,12 @@ def _refused(what: str, location: str) -> UnsupportedModelError:
     )
 
 
-def needing_value(what: str, location: str) -> UnsupportedModelError:
+def needing_value(what: str, location: str, cure: str = _WRITE_OTHERWISE) -> UnsupportedModelError:
     """A refusal whose reason is a value that is known only when the model runs."""
     error = UnsupportedModelError(
         what,
         location=location,
-        cure="write it with torch.where, or decide it outside of the compiled model; where an operator takes Python's "
-        "numbers alone (eps), give it one, or write it out with operators that take tensors.",
+        cure=cure,
     )
     error.needs_value = True
     return error

@@ -6,13 +6,14 @@ before; and what the code that ran meanwhile has put in their places itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from rannc_backend.errors import UnsupportedModelError
 
@@ -92,19 +93,45 @@ def _inside(holder: Any, key: Any, value: object, name: str, depth: int) -> Iter
             yield from _inside(value, inner_key, inner, f"{name}[{inner_key!r}]", depth - 1)
 
 
-def write_back(replaced: Sequence[Replaced]) -> None:
-    """A buffer that the forward has replaced by another tensor gets its values; nothing else may be."""
+def write_back(replaced: Sequence[Replaced], results: Iterable[object]) -> None:
+    """A buffer that the forward has replaced by another tensor gets its values; so does a parameter whose old and
+    new tensor have no part in the gradients of `results`. Nothing else may be replaced.
+
+    A parameter without a gradient is one that no optimizer changes, so that it does not matter which of the two
+    tensors the optimizer knows.
+    """
     for entry in replaced:
         now, before = entry.now, entry.before
-        if (
-            entry.slot.is_buffer
-            and isinstance(now, torch.Tensor)
-            and (now.shape, now.dtype) == (before.shape, before.dtype)
-        ):
-            with torch.no_grad():
-                before.copy_(now)
-            continue
-        raise UnsupportedModelError(
-            f"the forward puts another value in place of {entry.slot.name}",
-            cure="change the values of a buffer (self.name.copy_(new)), and keep its shape.",
+        is_new_value = isinstance(now, torch.Tensor) and (now.shape, now.dtype) == (
+            before.shape,
+            before.dtype,
         )
+        if is_new_value and not entry.slot.is_buffer and _reach(results, (before, now)):
+            raise UnsupportedModelError(
+                f"the forward puts a new parameter in place of {entry.slot.name}, which is trained: the optimizer "
+                "would go on with the old one",
+                cure="change its values under torch.no_grad() (self.name.copy_(new)), or use it detached.",
+            )
+        if not is_new_value:
+            raise UnsupportedModelError(
+                f"the forward puts another value in place of {entry.slot.name}",
+                cure="change the values of a buffer (self.name.copy_(new)), and keep its shape.",
+            )
+        with torch.no_grad():
+            before.copy_(now)
+
+
+def _reach(results: Iterable[object], leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether the gradient of any of the results goes to any of the leaves."""
+    nodes = {get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad}
+    tensors = [result for result in results if isinstance(result, torch.Tensor) and result.requires_grad]
+    to_visit = [get_gradient_edge(tensor).node for tensor in tensors]
+    seen = set(to_visit)
+    while to_visit:
+        node = to_visit.pop()
+        if node in nodes:
+            return True
+        found = {previous for previous, _ in node.next_functions if previous is not None} - seen
+        seen |= found
+        to_visit += found
+    return False

@@ -9,6 +9,7 @@ What a run leaves behind (attributes of modules, values in globals) is found by 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import traceback
@@ -28,10 +29,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from rannc_backend.capture.aten_trace import (
     AtenTrace,
     RowsSymbol,
-    is_apart_from,
-    length_hints,
-    numbers_of,
-    prime_apart_from,
     trace_function,
 )
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
@@ -39,7 +36,7 @@ from rannc_backend.capture.graph import CapturedGraph, captured_of, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, UserTensor, check_devices
 from rannc_backend.capture.nonstrict.arguments import Call, Place, Ranks, inputs_of, places_of
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
-from rannc_backend.capture.nonstrict.outputs import Structure, taken_apart
+from rannc_backend.capture.nonstrict.outputs import Structure, sorted_leaves, taken_apart
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
 from rannc_backend.capture.nonstrict.reads import Decision, Reads, Unknown, checked_both_ways, used_as_number
 from rannc_backend.capture.nonstrict.swapping import swapped, write_back
@@ -54,13 +51,18 @@ from rannc_backend.errors import (
 )
 from rannc_backend.ir.length import NO_LENGTHS, SMALLEST, LengthDims, length_symbol
 from rannc_backend.ir.size_test import SizeTest, first_broken
-from rannc_backend.passes.plain_numbers import new_size
+from rannc_backend.passes.plain_numbers import (
+    is_apart_from,
+    length_hints,
+    new_size,
+    numbers_of,
+    prime_apart_from,
+)
 
 logger = logging.getLogger(__name__)
 
 _PROBED_ROWS = 53
 _MAX_TRACES = 6
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 Changing = Set[tuple[int, int]]
@@ -230,36 +232,43 @@ def _traced(
         raise _no_batch(inputs)
     numbers = {size for item in inputs for size in item.tensor.shape} | set(lengths.hints)
     local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
-    hint, num_rows = prime_apart_from(numbers), 0
+    hint, all_rows = prime_apart_from(numbers), functools.cache(lambda: ranks.global_rows(local_rows))
     for _ in range(_MAX_TRACES):
-        run = _Run(module, inputs, call, reads, batch, lengths, kept)
-        trace = trace_function(
-            run.forward,
-            inputs,
-            batch_positions=batch,
-            hint=hint,
-            device=ranks.device,
-            strides_of=ranks.strides_of,
-            lengths=lengths,
-        )
+        run = _Run(module, inputs, call, reads, batch, lengths, kept, all_rows)
+        suits = functools.partial(_takes_the_path, run, all_rows)
+        try:
+            trace = trace_function(
+                run.forward,
+                inputs,
+                batch_positions=batch,
+                hint=hint,
+                device=ranks.device,
+                strides_of=ranks.strides_of,
+                lengths=lengths,
+            )
+        except Exception as error:
+            if suits(hint):
+                raise
+            # The batch might not have failed.
+            hint = prime_apart_from(numbers, suits)
+            if not hint:
+                raise _no_hint(run.size_tests, all_rows()) from error
+            continue
         run.check(trace)
         keep_second_derivatives(trace.graph_module.graph)
         # No size may equal a multiple of the hint by coincidence, and the path is that of the whole batch.
         numbers |= numbers_of(trace.graph_module)
-        if run.size_tests and not num_rows:
-            num_rows = ranks.global_rows(local_rows)
-        suits = functools.partial(_takes_the_path, run.size_tests, num_rows)
         if suits(hint) and is_apart_from(hint, numbers):
             return run, trace, batch
         hint = prime_apart_from(numbers, suits)
         if not hint:
-            raise _no_hint(run.size_tests, num_rows)
+            raise _no_hint(run.size_tests, all_rows())
     raise needing_batch_size("the forward uses sizes that depend on its batch size as numbers")
 
 
-def _takes_the_path(tests: Sequence[SizeTest], num_rows: int, hint: int) -> bool:
-    """Whether a batch of `hint` samples takes the path of one of `num_rows`, as far as these tests know."""
-    return all(test.holds(hint) == test.holds(num_rows) for test in tests)
+def _takes_the_path(run: _Run, all_rows: Callable[[], int], hint: int) -> bool:
+    """Whether a batch of `hint` samples takes the path of one of all ranks, as far as the run's tests know."""
+    return all(test.holds(hint) == test.holds(all_rows()) for test in run.size_tests)
 
 
 def _no_hint(tests: Sequence[SizeTest], num_rows: int) -> DataDependentControlFlowError:
@@ -283,7 +292,9 @@ class _Run:
         batch: frozenset[int],
         lengths: LengthDims,
         kept: KeptModules,
+        all_rows: Callable[[], int],
     ) -> None:
+        self._all_rows = all_rows
         self._reads = reads
         self._kept = kept
         self._lengths = lengths
@@ -302,42 +313,21 @@ class _Run:
         others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
         watch = Watch(rows, self._reads, self._kept)
         self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
+        self._kept.begin(lambda: {rows.symbol: self._all_rows()})
         with swapped(self._module, others) as swap:
-            with watch.watching():
-                result = _rannc_forward(self._kept, args, kwargs)
-            write_back(swap.replaced())
+            try:
+                with watch.watching():
+                    result = _rannc_forward(self._kept, args, kwargs)
+            except Exception:
+                with contextlib.suppress(ModelError):
+                    self.size_tests = watch.size_tests()
+                raise
+            leaves, self.structure = taken_apart(result)
+            write_back(swap.replaced(), leaves)
         self.size_tests = watch.size_tests()
-        leaves, self.structure = taken_apart(result)
-        self.constants, self.passed, self.numbers = {}, {}, {}
-        arguments = {id(tensor): index for index, tensor in enumerate(tensors[len(others) :])}
-        outputs = []
-        for position, leaf in enumerate(leaves):
-            if id(leaf) in arguments:
-                self.passed[position] = arguments[id(leaf)]
-            elif watch.packed.holds(leaf):
-                raise UnsupportedModelError(
-                    "the forward gives a packed sequence, whose tokens have an order of the whole batch",
-                    cure="give the result of torch.nn.utils.rnn.pad_packed_sequence.",
-                )
-            elif isinstance(leaf, (torch.Tensor, torch.SymInt)):
-                outputs.append(leaf)
-            elif isinstance(leaf, Unknown) and (asked := leaf.given()):
-                outputs += asked.tensors
-                self.numbers[position] = len(asked.tensors), asked.form
-            elif isinstance(leaf, _PLAIN):
-                self.constants[position] = leaf
-            else:
-                what = (
-                    "number made of sizes"
-                    if isinstance(leaf, Unknown)
-                    else f"value of type {type(leaf).__name__}"
-                )
-                raise UnsupportedModelError(
-                    f"the forward gives a {what}, which is no tensor",
-                    cure="give tensors, and containers of tensors; register a class of your own with "
-                    "torch.utils._pytree.register_pytree_node.",
-                )
-        return tuple(outputs)
+        found = sorted_leaves(leaves, tensors[len(others) :], watch.packed.holds)
+        self.constants, self.passed, self.numbers = found.constants, found.passed, found.numbers
+        return found.outputs
 
     def _read(self, symbol: sympy.Symbol, traced: TracedValue, location: str) -> ReadValue:
         return read_value(traced, self._inputs, self._batch, self._lengths, symbol, location)

@@ -12,10 +12,10 @@ tests/unit/rannc_backend/capture/nonstrict/test_captures.py).
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import linecache
-import random
 import sys
 import threading
 import time
@@ -35,17 +35,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows, tensors_in
+from rannc_backend.capture.aten_trace import RowsSymbol, constant_of, fixed_rows
 from rannc_backend.capture.dynamo_sizes import holds_from_two
 from rannc_backend.capture.nonstrict import kept_modules, kept_operators, read_values, reads
+from rannc_backend.capture.nonstrict.guards import clock_outside, no_generators
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.packed import PackedSequences, SelectedTargets
 from rannc_backend.capture.nonstrict.read_values import TracedValue, needing_value
 from rannc_backend.capture.nonstrict.reads import Asked, Reads, Unknown, used_as_number
+from rannc_backend.capture.written_out import DETACHING, is_in_place, tensors_in
 from rannc_backend.errors import (
     RanncError,
     UnsupportedModelError,
     is_of_user,
+    located,
     needing_batch_size,
     user_location,
 )
@@ -78,20 +81,12 @@ _EQUALITIES: dict[Any, Callable[..., torch.Tensor]] = {
 }
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
-_DETACHING = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-_IN_PLACE = frozenset(
-    f"__{name}__"
-    for name in (
-        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "imatmul", "ipow", "iand", "ior",
-        "ixor", "ilshift", "irshift",
-    )
-)  # fmt: skip
 
 
 _WITHOUT_PLAIN_SIZES = {torch.Tensor.fill_diagonal_: fill_diagonal}
 _READING = {torch.Tensor.__bool__, *_NUMBERS, *_EQUALITIES}
-_PACKAGE = f"{__name__.partition('.')[0]}."
 _CHECK = torch._check_with
+_LEN = len
 _APPLY = vars(torch.autograd.Function)["apply"]
 
 
@@ -135,12 +130,12 @@ class Watch(TorchFunctionMode):
         if (
             operands
             and not torch.is_grad_enabled()
-            and _is_in_place(func)
-            and any(args[0] is tensor for tensor in operands)
+            and is_in_place(func)
+            and any(written is tensor for written in tensors_in(args[:1]) for tensor in operands)
         ):
-            raise UnsupportedModelError(
+            raise needing_value(
                 f"{_name(func)} changes a value that has a gradient in place while gradients are switched off",
-                location=user_location(trace),
+                user_location(trace),
                 cure="write it without the in-place operation.",
             )
         guards, num_asked = self._rows.shape_env.guards, len(self._reads.places)
@@ -160,8 +155,10 @@ class Watch(TorchFunctionMode):
             return self.packed.call(func, args, kwargs, trace)
         try:
             result = func(*args, **kwargs)
-        except RanncError:
-            raise
+        except RanncError as error:
+            if getattr(error, "location", ""):
+                raise
+            raise located(error, user_location(trace)) from error.__cause__
         except Exception as error:
             if any(isinstance(item, Unknown) for item in pytree.tree_leaves((args, kwargs))):
                 raise used_as_number(trace) from error
@@ -255,10 +252,13 @@ class Watch(TorchFunctionMode):
                 undo.callback(hooks.register("forward on fakes", register, note))
             for name in _CLOCKS:
                 undo.callback(
-                    hooks.replace("forward on fakes", time, name, _clock(getattr(time, name), name))
+                    hooks.replace(
+                        "forward on fakes", time, name, clock_outside(getattr(time, name), name, user_trace)
+                    )
                 )
             for holder, name, value in (
                 (torch.autograd.Function, "apply", classmethod(_apply)),
+                (builtins, "len", _length),
                 (nn.Module, "__call__", self._kept.calling(nn.Module.__call__)),
                 (torch.SymBool, "__bool__", self._deciding(torch.SymBool.__bool__)),
                 (torch, "_check_with", self._check),
@@ -276,7 +276,7 @@ class Watch(TorchFunctionMode):
                 ),
             ):
                 undo.callback(hooks.replace("forward on fakes", holder, name, value))
-            undo.enter_context(_no_generators())
+            undo.enter_context(no_generators())
             with self:
                 yield
 
@@ -334,6 +334,11 @@ class Watch(TorchFunctionMode):
 
         return decide
 
+    @property
+    def is_in_kept_module(self) -> bool:
+        """Whether code runs as written now."""
+        return self._kept.is_inside
+
     def note_place(self, location: str) -> None:
         """A value is asked for there, within the modules that run now."""
         self._kept.note(location, self._modules)
@@ -363,7 +368,7 @@ def keep_second_derivatives(graph: fx.Graph) -> None:
         users = list(node.users)
         if (
             users
-            and _called(node) not in _DETACHING
+            and _called(node) not in DETACHING
             and all(_called(user) is torch.autograd.grad for user in users)
         ):
             node.replace_all_uses_with(node.args[0])
@@ -404,8 +409,11 @@ def _failed(what: str, error: Exception, trace: str) -> UnsupportedModelError:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `torch.autograd.Function.apply`."""
-    if not any(isinstance(mode, Watch) for mode in _get_current_function_mode_stack()):
-        return _APPLY.__get__(None, cls)(*args, **kwargs)  # another thread
+    watches = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Watch)]
+    if not watches or watches[-1].is_in_kept_module:
+        return _APPLY.__get__(None, cls)(
+            *args, **kwargs
+        )  # another thread, or autograd of code that runs as written
     trace = user_trace(sys._getframe(1))
     if cls.__module__ == "torch.utils.checkpoint":
         function, _, *inputs = args  # reentrant: the function, whether to keep the state of generators
@@ -418,6 +426,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         except CannotKeep as error:
             raise _not_kept(cls, str(error), trace) from error
     return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+def _length(value: Any) -> Any:
+    """In place of `len`, which can only give a number: the size of a tensor may be a symbol."""
+    return value.shape[0] if isinstance(value, FunctionalTensor | FakeTensor) and value.dim() else _LEN(value)
 
 
 def _holds(condition: sympy.Basic, *symbols: sympy.Symbol) -> Callable[..., bool]:
@@ -438,51 +451,6 @@ def _not_kept(cls: type, why: str, trace: str) -> UnsupportedModelError:
     )
 
 
-def _clock(clock: Callable[[], Any], name: str) -> Callable[[], Any]:
-    """A clock that this thread may not read in the user's lines."""
-    thread = threading.get_ident()
-
-    def read() -> Any:
-        caller = sys._getframe(1)
-        if (
-            threading.get_ident() == thread
-            and is_of_user(caller.f_code.co_filename)
-            and not caller.f_globals.get("__name__", "").startswith(_PACKAGE)
-        ):
-            trace = user_trace(caller)
-            raise UnsupportedModelError(
-                f"the model reads a clock (time.{name})",
-                location=user_location(trace),
-                cure="measure time outside of the compiled model.",
-            )
-        return clock()
-
-    return read
-
-
-@contextlib.contextmanager
-def _no_generators() -> Iterator[None]:
-    """Refuse draws from the generators of Python and NumPy: a graph would hold the numbers of one call."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state(legacy=False) if numpy else None
-    yield
-    used = "Python's" if random.getstate() != python_state else ""
-    random.setstate(python_state)
-    if numpy is not None and not _is_same(numpy.random.get_state(legacy=False), numpy_state):
-        used = "NumPy's"
-        numpy.random.set_state(numpy_state)
-    if used:
-        raise UnsupportedModelError(
-            f"the model draws from {used} random generator, and a graph would repeat the numbers of its first call",
-            cure="draw with torch (torch.rand, torch.randint), or outside of the compiled model.",
-        )
-
-
-def _is_same(state: Any, other: Any) -> bool:
-    return repr(state) == repr(other) and state["state"]["key"].tolist() == other["state"]["key"].tolist()
-
-
 def _first(value: Any) -> Any:
     """The number of a tensor of one element, from its nested lists."""
     while isinstance(value, list):
@@ -492,8 +460,3 @@ def _first(value: Any) -> Any:
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", None) or str(func)
-
-
-def _is_in_place(func: Any) -> bool:
-    name = _name(func)
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))

@@ -28,7 +28,7 @@ def test_frozen_start_and_integer_values_need_none() -> None:
     everything = values_needing_grad(module, graph.parameters)
     assert {output.name, *graph.parameters} <= everything
     assert index.name not in everything and mask.name not in everything and graph.batch[0] not in everything
-    assert everything == values_reached_by_grad(module, graph.parameters)
+    assert everything == values_reached_by_grad(module.graph, graph.parameters)
     late = values_needing_grad(module, [second_weight])
     assert output.name in late and not {first_weight, first_bias, second_bias} & late
     first_products = [node.name for node in module.graph.nodes if str(node.target) == "aten.addmm.default"][

@@ -19,8 +19,8 @@ from torch import nn
 from rannc_backend.capture import dynamo as capture_dynamo
 from rannc_backend.capture import dynamo_sizes
 from rannc_backend.capture import graph as capture
-from rannc_backend.capture.aten_trace import rows_hint
 from rannc_backend.capture.graph import renew_guards, run_without_check_of_guards, trace_again
+from rannc_backend.passes.plain_numbers import rows_hint
 from tests.unit.rannc_backend.capture.capture_harness import Recorder, fresh_dynamo, trace_settings
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rannc_backend.capture.aten_trace import length_hints
 from rannc_backend.capture.first_trace import SeenSizes
+from rannc_backend.passes.plain_numbers import length_hints
 from rannc_backend.session_registry import REGISTRY
 from tests.default_dtype import float64
 from tests.length_models import MODELS, FlatTokens, LanguageModel, Recurrent, text_batch

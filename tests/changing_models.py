@@ -1,0 +1,307 @@
+"""Models whose forward changes tensors of theirs that no gradient reaches: momentum encoders, codebooks, queues.
+
+In: nothing. Out: `WAYS` of changing one tensor by another one; `Momentum`, which does so to a frozen parameter or a
+buffer; `MODELS`, as people write them. Each takes rows of [rows, WIDTH] and gives its loss, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 6
+NUM_CODES = 5
+QUEUE = 60
+
+
+def batch(num_rows: int, seed: int = 0) -> Tensor:
+    """Rows in float64, whatever the default."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _average_of_data(key: Tensor, query: Tensor) -> None:
+    key.data = key.data * 0.75 + query.data * 0.25
+
+
+def _average_in_data(key: Tensor, query: Tensor) -> None:
+    key.data.mul_(0.75).add_(query.data, alpha=0.25)
+
+
+def _average_in_place(key: Tensor, query: Tensor) -> None:
+    key.lerp_(query, 0.25)
+
+
+def _copy(key: Tensor, query: Tensor) -> None:
+    key.data.copy_(query)
+
+
+def _clone(key: Tensor, query: Tensor) -> None:
+    key.data = query.data.clone()
+
+
+def _transpose(key: Tensor, query: Tensor) -> None:
+    key.data = key.data.t()
+
+
+def _set_item(key: Tensor, query: Tensor) -> None:
+    key.data[:, 1:] = query[:, 1:] * 0.5
+
+
+def _many(key: Tensor, query: Tensor) -> None:
+    torch._foreach_mul_([key], 0.75)
+    torch._foreach_add_([key], [query])
+
+
+def _item(key: Tensor, query: Tensor) -> None:
+    key.data[:, 1:] = query[:, 1:]
+
+
+def _copy_with_gradients(key: Tensor, query: Tensor) -> None:
+    with torch.enable_grad():
+        key.data.copy_(query)
+
+
+def _add_with_gradients(key: Tensor, query: Tensor) -> None:
+    with torch.enable_grad():
+        key.detach().mul_(0.75).add_(query, alpha=0.25)
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "average of data": _average_of_data,
+    "average in data": _average_in_data,
+    "average in place": _average_in_place,
+    "copy": _copy,
+    "clone": _clone,
+    "transpose": _transpose,
+    "item": _set_item,
+    "item itself": _item,
+    "copy with gradients": _copy_with_gradients,
+    "add with gradients": _add_with_gradients,
+    "many": _many,
+}
+
+
+class Momentum(nn.Module):
+    """A query is trained towards a key that follows it. `decides`: asks for values, so that it runs as written."""
+
+    def __init__(
+        self, way: Callable[[Tensor, Tensor], None], *, is_buffer: bool = False, decides: bool = False
+    ) -> None:
+        super().__init__()
+        self.way, self.decides = way, decides
+        self.first, self.query = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        key = torch.linspace(-1.0, 1.0, WIDTH * WIDTH).view(WIDTH, WIDTH)
+        if is_buffer:
+            self.register_buffer("key", key)
+        else:
+            self.key = nn.Parameter(key, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.way(self.key, self.query.weight)
+            target = x @ self.key
+        h = self.first(x).tanh()
+        if self.decides and h.sum().item() > 1e6:
+            h = 2 * h
+        return (self.query(h) - target).pow(2).mean()
+
+
+def _round_in_data(h: Tensor) -> Tensor:
+    h.data.round_()
+    return h
+
+
+def _new_data(h: Tensor) -> Tensor:
+    h.data = h.data.round()
+    return h
+
+
+def _round_in_place(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.round_()
+    return h
+
+
+def _sign_of_part(h: Tensor) -> Tensor:
+    signs = h * 2
+    signs.data = signs.data.sign()
+    return signs + h
+
+
+def _through_detached(h: Tensor) -> Tensor:
+    h.detach().mul_(2)
+    return h * h
+
+
+def _filled(h: Tensor) -> Tensor:
+    found = torch.zeros_like(h)
+    with torch.no_grad():
+        found.copy_(h)
+    return found * h
+
+
+def _filled_in_data(h: Tensor) -> Tensor:
+    found = torch.zeros_like(h)
+    found.data[0].copy_(h[0])
+    return found * h
+
+
+def _filled_in_detached(h: Tensor) -> Tensor:
+    found = torch.zeros_like(h)
+    found.detach().add_(h)
+    return found * h
+
+
+def _filled_in_part(h: Tensor) -> Tensor:
+    found = torch.zeros_like(h)
+    with torch.no_grad():
+        found[:, 0] = h[:, 0]
+    found[:, 1] = h[:, 1]
+    return found * h
+
+
+def _grown(h: Tensor) -> Tensor:
+    found = h.detach().clone()
+    found += h
+    return found * h
+
+
+#: Values that change in place: what a graph takes, and what code that runs as written may do only.
+FILLED = {
+    "copy": _filled,
+    "data": _filled_in_data,
+    "detached": _filled_in_detached,
+    "part": _filled_in_part,
+    "clone": _grown,
+}
+HIDDEN = {
+    "in data": _round_in_data,
+    "new data": _new_data,
+    "in place": _round_in_place,
+    "part": _sign_of_part,
+    "detached": _through_detached,
+}
+
+
+class Quantized(nn.Module):
+    """Changes an inner value in a way."""
+
+    def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.way(3 * self.first(x))).pow(2).mean()
+
+
+class Codebook(nn.Module):
+    """Vector quantisation by moving averages, whose parameters are new ones in each step and get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.codes = nn.Embedding(NUM_CODES, WIDTH)
+        self.register_buffer("counts", torch.ones(NUM_CODES))
+        self.sums = nn.Parameter(torch.linspace(-1.0, 1.0, NUM_CODES * WIDTH).view(NUM_CODES, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x)
+        distances = (
+            z.pow(2).sum(1, keepdim=True) + self.codes.weight.pow(2).sum(1) - 2 * z @ self.codes.weight.t()
+        )
+        chosen = torch.zeros(len(x), NUM_CODES, dtype=x.dtype).scatter_(
+            1, distances.argmin(1, keepdim=True), 1
+        )
+        quantized = chosen @ self.codes.weight
+        if self.training:
+            counts = self.counts * 0.9 + 0.1 * chosen.sum(0)
+            self.counts = (counts + 1e-5) / (counts.sum() + NUM_CODES * 1e-5) * counts.sum()
+            self.sums = nn.Parameter(self.sums * 0.9 + 0.1 * chosen.t() @ z)
+            self.codes.weight = nn.Parameter(self.sums / self.counts.unsqueeze(1))
+        straight = z + (quantized - z).detach()
+        return 0.25 * F.mse_loss(quantized.detach(), z) + F.mse_loss(self.decoder(straight), x)
+
+
+class Queue(nn.Module):
+    """Contrast with keys of earlier steps, in a queue that is filled by whole batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            mine.data.copy_(theirs.data)
+            mine.requires_grad = False
+        self.register_buffer(
+            "queue", F.normalize(torch.linspace(-1.0, 1.0, WIDTH * QUEUE).view(WIDTH, QUEUE), dim=0)
+        )
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def _enqueue(self, keys: Tensor) -> None:
+        rows, place = keys.shape[0], int(self.place)
+        assert QUEUE % rows == 0
+        self.queue[:, place : place + rows] = keys.T
+        self.place[0] = (place + rows) % QUEUE
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = F.normalize(self.query(x), dim=1)
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+            keys = F.normalize(self.key(x.flip(1)), dim=1)
+        own = (query * keys).sum(1, keepdim=True)
+        scores = torch.cat([own, query @ self.queue.clone().detach()], 1) / 0.1
+        self._enqueue(keys)
+        return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        return -0.3 * grad
+
+
+class Adversarial(nn.Module):
+    """A gradient is reversed, and labels are made with `len`. `decides`: as `Momentum`."""
+
+    def __init__(self, *, decides: bool = False) -> None:
+        super().__init__()
+        self.decides = decides
+        self.first, self.domain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.decides and h.sum().item() > 1e6:
+            h = 2 * h
+        return h.pow(2).mean() + F.cross_entropy(self.domain(_Reversed.apply(h)), torch.zeros(len(x)).long())
+
+
+class Episode(nn.Module):
+    """Two rows for each of three classes: a batch of six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.last(self.first(x).tanh()).view(3, 2, 4)
+        return F.cross_entropy(-torch.cdist(h[:, 1], h[:, 0]), torch.arange(3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "codebook": Codebook,
+    "queue": Queue,
+    "adversarial": Adversarial,
+    "adversarial as written": lambda: Adversarial(decides=True),
+    "episode": Episode,
+    "rounded": lambda: Quantized(_round_in_data),
+}

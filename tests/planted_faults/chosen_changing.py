@@ -1,0 +1,91 @@
+"""Faults that somebody thought of, in forwards that change tensors of their model."""
+
+from __future__ import annotations
+
+from tests.planted_faults.areas import unit
+from tests.planted_faults.fault import Fault
+
+_TESTS = unit("capture/nonstrict/changing")
+
+CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
+    Fault(*row)
+    for row in (
+        (
+            "new-data-is-lost",
+            "capture/aten_trace.py",
+            "if is_other or torch._functionalize_has_data_mutation(tensor.elem):",
+            "if torch._functionalize_has_data_mutation(tensor.elem):",
+            _TESTS,
+        ),
+        (
+            "new-data-of-a-run-is-not-traced",
+            "capture/written_out.py",
+            "        if func == _SET_DATA:\n",
+            "        if func is _SET_DATA:\n",
+            _TESTS,
+        ),
+        (
+            "writes-without-gradients-have-them",
+            "capture/written_out.py",
+            "return tensor.detach() if tensor.requires_grad else tensor\n",
+            "return tensor\n",
+            _TESTS,
+        ),
+        (
+            "writes-behind-gradients-are-taken",
+            "capture/written_out.py",
+            "self._hiding.add(_memory(result))",
+            "self._hiding.discard(_memory(result))",
+            _TESTS,
+        ),
+        (
+            "views-of-data-have-gradients",
+            "capture/written_out.py",
+            "if not tensor.requires_grad and _memory(tensor) in operands:",
+            "if tensor.requires_grad and _memory(tensor) in operands:",
+            _TESTS,
+        ),
+        (
+            "shared-memory-is-a-copy",
+            "capture/written_out.py",
+            "if sum(_memory(item) == _memory(tensor) for item in inputs) > 1:",
+            "if sum(_memory(item) == _memory(tensor) for item in inputs) > 2:",
+            _TESTS,
+        ),
+        (
+            "a-trained-parameter-is-a-buffer",
+            "capture/nonstrict/swapping.py",
+            "_reach(results, (before, now))",
+            "_reach(results, ())",
+            _TESTS,
+        ),
+        (
+            "kept-module-averages-of-equal-numbers",
+            "capture/nonstrict/kept_operators.py",
+            "0.01 + 0.001 * (place % 64)",
+            "0.01",
+            _TESTS,
+        ),
+        (
+            "kept-module-does-not-see-new-strides",
+            "capture/nonstrict/kept_operators.py",
+            "return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()",
+            "return (tensor._version,)",
+            _TESTS,
+        ),
+        (
+            "kept-module-gets-operators-for-functions",
+            "capture/nonstrict/watch.py",
+            "if not watches or watches[-1].is_in_kept_module:",
+            "if not watches:",
+            _TESTS,
+        ),
+        (
+            "batch-size-of-one-rank-for-code-that-works-with-no-other",
+            "capture/nonstrict/trace.py",
+            "self._kept.begin(lambda: {rows.symbol: self._all_rows()})",
+            "self._kept.begin(lambda: {rows.symbol: self._all_rows() - 1})",
+            _TESTS,
+        ),
+    )
+)

@@ -1,0 +1,137 @@
+"""A forward that changes tensors of its model, in each way that Python has: the model is that of one process."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rannc_backend.capture.nonstrict.arguments import call_of
+from rannc_backend.capture.nonstrict.captures import capture_call
+from rannc_backend.errors import UnsupportedModelError
+from tests.changing_models import FILLED, HIDDEN, MODELS, WAYS, Adversarial, Momentum, Quantized, batch
+from tests.default_dtype import float64
+
+CAPTURES = ("dynamo", "nonstrict", "as written")
+
+
+def _check(model: nn.Module, **options: object) -> None:
+    """Two steps and an evaluation, without an optimizer."""
+    torch._dynamo.reset()
+    alone = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="rannc", options={"stage_compiler": "eager", **options})
+    for step in range(3):
+        rows = batch(6, step)
+        with torch.set_grad_enabled(step < 2):
+            result, expected = compiled(rows), alone(rows)
+        torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-13)
+        if step < 2:
+            model.zero_grad()
+            alone.zero_grad()
+            result.backward()
+            expected.backward()
+        theirs = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
+        for name, mine in (*model.named_parameters(), *model.named_buffers()):
+            torch.testing.assert_close(mine, theirs[name], rtol=1e-13, atol=1e-13, msg=f"{name}, step {step}")
+            if mine.requires_grad:
+                torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_is_that_of_one_process(way: str, capture: str) -> None:
+    _check_way(way, capture, is_buffer=False)
+
+
+@pytest.mark.parametrize(("way", "capture"), zip(WAYS, itertools.cycle(CAPTURES)))
+def test_each_way_of_changing_a_buffer_is_that_of_one_process(way: str, capture: str) -> None:
+    _check_way(way, capture, is_buffer=True)
+
+
+def _check_way(way: str, capture: str, *, is_buffer: bool) -> None:
+    decides = capture == "as written"
+    with float64():
+        model = Momentum(WAYS[way], is_buffer=is_buffer, decides=decides)
+        _check(model, capture="auto" if decides else capture)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_as_people_write_them(name: str) -> None:
+    with float64():
+        _check(MODELS[name]())
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "nonstrict"])
+@pytest.mark.parametrize("way", FILLED)
+def test_what_is_written_without_its_gradient_has_none(way: str, capture: str) -> None:
+    with float64():
+        _check(Quantized(FILLED[way]), capture=capture)
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+def test_what_changes_values_behind_their_gradient_runs_as_written(way: str) -> None:
+    with float64():
+        _check(Quantized(HIDDEN[way]))
+
+
+@pytest.mark.parametrize("way", sorted(HIDDEN.keys() - {"new data", "part"}))
+def test_what_changes_values_behind_their_gradient_is_no_graph(way: str) -> None:
+    """Dynamo itself refuses the others."""
+    compiled = torch.compile(
+        Quantized(HIDDEN[way]), backend="rannc", options={"stage_compiler": "eager", "capture": "dynamo"}
+    )
+    with pytest.raises(UnsupportedModelError, match="gradient") as found:
+        compiled(batch(6).float())
+    assert "changing_models.py" in found.value.location
+
+
+def _share(key: Tensor, query: Tensor) -> None:
+    key.data = query.data
+
+
+@pytest.mark.parametrize("capture", ["dynamo", "nonstrict"])
+def test_two_tensors_that_become_one_are_refused(capture: str) -> None:
+    compiled = torch.compile(
+        Momentum(_share), backend="rannc", options={"stage_compiler": "eager", "capture": capture}
+    )
+    with pytest.raises(UnsupportedModelError, match="share the memory of another one"):
+        compiled(batch(6).float())
+
+
+def test_two_tensors_that_become_one_in_code_that_runs_as_written_are_refused() -> None:
+    model = Momentum(_share, decides=True)
+    with pytest.raises(UnsupportedModelError):
+        capture_call(model, call_of(model, (batch(6).float(),), {}))
+
+
+class _Renewed(Momentum):
+    """Puts a new parameter in place of one that is trained, before it is used or after."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__(lambda key, query: None)
+        self.is_first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = None if self.is_first else super().forward(x)
+        self.query.weight = nn.Parameter(self.query.weight * 0.5)
+        return super().forward(x) if loss is None else loss
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_new_parameter_in_place_of_a_trained_one_is_refused(first: bool) -> None:
+    model = _Renewed(first=first)
+    with pytest.raises(
+        UnsupportedModelError, match="new parameter in place of query.weight, which is trained"
+    ):
+        capture_call(model, call_of(model, (batch(6).float(),), {}))
+
+
+def test_len_of_a_tensor_is_its_batch_size() -> None:
+    """So that the model has a graph, and need not run as written."""
+    model = Adversarial()
+    capture = capture_call(model, call_of(model, (batch(6).float(),), {}))
+    assert not capture.recorded.kept_modules
+    assert len([1, 2]) == 2 and len(torch.ones(3, 2)) == 3
