@@ -21,7 +21,11 @@ CASES = on_plans(
 
 @pytest.mark.parametrize(
     "case",
-    cases(CASES, "nonstrict", ("models-2", "models-1,2,1", "kept-2", "kept-1,1,1,1", "writing-1,1,1,1")),
+    cases(
+        CASES,
+        "nonstrict",
+        ("models-2", "models-1,2,1", "kept-2", "kept-1,1,1,1", "writing-2", "writing-1,1,1,1"),
+    ),
 )
 def test_nonstrict(case: Case, outcome_of: OutcomeOf) -> None:
     outcome_of(case).raise_if_failed()

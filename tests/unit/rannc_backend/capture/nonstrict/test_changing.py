@@ -40,24 +40,6 @@ def _check(model: nn.Module, **options: object) -> None:
                 torch.testing.assert_close(mine.grad, theirs[name].grad, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("capture", CAPTURES)
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_is_that_of_one_process(way: str, capture: str) -> None:
-    _check_way(way, capture, is_buffer=False)
-
-
-@pytest.mark.parametrize(("way", "capture"), zip(WAYS, itertools.cycle(CAPTURES)))
-def test_each_way_of_changing_a_buffer_is_that_of_one_process(way: str, capture: str) -> None:
-    _check_way(way, capture, is_buffer=True)
-
-
-def _check_way(way: str, capture: str, *, is_buffer: bool) -> None:
-    decides = capture == "as written"
-    with float64():
-        model = Momentum(WAYS[way], is_buffer=is_buffer, decides=decides)
-        _check(model, capture="auto" if decides else capture)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models_as_people_write_them(name: str) -> None:
     with float64():
@@ -135,3 +117,21 @@ def test_len_of_a_tensor_is_its_batch_size() -> None:
     capture = capture_call(model, call_of(model, (batch(6).float(),), {}))
     assert not capture.recorded.kept_modules
     assert len([1, 2]) == 2 and len(torch.ones(3, 2)) == 3
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_is_that_of_one_process(way: str, capture: str) -> None:
+    _check_way(way, capture, is_buffer=False)
+
+
+@pytest.mark.parametrize(("way", "capture"), zip(WAYS, itertools.cycle(CAPTURES)))
+def test_each_way_of_changing_a_buffer_is_that_of_one_process(way: str, capture: str) -> None:
+    _check_way(way, capture, is_buffer=True)
+
+
+def _check_way(way: str, capture: str, *, is_buffer: bool) -> None:
+    decides = capture == "as written"
+    with float64():
+        model = Momentum(WAYS[way], is_buffer=is_buffer, decides=decides)
+        _check(model, capture="auto" if decides else capture)
