@@ -8,6 +8,9 @@ decision rests on a coincidence with the batch size of this process.
 The trace runs with gradients enabled on fake tensors that require grad like the real ones, because operators
 are chosen accordingly (attention, matmul folding). Where the model switches gradients off, each result
 becomes an `aten.detach`, so that the graph, run later under autograd, stops gradients at the same places.
+
+Private to torch here: what functional tensors know of their changes, and Dynamo's function for `x.data` (seen on torch
+2.13.0 and 2.15.0; see tests/unit/rannc_backend/capture/nonstrict/test_changing.py).
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ CHOSEN_CHANGING: tuple[Fault, ...] = tuple(
         (
             "batch-size-of-one-rank-for-code-that-works-with-no-other",
             "capture/nonstrict/trace.py",
-            "self._kept.begin(lambda: {rows.symbol: self._all_rows()})",
-            "self._kept.begin(lambda: {rows.symbol: self._all_rows() - 1})",
+            "BatchSize(rows.symbol, self._local_rows, self._all_rows)",
+            "BatchSize(rows.symbol, self._local_rows, lambda: self._local_rows + 1)",
             _TESTS,
         ),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -28,6 +29,8 @@ from rannc_backend.capture.inputs import (
     UserTensor,
 )
 from rannc_backend.errors import UnsupportedModelError
+
+_MAX_TRIED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,3 +262,17 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """The batch size of a run: its symbol, its number on this rank, and that of all ranks, whose answer is collective."""
+
+    symbol: sympy.Symbol
+    local: int
+    of_all: Callable[[], int]
+
+    def tries(self) -> list[int]:
+        """Small ones, and what the batch of all ranks might be."""
+        likely = (self.local * factor for factor in (1, 2, 3, 4, 6, 8, 16, 32, 64))
+        return [*range(1, 13), *(size for size in likely if 12 < size <= _MAX_TRIED)]

@@ -9,12 +9,12 @@ unless the class is declared row-wise: a step runs as one micro-batch on one rep
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 from torch import nn
 
+from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.kept_operators import called_whole
 from rannc_backend.errors import DataDependentControlFlowError, ModelError, UnsupportedModelError
 
@@ -41,12 +41,12 @@ class KeptModules:
         self._first: ModelError | None = None
         self._refusal: ModelError | None = None  # of the last module that could not be kept
         self.is_inside = False
-        self._batch_size: Callable[[], Mapping[sympy.Symbol, int]] = dict
+        self._batch: BatchSize | None = None
         self.names: dict[str, str] = {}
 
-    def begin(self, batch_size: Callable[[], Mapping[sympy.Symbol, int]]) -> None:
-        """Before a run. `batch_size`: that of all ranks, by its symbol of this run; collective."""
-        self._batch_size = batch_size
+    def begin(self, batch: BatchSize) -> None:
+        """Before a run."""
+        self._batch = batch
 
     def note(self, location: str, modules: Sequence[nn.Module]) -> None:
         """A value was asked for at this line, within these modules, the outermost first."""
@@ -77,8 +77,9 @@ class KeptModules:
         if _key(module) in self._kept:
             path = self._paths.get(id(module)) or WHOLE_MODEL
             self.is_inside = True
+            assert self._batch is not None, "a run has begun"
             try:
-                result = called_whole(module, path, args, kwargs, self._batch_size)
+                result = called_whole(module, path, args, kwargs, self._batch)
             except UnsupportedModelError as error:
                 self._refusal = error
                 self._kept.discard(_key(module))

@@ -18,18 +18,18 @@ import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
-import sympy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from rannc_backend.capture.inputs import named_tensors
+from rannc_backend.capture.nonstrict.arguments import BatchSize
 from rannc_backend.capture.nonstrict.read_values import needing_value
 from rannc_backend.capture.nonstrict.swapping import swapped, write_back
 from rannc_backend.capture.written_out import shared_memory
@@ -277,12 +277,11 @@ def called_whole(
     path: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    batch_size: Callable[[], Mapping[sympy.Symbol, int]] = dict,
+    batch: BatchSize,
 ) -> Any:
     """The module's results by way of its operator, which is made if there is none.
 
-    `batch_size`: that of all ranks, by its symbol, for code that works with no other. Raises UnsupportedModelError
-    where it cannot be one.
+    `batch`: for code that works with few sizes. Raises UnsupportedModelError where it cannot be one.
     """
     own = named_tensors(module)
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -304,7 +303,7 @@ def called_whole(
         num_parameters=len(list(module.parameters())),
         has_gradient=tuple(value.requires_grad and torch.is_grad_enabled() for value in values),
     )
-    whole = _observed(whole, values, sizes, batch_size)
+    whole = _observed(whole, values, sizes, batch)
     if is_row_wise(type(module)) and (whole.draws or whole.buffers):
         raise _cannot(path, "draws random numbers or changes buffers, which a row-wise module may not")
     if whole.draws:
@@ -332,7 +331,7 @@ def _observed(
     whole: _Whole,
     values: Sequence[torch.Tensor],
     sizes: Sequence[Any],
-    batch_size: Callable[[], Mapping[sympy.Symbol, int]],
+    batch: BatchSize,
 ) -> _Whole:
     """With what two runs on made-up numbers have shown: of sizes that nothing divides, or else that much does, or
     else of the batch size and its double, or of it alone.
@@ -344,8 +343,13 @@ def _observed(
             return _observed_at(whole, values, sizes, [_numbers(all_sizes, more, unit) for more in (0, 1)])
         except UnsupportedModelError as failed:
             error = error or failed
+    assert error is not None, "two observations have failed"
+    hints = _numbers(all_sizes, more=0)
+    # A rank alone may be here, with arguments that fit no size: then the others must not be asked.
+    if not any(_runs(whole, values, sizes, {**hints, batch.symbol: size}) for size in batch.tries()):
+        raise error
     with without_modes(), torch._C.DisableTorchFunction():
-        known = batch_size()
+        known = {batch.symbol: batch.of_all()}
     real = {**_numbers(all_sizes, more=0), **known}
     for factor in (2, 1):
         other = {**real, **{symbol: factor * size for symbol, size in known.items()}}
@@ -354,8 +358,16 @@ def _observed(
             # One run does not tell what has rows.
             if factor > 1 or not set(known.values()) & observed.constant_sizes():
                 return observed
-    assert error is not None, "two observations have failed"
     raise error
+
+
+def _runs(
+    whole: _Whole, values: Sequence[torch.Tensor], sizes: Sequence[Any], numbers: dict[Any, int]
+) -> bool:
+    with contextlib.suppress(UnsupportedModelError):
+        _observed_at(whole, values, sizes, [numbers, numbers])
+        return True
+    return False
 
 
 def _observed_at(

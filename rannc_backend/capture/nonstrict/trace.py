@@ -34,7 +34,7 @@ from rannc_backend.capture.aten_trace import (
 from rannc_backend.capture.batch_inputs import batch_candidates, batch_of_one_size
 from rannc_backend.capture.graph import CapturedGraph, captured_of, lengths_hold
 from rannc_backend.capture.inputs import TensorInput, UserTensor, check_devices
-from rannc_backend.capture.nonstrict.arguments import Call, Place, Ranks, inputs_of, places_of
+from rannc_backend.capture.nonstrict.arguments import BatchSize, Call, Place, Ranks, inputs_of, places_of
 from rannc_backend.capture.nonstrict.kept_modules import KeptModules
 from rannc_backend.capture.nonstrict.outputs import Structure, sorted_leaves, taken_apart
 from rannc_backend.capture.nonstrict.read_values import ReadValue, TracedValue, read_value
@@ -234,7 +234,7 @@ def _traced(
     local_rows = next(int(item.tensor.shape[0]) for item in inputs if item.position in batch)
     hint, all_rows = prime_apart_from(numbers), functools.cache(lambda: ranks.global_rows(local_rows))
     for _ in range(_MAX_TRACES):
-        run = _Run(module, inputs, call, reads, batch, lengths, kept, all_rows)
+        run = _Run(module, inputs, call, reads, batch, lengths, kept, local_rows, all_rows)
         suits = functools.partial(_takes_the_path, run, all_rows)
         try:
             trace = trace_function(
@@ -292,9 +292,10 @@ class _Run:
         batch: frozenset[int],
         lengths: LengthDims,
         kept: KeptModules,
+        local_rows: int,
         all_rows: Callable[[], int],
     ) -> None:
-        self._all_rows = all_rows
+        self._local_rows, self._all_rows = local_rows, all_rows
         self._reads = reads
         self._kept = kept
         self._lengths = lengths
@@ -313,7 +314,7 @@ class _Run:
         others, (args, kwargs) = _apart(self._inputs, self._call, tensors)
         watch = Watch(rows, self._reads, self._kept)
         self._reads.begin(functools.partial(self._read, rows.symbol), watch.note_place)
-        self._kept.begin(lambda: {rows.symbol: self._all_rows()})
+        self._kept.begin(BatchSize(rows.symbol, self._local_rows, self._all_rows))
         with swapped(self._module, others) as swap:
             try:
                 with watch.watching():

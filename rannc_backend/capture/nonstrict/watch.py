@@ -160,6 +160,7 @@ class Watch(TorchFunctionMode):
                 raise
             raise located(error, user_location(trace)) from error.__cause__
         except Exception as error:
+            self.operator_guards.update(range(first, len(guards)))
             if any(isinstance(item, Unknown) for item in pytree.tree_leaves((args, kwargs))):
                 raise used_as_number(trace) from error
             if "DataDependent" in type(error).__name__ and func in _READING:
